@@ -1,6 +1,6 @@
 """shardwise: train models that do not fit one device.
 
-Public names are loaded when they are first used, so that importing the package costs next to nothing.
+Public names are loaded on first use, because importing the package should be fast.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Settings of the C library's allocator for processes that train on the CPU.
 
-glibc keeps large freed blocks in its heap, where small tensors that live longer break them up: the next large buffer
-then needs new memory, although enough is free. Blocks above a fixed threshold can be mappings of their own, which
-go back to the system whole. That would cost a page fault for every 4 KiB at each new use; where torch asks for huge
-pages it is one for every 2 MiB. torch reads its variable when it makes the first tensor, glibc's can be set at any
-time. Importing shardwise sets both, under every launcher. (This module must not import torch.)
+glibc keeps large freed blocks in its heap, where long-lived small tensors fragment them: the next large buffer then
+needs new memory. Blocks above a fixed threshold can be separate mappings, which return to the system whole. Each new
+use then costs a page fault for every 4 KiB, or for every 2 MiB if torch requests huge pages. torch reads its variable
+when it makes the first tensor; glibc's can be set at any time. Importing shardwise sets both, under every launcher.
+This module must not import torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-THRESHOLD = 4 << 20
-"""Bytes from which a block is a mapping of its own."""
-VARIABLE = "THP_MEM_ALLOC_ENABLE"
-"""Makes torch ask for huge pages for tensors from 2 MiB on."""
+THRESHOLD = 4 << 20  # bytes from which a block is a separate mapping
+VARIABLE = "THP_MEM_ALLOC_ENABLE"  # makes torch request huge pages for tensors from 2 MiB on
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _M_MMAP_THRESHOLD = -3
@@ -35,10 +33,10 @@ _OTHER_WISHES = (
 
 
 def set_allocator(env: MutableMapping[str, str] = os.environ) -> bool:
-    """Set this process's allocator; return whether it was done.
+    """Set this process's allocator; return True if done.
 
-    Nothing is done where the user has chosen, where the system lacks huge pages or glibc, and where the first tensor is
-    older than this call: torch will not ask for huge pages any more.
+    Nothing changes if the user has chosen, if the system lacks huge pages or glibc, or if a tensor exists already,
+    because torch then requests no huge pages any more.
     """
     chosen = any(name in env for name in _OTHER_WISHES) or env.get(VARIABLE, "1") != "1"
     if chosen or not _on_glibc() or not _has_huge_pages():
@@ -53,7 +51,7 @@ def set_allocator(env: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def _torch_asks_for_huge_pages() -> bool:
-    """Whether torch has read its variable, which shows in the alignment of large tensors."""
+    """Return True if torch has read its variable, by the alignment of large tensors."""
     import torch
 
     tensors = [torch.empty(THRESHOLD, dtype=torch.uint8, device="cpu") for _ in range(_TRIED)]

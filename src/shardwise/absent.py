@@ -1,6 +1,6 @@
-"""What DeepSpeed has and this version has not, with the reason: the end of a sentence that begins with the name.
+"""Names of DeepSpeed that this version lacks, with the reason: the end of a sentence that begins with the name.
 
-The drop-in tells them when such a name is imported, the engine when such a member is used.
+The drop-in raises the reason when such a name is imported, the engine when such a member is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MICS = (
 )
 LINEAR = "LoRA and quantised linear layers are not built yet"
 TILED = "tiled linear layers are not built yet"
-# What will not come.
+# Not planned.
 OPS = "there are no operators to build: everything runs in plain torch"
 INNER = "it is an inner part of DeepSpeed, which has no counterpart here"
 WRAPPERS = "it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers"
@@ -53,6 +53,7 @@ _COALESCED = (
 _LOADERS = "engine.deepspeed_io() takes both kinds of data"
 _REDUCES = "gradients are reduced while backward() runs and clipped in step(), so that nothing is left to be called"
 
+# Reason -> members of DeepSpeedEngine, separated by spaces.
 _ENGINE: dict[str, str] = {
     "DeepSpeedConfig(engine.config) reads it as a whole": "_config",
     "engine.last_load says what was loaded": "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size",
@@ -106,7 +107,6 @@ _ENGINE: dict[str, str] = {
     "garbage collection is left to Python (gc.collect())": "collect_python_gc",
     INNER: "get_optimizer_configuration is_first_weights_partition_group",
 }
-"""Reason -> members of DeepSpeedEngine, separated by spaces."""
 
+# Member of DeepSpeedEngine -> reason of its absence.
 ENGINE: dict[str, str] = {name: reason for reason, names in _ENGINE.items() for name in names.split()}
-"""Member of DeepSpeedEngine -> why the engine has none of this name."""

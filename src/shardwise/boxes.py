@@ -1,9 +1,8 @@
-"""Boxes and regions: n-dimensional parts of a tensor, and what flat ranges of two of them have in common.
+"""Boxes and regions: n-dimensional parts of a tensor, and the intersection of their flat ranges. No torch is needed.
 
-A rank's part of a tensor is a box of it (its columns, its experts), or, where one tensor is several in a row (a fused
-projection), a region: some ranges in each dimension, one after the other in the rank's memory. Of a part's elements, in
-row-major order, a rank has a range. Files hold such parts, and ranks of another layout want others; here is the
-arithmetic between them. It needs no torch.
+A rank's part of a tensor is a box (columns, experts), or, of several tensors in a row (a fused projection), a region:
+several ranges in a dimension, contiguous in the rank's memory. Of its part's elements, in row-major order, a rank has a
+flat range. Files hold such parts, and ranks of another layout read others; this module has the arithmetic between them.
 """
 
 from __future__ import annotations
@@ -15,35 +14,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
-Ends = tuple[int, int]
-"""First index and end (exclusive)."""
+Ends = tuple[int, int]  # first index and end (exclusive)
 
-Box = tuple[Ends, ...]
-"""The ends in each dimension."""
+Box = tuple[Ends, ...]  # the ends in each dimension
 
+# A box, or in some dimensions several ranges, which ascend and do not touch (`region`). Its elements have an index in
+# one of the ranges of each dimension. In memory the ranges are contiguous.
 Region = tuple[Ends | tuple[Ends, ...], ...]
-"""A box, or in some dimensions several ranges, which ascend and do not touch: see `region`.
 
-Its elements are those with an index in one of the ranges of each dimension. In memory the ranges follow each other.
-"""
-
+# Maximum dimensions along which one tensor may be cut. Visiting all corners of a region costs at most `2 ** MOST_CUTS`
+# for each of its ranges.
 MOST_CUTS = 8
-"""Dimensions along which one tensor may be cut."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Elements that two flat memories have in common, as an n-dimensional array in each.
+    """Common elements of two flat memories, as an n-dimensional array in each."""
 
-    Attributes:
-        shape: sizes, at least one.
-        source, target: place of the first element in each of the two.
-        source_strides, target_strides: elements from one index to the next, in each dimension.
-    """
-
-    shape: tuple[int, ...]
-    source: int
-    source_strides: tuple[int, ...]
+    shape: tuple[int, ...]  # at least one size
+    source: int  # position of the first element
+    source_strides: tuple[int, ...]  # elements from one index to the next, in each dimension
     target: int
     target_strides: tuple[int, ...]
 
@@ -54,25 +44,21 @@ class Patch:
 
     @property
     def flat(self) -> bool:
-        """Whether the elements follow each other in both memories."""
+        """True if the elements are contiguous in both memories."""
         return self.source_strides == self.target_strides == (1,)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that is the whole tensor."""
+    """Return the box of the whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def region(dimensions: Iterable[Sequence[Any]]) -> Region:
-    """Return a region in the one form that it has: ranges that touch are joined, and empty ones left out.
+    """Return the canonical form of a region: touching ranges are joined, and empty ones left out.
 
-    Args:
-        dimensions: of each the ends of a range, or several of these.
+    Raises a ValueError if the ranges of a dimension do not ascend, or overlap.
 
-    Raises:
-        ValueError: ranges of a dimension do not ascend, or overlap.
-
-    Example: what one of two ranks has of three matrices in one, and what the only one has.
+    Example: one of two ranks' part of three fused matrices, and the part of a single rank.
         >>> region([[(0, 2), (4, 6), (8, 10)], (0, 3)]), region([[(0, 4), (4, 8), (8, 12)], (0, 3)])
         ((((0, 2), (4, 6), (8, 10)), (0, 3)), ((0, 12), (0, 3)))
     """
@@ -97,24 +83,24 @@ def _joined(ends: Sequence[Any]) -> Ends | tuple[Ends, ...]:
 
 
 def is_range(ends: Sequence[Any]) -> TypeGuard[Sequence[int]]:
-    """Whether a dimension of a region is the ends of one range, and not several of these."""
+    """Return True if a dimension of a region has one range."""
     return len(ends) == 2 and not isinstance(ends[0], Sequence)
 
 
 def ranges(part: Region) -> tuple[tuple[Ends, ...], ...]:
-    """Return all ranges of each dimension of a region. These can be compared, to bring regions into an order."""
+    """Return all ranges of each dimension of a region; the result can be compared and sorted."""
     return tuple(((ends[0], ends[1]),) if is_range(ends) else cast(tuple[Ends, ...], ends) for ends in part)
 
 
 def is_within(part: Region, shape: Sequence[int]) -> bool:
-    """Whether a region is one of a tensor."""
+    """Return True if a region is inside of a tensor's shape."""
     return len(part) == len(shape) and all(
         0 <= first <= end <= size for some, size in zip(ranges(part), shape, strict=True) for first, end in some
     )
 
 
 def sizes(part: Region) -> tuple[int, ...]:
-    """Return the shape of a region, as it lies in memory."""
+    """Return the shape of a region in memory."""
     return tuple(
         ends[1] - ends[0] if is_range(ends) else sum(end - first for first, end in cast(tuple[Ends, ...], ends))
         for ends in part
@@ -122,7 +108,7 @@ def sizes(part: Region) -> tuple[int, ...]:
 
 
 def meet(one: Region, other: Region) -> bool:
-    """Whether two regions of a tensor have an element in common."""
+    """Return True if two regions of a tensor have an element in common."""
     return all(
         any(max(a, c) < min(b, d) for a, b in some for c, d in others)
         for some, others in zip(ranges(one), ranges(other), strict=True)
@@ -130,15 +116,7 @@ def meet(one: Region, other: Region) -> bool:
 
 
 def overlap(source: Region, start: int, stop: int, target: Region, low: int, high: int) -> Iterator[Patch]:
-    """Yield what two flat ranges of regions have in common.
-
-    Args:
-        source: a region; the first memory holds elements `[start, stop)` of it.
-        start: first of these.
-        stop: end of these.
-        target: a region of the same tensor; the second memory holds elements `[low, high)` of it.
-        low: first of these.
-        high: end of these.
+    """Yield the common elements of `[start, stop)` of `source` and `[low, high)` of `target`, regions of one tensor.
 
     Example: of a matrix of 2 x 4, the first memory has all, the second the two columns on the right.
         >>> list(overlap(((0, 2), (0, 4)), 0, 8, ((0, 2), (2, 4)), 0, 4))
@@ -162,12 +140,12 @@ def overlap(source: Region, start: int, stop: int, target: Region, low: int, hig
                 yield _patch(runs, strides[0], start, strides[1], low)
 
 
+# Of a dimension of two memories: the first common index in each, and the number of indices.
 _Run = tuple[int, int, int]
-"""Of a dimension that two memories have in common: the first index in each, and how many follow."""
 
 
 def _shared(some: Sequence[Ends], others: Sequence[Ends]) -> list[_Run]:
-    """Return what ranges of two regions in one dimension have in common; of what follows in both there is one run."""
+    """Return the common runs of two regions in one dimension; indices that are contiguous in both form one run."""
     found: list[_Run] = []
     place = 0
     for first, end in some:
@@ -185,7 +163,6 @@ def _shared(some: Sequence[Ends], others: Sequence[Ends]) -> list[_Run]:
 
 
 def _within(runs: Sequence[_Run], mine: Ends, theirs: Ends) -> list[_Run]:
-    """Cut runs to the indices that a brick has in each memory."""
     found = []
     for one, other, count in runs:
         skip = max(mine[0] - one, theirs[0] - other, 0)
@@ -196,7 +173,7 @@ def _within(runs: Sequence[_Run], mine: Ends, theirs: Ends) -> list[_Run]:
 
 
 def _bricks(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that make up elements `[start, stop)` of a box: fewer than two for each dimension."""
+    """Yield the boxes of elements `[start, stop)` of a box: fewer than two for each dimension."""
     if start >= stop:
         return
     if not box:
@@ -217,7 +194,7 @@ def _bricks(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def _patch(runs: Sequence[_Run], one: Sequence[int], start: int, other: Sequence[int], low: int) -> Patch:
-    """Return where elements lie in both memories, in as few dimensions as can be."""
+    """Return the common elements as a patch with as few dimensions as possible."""
     dimensions: list[tuple[int, int, int]] = []
     source, target = -start, -low
     for (first, second, size), a, b in zip(runs, one, other, strict=True):
@@ -238,10 +215,7 @@ def _strides(lengths: Sequence[int]) -> list[int]:
 def cuts(shape: Sequence[int], parts: Sequence[Region]) -> list[int]:
     """Return the dimensions along which regions cut a tensor.
 
-    What it costs to look at all corners of a region is bounded by `2 ** MOST_CUTS` for each range in it.
-
-    Raises:
-        ValueError: they are too many, or a region has too many corners.
+    Raises a ValueError if these are too many, or a region has too many corners.
     """
     cut = [d for d, size in enumerate(shape) if any(part[d] != (0, size) for part in parts)]
     if len(cut) > MOST_CUTS:
@@ -257,21 +231,13 @@ def cuts(shape: Sequence[int], parts: Sequence[Region]) -> list[int]:
 
 
 def misfit(shape: Sequence[int], parts: Iterable[Region]) -> tuple[tuple[int, ...], int] | None:
-    """Return the first element that is not in exactly one of some regions, and in how many; None if there is none.
+    """Return the first element that is not in exactly one region, and its number of regions; None if there is none.
 
-    The work is that of looking at every corner of every region once, however they lie: where the count of regions
-    changes, there are corners, and they cancel out wherever it is one.
+    The work is one visit of every corner of every region: the number of regions changes at corners only, and their
+    changes cancel out if it is one everywhere. Raises a ValueError as `cuts` does.
 
-    Args:
-        shape: of the tensor.
-        parts: regions inside of it.
-
-    Raises:
-        ValueError: see `cuts`.
-
-    Example:
-        >>> misfit((2, 4), [((0, 2), (0, 2)), ((0, 1), (2, 4))])
-        ((1, 2), 0)
+    >>> misfit((2, 4), [((0, 2), (0, 2)), ((0, 1), (2, 4))])
+    ((1, 2), 0)
     """
     parts = list(parts)
     if 0 in shape:

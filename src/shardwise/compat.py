@@ -1,8 +1,6 @@
 """Names of torch that differ between versions, or that torch does not document, in one place.
 
-2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and warns at every call of the old
-names, so the new name is taken where it exists. Undocumented names are looked up, with a fallback where they
-are missing.
+Undocumented names are looked up, with a fallback if they are missing.
 """
 
 from __future__ import annotations
@@ -21,29 +19,30 @@ import torch.distributed as dist
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 
+# 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single`; the old names warn at every call.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _coalescing_manager: Any = getattr(distributed_c10d, "_coalescing_manager", None)
+# Collectives that the manager joins by itself; others need a backend that can begin and end a joint launch.
 _captured = (all_gather_single, reduce_scatter_single)
-"""Collectives that the manager joins by itself; others need a backend that can begin and end a joint launch."""
 
+# The group's own methods cost less than `isend` and `irecv`, which repeat checks (4 of 23 us).
 _sends_itself = hasattr(dist.ProcessGroup, "send") and hasattr(dist.ProcessGroup, "recv")
-"""The group's own methods cost less than `isend` and `irecv`, which check what is known here (4 of 23 us)."""
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """Return the name of the backend that serves tensors of a device in a group, or None if there is none.
+    """Return the name of a group's backend for tensors of a device, or None if there is none.
 
-    `torch.distributed.get_backend` gives the requested backend, which may be a list ("cpu:gloo,cuda:nccl") or
-    nothing at all ("undefined").
+    `torch.distributed.get_backend` returns the requested backend, which may be a list ("cpu:gloo,cuda:nccl") or
+    "undefined".
     """
     served = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
     return served.get(device.type)
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """Return a group's limit for one collective, or None where torch does not tell."""
+    """Return a group's timeout of one collective, or None if unknown."""
     try:
         backend: Any = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
         found = backend.options._timeout
@@ -53,7 +52,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 
 
 def launched_of(group: dist.ProcessGroup) -> int:
-    """Return how many collectives this rank has launched in a group, or -1 where torch does not tell."""
+    """Return the number of collectives that this rank has launched in a group, or -1 if unknown."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -61,7 +60,7 @@ def launched_of(group: dist.ProcessGroup) -> int:
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
-    """Return the process group of a name, or None if this rank has none or torch does not tell."""
+    """Return the process group of a name, or None if this rank has none or torch has no such lookup."""
     try:
         found = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     except (AttributeError, RuntimeError):
@@ -71,10 +70,10 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 @contextlib.contextmanager
 def connecting_alone() -> Iterator[None]:
-    """Have groups that are made inside of the block connect by themselves.
+    """Connect new groups without the default group's ranks inside the block.
 
-    If the default group has a device (`init_process_group(device_id=...)`), torch makes NCCL's communicators by
-    splitting that of the default group, for which it needs all of its ranks, and waits for those that are elsewhere.
+    If the default group has a device (`init_process_group(device_id=...)`), torch creates NCCL communicators by
+    splitting the default group's. That needs all of its ranks, and waits for ranks that do not take part.
     """
     default: Any = dist.group.WORLD
     bound = getattr(default, "bound_device_id", None)
@@ -96,18 +95,10 @@ def make_group(
     options: Any,
     device: torch.device | None,
 ) -> dist.ProcessGroup:
-    """Make a process group of some ranks under a given name; only these ranks call.
+    """Create a process group of global ranks under a name that no other group has; only these ranks call.
 
-    `torch.distributed.new_group` takes no name. Its own name depends on how many groups the process has, which may
-    differ between ranks.
-
-    Args:
-        ranks: global numbers, this one among them.
-        name: the same on all of them, and of no other group.
-        timeout: limit for one collective.
-        backend: name of torch's backend.
-        options: of the backend.
-        device: the group connects at once for this device; None: at its first collective.
+    `torch.distributed.new_group` takes no name. Its own name depends on the number of groups of the process, which may
+    differ between ranks. The group connects at once for `device`; None: at its first collective.
     """
     default = distributed_c10d._get_default_group()
     store = distributed_c10d._world.pg_map[default][1]
@@ -128,30 +119,24 @@ def make_group(
 
 
 def urgent_options(backend: str, timeout: timedelta) -> Any:
-    """Return options of a group whose kernels go before those that wait on other streams; None: there are none.
-
-    NCCL's kernels are short and others wait for them, while a model's fill the device with blocks that are queued.
-
-    Args:
-        backend: of the group.
-        timeout: of the group, which torch compares with that of its options.
-    """
+    """Return options of a group with high-priority streams, or None for other backends than NCCL."""
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None) if backend == "nccl" else None
     if options is None:
         return None
+    # NCCL's kernels are short and other streams wait for them, while a model's kernels fill the device with blocks.
     made = options(is_high_priority_stream=True)
     made._timeout = timeout
     return made
 
 
 def allocator_settings() -> str:
-    """Return how torch's allocator of device memory has been set last; empty: not at all, or torch does not tell."""
+    """Return the last settings of torch's device memory allocator; empty if none or unknown."""
     tell: Callable[[], str] = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")
     return tell()
 
 
 def set_allocator_settings(settings: str) -> bool:
-    """Set torch's allocator of device memory; return whether it can be."""
+    """Set torch's device memory allocator; return True if possible."""
     older = getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)
     change: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", older)
     if change is None:
@@ -164,7 +149,7 @@ def set_allocator_settings(settings: str) -> bool:
 
 
 def default_store() -> dist.Store | None:
-    """Return the store through which the default group has met; None where torch does not tell."""
+    """Return the store of the default group's rendezvous, or None if unknown."""
     try:
         store = distributed_c10d._get_default_store()
     except (AttributeError, RuntimeError, ValueError):
@@ -173,7 +158,7 @@ def default_store() -> dist.Store | None:
 
 
 def store_host() -> str | None:
-    """Return the host of the store through which the default group has met, as all ranks know it; None if unknown."""
+    """Return the host of the default group's store, as known to all ranks, or None if unknown."""
     try:
         store: Any = distributed_c10d._get_default_store()
         while isinstance(store, dist.PrefixStore):
@@ -204,18 +189,10 @@ def launch_together(
     *,
     async_op: bool = True,
 ) -> list[Any]:
-    """Call `op(output, input)` for each pair, as one collective where the backend can join them.
+    """Call `op(output, input)` for each pair, as one collective if the backend can join them; return the works.
 
-    Gloo is given each by itself: it would copy all into one tensor of the first one's dtype, which rounds the others.
-
-    Args:
-        op: the collective.
-        arguments: the pairs.
-        group: the ranks.
-        async_op: do not block. False, on NCCL: run on the current stream, which costs no events and no other stream.
-
-    Returns:
-        What is to be waited for.
+    Gloo gets each pair separately, because it would copy all into one tensor of the first one's dtype, which rounds the
+    others. `async_op=False` blocks; on NCCL it runs on the current stream, without events and another stream.
     """
     device = arguments[0][0].device if arguments else torch.device("cpu")
     joint = device if op not in _captured else None
@@ -245,8 +222,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def never_compiled(function: _Function) -> _Function:
     """Keep `torch.compile` out of a function and of its callees; a graph that reaches it ends there.
 
-    It costs nothing at a call, and the compiler is not imported for it (1 to 2 s), which
-    `torch.compiler.disable` would do. Compiled functions that are called from inside stay compiled.
+    It costs nothing at a call. Unlike `torch.compiler.disable`, it does not import the compiler (1 to 2 s). Compiled
+    functions that are called from inside stay compiled.
     """
     try:
         evaluation: Any = torch._C._dynamo.eval_frame
@@ -268,22 +245,22 @@ _peek_transform: Callable[[], Any] = getattr(
 
 @never_compiled
 def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vjp, jacrev, vmap, ...) runs; False where torch does not tell."""
+    """Return True while a transform of torch.func (grad, vjp, jacrev, vmap, ...) runs; False if unknown."""
     return _peek_transform() is not None
 
 
+# Context without dispatch to `__torch_function__` of tensor subclasses.
 without_overrides = torch._C.DisableTorchFunctionSubclass
-"""Context without dispatch to `__torch_function__` of tensor subclasses."""
 
 
 def storage_users(tensor: torch.Tensor) -> int | None:
-    """Return how many tensors and other objects refer to the memory behind a tensor; None where torch does not tell."""
+    """Return the number of tensors and other objects that refer to a tensor's memory; None if unknown."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else count(tensor.untyped_storage()._cdata)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether other tensors or objects refer to the memory behind a tensor, or may do so."""
+    """Return True if other tensors or objects refer, or may refer, to a tensor's memory."""
     users = storage_users(tensor)
     return users is None or users != _users_of_one()
 
@@ -293,17 +270,17 @@ def _users_of_one() -> int | None:
     return storage_users(torch.empty(0, device="cpu"))
 
 
+# Memory can go from one storage to another (from torch 2.12 on); both keep their tensors.
 can_hand_memory_on = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Whether memory can go from one storage to another (from torch 2.12 on); both keep their tensors."""
 
 
 def hand_memory_on(giver: torch.UntypedStorage, heir: torch.UntypedStorage) -> None:
-    """Let a storage that has no memory have that of another one of the same device, which has none afterwards."""
+    """Move the memory of a storage to another one of the same device, which has none; the first has none afterwards."""
     heir._swap_data_ptr_(giver)  # type: ignore[attr-defined]
 
 
 def copy_together(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Copy tensors of one dtype, none of them empty or 0-D, one behind the other into a 1-D tensor that they fill."""
+    """Copy tensors of one dtype, none of them empty or 0-D, consecutively into a 1-D tensor that they fill."""
     if _copies_together is not None:
         _copies_together(pieces, dim=0, num_chunks=1, out=flat.view(1, -1))  # without a view of each: 7 us, not 14
     else:
@@ -314,15 +291,15 @@ _copies_together: Callable[..., Any] | None = getattr(torch, "_chunk_cat", None)
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in the same memory, of which those of a dry run have none that could be compared."""
+    """Return True if two tensors have the same storage; storages of a dry run have no address to compare."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def watch_clipping(report: Callable[[list[torch.Tensor]], None]) -> None:
     """Call `report` with the parameters of each call of `torch.nn.utils.clip_grad_norm_` in this process.
 
-    The function calls a helper by its name in its own module, so that also names imported before are seen. It does what
-    it did before. A second call of `watch_clipping` does nothing.
+    The function calls a helper by its name in its own module, which also covers names imported before. A second call of
+    `watch_clipping` does nothing.
     """
     module, name = torch.nn.utils.clip_grad, "_clip_grads_with_norm_"
     original = getattr(module, name, None)
@@ -339,29 +316,25 @@ def watch_clipping(report: Callable[[list[torch.Tensor]], None]) -> None:
 
 
 def fake_tensor() -> type | None:
-    """Return the class of torch's fake tensors; None: there are none, because it has not been imported."""
+    """Return the class of torch's fake tensors; None before torch has imported it."""
     return getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values: not if its class dispatches operators, as that of torch's fake tensors does."""
+    """Return True if a tensor has values: False if its class dispatches operators, as torch's fake tensors do."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def allow_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let a parameter have a gradient of another dtype than its own."""
+    """Allow a parameter's gradient another dtype than the parameter's."""
     if dtype is not parameter.dtype and hasattr(parameter, "grad_dtype"):
         parameter.grad_dtype = dtype
 
 
 def fused_step(algorithm: str, device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return torch's kernel for a whole step of an algorithm on lists of tensors, or None where there is none.
+    """Return torch's kernel of a whole step ("adam" or "adamw"), or None if there is none.
 
-    Args:
-        algorithm: "adam" or "adamw": the kernel takes (parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs,
-            steps) and the options by keyword.
-        device: of the tensors.
-        dtype: of the tensors.
+    The kernel takes (parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps) and the options by keyword.
     """
     kernel: Callable[..., None] | None = getattr(torch, f"_fused_{algorithm}_", None)
     return kernel if kernel is not None and _runs_fused(algorithm, device.type, dtype) else None
@@ -369,7 +342,7 @@ def fused_step(algorithm: str, device: torch.device, dtype: torch.dtype) -> Call
 
 @functools.cache
 def _runs_fused(algorithm: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Try a kernel on nothing: which devices it serves is not public, and changes between versions."""
+    """Try a kernel on one element, because the supported devices are not public and change between versions."""
     one = torch.ones((), dtype=torch.float32, device=device_type)
     tensors = [[torch.zeros(1, dtype=dtype, device=device_type)] for _ in range(4)]
     options: dict[str, Any] = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "eps": 1.0}
@@ -381,10 +354,10 @@ def _runs_fused(algorithm: str, device_type: str, dtype: torch.dtype) -> bool:
 
 
 def forget_groups() -> None:
-    """Let go of process groups that torch has taken as default values of arguments.
+    """Remove process groups that torch has stored as default values of arguments.
 
-    `torch.distributed.nn.functional`, which the first optimizer imports, otherwise keeps the default group of that
-    moment for ever, and the threads of a Gloo group that has been destroyed run on. None means the default group too.
+    Otherwise `torch.distributed.nn.functional`, which the first optimizer imports, keeps the default group of that
+    moment for ever, and threads of a destroyed Gloo group run on. None means the default group too.
     """
     for function in vars(sys.modules.get("torch.distributed.nn.functional", sys)).values():
         defaults = getattr(function, "__defaults__", None)
@@ -393,41 +366,40 @@ def forget_groups() -> None:
 
 
 def profiler_active() -> bool:
-    """Whether a profiler of this process is recording; True if this version of torch does not tell."""
+    """Return True if a profiler of this process is recording, or if unknown."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:
-    """Return the hooks that run around the step of every optimizer; none where torch does not tell."""
+    """Return the hooks around the step of every optimizer; none if unknown."""
     optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
     found = (getattr(optimizer_module, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post"))
     return [hook for hooks in found for hook in hooks.values()]
 
 
-# What torch does not document about autograd and modules; tests/test_compat.py fails where a version has it otherwise.
+# What torch does not document about autograd and modules; tests/test_compat.py fails if a version differs.
 
-LEAF_NUMBER = 2**64 - 1
-"""`number_of` nodes that accumulate into a leaf."""
+LEAF_NUMBER = 2**64 - 1  # `number_of` nodes that accumulate into a leaf
 
+# Returns the number of the next graph node on this thread.
 number_now: Callable[[], int] = torch.autograd._get_sequence_nr
-"""Return the number that the next node of a graph gets on this thread."""
 
+# Returns the innermost pair of saved-tensor hooks, or None (True: also where tracing ignores them).
 saved_hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the innermost pair of saved-tensor hooks, or None (True: also where tracing ignores them)."""
 
+# Returns the reason why saved-tensor hooks are disabled, or None.
 reason_against_saved_hooks: Callable[[], str | None] = (
     torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 )
-"""Return why there must be no saved-tensor hooks now; None: there may be."""
 
 
 def number_of(node: Node) -> int:
-    """Return the number of a node, which is higher the later it was made, or `LEAF_NUMBER`."""
+    """Return the creation number of a node, which increases, or `LEAF_NUMBER`."""
     return node._sequence_nr()
 
 
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has the version counter of another one, and no values: it counts changes of that one."""
+    """Return a tensor without values that shares the version counter of another one."""
     with without_overrides():
         counter = tensor.detach()
         counter.data = torch.empty(0, device=tensor.device)
@@ -435,10 +407,8 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if in-place changes of either tensor are counted for both, as those of a tensor and its views are.
-
-    Equal numbers do not tell: pieces of one storage (`torch.unsafe_split`) may have counters of their own.
-    """
+    """Return True if in-place changes of either tensor are counted for both, as for a tensor and its views."""
+    # Equal numbers are no proof: pieces of one storage (`torch.unsafe_split`) may have their own counters.
     version = one._version
     if other._version != version:
         return False
@@ -451,12 +421,9 @@ def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> None:
-    """Raise as autograd does where a saved tensor has been changed since; with hooks it leaves the check to them.
+    """Raise autograd's error for a saved tensor that was modified; with hooks, autograd leaves this check to them.
 
-    Args:
-        counter: has the version counter of what was saved.
-        version: what it was.
-        tensor: named in the message.
+    `counter` shares the version counter of the saved tensor, `version` is the saved version.
     """
     if counter._version != version:
         raise RuntimeError(
@@ -466,12 +433,12 @@ def check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> 
         )
 
 
+# Returns the number of this thread's backward pass, unique in the process, or -1.
 number_of_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward pass that autograd is in on this thread, or -1; no pass has that of another."""
 
 
 def backward_pass() -> int | None:
-    """Return the number of the backward pass that autograd is in on this thread, or None."""
+    """Return the number of the backward pass that autograd runs on this thread, or None."""
     number = number_of_pass()
     return None if number == -1 else number
 
@@ -482,14 +449,14 @@ def current_node() -> Node | None:
 
 
 def keep_with_graph(tensor: torch.Tensor, key: Any, value: Any) -> None:
-    """Hold a value for as long as the graph of a tensor is alive, if it has one."""
+    """Keep a value alive as long as the graph of a tensor, if it has one."""
     if tensor.grad_fn is not None:
         metadata: Any = tensor.grad_fn.metadata  # stubs take it for a method
         metadata[key] = value
 
 
 def shape_in_graph(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape that gradients of a parameter must have: in a graph that is still alive, that of its making."""
+    """Return the shape that a parameter's gradients must have: in a live graph, that at the parameter's creation."""
     if not parameter.requires_grad:
         return tuple(parameter.shape)
     (expected,) = torch.autograd.graph.get_gradient_edge(parameter).node._input_metadata
@@ -497,13 +464,13 @@ def shape_in_graph(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def result_shapes(node: Node) -> list[tuple[int, ...]]:
-    """Return the shapes of what a node of a graph has computed in the forward pass."""
+    """Return the shapes of a graph node's results in the forward pass."""
     results: Any = node._input_metadata
     return [tuple(result.shape) for result in results]
 
 
 def will_run(node: Node) -> bool:
-    """Whether the backward pass that autograd is in runs a node that accumulates into a parameter."""
+    """Return True if the running backward pass executes a node that accumulates into a parameter."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -511,25 +478,22 @@ def will_run(node: Node) -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call something when the backward pass that it is in ends; dropped if an exception ends it."""
+    """Call a function at the end of the running backward pass, unless an exception ends the pass."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def local_of(frame: FrameType, name: str) -> Any:
-    """Return a local variable of a running function; None if it has none of this name.
-
-    Because Python before 3.13 leaves a copy of all locals on a frame whose `f_locals` is read, which would keep tensors
-    alive until the function returns, the copy is emptied.
-    """
+    """Return a local variable of a running function, or None."""
     values = frame.f_locals
     found = values.get(name)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # else they are the globals
+        # Before Python 3.13 the frame keeps a copy of all locals, and tensors alive, until the function returns.
         values.clear()
     return found
 
 
 def calls_running(module: torch.nn.Module | None) -> int:
-    """Return how many calls of a module are on this thread's stack."""
+    """Return the number of calls of a module on this thread's stack."""
     calls = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -539,27 +503,24 @@ def calls_running(module: torch.nn.Module | None) -> int:
 
 
 def belongs_to_transformers(hook: Any) -> bool:
-    """Return True for a forward hook of transformers, by which a model collects what it returns (router logits).
+    """Return True for a forward hook of transformers, by which a model collects its outputs (router logits).
 
-    It collects into a context variable: in an empty context it does nothing.
+    The hook collects into a context variable, and does nothing in an empty context.
     """
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def only_counts_steps(step: Any) -> bool:
-    """Whether what stands in the place of an optimizer's `step` is a scheduler's, which counts the calls."""
+    """Return True if an optimizer's `step` is wrapped by a scheduler, which counts the calls."""
     return bool(getattr(step, "_wrapped_by_lr_sched", False))
 
 
 def grouped_product(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return torch's product of runs of rows, each with a matrix of its own, if it can be used with these matrices.
+    """Return torch's product of runs of rows, each with its own matrix of `weight` [number, out, in]; None if unusable.
 
     It takes rows, matrices [number, in, out] and the ends of the runs as int32. None on a CPU, where it is no faster
-    than one product after the other; for GPUs before compute capability 8.0; for other dtypes than bf16; and for rows
-    of matrices that are not multiples of 16 bytes.
-
-    Args:
-        weight: the matrices, [number, out, in].
+    than separate products; for GPUs before compute capability 8.0; for other dtypes than bf16; and for matrix rows that
+    are no multiples of 16 bytes.
     """
     product = getattr(torch.nn.functional, "grouped_mm", None)
     if product is None or weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
@@ -571,8 +532,6 @@ def grouped_product(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tenso
 
 
 def writes_empty_groups(device: torch.device) -> bool:
-    """Whether the backward pass of torch's grouped product writes gradients of matrices without rows.
-
-    On GPUs of compute capability 10.0 and above it may leave them as the memory was (pytorch#172439).
-    """
+    """Return True if the backward pass of torch's grouped product writes gradients of matrices without rows."""
+    # From compute capability 10.0 on these may stay uninitialised (pytorch#172439).
     return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)

@@ -1,8 +1,7 @@
-"""Exceptions of shardwise.
+"""Exceptions of shardwise. A class stands for a kind of failure that a caller can handle.
 
-Every message names the thing (key, file, rank, parameter, unit), what was expected and found, and the fix.
-The classes exist so that a caller can react to a kind of failure; they also derive from the builtin that
-Python code conventionally catches (`ValueError` for wrong input and so on).
+Every message names the thing (key, file, rank, parameter, unit), the expected and the found value, and the fix. Classes
+also derive from the builtin that Python code conventionally catches (`ValueError` for wrong input and so on).
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or belongs to another model.
 
     Attributes:
-        report: if names or shapes did not fit: which (a `shardwise.checkpoint.LoadReport`); None otherwise.
+        report: a `shardwise.checkpoint.LoadReport` if names or shapes did not fit; else None.
     """
 
     report: Any = None
 
 
 class CheckpointPathError(CheckpointError, ValueError):
-    """A checkpoint directory or tag is not one that can be used."""
+    """A checkpoint directory or tag cannot be used."""
 
 
 class NonFiniteStateError(CheckpointError):
@@ -55,9 +54,9 @@ class NonFiniteStateError(CheckpointError):
 
 
 class OffloadError(ShardwiseError, RuntimeError):
-    """State cannot be written to a disk, or not be read back as it was written.
+    """State cannot be written to a disk, or cannot be read back unchanged.
 
-    After an error in a pass or in a step the engine refuses to go on: its state is that of no step.
+    After an error in a pass or in a step the engine refuses to continue: its state is that of no step.
     """
 
 
@@ -70,7 +69,7 @@ class CommandLineError(LaunchError, ValueError):
 
 
 class ReportError(ShardwiseError, RuntimeError):
-    """A run cannot be drawn: nothing of it is there, or what draws it is not installed."""
+    """A run has no data to draw, or plotly is not installed."""
 
 
 class ReleasedParameterError(ShardwiseError, RuntimeError):
@@ -82,7 +81,7 @@ class UsageError(ShardwiseError, RuntimeError):
 
 
 class NoSuchModuleError(UsageError, ValueError):
-    """A model has none of the modules that were named."""
+    """A model has none of the named modules."""
 
 
 class NotScalarError(UsageError, AssertionError):
@@ -94,11 +93,11 @@ class DesyncError(ShardwiseError, RuntimeError):
 
 
 class PeerLostError(ShardwiseError, RuntimeError):
-    """A rank that this one exchanges data with has gone, or does not answer.
+    """A rank that exchanges data with this one has ended, or does not answer.
 
     Attributes:
         peer: the rank that did not answer: its number in the group, and in errors of an engine its global number.
-        timed_out: whether the limit for a collective has run out, as opposed to a connection that has ended.
+        timed_out: True if the timeout of a collective has expired, False if a connection has ended.
     """
 
     peer: int = -1
@@ -110,11 +109,11 @@ class SyncError(UsageError, AssertionError):
 
 
 class AnomalyError(ShardwiseError, ArithmeticError):
-    """A step is not what it should be, and the configuration asks to stop then, or to go back to where it cannot."""
+    """A step is anomalous, and the configuration requests a stop, or a rollback that is impossible."""
 
 
 class NonFiniteError(AnomalyError):
-    """A gradient is infinite or not a number, and the configuration asks to stop then."""
+    """A gradient is infinite or NaN, and the configuration requests a stop."""
 
 
 class TimelineError(ShardwiseError, ValueError):
@@ -122,20 +121,19 @@ class TimelineError(ShardwiseError, ValueError):
 
 
 class LossScaleError(ShardwiseError, ArithmeticError):
-    """Gradients overflow although the loss scale is as small as it may be."""
+    """Gradients overflow although the loss scale is at its minimum."""
 
 
 class AbsentNameError(ShardwiseError, NotImplementedError):
-    """A name of DeepSpeed's whose feature this version does not have was used.
+    """A DeepSpeed name was used for a feature that this version lacks.
 
-    Where it is imported or read, one of the two subclasses is raised: Python does not let one class be both an
-    ImportError and an AttributeError, `from a import b` needs the former, and `hasattr(a, "b")` is false only for the
-    latter.
+    Because no class can be an ImportError (`from a import b`) and an AttributeError (`hasattr(a, "b")`), an import or
+    an attribute access raises one of the two subclasses.
     """
 
 
 class AbsentAttributeError(AbsentNameError, AttributeError):
-    """Such a name was read as an attribute; to `hasattr` and `getattr` with a default it is not there."""
+    """Such a name was read as an attribute; for `hasattr` and `getattr` with a default it does not exist."""
 
 
 class AbsentImportError(AbsentNameError, ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""Names of modules and parameters as patterns of the configuration mean them."""
+"""Names of modules and parameters, as patterns of the configuration match them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from torch import nn
 
 
 def name_search(model: nn.Module) -> Callable[[Iterable[str], str], bool]:
-    """Return what tells whether one of several patterns is found in a name of this model.
+    """Return a function that searches patterns in a name of this model.
 
-    What PEFT has wrapped (`get_peft_model`) has names that begin with `base_model.model.`; patterns are searched in the
-    names before as well, so that `^` goes on meaning the beginning.
-
-    Args:
-        model: whose names will be searched.
+    Patterns are also searched without PEFT's prefix (`base_model.model.`), which keeps the meaning of `^`.
 
     >>> finds = name_search(nn.Linear(2, 2))
     >>> finds(["^bias"], "bias"), finds(["^layer", "^w"], "bias")
@@ -31,7 +27,7 @@ def name_search(model: nn.Module) -> Callable[[Iterable[str], str], bool]:
 
 
 def _adapters(model: nn.Module) -> str:
-    """Return what adapters have put before the names of the model in them."""
+    """Return the prefix that adapters have added to the names of the model in them."""
     base = getattr(type(model), "get_base_model", None)
     if base is None or not hasattr(model, "peft_config"):
         return ""

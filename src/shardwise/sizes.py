@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-LARGEST = (1 << 63) - 1
-"""No size is larger: it fits the integers of tensors and of file systems."""
+LARGEST = (1 << 63) - 1  # maximum size, which fits the integers of tensors and of file systems
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([kmgt]?)(ib|i|b)?", re.IGNORECASE)
@@ -16,9 +15,7 @@ def size_in_bytes(written: str) -> int:
     """Return the bytes of a size such as "2GiB", "1.5 TB", "512M" or "4096".
 
     KB, MB, GB and TB are powers of 1000; KiB, MiB, ..., and letters without a B (K, M, G, ...), are powers of 1024.
-
-    Raises:
-        ValueError: it is not one, or larger than `LARGEST`.
+    Raises a ValueError for other texts, or a size above `LARGEST`.
 
     >>> size_in_bytes("2GiB"), size_in_bytes("1.5 TB"), size_in_bytes("512M"), size_in_bytes("9007199254740993")
     (2147483648, 1500000000000, 536870912, 9007199254740993)

@@ -1,4 +1,4 @@
-"""The tensors in nested values that modules take and return: containers, dataclasses, mappings, and plain objects."""
+"""The tensors in nested arguments and results of modules: containers, dataclasses, mappings, and plain objects."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a nested value: containers of any kind, dataclasses, and objects with attributes.
-
-    Modules are not looked into.
-    """
+    """Return the tensors in a nested value: containers, dataclasses, and objects with attributes, but no modules."""
     found: list[torch.Tensor] = []
     pending = [value]
     seen: set[int] = set()
@@ -54,7 +51,7 @@ def _opened(item: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dic
 
 
 def _parts(item: Any) -> Mapping[Any, Any]:
-    """Return what an object that is not a container known to torch holds, by key or attribute name."""
+    """Return the content of an object that is no container of torch, by key or attribute name."""
     if item is None or isinstance(item, (str, bytes, int, float, complex, type, nn.Module)) or callable(item):
         return {}
     if isinstance(item, Mapping):

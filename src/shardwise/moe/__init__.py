@@ -1,9 +1,8 @@
 """Mixture of experts with expert parallelism: an all-to-all sends tokens to the ranks of their experts, and back.
 
-`layer.MoE` is DeepSpeed's layer; `huggingface` converts the experts of transformers' models. Both share the same parts:
-gates (`gates`), sorting of tokens by expert (`dispatch`), all-to-all (`exchange`) and experts (`experts`). Expert
-parameters are declared as parts of tensors (`shardwise.declare_part`), which every ZeRO stage, optimizer and checkpoint
-supports.
+Gates, dispatch, all-to-all and experts are common to `layer.MoE`, DeepSpeed's layer, and to `huggingface`, which
+converts transformers' models. Expert parameters are declared as parts of tensors (`shardwise.declare_part`), which
+every ZeRO stage, optimizer and checkpoint supports.
 """
 
 from __future__ import annotations

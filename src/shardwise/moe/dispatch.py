@@ -1,8 +1,8 @@
 """Dispatch of tokens to experts by sorting, without matrices of tokens x experts x capacity.
 
-A token has k choices. The choice of token t at place c has the number c * tokens + t. Because of this numbering, a
-stable sort puts all first choices before the second ones. Choices and rows without counterpart (an empty place, a
-dropped choice) have the number one past the last. This number stands for a row of zeros.
+The choice of token t at place c has the number c * tokens + t. Because of this numbering, a stable sort puts all first
+choices before the second ones. Choices and rows without counterpart (an empty place, a dropped choice) have the number
+one past the last, which stands for a row of zeros.
 """
 
 from __future__ import annotations
@@ -17,17 +17,11 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """Mapping between expert rows and the choices of tokens.
+    """Mapping between expert rows and the choices of tokens."""
 
-    Attributes:
-        source: the choice of each row.
-        place: the row of each choice; [k, tokens].
-        whole: True if every row has a choice and every choice a row.
-    """
-
-    source: torch.Tensor
-    place: torch.Tensor
-    whole: bool
+    source: torch.Tensor  # the choice of each row
+    place: torch.Tensor  # the row of each choice; [k, tokens]
+    whole: bool  # every row has a choice and every choice a row
 
     def spread(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the expert rows: a copy of each row's token."""
@@ -45,20 +39,13 @@ class DispatchPlan:
 
 
 def ranked(experts: torch.Tensor, count: int, first: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number the choices of each expert.
+    """Return the number of each choice, [k, tokens], within its expert, and the sizes of all, [count + 1].
 
-    Args:
-        experts: chosen experts; [k, tokens]. The number `count` stands for none.
-        count: number of experts.
-        first: all choices, in numbering order; None: in order of their numbers.
+    The expert `count` stands for none. `first` orders the choices (None: by their numbers).
 
-    Returns:
-        The number of each choice within its expert, [k, tokens]; and the number of choices of each expert, [count + 1].
-
-    Example:
-        >>> number, sizes = ranked(torch.tensor([[1, 0, 1]]), 2)
-        >>> number.tolist(), sizes.tolist()
-        ([[0, 0, 1]], [1, 2, 0])
+    >>> number, sizes = ranked(torch.tensor([[1, 0, 1]]), 2)
+    >>> number.tolist(), sizes.tolist()
+    ([[0, 0, 1]], [1, 2, 0])
     """
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True) if first is None else first[torch.argsort(flat[first], stable=True)]
@@ -76,13 +63,9 @@ def counted(experts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: int) -> DispatchPlan:
-    """Return the dispatch plan with a fixed capacity for each expert, which drops excess choices.
+    """Return the dispatch plan with `capacity` places for each of `count` experts, which drops excess choices.
 
-    Args:
-        experts: chosen experts; [k, tokens], `count` for none.
-        number: number of each choice within its expert.
-        count: number of experts.
-        capacity: places of each expert.
+    `experts` are [k, tokens], `count` for none; `number` is that of each choice within its expert.
     """
     total = count * capacity
     fits = (number < capacity) & (experts < count)
@@ -93,12 +76,7 @@ def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: 
 
 
 def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
-    """Return the dropless dispatch plan: the choices of each expert follow those of the previous expert.
-
-    Args:
-        experts: chosen experts; [k, tokens].
-        rows: number of rows if choices without expert, which come last, are excluded; None: all.
-    """
+    """Return the dropless dispatch plan, sorted by expert; `rows` excludes choices without expert, which come last."""
     flat = experts.reshape(-1)
     source = torch.argsort(flat, stable=True)
     place = torch.empty_like(source)
@@ -111,12 +89,8 @@ def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
 def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the permutation from rows sorted by rank, then expert, to rows sorted by expert; and its inverse.
 
-    Args:
-        sizes: rows from each rank for each expert.
-
-    Example:
-        >>> [order.tolist() for order in by_expert([[1, 2], [1, 0]], torch.device("cpu"))]
-        [[0, 3, 1, 2], [0, 2, 3, 1]]
+    >>> [order.tolist() for order in by_expert([[1, 2], [1, 0]], torch.device("cpu"))]
+    [[0, 3, 1, 2], [0, 2, 3, 1]]
     """
     by_rank = _runs([size for own in sizes for size in own])
     width = len(sizes[0])
@@ -141,10 +115,7 @@ def permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> 
 
 
 class _Take(torch.autograd.Function):
-    """Gather of rows by index, whose backward pass gathers and sums the gradients of a row's copies.
-
-    Because it does not scatter, the sum has one order on every device and needs no atomic additions.
-    """
+    """Gather of rows by index; the backward pass gathers and sums the gradients of a row's copies."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, copies: torch.Tensor, whole: bool) -> torch.Tensor:
@@ -155,6 +126,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Because this does not scatter, the sum has one order on every device and needs no atomic additions.
         (copies,) = ctx.saved_tensors
         found = _with_zeros(gradient, ctx.whole)[copies]
         return found[0] if len(copies) == 1 else found.sum(0), None, None, None

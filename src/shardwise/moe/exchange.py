@@ -8,8 +8,7 @@ Every `ep_size` ranks form an expert-parallel group, in which each rank has its 
     group 0      rank 0   rank 1
     group 1      rank 2   rank 3
 
-Ranks 0 and 2 have the same experts: their gradients are summed over these two. An engine creates the groups once; all
-layers of one `ep_size` share them.
+Gradients of ranks 0 and 2, which have the same experts, are summed. All layers of one `ep_size` share the groups.
 """
 
 from __future__ import annotations
@@ -51,9 +50,6 @@ class ExpertGroup:
         comm: communicator of the group; None: this rank only.
         ranks: ranks of the group among the engine's ranks.
         replicas: ranks with the same experts as this one.
-
-    Attributes:
-        place: index of this rank in the group.
     """
 
     def __init__(
@@ -77,12 +73,7 @@ class ExpertGroup:
         return self.place * here, (self.place + 1) * here
 
     def declare(self, parameter: nn.Parameter, *, name: str | None = None, experts: int | None = None) -> None:
-        """Declare a parameter of this rank's experts, either by the tensor's name or as a part of a stacked tensor.
-
-        Args:
-            name: name of the tensor, for a parameter of one expert.
-            experts: number of experts, for a parameter with experts in its first dimension.
-        """
+        """Declare a parameter of one expert by its tensor's `name`, or of several as a part of a stacked tensor."""
         if self.replicas is None:
             return
         if experts is None:
@@ -103,14 +94,8 @@ class ExpertGroup:
         """Exchange the numbers of rows from each rank to each expert, and start to copy them to the host.
 
         Call it directly after routing: kernels launched before `RowCounts.read` run while the host waits for the
-        numbers.
-
-        Args:
-            counts: rows of this rank for each expert.
-            rows: sum of `counts`.
-            label: label in the flight recorder.
-            on_host: copy the numbers to the host. With several ranks they are always copied, as the sizes of the
-                all-to-all.
+        numbers. `rows` is the sum of `counts`. Without `on_host` only several ranks copy the numbers, as sizes of the
+        all-to-all.
         """
         if self.comm is None or not has_values(counts):
             return RowCounts(self, counts, None, rows, on_host=on_host)
@@ -120,12 +105,7 @@ class ExpertGroup:
         return RowCounts(self, counts, arriving, rows, on_host=True)
 
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> torch.Tensor:
-        """Run an all-to-all of rows, in rank order; the backward pass sends gradients back.
-
-        Args:
-            sent: number of rows to each rank.
-            received: number of rows from each rank.
-        """
+        """Run an all-to-all of rows, `sent` and `received` by rank; the backward pass sends gradients back."""
         if self.comm is None:
             return rows
         moved: torch.Tensor = _Exchange.apply(rows, self.comm, tuple(sent), tuple(received), label)
@@ -135,10 +115,7 @@ class ExpertGroup:
 class RowCounts:
     """Numbers of rows that this rank sends to and receives from each rank, by expert.
 
-    Args:
-        counts: sent rows, for each expert.
-        arriving: received rows, from each rank for each of this rank's experts; None: equal to `counts`.
-        on_host: start to copy the numbers to the host.
+    `arriving` are received rows, from each rank for each of this rank's experts; None: equal to `counts`.
     """
 
     def __init__(
@@ -159,16 +136,14 @@ class RowCounts:
         return self._counts
 
     def read(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return sent and received rows, by rank and expert; the first call waits for the device.
-
-        For tensors without values (memory plans) choices are uniform over experts.
-        """
+        """Return sent and received rows, by rank and expert; the first call waits for the device."""
         if self._read is None:
             experts = len(self._counts)
             here = experts // self._size
             if has_values(self._counts):
                 numbers = [int(number) for number in (self._coming or self._launch()).read()]
             else:
+                # in memory plans, choices are uniform over experts
                 numbers = [(self._rows + experts - 1 - expert) // experts for expert in range(experts)]
             by_rank = [numbers[first : first + here] for first in range(0, len(numbers), here)]
             sent, received = by_rank[: self._size], by_rank[self._size :]
@@ -177,8 +152,6 @@ class RowCounts:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; the backward pass is the reverse all-to-all."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -212,23 +185,14 @@ def _all_to_all(
 
 
 class ExpertParallelModule(nn.Module):
-    """A module with experts, distributed over an expert-parallel group.
+    """A module with experts, distributed over an expert-parallel group."""
 
-    Attributes:
-        num_experts: experts of the whole group.
-        ep_size: ranks of the group.
-        group: the group; None before an engine creates it.
-        path: the module's name in the model, for records.
-        counting: True if choices are counted (`shardwise.moe.load`).
-        counts: choices of each expert since the last read.
-    """
-
-    num_experts: int
-    ep_size: int
-    group: ExpertGroup | None = None
-    path = "MoE"
-    counting = False
-    counts: torch.Tensor | None = None
+    num_experts: int  # of the whole group
+    ep_size: int  # ranks of the group
+    group: ExpertGroup | None = None  # None before an engine creates the group
+    path = "MoE"  # the module's name in the model, for records
+    counting = False  # choices are counted (`shardwise.moe.load`)
+    counts: torch.Tensor | None = None  # choices of each expert since the last read
 
     def count(self, chosen: torch.Tensor) -> None:
         """Add the choices of each expert, if counting is on."""
@@ -240,11 +204,7 @@ class ExpertParallelModule(nn.Module):
         raise NotImplementedError
 
     def bound(self) -> ExpertGroup:
-        """Return the group.
-
-        Raises:
-            UsageError: the group does not exist yet.
-        """
+        """Return the group; raises a UsageError if no engine has created it."""
         if self.group is not None and self.group.size == self.ep_size:
             return self.group
         if self.ep_size == 1:
@@ -256,8 +216,7 @@ class ExpertParallelModule(nn.Module):
         )
 
 
-SINGLE_RANK = ExpertGroup()
-"""Group of a single rank with all experts."""
+SINGLE_RANK = ExpertGroup()  # group of a single rank with all experts
 
 
 def bind_experts(
@@ -268,7 +227,7 @@ def bind_experts(
     data_first: bool = False,
     prepare: Callable[[ExpertParallelModule], None] | None = None,
 ) -> dict[int, ExpertGroup]:
-    """Create a model's expert-parallel groups and declare each rank's experts (all ranks call).
+    """Create a model's expert-parallel groups by `ep_size`, and declare each rank's experts (all ranks call).
 
     Args:
         comm: all ranks.
@@ -278,12 +237,8 @@ def bind_experts(
             (`use_data_before_expert_parallelism`).
         prepare: called for each layer before it is bound.
 
-    Returns:
-        The groups by `ep_size`.
-
     Raises:
-        UsageError: the number of ranks is no multiple of a group's size.
-        ConfigError: the same error in a plan for other ranks.
+        UsageError: the number of ranks is no multiple of a group's size (in a plan for other ranks a ConfigError).
     """
     groups: dict[int, ExpertGroup] = {}
     for path, module in model.named_modules():

@@ -19,12 +19,7 @@ from shardwise.moe.exchange import ExpertGroup, RowCounts
 
 
 class Experts(nn.Module):
-    """Experts as separate modules.
-
-    Args:
-        expert: a module to copy, so that all experts start equal; or a ModuleList of `num_local_experts` modules.
-        num_local_experts: number of experts on this rank.
-    """
+    """Experts as separate modules: copies of one module, which start equal, or a ModuleList of `num_local_experts`."""
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1) -> None:
         super().__init__()
@@ -51,15 +46,7 @@ def through_slots(
     compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     label: str,
 ) -> torch.Tensor:
-    """Compute rows by the experts of all ranks of a group, with a fixed capacity for each expert.
-
-    Because all sizes are known in advance, the host does not wait.
-
-    Args:
-        rows: rows of this rank, sorted by expert.
-        experts: number of experts on all ranks.
-        compute: this rank's experts, as a function of the rows of each.
-    """
+    """Compute rows, sorted by expert, by all experts of a group, with a fixed capacity; the host does not wait."""
     capacity, width = len(rows) // experts, rows.shape[-1]
     # The label makes different capacities an error instead of an exchange of wrong rows.
     label = f"{label}, {capacity} places"
@@ -79,13 +66,7 @@ def in_turn_of(
     compute: Callable[[torch.Tensor, GroupSizes], torch.Tensor],
     label: str,
 ) -> torch.Tensor:
-    """Compute rows by the experts of all ranks of a group, without capacity limit (dropless).
-
-    Args:
-        rows: rows of this rank, sorted by expert.
-        counts: result of `ExpertGroup.count_rows`.
-        compute: this rank's experts, as a function of sorted rows and their number for each expert.
-    """
+    """Compute rows, sorted by expert, by all experts of a group, without capacity limit (dropless)."""
     if group.size == 1:
         return compute(rows, GroupSizes(counts=counts))
     sent, received = counts.read()
@@ -98,11 +79,7 @@ def in_turn_of(
 
 
 class GroupSizes:
-    """Number of rows of each expert of this rank.
-
-    Args:
-        counts: the numbers of a single-rank group, possibly only on the device.
-    """
+    """Number of rows of each expert of this rank; `counts` may be only on the device."""
 
     def __init__(self, sizes: Sequence[int] = (), counts: RowCounts | None = None) -> None:
         self._sizes = list(sizes)
@@ -122,16 +99,9 @@ class GroupSizes:
 
 
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes, *, grouped: bool) -> torch.Tensor:
-    """Multiply the rows of each expert by its own matrix.
+    """Multiply the rows of each expert, [rows, in], by its own matrix of [experts, out, in].
 
-    Uses one grouped matrix product if torch supports it for this device, dtype and size; otherwise one product an
-    expert.
-
-    Args:
-        rows: sorted by expert; [rows, in].
-        weight: [experts, out, in].
-        sizes: rows of each expert.
-        grouped: False: never use the grouped product.
+    Uses one grouped matrix product if `grouped`, and torch supports it for this device, dtype and size.
     """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)

@@ -16,46 +16,28 @@ from torch import nn
 from shardwise.errors import UsageError
 from shardwise.moe.dispatch import DispatchPlan, counted, in_slots, ranked
 
-JITTER = 1e-2
-"""Of the policy "Jitter": gate inputs are multiplied by random numbers from 1 - JITTER to 1 + JITTER."""
+JITTER = 1e-2  # Policy "Jitter" multiplies gate inputs by random numbers from 1 - JITTER to 1 + JITTER.
 
 POLICIES = (None, "None", "Jitter", "RSample")
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Result of a gate.
+    """Result of a gate."""
 
-    Attributes:
-        experts: chosen experts; [k, tokens]. The number of experts stands for none.
-        weights: weight of each choice in the sum; 0 for dropped choices. [k, tokens].
-        l_aux: load-balancing loss; 1 if all experts are chosen equally.
-        exp_counts: number of tokens that chose each expert, including dropped ones; [experts].
-        order: dispatch plan with capacity; None: dropless.
-        capacity: places of each expert.
-    """
-
-    experts: torch.Tensor
-    weights: torch.Tensor
-    l_aux: torch.Tensor
-    exp_counts: torch.Tensor
-    order: DispatchPlan | None
-    capacity: int
+    experts: torch.Tensor  # [k, tokens]; the number of experts stands for none
+    weights: torch.Tensor  # of each choice in the sum, 0 for dropped ones; [k, tokens]
+    l_aux: torch.Tensor  # load-balancing loss; 1 if all experts are chosen equally
+    exp_counts: torch.Tensor  # number of tokens that chose each expert, including dropped ones; [experts]
+    order: DispatchPlan | None  # None: dropless
+    capacity: int  # places of each expert
 
 
 def capacity_of(tokens: int, experts: int, choices: int, factor: float, least: int) -> int:
-    """Return the capacity of an expert in tokens.
+    """Return the capacity of an expert in tokens: `factor` times the uniform load, at least `least`.
 
-    Args:
-        tokens: number of tokens of this rank.
-        experts: number of experts.
-        choices: choices of each token.
-        factor: multiple of the uniform load.
-        least: minimum capacity.
-
-    Example:
-        >>> capacity_of(10, 4, 1, 1.0, 0), capacity_of(10, 4, 2, 1.2, 0), capacity_of(10, 4, 1, 1.0, 4)
-        (3, 6, 4)
+    >>> capacity_of(10, 4, 1, 1.0, 0), capacity_of(10, 4, 2, 1.2, 0), capacity_of(10, 4, 1, 1.0, 4)
+    (3, 6, 4)
     """
     exact = tokens * choices * factor / experts
     return max(math.ceil(exact * (1 - 1e-12)), least)  # 1.1 * 10 exceeds 11 slightly in floating point
@@ -73,22 +55,15 @@ def route(
     second_sampled: bool = False,
     used_token: torch.Tensor | None = None,
 ) -> Routing:
-    """Choose experts for each token.
+    """Choose experts for each token, from logits [tokens, experts].
 
     The loss is as in the papers: the number of experts times the sum over experts of mean probability times fraction of
     tokens (for k = 2 of first choices). With k > 1 weights are normalised over the experts that accept the token. With
     k = 2 all first choices precede second ones; with k > 2 an expert keeps its most probable choices.
 
-    Args:
-        logits: [tokens, experts].
-        k: experts a token.
-        capacity_factor: `factor` of `capacity_of`.
-        min_capacity: `least` of `capacity_of`.
-        drop_tokens: limit each expert to its capacity.
-        use_rts: with k = 1, drop random tokens (random token selection); otherwise the last ones.
-        sampled: sample choices by their probabilities (Gumbel noise) instead of the most probable.
-        second_sampled: with k = 2, sample the second choice.
-        used_token: nonzero for tokens to route.
+    `drop_tokens` limits each expert to its capacity (`capacity_of`); with k = 1, `use_rts` drops random tokens (random
+    token selection) instead of the last ones. `sampled` samples choices by their probabilities (Gumbel noise),
+    `second_sampled` the second choice with k = 2. `used_token` is nonzero for tokens to route.
     """
     tokens, count = logits.shape
     probabilities = torch.softmax(logits, dim=1)
@@ -136,19 +111,19 @@ def _gumbel(like: torch.Tensor) -> torch.Tensor:
 
 
 class TopKGate(nn.Module):
-    """A linear gate without bias and its top-k choice; see `route`.
+    """A linear gate without bias and its top-k choice (`route`).
 
     Args:
         model_dim: width of tokens.
         num_experts: number of experts.
         k: experts a token.
-        capacity_factor: in training.
-        eval_capacity_factor: in evaluation.
+        capacity_factor, eval_capacity_factor: in training and in evaluation.
         min_capacity: minimum capacity of an expert.
         noisy_gate_policy: in training: "Jitter" multiplies gate inputs by numbers near 1 (`JITTER`); "RSample" samples
             experts by their probabilities. None: neither.
         drop_tokens: limit experts to their capacity.
-        use_rts: see `route`.
+        use_rts: random token selection in training (`route`).
+        ep_group: ignored, because a gate uses only its own rank's tokens.
         top2_2nd_expert_sampling: with k = 2, in training, sample the second expert.
 
     Raises:

@@ -1,9 +1,8 @@
 """Expert parallelism for transformers' models: dropless, with the experts of each block distributed over ranks.
 
-Blocks of these models (Mixtral, Qwen-MoE, DeepSeek with its shared experts) have a router and a module `experts`.
-`experts` receives tokens, chosen experts and weights, and stores all experts' weights in stacked tensors. It is
-replaced by a module with the same parameters, narrowed to the rank's experts. Router, shared experts and the rest of
-the block are unchanged; results are equal up to rounding.
+Blocks (Mixtral, Qwen-MoE, DeepSeek) have a router and a module `experts`, which receives tokens, chosen experts and
+weights, and stores all experts' weights in stacked tensors. A module with the same parameters, narrowed to the rank's
+experts, replaces `experts`; results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 _SECTION = "expert_parallel"
 
+# Value of `preset_model` -> class name prefix of the blocks.
 PRESETS = {
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
@@ -37,24 +37,15 @@ PRESETS = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
 }
-"""Value of `preset_model` -> class name prefix of the blocks."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a block's children and parameters.
+    """Names of a block's children and parameters."""
 
-    Attributes:
-        experts: the child with the experts.
-        routers: possible names of the router child.
-        gate: the stacked gate projections, with the up projections below them if `up` is None.
-        down: the stacked down projections.
-        up: the stacked up projections.
-    """
-
-    experts: str
-    routers: tuple[str, ...]
-    gate: str
+    experts: str  # child with the experts
+    routers: tuple[str, ...]  # possible names of the router child
+    gate: str  # stacked gate projections, with the up projections below them if `up` is None
     down: str
     up: str | None
 
@@ -77,19 +68,12 @@ class Names:
 
 @dataclass(frozen=True)
 class Form:
-    """Storage and computation of a block's experts.
-
-    Attributes:
-        names: names of their parameters.
-        transposed: True if weights are [experts, in, out].
-        bias: True if each projection has a bias, named as its weight plus `_bias`.
-        gated: computes the input of the down projection from the concatenated gate and up outputs; None:
-            activation(gate) * up.
-    """
+    """Storage and computation of a block's experts."""
 
     names: Names
-    transposed: bool = False
-    bias: bool = False
+    transposed: bool = False  # weights are [experts, in, out]
+    bias: bool = False  # each projection has a bias, named as its weight plus `_bias`
+    # input of the down projection, from the concatenated gate and up outputs; None: activation(gate) * up
     gated: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -101,12 +85,9 @@ class Form:
 class StackedExperts(ExpertParallelModule):
     """The experts of a block in stacked tensors: y = (activation(x gate^T) * x up^T) down^T for each.
 
-    Args:
-        given: the replaced module; its parameters are reused under their names.
-        form: their storage and computation.
-        ep_size: ranks of the expert-parallel group.
-        activation: activation of the gate projection; None: the form has its own gate.
-        grouped: compute all experts in one matrix product if torch supports it (`shardwise.compat.grouped_product`).
+    Parameters of the replaced module `given` are reused under their names. `activation` is None if the form has its own
+    gate. `grouped` computes all experts in one matrix product if torch supports it
+    (`shardwise.compat.grouped_product`).
     """
 
     def __init__(
@@ -149,13 +130,7 @@ class StackedExperts(ExpertParallelModule):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's expert outputs.
-
-        Args:
-            hidden_states: [..., width].
-            top_k_index: chosen experts; [tokens, k].
-            top_k_weights: their weights.
-        """
+        """Return the weighted sum of each token's expert outputs; `top_k_index` and its weights are [tokens, k]."""
         return self.mixed(self.bound(), self.num_experts, hidden_states, top_k_index, top_k_weights)
 
     def mixed(
@@ -194,13 +169,7 @@ class StackedExperts(ExpertParallelModule):
 
 
 def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
-    """Replace the experts of a model's blocks in place, and return the names of the expert modules.
-
-    Modules replaced before stay.
-
-    Raises:
-        ConfigError: no module matches the section, or a match is not convertible.
-    """
+    """Replace the experts of a model's blocks in place, except replaced ones; return names of the expert modules."""
     names = Names.of(section)
     found = []
     compared: set[Any] = set()
@@ -251,7 +220,7 @@ def _blocks(model: nn.Module, section: ExpertParallel, names: Names) -> Iterator
 
 
 def _form(path: str, given: nn.Module, names: Names, section: ExpertParallel, model: nn.Module) -> Form:
-    """Return the storage and computation of experts; raise for unsupported ones, or an indivisible number."""
+    """Raise a ConfigError for unsupported experts, or an indivisible number."""
     gating = getattr(type(given), "_apply_gate", None)
     own_gate = gating is not None and gating.__name__ != "_default_apply_gate"
     form = Form(
@@ -319,11 +288,7 @@ class _Converted(nn.Module):
 
 
 def _compare(path: str, given: nn.Module, made: StackedExperts) -> None:
-    """Compare two random experts of both forms on a few tokens: results, and gradients of tokens and parameters.
-
-    Raises:
-        ConfigError: they differ, or the module takes other arguments.
-    """
+    """Compare two random experts of both forms on a few tokens: results, and gradients of tokens and parameters."""
     if type(given).forward is nn.Module.forward or not has_values(torch.empty(0, device="cpu")):
         return  # the module has no forward, or a memory plan computes no values
     generator = torch.Generator().manual_seed(0)

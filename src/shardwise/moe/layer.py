@@ -1,7 +1,4 @@
-"""MoE layer: gate, experts and the dispatch of tokens.
-
-Child modules have DeepSpeed's names, and therefore DeepSpeed's parameter names.
-"""
+"""MoE layer: gate, experts and the dispatch of tokens. Modules and parameters have DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class MOELayer(nn.Module):
 
 
 class MoE(ExpertParallelModule):
-    """A mixture of experts; see docs/moe.md.
+    """A mixture of experts (docs/moe.md).
 
     Args:
         hidden_size: width of tokens.
@@ -57,14 +54,13 @@ class MoE(ExpertParallelModule):
             nn.ModuleList of `num_experts` modules, the same on every rank, of which this rank keeps its own; initial
             values then differ between experts and do not depend on `ep_size`.
         num_experts: experts of the layer.
-        ep_size: ranks of the expert-parallel group; divides `num_experts` and the number of ranks. Each rank has
-            `num_experts / ep_size` experts.
+        ep_size: ranks of the expert-parallel group; divides `num_experts` and the number of ranks.
         k: experts a token.
         capacity_factor: capacity of an expert in training, as a multiple of the uniform load.
         eval_capacity_factor: the same in evaluation.
         min_capacity: minimum capacity of an expert in tokens.
         use_residual: add an expert for all tokens, both weighted by a learnt coefficient (PR-MoE, arXiv 2201.05596).
-        noisy_gate_policy: None, "Jitter" or "RSample"; see `shardwise.moe.gates.TopKGate`.
+        noisy_gate_policy: None, "Jitter" or "RSample" (`shardwise.moe.gates.TopKGate`).
         drop_tokens: drop tokens beyond the capacity (their output is 0). False: no limit.
         use_rts: with k = 1, in training, drop random tokens.
         use_tutel: not built.
@@ -165,11 +161,7 @@ class MoE(ExpertParallelModule):
         return self._first is not None
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Do nothing: `shardwise.initialize()` creates the groups of all layers.
-
-        Raises:
-            UsageError: `ep_size` is above 1 without a process group.
-        """
+        """Do nothing: `shardwise.initialize()` creates the groups. Raises a UsageError without a process group."""
         if self.ep_size > 1 and not (dist.is_available() and dist.is_initialized()):
             raise UsageError(
                 f"MoE without its groups: ep_size={self.ep_size}, and there is no process group. Call "

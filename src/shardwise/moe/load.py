@@ -21,8 +21,6 @@ class ExpertUtilization:
         >>> _ = model(torch.ones(6, 4))
         >>> [(name, float(part)) for name, part, _ in load.events(0)][0][0]
         'Train/Experts/0/0'
-        >>> float(sum(part for _, part, _ in load.events(0)))
-        0.0
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,9 +43,7 @@ class ExpertUtilization:
     def events(self, step: int, prefix: str = "Train/Experts/") -> list[tuple[str, torch.Tensor, int]]:
         """Return events for `engine.monitor.write_events`: each expert's fraction of the choices since the last call.
 
-        Args:
-            step: step of the events, such as `engine.global_samples`.
-            prefix: prefix of names; layer and expert follow.
+        `step` is the step of the events, such as `engine.global_samples`. Names are `prefix`, layer and expert.
         """
         found = []
         for path, counts in self.counts().items():

@@ -1,7 +1,7 @@
 """Queries and parameter groups of experts, for scripts that call them for every model.
 
-An engine needs no separate groups for expert parameters. Groups created here are optimised as any other, and may have
-their own learning rate or weight decay.
+An engine needs no separate groups for expert parameters. Groups created here may have their own learning rate or weight
+decay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Monitors: TensorBoard, Weights & Biases, MLflow, Comet, CSV files and JSON lines.
 
-`Monitor` is the engine's monitor; `Service` is the interface of a backend. Each service runs on a thread of its own
-(`worker`), so that its failures and delays neither stop nor slow training. `runlog` writes the data of `shardwise
-report`; `progress` shows a progress bar.
+Each service runs on its own thread (`worker`), because its failures and delays must neither stop nor slow training.
+`runlog` writes the data of `shardwise report`; `progress` shows a progress bar.
 """
 
 from __future__ import annotations

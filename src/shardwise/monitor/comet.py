@@ -13,7 +13,7 @@ from .service import Event, Service
 
 
 class Comet(Service[Event]):
-    """Service of the section `comet` (`shardwise.config.schema.observe.Comet`)."""
+    """Service of the section `comet`."""
 
     def __init__(self, section: Any) -> None:
         self._section = section

@@ -1,4 +1,4 @@
-"""CSV and JSON-lines backends: each call appends whole lines unbuffered, so that they survive the process."""
+"""CSV and JSON-lines backends: each call appends whole lines unbuffered, which survive the process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typing import Any
 
 from .service import Event, Service
 
-_LONGEST = 200
-"""Maximum characters of a file name, below the file systems' limit of 255 bytes."""
+_LONGEST = 200  # maximum characters of a file name, below the file systems' limit of 255 bytes
 
 
 class CSVFiles(Service[Event]):

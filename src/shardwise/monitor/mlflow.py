@@ -11,10 +11,8 @@ from mlflow.tracking import MlflowClient
 
 from .service import Event, Service
 
-_LONGEST = 250
-"""Maximum characters of a name."""
-_MOST = 1000
-"""Maximum metrics of a server request."""
+_LONGEST = 250  # maximum characters of a name
+_MOST = 1000  # maximum metrics of a server request
 
 
 def allowed(name: str) -> str:

@@ -15,12 +15,11 @@ class Monitor:
     """Writes events to the enabled services, on the first rank only.
 
     Args:
-        config: has some of the sections `tensorboard`, `wandb`, `csv_monitor`, `comet`, `mlflow` and `jsonl_monitor` as
-            attributes.
+        config: may have the sections `tensorboard`, `wandb`, `csv_monitor`, `comet`, `mlflow` and `jsonl_monitor`.
         rank: this process in the job.
 
     Attributes:
-        enabled: True if a service is enabled; the same on all ranks, so that collectives may depend on it.
+        enabled: True if a service is enabled; the same on all ranks, because collectives may depend on it.
 
     Raises:
         ConfigError: the package of a service cannot be imported.
@@ -36,7 +35,7 @@ class Monitor:
     def write_events(self, event_list: Iterable[Any]) -> None:
         """Write events to all services.
 
-        The call returns at once: services write on threads of their own, and values on a device are read later. After
+        The call returns at once: services write on their own threads, and values on a device are read later. After
         `Engine.destroy` nothing is written.
 
         Args:
@@ -77,10 +76,7 @@ class Monitor:
         return all([worker.flush(max(0.0, until - monotonic())) for worker in self._workers])
 
     def close(self, limit: float = CLOSE_S) -> None:
-        """Write pending events and close the services, within `limit` seconds in total.
-
-        The end of the engine and of the process call it. A second call does nothing.
-        """
+        """Write pending events and close the services, within `limit` seconds in total. A second call does nothing."""
         until = monotonic() + limit
         for worker in self._workers:
             worker.end()

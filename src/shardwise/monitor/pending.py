@@ -18,15 +18,8 @@ from .service import Event
 class Pending:
     """The events of one `write_events` call. Values on a CUDA device are copied asynchronously.
 
-    Args:
-        events: (name, value, step), where a value is a number or a tensor of one element.
-
-    Raises:
-        UsageError: an element is invalid.
-
-    Example:
-        >>> [event[:3] for event in Pending([("loss", 0.5, 1), ("norm", torch.tensor(2.0), 1)]).read()]
-        [('loss', 0.5, 1), ('norm', 2.0, 1)]
+    >>> [event[:3] for event in Pending([("loss", 0.5, 1), ("norm", torch.tensor(2.0), 1)]).read()]
+    [('loss', 0.5, 1), ('norm', 2.0, 1)]
     """
 
     def __init__(self, events: Iterable[Any]) -> None:

@@ -23,23 +23,14 @@ if TYPE_CHECKING:
 
 Mode = Literal["bar", "lines", "off"]
 
-BAR_S = 0.25
-"""Minimum seconds between two updates of a bar."""
-_MARKS = 16
-"""Number of states over which speed is averaged."""
-_WIDTH = 16
-"""Cells of the bar."""
+BAR_S = 0.25  # minimum seconds between two updates of a bar
+_MARKS = 16  # number of states over which speed is averaged
+_WIDTH = 16  # cells of the bar
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of one tier.
-
-    Attributes:
-        where: "device" or "host".
-        size: peak bytes.
-        limit: total bytes; None: unknown.
-    """
+    """Peak memory of one tier, "device" or "host", in bytes; `limit` is the total, None if unknown."""
 
     where: str
     size: int
@@ -48,33 +39,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class State:
-    """Progress of training.
-
-    Attributes:
-        step: steps taken.
-        clock: `time.perf_counter()` at the end of the last one.
-        samples: samples of all ranks so far.
-        tokens: tokens of all ranks so far; None or 0: unknown.
-        loss: loss of the last step; None: unknown.
-        memory: peak memory of each tier.
-    """
+    """Progress of training; numbers so far, of all ranks. None: unknown."""
 
     step: int
-    clock: float
+    clock: float  # `time.perf_counter()` at the end of the last step
     samples: int = 0
-    tokens: int | None = None
-    loss: Pending | None = None
-    memory: list[Memory] | tuple[Memory, ...] = ()
+    tokens: int | None = None  # None or 0: unknown
+    loss: Pending | None = None  # of the last step
+    memory: list[Memory] | tuple[Memory, ...] = ()  # peak memory of each tier
 
 
 def mode_of(mode: str | None, launcher: str, *, own_output: bool, terminal: bool) -> Mode:
-    """Return the display mode of progress.
+    """Return the display mode of progress; without a configured mode the launcher's choice: "auto", "off", or "".
 
-    Args:
-        mode: configured mode; None: the launcher decides.
-        launcher: the launcher's choice: "auto", "off" (overrules the configuration), or "".
-        own_output: True if the script is known to print its progress.
-        terminal: True if standard error is a terminal.
+    The launcher's "off" overrules the configuration. `own_output`: the script is known to print its progress.
 
     >>> mode_of(None, "", own_output=False, terminal=True), mode_of(None, "auto", own_output=False, terminal=True)
     ('off', 'bar')
@@ -91,14 +69,7 @@ def mode_of(mode: str | None, launcher: str, *, own_output: bool, terminal: bool
 
 
 class Progress:
-    """Progress display.
-
-    Args:
-        mode: "bar" or "lines".
-        total: total steps; None: unknown.
-        interval: seconds between two lines.
-        out: output stream; None: standard error.
-    """
+    """Progress display, up to `total` steps (None: unknown), with `interval` seconds between two lines."""
 
     def __init__(
         self, mode: Literal["bar", "lines"], total: int | None, interval: float, out: IO[str] | None = None
@@ -114,7 +85,7 @@ class Progress:
         atexit.register(self.close)
 
     def due(self, step: int, clock: float) -> bool:
-        """Draw a state whose loss has arrived; return True if a new state is due."""
+        """Draw a state if its loss has arrived; return True if a new state is due."""
         if self._closed:
             return False
         if self._waiting is not None and _arrived(self._waiting):

@@ -22,6 +22,7 @@ class Known:
     package: str = ""
 
 
+# configuration section -> service
 SERVICES: dict[str, Known] = {
     "tensorboard": Known("shardwise.monitor.tensorboard:TensorBoard", "tensorboard", "tensorboard"),
     "wandb": Known("shardwise.monitor.wandb:WandB", "wandb", "wandb"),
@@ -30,7 +31,6 @@ SERVICES: dict[str, Known] = {
     "mlflow": Known("shardwise.monitor.mlflow:MLflow", "mlflow", "mlflow-skinny"),
     "jsonl_monitor": Known("shardwise.monitor.files:JSONLines"),
 }
-"""Configuration section -> service."""
 
 
 def switched_on(config: Any) -> dict[str, Any]:
@@ -40,13 +40,8 @@ def switched_on(config: Any) -> dict[str, Any]:
 
 
 def check_packages(config: Any) -> None:
-    """Raise if the package of an enabled service is missing.
-
-    Every rank checks and all raise alike, because after a restart any rank may be the writer.
-
-    Raises:
-        ConfigError: names the sections and the packages to install.
-    """
+    """Raise a ConfigError that names the missing packages of enabled services."""
+    # All ranks check and raise, because after a restart any rank may be the writer.
     missing = []
     for name in switched_on(config):
         known = SERVICES[name]
@@ -64,11 +59,7 @@ def _is_there(module: str) -> bool:
 
 
 def make(name: str, section: Any) -> Service[Event]:
-    """Return the service of a section.
-
-    Raises:
-        ConfigError: its package cannot be imported.
-    """
+    """Return the service of a section; raises a ConfigError if its package cannot be imported."""
     known = SERVICES[name]
     home, _, attribute = known.where.partition(":")
     if known.module is not None:

@@ -1,7 +1,7 @@
 """Run log: one row for each step and each warning of a rank, in files that survive the process.
 
-The log's worker thread (`worker`) assembles and writes rows, so that neither a slow disk nor a late device delays
-training. `shardwise.runfiles` defines the files.
+A worker thread (`worker`) assembles and writes rows, because neither a slow disk nor a late device may delay training.
+`shardwise.runfiles` defines the files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from .pending import Pending
 from .service import Service
 from .worker import CLOSE_S, Worker
 
-_LONGEST_TEXT = 10_000
-"""Maximum characters of a warning."""
-_STARTS = 100
-"""Number of recorded job starts in one directory."""
+_LONGEST_TEXT = 10_000  # maximum characters of a warning
+_STARTS = 100  # number of recorded job starts in one directory
 
 
 class Line(NamedTuple):
@@ -59,12 +57,7 @@ def plain(value: Any) -> Any:
 
 
 class Row:
-    """One row, assembled when it is written.
-
-    Args:
-        pending: events with values on a device; event names are value names.
-        finish: adds values that are slow to compute.
-    """
+    """One row, assembled when it is written; `finish` adds values that are slow to compute."""
 
     def __init__(
         self,
@@ -145,13 +138,12 @@ def _starts(path: Path) -> list[Any]:
 class RunLog:
     """Run log of one rank; `step` returns the number of steps taken.
 
-    Example:
-        >>> import pathlib, tempfile, torch
-        >>> log = RunLog(pathlib.Path(tempfile.mkdtemp()), rank=0, step=lambda: 1)
-        >>> log.write_step({"step": 1}, Pending([("loss", torch.tensor(0.5), 1)]))
-        >>> log.close()
-        >>> (log.directory / "steps-00000.jsonl").read_text()
-        '{"step":1,"loss":0.5}\\n'
+    >>> import pathlib, tempfile, torch
+    >>> log = RunLog(pathlib.Path(tempfile.mkdtemp()), rank=0, step=lambda: 1)
+    >>> log.write_step({"step": 1}, Pending([("loss", torch.tensor(0.5), 1)]))
+    >>> log.close()
+    >>> (log.directory / "steps-00000.jsonl").read_text()
+    '{"step":1,"loss":0.5}\\n'
     """
 
     def __init__(self, directory: Path, rank: int, step: Callable[[], int]) -> None:
@@ -175,17 +167,13 @@ class RunLog:
         self._worker.put(Row(steps_file(self._rank), values, pending, finish))
 
     def write_event(self, level: str, text: str, step: int, facts: Mapping[str, Any]) -> None:
-        """Write a warning asynchronously.
-
-        Args:
-            facts: `kind`, `advice`, another `step`, and further values of the kind.
-        """
+        """Write a warning asynchronously; `facts` has `kind`, `advice`, another `step`, and values of the kind."""
         row = {"time": time.time(), "step": step, "kind": "warning", **facts}
         row |= {"rank": self._rank, "level": level, "text": text[:_LONGEST_TEXT]}
         self._worker.put(Row(events_file(self._rank), row), now=True)  # the process may be about to end
 
     def flush(self, limit: float = CLOSE_S) -> bool:
-        """Wait up to `limit` seconds until everything is written; return True if it is."""
+        """Wait up to `limit` seconds until all rows are written; return True if they are."""
         return self._worker.flush(limit)
 
     def close(self) -> None:
@@ -203,7 +191,6 @@ class _Warnings(logging.Handler):
         self._step = step
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one warning."""
         try:
             facts = getattr(record, "event", None)
             known = facts if isinstance(facts, Mapping) else {}

@@ -27,7 +27,7 @@ Brought = TypeVar("Brought", covariant=True)
 
 
 class EventBatch(Protocol[Brought]):
-    """A batch of events, some of whose values may still be in transit from a device."""
+    """A batch of events; some values may still be in transit from a device."""
 
     def __len__(self) -> int:
         """Return the number of events."""
@@ -37,10 +37,7 @@ class EventBatch(Protocol[Brought]):
 
 
 class Service(Protocol[Taken]):
-    """Backend of a monitor, by default for events.
-
-    Its methods run on one thread, may block, and may raise.
-    """
+    """Backend of a monitor, by default for events. Its methods run on one thread, may block, and may raise."""
 
     def open(self) -> None:
         """Prepare the backend, before the first events and after any exception; working resources may be kept."""

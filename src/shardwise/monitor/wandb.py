@@ -10,8 +10,8 @@ import wandb
 
 from .service import Event, Service
 
+# The x axis, because W&B's own step counts calls and only increases; events come in any order and from other code.
 STEP = "events/step"
-"""Name of the x axis. W&B's own step counts calls and only increases; events come in any order and from other code."""
 
 
 class WandB(Service[Event]):

@@ -1,10 +1,9 @@
 """Worker thread of a monitor service: `put` never waits for the service.
 
-A bounded queue holds events, and the thread empties it every `PAUSE_S`. Because `put` does not wake the thread, file
-operations and thread switches are shared by many steps. A failed service is retried after increasing pauses; a slow or
-unavailable one loses the oldest events. Both are logged.
-
-Each service has its own thread, so that a hanging network service does not delay files.
+A bounded queue holds events, and the thread empties it every `PAUSE_S`. Because `put` does not wake the thread, many
+steps share file operations and thread switches. A failed service is retried after increasing pauses; a slow or
+unavailable one loses the oldest events. Both are logged. Each service has its own thread, because a hanging network
+service must not delay files.
 """
 
 from __future__ import annotations
@@ -22,28 +21,17 @@ from shardwise.utils.logging import logger
 
 from .service import EventBatch, Service
 
-PAUSE_S = 1.0
-"""Seconds between two checks of the queue; a killed process loses at most as much."""
-ROOM = 20_000
-"""Maximum queued events of a service; about a quarter of an hour at 4 steps a second."""
-AT_ONCE = 1000
-"""Maximum events in one call of a service, unless one call of `write_events` has more."""
-ATTEMPTS = 3
-"""Number of attempts for the same events, so that rejected events do not block the queue."""
+PAUSE_S = 1.0  # Seconds between two checks of the queue; a killed process loses at most the events of this time.
+ROOM = 20_000  # Maximum queued events of a service; about a quarter of an hour at 4 steps a second.
+AT_ONCE = 1000  # maximum events in one call of a service, unless one call of `write_events` has more
+ATTEMPTS = 3  # number of attempts for the same events, because rejected events must not block the queue
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-REPORT_AGAIN_S = 600.0
-"""Minimum seconds between two warnings about recurring failures."""
-CLOSE_S = 30.0
-"""Maximum seconds that the end of a run waits for a service."""
+REPORT_AGAIN_S = 600.0  # minimum seconds between two warnings about recurring failures
+CLOSE_S = 30.0  # maximum seconds that the end of a run waits for a service
 
 
 class Worker:
-    """Thread and queue of one service.
-
-    Args:
-        service: used by this thread only.
-        room: maximum queued events.
-    """
+    """Thread and queue (of at most `room` events) of one service, which only this thread uses."""
 
     def __init__(self, name: str, service: Service[Any], room: int = ROOM) -> None:
         self.name = name
@@ -66,7 +54,7 @@ class Worker:
     # -- on the thread of training -------------------------------------------------------------------------------------
 
     def put(self, events: EventBatch[Any], *, now: bool = False) -> None:
-        """Queue events, dropping the oldest if the queue is full; `now` writes everything at once."""
+        """Queue events, dropping the oldest if the queue is full; `now` writes the queue at once."""
         dropped = False
         with self._changed:
             if self._closing:
@@ -90,7 +78,7 @@ class Worker:
             )
 
     def flush(self, limit: float) -> bool:
-        """Wait up to `limit` seconds until everything is written; return True if it is."""
+        """Wait up to `limit` seconds until all events are written; return True if they are."""
         self.flush_soon()
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._busy, limit)
@@ -229,12 +217,9 @@ _running: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Close all services at process exit, before the exit handlers of their packages run.
-
-    Functions of `atexit` run in reverse order, and packages register theirs when a service opens: W&B would stop its
-    writer process while events are queued. Functions of `threading._register_atexit` run earlier. Because that function
-    is private, `atexit` is the fallback.
-    """
+    """Close all services at process exit, before the exit handlers of their packages run."""
+    # Functions of `atexit` run in reverse order, and packages register theirs when a service opens: W&B would stop its
+    # writer process while events are queued. The private function, for which `atexit` is the fallback, runs earlier.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)
 

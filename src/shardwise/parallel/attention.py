@@ -28,14 +28,8 @@ def shared_attention(
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
-    Args:
-        attention: maps query, key and value of (rows, all tokens, some heads, width) to an output of the same shape.
-        query, key, value: (rows, this rank's tokens, all heads, width); key and value may have fewer heads.
-        lengths: tokens of each rank.
-        grouped: `attention` accepts fewer key heads than query heads, in the model's proportion.
-
-    Raises:
-        UsageError: there are fewer query heads than ranks, or a rank has no token.
+    Tensors are (rows, this rank's tokens, all heads, width); `attention` maps (rows, all tokens, some heads, width) to
+    the same shape. `grouped`: it accepts fewer key heads than query heads, in the model's proportion.
     """
     heads, keys = query.shape[2], key.shape[2]
     if min(lengths) < 1:
@@ -58,17 +52,16 @@ def shared_attention(
 
 
 class DistributedAttention(nn.Module):
-    """Sequence-parallel attention around a single-process attention.
+    """Sequence-parallel attention (Ulysses) around a single-process attention.
 
-    The local attention gets all tokens and some of the heads, and needs no knowledge of ranks: masks refer to positions
-    in the whole sequence. Dropout uses each rank's own random numbers.
+    The local attention gets all tokens and some of the heads. Masks refer to positions in the whole sequence. Dropout
+    uses each rank's own random numbers.
 
     Args:
-        local_attention: module or function, called as `local_attention(query, key, value, *args, **kwargs)` with
-            tensors in this module's layout. With fewer key heads than query heads it gets equal numbers of both, unless
-            the model's proportion is possible.
-        sequence_process_group: the ranks; None: the engine's group (`sequence_parallel_size`), or that of
-            `shardwise.parallel.begin`.
+        local_attention: called as `local_attention(query, key, value, *args, **kwargs)` with tensors in this module's
+            layout. With fewer key heads than query heads it gets equal numbers of both, unless the model's proportion
+            is possible.
+        sequence_process_group: the ranks; None: the group of the engine, or of `shardwise.parallel.begin`.
         scatter_idx: dimension of the heads.
         gather_idx: dimension of the tokens. The defaults are DeepSpeed's layout (tokens, rows, heads, width).
             `torch.nn.functional.scaled_dot_product_attention` has heads in dimension 1 and tokens in 2.
@@ -116,13 +109,9 @@ class DistributedAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the attention output of this rank's tokens (all ranks of the group call).
 
-        Args:
-            query: this rank's tokens, with all heads.
-            key: the same, with as many heads or a divisor.
-            value: as `key`.
-            args, kwargs: for the local attention. A number as first argument counts as `batch_dim_idx`.
-            lengths: tokens of each rank; None: exchanged once in each forward pass of an engine.
-            batch_dim_idx: dimension of rows, passed by DeepSpeed's callers and ignored.
+        Tensors have this rank's tokens with all heads; key and value may have a divisor of the query heads. Further
+        arguments are for the local attention. `lengths` are the tokens of each rank; None: exchanged once in each
+        forward pass of an engine. `batch_dim_idx`, or a number as first argument, is ignored.
 
         Raises:
             UsageError: there are fewer query heads than ranks, a rank has no token, no sequence-parallel group exists,
@@ -150,11 +139,9 @@ class DistributedAttention(nn.Module):
         return self._back(shared_attention(local, group, q, k, v, lengths, grouped=False))
 
     def _forth(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View as (rows, tokens, heads, width)."""
         return tensor.movedim((self.gather_idx, self.scatter_idx), (1, 2))
 
     def _back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View in the caller's layout."""
         return tensor.movedim((1, 2), (self.gather_idx, self.scatter_idx))
 
 

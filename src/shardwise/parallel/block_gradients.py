@@ -1,8 +1,7 @@
 """Gradients of blocks for the check of sequence parallelism.
 
-A custom autograd function or a hook of a tensor may mix tokens in the backward pass only. So one block of each kind is
-copied with random weights. The copy computes the gradient of its input twice: on whole sequences, and on this rank's
-part. Copies have no backward hooks of modules, because hooks may collect gradients.
+Because a custom autograd function or a tensor hook may mix tokens in the backward pass only, one block of each kind is
+copied with random weights. The copy computes the gradient of its input on whole sequences and on this rank's part.
 """
 
 from __future__ import annotations
@@ -22,20 +21,13 @@ from shardwise.parallel.tensor.watch import undisturbed
 from shardwise.trees import tensors_in
 from shardwise.utils.logging import warn_once
 
-_LIMIT = 1e-3
-"""Smallest difference of a token that exceeds rounding, relative to the tensor's largest value."""
+_LIMIT = 1e-3  # smallest error of a token beyond rounding, relative to the tensor's largest value
 
 
 def gradient_difference(
     passes: Passes, whole: Recording, own: Recording, job: Communicator, *, training: bool
 ) -> str | None:
-    """Return the first block of any rank that computes other gradients of split sequences, in words (all ranks call).
-
-    Args:
-        whole: a pass on whole sequences.
-        own: a pass on this rank's part.
-        training: copies are in training mode, where their blocks are.
-    """
+    """Return the first block of any rank with other gradients for split sequences, in words (all ranks call)."""
     skipped = []
     for path, block in passes.blocks.items():
         if not all(job.exchange(path in whole.given and path in own.given, "sequence_proof")):
@@ -61,8 +53,6 @@ def gradient_difference(
 
 
 class _Pair:
-    """A block's copy on whole sequences and on this rank's part."""
-
     def __init__(self, passes: Passes, block: nn.Module, training: bool) -> None:
         self._training, self._restore = training, passes.restore
         self._block, self._group, self._tokens = block, passes.group, passes.call.tokens
@@ -72,7 +62,7 @@ class _Pair:
         self._dtypes = list(dict.fromkeys((first, torch.float32, own)))
 
     def run_whole(self, given: Any) -> str | None:
-        """Compute on whole sequences, in the first dtype that works; return the error of the first in words."""
+        """Compute in the first dtype that works; return the error of the first dtype, in words."""
         problem = None
         while self._dtypes:
             try:
@@ -88,7 +78,6 @@ class _Pair:
         return problem
 
     def run_own(self, given: Any) -> tuple[str | None, str | None]:
-        """Compute on this rank's part; return a difference, and a reason why the copies cannot be compared."""
         try:
             with undisturbed(self._device):
                 hidden, output = self._forward(given)

@@ -1,7 +1,7 @@
 """Batches for sequence parallelism: each rank gets a range of the tokens of all rows.
 
-Labels are shifted before the split, because the next token may be on another rank. The split labels are called
-`shift_labels` and belong to the tokens at the same positions. Positions are those in the whole sequence.
+Labels are shifted before the split, because the next token may be on another rank. Positions are those in the whole
+sequence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from shardwise.errors import UsageError
 from shardwise.parallel.sequence import SequenceGroup, needed, run_of
 
-IGNORED = -100
-"""Label of tokens without a target."""
+IGNORED = -100  # label of tokens without a target
 
+# The first of these keys in a batch determines the sequence length.
 _TOKENS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
-"""Keys of a batch that determine the sequence length; the first existing one is used."""
 
 
 def split(batch: Any, group: SequenceGroup | None = None) -> Any:
@@ -47,7 +46,7 @@ def split(batch: Any, group: SequenceGroup | None = None) -> Any:
 
 
 def complete(batch: Any) -> Any:
-    """Return an unsplit batch with shifted labels and positions, which depend on neighbouring tokens."""
+    """Return an unsplit batch with shifted labels and positions, which depend on adjacent tokens."""
     if not isinstance(batch, Mapping):
         return batch
     found = dict(batch)
@@ -104,7 +103,7 @@ def _cut(tensor: torch.Tensor, length: int, group: SequenceGroup, rank: int) -> 
 
 
 def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
-    """Record that each rank's part of a batch is a sample of its own (see `SequenceGroup.layout`)."""
+    """Set `SequenceGroup.aligned` if positions restart in each rank's part."""
     if group.aligned or group.size == 1 or not isinstance(positions, torch.Tensor) or positions.is_cuda:
         return
     runs = (run_of(length, group.size, rank) for rank in range(group.size))
@@ -115,8 +114,7 @@ def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
 class SequenceLoader:
     """Splits the batches of a dataloader over the sequence-parallel group; all its ranks have the same batches.
 
-    `initialize(training_data=...)` makes such a loader. Other attributes are looked up in the wrapped loader
-    (`state_dict`, `set_epoch`, `sampler`).
+    `initialize(training_data=...)` makes such a loader. Other attributes are those of the wrapped loader.
 
     Args:
         loader: yields batches for `split`.
@@ -147,7 +145,7 @@ class RoundRobinLoader:
     first rank, of its second rank, and so on. Iteration ends with the first rank that runs out.
 
     Args:
-        loader: yields dictionaries of tensors; see `split`.
+        loader: yields dictionaries of tensors for `split`.
         group: the ranks; None: the process's group at the time of iteration.
     """
 

@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _CONSTANT = 0.4375
+# Arguments that switch dropout off. The first that an operator has counts. Operators without the tag: only `dropout_p`.
 _OFF = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
-"""Arguments that switch dropout off, the first of an operator counts; only the first is in operators without a tag."""
 
 
 class Deterministic(TorchDispatchMode):
     """Switches dropout off, and replaces other random numbers by constants.
 
-    A Bernoulli variable becomes its mean, so that dropout made from it is the identity.
+    A Bernoulli variable becomes its mean, which makes dropout computed from it the identity.
 
     Args:
         silent: uninitialised memory is zero, because nothing is received.
@@ -62,7 +62,6 @@ class Deterministic(TorchDispatchMode):
 
 @functools.cache
 def _switch(func: torch._ops.OpOverload) -> tuple[int, str] | None:
-    """Return the index and the name of the argument that switches an operator's dropout off."""
     names = [argument.name for argument in func._schema.arguments]
     random = torch.Tag.nondeterministic_seeded in func.tags
     name = next((name for name in _OFF if name in names), None)

@@ -1,6 +1,6 @@
 """Sequence parallelism for attention modules of transformers that compute scores themselves.
 
-Such a module's class is replaced by a subclass that exchanges heads around the scores; parameters stay. Distance biases
+The module's class is replaced by a subclass that exchanges heads around the scores; parameters stay. Distance biases
 (ALiBi) refer to the whole sequence.
 """
 
@@ -23,8 +23,7 @@ from shardwise.parallel.ulysses import query_runs
 Shares = Callable[[bool], SequenceGroup | None]
 """Returns the sequence-parallel group for training or evaluation mode; None: unsharded sequences."""
 
-MaskOf = Callable[..., WholeMask]
-"""`shardwise.parallel.huggingface.whole_mask`."""
+MaskOf = Callable[..., WholeMask]  # `shardwise.parallel.huggingface.whole_mask`
 
 Bias = Callable[[int, int], torch.Tensor | None]
 """Returns the bias of the scores for a range of heads: (rows or 1, heads, 1, tokens)."""
@@ -57,7 +56,7 @@ class SharedScores(nn.Module):
         dropout: float,
         bias: Callable[[WholeMask], Bias] | None = None,
     ) -> torch.Tensor:
-        """Return the attention of this rank's tokens, (rows, tokens, heads * width)."""
+        """Return (rows, this rank's tokens, heads * width)."""
         whole = self.mask_of(group, self, q, k, mask)
         dense = whole.of_kind("eager", q.dtype, q.device)
         first, end = query_runs(q.shape[1], group.size)[group.rank]
@@ -176,6 +175,7 @@ class SharedMethod(SharedScores):
         return shared_attention(local, group, q, k, v, whole.layout.lengths, grouped=False).transpose(1, 2), None
 
 
+# class name of transformers -> its sequence-parallel subclass
 _KINDS: dict[str, type[SharedScores]] = {
     "BloomAttention": SharedBloom,
     "MptAttention": SharedMpt,
@@ -184,7 +184,6 @@ _KINDS: dict[str, type[SharedScores]] = {
     "GPTNeoSelfAttention": SharedMethod,
     "CodeGenAttention": SharedMethod,
 }
-"""Class name of transformers -> its sequence-parallel subclass."""
 
 
 _subclasses: dict[type[nn.Module], type[nn.Module]] = {}

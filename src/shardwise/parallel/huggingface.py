@@ -1,9 +1,8 @@
 """Sequence-parallel attention for models of transformers.
 
-transformers looks up attention functions in a registry (`AttentionInterface`) and mask functions in another
-(`AttentionMaskInterface`). Both get an entry. The mask function passes on the mask pattern and the padding. The
-attention function builds the mask of the whole sequence (`shardwise.parallel.masks`) if needed: for padding, packed
-samples, and sliding windows.
+The registries `AttentionInterface` and `AttentionMaskInterface` of transformers get an entry each. The mask function
+passes on pattern and padding. The attention function builds the mask of the whole sequence
+(`shardwise.parallel.masks`) if padding, packed samples or sliding windows need one.
 """
 
 from __future__ import annotations
@@ -29,20 +28,17 @@ from shardwise.parallel.sequence import Layout, SequenceGroup, active, current
 from shardwise.parallel.ulysses import query_runs
 from shardwise.utils.logging import warn_once
 
-PREFIX = "shardwise_"
-"""Prefix of the names of sequence-parallel attentions."""
+PREFIX = "shardwise_"  # of the registered names
 
-EAGER = "eager"
-"""Name of the plain torch attention in each model's file."""
+EAGER = "eager"  # the plain torch attention in each model's file
 
+# Attentions that can be sequence-parallel.
 CORES = ("sdpa", EAGER, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Attentions that can be sequence-parallel."""
 
-RING = "ring"
-"""Name of ring attention (`shardwise.parallel.ring`); without sequence parallelism it is `sdpa`."""
+RING = "ring"  # ring attention (`shardwise.parallel.ring`); `sdpa` without sequence parallelism
 
+# Sequence-parallel models, by the identity of their configuration.
 _models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-"""Sequence-parallel models, by the identity of their configuration."""
 
 
 def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool = True) -> nn.Module:
@@ -51,13 +47,10 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
     Call before or after `initialize`. Without a sequence-parallel group the model is unchanged.
 
     Args:
-        model: a `PreTrainedModel`.
+        model: a `PreTrainedModel`; it is returned.
         core: single-process attention: `sdpa`, `flex_attention` or `flash_attention_2` to `4`; None: the model's. Or
             `ring`, which allows more ranks than heads and supports only causal masks.
         in_eval: also in evaluation mode. False: there each rank has unsplit sequences.
-
-    Returns:
-        The model.
 
     Raises:
         UsageError: the object is no such model, or its attention is not supported.
@@ -124,12 +117,7 @@ def _check(model: nn.Module, core: str) -> None:
 
 
 def register(core: str, name: str, *, in_eval: bool = True) -> None:
-    """Register the sequence-parallel form of an attention with transformers.
-
-    Args:
-        name: registered name; the name of the core replaces it for all models.
-        in_eval: see `share_attention`.
-    """
+    """Register the sequence-parallel form of `core` with transformers; as `core` it replaces `core` for all models."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -177,10 +165,9 @@ def _mask(core: Callable[..., Any], in_eval: bool) -> Callable[..., Any]:
 
 
 def _packing_positions(caller: FrameType) -> torch.Tensor | None:
-    """Return the positions by which the mask function of transformers would separate packed samples.
+    """Return the positions by which the mask function of transformers separates packed samples.
 
-    It does so given positions, no padding mask and no cache. A rank's positions do not show packing if they belong to
-    one sample.
+    It does so given positions, no padding mask and no cache. Positions of one sample do not show packing.
     """
     if local_of(caller, "past_key_values") is not None or local_of(caller, "mask_factory_function") is None:
         return None
@@ -261,10 +248,8 @@ def whole_mask(
 ) -> WholeMask:
     """Return the attention mask of the whole sequence (all ranks call).
 
-    Args:
-        query, key: this rank's tokens, (rows, heads, tokens, width).
-        mask: the model's mask, or the tensor that carries a pattern.
-        causal, window: pattern if the model has made no mask.
+    `query` and `key` are (rows, heads, this rank's tokens, width). `mask` is the model's, or the placeholder of a
+    pattern; None: pattern by `causal` and `window`.
     """
     rows, _, own, _ = query.shape
     pattern = Pattern(causal, window) if mask is None else carried_pattern(mask, rows, own)
@@ -308,10 +293,7 @@ def eager_core(module: nn.Module) -> Callable[..., Any]:
 
 
 class OwnHeads:
-    """View of an attention module for a rank with some of its heads; `heads` and `keys` count those of all ranks.
-
-    Tensors with one number for each head (attention sinks) are cut to this rank's heads.
-    """
+    """View of an attention module with this rank's heads and attention sinks; `heads` and `keys` count all ranks'."""
 
     def __init__(self, module: nn.Module, heads: int, keys: int, group: SequenceGroup) -> None:
         self._module, self._heads = module, heads

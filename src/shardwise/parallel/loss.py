@@ -1,8 +1,7 @@
 """Losses under sequence parallelism.
 
 A rank's loss is the mean over its own tokens. `engine.backward(loss, weight=tokens)` gives the exact gradient of the
-mean over all tokens of all ranks. `mean_loss` combines the losses of a sequence-parallel group into that of the
-sequence, which every rank differentiates.
+mean over all tokens of all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention masks of whole sequences, of which each rank has a range of tokens.
 
 A rank cannot build the mask of a whole sequence when a model of transformers requests it. The model gets a placeholder
-for a `Pattern` instead, and the attention builds the mask. The placeholder's shape is (rows, own tokens, number of the
-pattern), because shapes survive any processing of masks between layers.
+of shape (rows, own tokens, number of the `Pattern`) instead, because shapes survive any processing of masks between
+layers. The attention builds the mask.
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ from shardwise.parallel.sequence import Layout
 
 @dataclass(frozen=True)
 class Pattern:
-    """Mask pattern: the keys visible to a query, by position in the sequence.
+    """Mask pattern: the keys visible to a query, by position in the sequence."""
 
-    Attributes:
-        causal: only earlier keys and the query's own.
-        window: only keys at a distance below this; None: all.
-        padded: the model has a padding mask.
-        packed: samples separated by positions do not see each other.
-    """
-
-    causal: bool = True
-    window: int | None = None
-    padded: bool = False
-    packed: bool = False
+    causal: bool = True  # only earlier keys and the query's own
+    window: int | None = None  # only keys at a distance below this; None: all
+    padded: bool = False  # the model has a padding mask
+    packed: bool = False  # samples separated by positions do not see each other
 
     def sees(self, query: Any, key: Any) -> Any:
         """Return where queries see keys, for broadcasting positions."""
@@ -43,9 +36,9 @@ class Pattern:
         return found
 
 
-_patterns: list[Pattern] = []
-"""Patterns by number minus one."""
+_patterns: list[Pattern] = []  # by number minus one
 
+# Supported components of mask functions of transformers; packing is detected from positions.
 _LEAVES = {
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -55,18 +48,10 @@ _LEAVES = {
     "remap_positions_for_packed_sequence",
     "and_masks",
 }
-"""Supported components of mask functions of transformers; packing is detected from positions."""
 
 
 def pattern_of(function: Callable[..., Any], padded: bool, packed: bool) -> Pattern:
-    """Return the pattern of a mask function of transformers.
-
-    Args:
-        function: of rows, heads, query and key positions.
-
-    Raises:
-        UsageError: the function has an unsupported component.
-    """
+    """Return the pattern of a mask function of transformers; raises a UsageError for an unsupported component."""
     causal, window = False, None
     for name, part in _parts(function):
         if name not in _LEAVES:
@@ -95,12 +80,9 @@ def _parts(function: Any) -> Iterator[tuple[str, Any]]:
 def carried(
     pattern: Pattern, kept: torch.Tensor | None, positions: torch.Tensor | None, rows: int, own: int, device: Any
 ) -> torch.Tensor:
-    """Return the placeholder tensor of a mask.
+    """Return the placeholder of a mask.
 
-    Args:
-        pattern: its number is the last size.
-        kept: this rank's tokens that are no padding, for a padded pattern.
-        positions: of the tokens, for a packed pattern.
+    `kept` marks this rank's tokens that are no padding. A packed pattern has the `positions` of the tokens.
     """
     if pattern not in _patterns:
         _patterns.append(pattern)
@@ -125,11 +107,7 @@ def samples_of(positions: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class WholeMask:
-    """The mask of a whole sequence.
-
-    Attributes:
-        layout: layout of the sequence on the ranks, with padding and samples.
-    """
+    """The mask of a whole sequence, with padding and samples of its layout."""
 
     layout: Layout
     pattern: Pattern

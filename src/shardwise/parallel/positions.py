@@ -1,9 +1,8 @@
 """Position ids for models of transformers that derive them from padding, computed for whole sequences.
 
-RoBERTa and related models count tokens that are no padding, starting from the padding token's id. OPT counts tokens
-kept by the attention mask. A rank with a range of a row cannot do so, and `shardwise.parallel.split` gives it
-`position_ids` by row position. Hooks replace these by the model's single-process positions. Other `position_ids` are
-the script's and stay.
+RoBERTa and related models count tokens that are no padding, from the padding token's id on; OPT tokens kept by the
+attention mask. A rank with a range of a row cannot count them. Hooks replace the row positions of
+`shardwise.parallel.split`; a script's own `position_ids` stay.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class _Positions:
         raise NotImplementedError
 
     def positions(self, module: Any, whole: torch.Tensor) -> torch.Tensor:
-        """Return the positions of whole sequences."""
         raise NotImplementedError
 
 

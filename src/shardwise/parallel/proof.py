@@ -1,12 +1,10 @@
 """Check of sequence parallelism: compares a model on split sequences with the same model on whole ones.
 
-Attention over one rank's tokens, positions that restart on each rank, and masks of one rank's tokens give wrong results
-without an error. So before the first training pass each rank runs the model twice, without gradients and dropout: on a
-few whole sequences, and on its part of the same tokens. Module outputs must agree. The sequences have a few tokens of
-the batch from each rank, with padding and packed samples if the batch has them.
-
-Both passes are in evaluation mode. A third one, on the rank's part, is in training mode. If a module returns other
-numbers there, the model runs on whole sequences in training mode, too, and outputs must agree again.
+Because attention, restarting positions and masks of one rank's tokens give wrong results without an error, each rank
+runs the model twice before the first training pass, without gradients and dropout: on a few whole sequences, and on its
+part of the tokens. Module outputs must agree. The sequences have a few tokens of the batch from each rank, with padding
+and packed samples if the batch has them. Both passes are in evaluation mode; a third, on this rank's part, is in
+training mode. If a module returns other numbers there, training mode runs on whole sequences, too.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from shardwise.parallel.sequence import SequenceGroup, runs_of
 from shardwise.trees import tensors_in
 from shardwise.utils.logging import warn_once
 
-TOKENS = 8
-"""Maximum number of tokens of each rank."""
+TOKENS = 8  # maximum number of tokens of each rank
 
 
 def difference(
@@ -45,16 +42,8 @@ def difference(
 ) -> str | None:
     """Return the first difference of any rank between split and whole sequences in words; None if there is none.
 
-    All ranks of the job call, because parameters may be sharded over them.
-
-    Args:
-        job: communicator of all ranks that run the model together.
-        args: of the first forward pass.
-        kwargs: of the first forward pass.
-        divided: the model is tensor-parallel, and the following pass compares its layers with unsharded ones.
-
-    Raises:
-        UsageError: the model cannot run on a rank's own tokens.
+    All ranks of the job call, because parameters may be sharded over them. `divided`: a later pass compares the layers
+    of a tensor-parallel model. Raises a UsageError if the model cannot run on a rank's own tokens.
     """
     call = _call_of(model, group, args, kwargs)
     if not all(job.exchange(call is not None, "sequence_proof")):
@@ -80,7 +69,7 @@ def _difference(passes: Passes, job: Communicator, divided: bool) -> str | None:
         )
     whole = passes.whole(training=False)
     if group.exchanges == exchanges:
-        return None  # the pass that follows is refused for it
+        return None  # the following pass is refused for this reason
     if found := _first_of(job, _compared(passes, whole, own)):
         return found
     found, why = _training_difference(passes, own, job)
@@ -97,11 +86,7 @@ def _difference(passes: Passes, job: Communicator, divided: bool) -> str | None:
 
 
 def _training_difference(passes: Passes, own: Recording, job: Communicator) -> tuple[str | None, str | None]:
-    """Compare passes in training mode, if a pass on this rank's tokens returns other numbers than `own`.
-
-    Returns:
-        The difference of the first rank that has one, and a reason why passes cannot be compared; None without.
-    """
+    """Return the first rank's difference in training mode, and a reason why passes cannot be compared."""
     trained = passes.own(training=True)
     alike = not isinstance(trained, str) and unlike(own, trained, exact=True) is None
     if all(job.exchange(alike, "sequence_proof")):
@@ -120,7 +105,6 @@ def _training_difference(passes: Passes, own: Recording, job: Communicator) -> t
 
 
 def _warn_of_hooks(model: nn.Module, job: Communicator) -> None:
-    """Warn of backward hooks of scripts, which are not compared."""
     for name, module in model.named_modules():
         for hook in [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]:
             if not is_needed(hook) and job.rank == 0:
@@ -133,13 +117,11 @@ def _warn_of_hooks(model: nn.Module, job: Communicator) -> None:
 
 
 def _first_of(job: Communicator, found: str | None) -> str | None:
-    """Return the difference of the first rank that has one (all ranks call)."""
     told = job.exchange(found, "sequence_proof")
     return next((f"on rank {rank} {text}" for rank, text in enumerate(told) if text is not None), None)
 
 
 def _compared(passes: Passes, whole: Recording, own: Recording) -> str | None:
-    """Return how a pass on this rank's tokens differs from one on whole sequences (all ranks of the group call)."""
     found = _first_difference(whole.seen, own.seen, passes.group, passes.call.tokens)
     found = found or _pooled(whole.output, own.output)
     loss = _loss_apart(passes.model, tensors_in(whole.output), tensors_in(own.output), passes.call, passes.group)
@@ -177,36 +159,24 @@ def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwar
 
 @dataclass
 class _Batch:
-    """A batch of one row with the first tokens of each rank.
-
-    Attributes:
-        few: tokens of each rank.
-        rows, own: rows and tokens of this rank's arguments.
-        padded: some tokens are padding.
-        runs: position range [first, end) of each rank; None: positions are not consecutive.
-    """
-
     group: SequenceGroup
-    few: int
-    rows: int
-    own: int
+    few: int  # tokens of each rank; the batch has one row with its first tokens
+    rows: int  # of this rank's arguments
+    own: int  # tokens of this rank's arguments
     padded: bool
-    runs: list[list[int] | None]
+    runs: list[list[int] | None]  # position range [first, end) of each rank; None: not consecutive
 
     @property
     def packed(self) -> bool:
-        """Whether several samples are packed into a row."""
         return any(run is None for run in self.runs) or any(
             run[0] != before[1] for before, run in itertools.pairwise(self.runs) if run and before
         )
 
     @property
     def counted(self) -> bool:
-        """Whether positions are 0, 1, 2, ..."""
         return not self.packed and self.runs[0] is not None and self.runs[0][0] == 0
 
     def has_tokens(self, value: Any) -> bool:
-        """Whether this rank's tokens are in the tensor's second dimension."""
         return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self.own
 
     def whole(self, value: Any, name: str) -> Any:
@@ -235,7 +205,6 @@ class _Batch:
         return found.view(-1, tokens).T.reshape(1, tokens, *value.shape[2:])
 
     def part(self, whole: Any, value: Any) -> Any:
-        """Return this rank's part of the result of `whole` for a value."""
         if not self.has_tokens(value):
             return whole
         first = self.group.rank * self.few
@@ -265,7 +234,6 @@ def _first_difference(whole: list[Seen], own: list[Seen], group: SequenceGroup, 
 
 
 def _pooled(expected: Any, mine: Any) -> str | None:
-    """Return how an output of the model differs that has a row of numbers for each sequence."""
     for number, (whole, own) in enumerate(zip(tensors_in(expected), tensors_in(mine), strict=False)):
         if whole.dim() != 2 or whole.shape != own.shape or len(whole) != 1 or not whole.is_floating_point():
             continue
@@ -281,11 +249,7 @@ def _pooled(expected: Any, mine: Any) -> str | None:
 def _loss_apart(
     model: nn.Module, whole: list[torch.Tensor], own: list[torch.Tensor], call: Call, group: SequenceGroup
 ) -> str | None:
-    """Return how the loss of whole sequences can be no mean, and no sum, of the losses of the ranks (all ranks call).
-
-    A mean with any weights lies between the least and the largest. Of one by other weights than those of tokens and
-    labels a warning is logged.
-    """
+    """Return how the loss of whole sequences can be no mean, and no sum, of the ranks' losses (all ranks call)."""
     losses = [[x for x in some if x.dim() == 0 and x.is_floating_point()][:1] for some in (whole, own)]
     told = group.comm.exchange([[float(some[0]) if some else None for some in losses], call.weights], "sequence_loss")
     expected = told[0][0][0]
@@ -301,6 +265,7 @@ def _loss_apart(
     if any(abs(one - expected) <= limit for one in [sum(found), *means]):
         return None
     shown = f"{expected:.5g} of whole sequences, {', '.join(f'{mine:.5g}' for mine in found)} of the ranks' tokens"
+    # A mean with any weights lies between the smallest and the largest.
     if not min(found) - 10 * limit <= expected <= max(found) + 10 * limit:
         return f"the model returns a loss that is neither a mean nor a sum of the ranks' losses ({shown})"
     if group.rank == 0:
@@ -313,7 +278,7 @@ def _loss_apart(
 
 
 def _balances(model: nn.Module) -> bool:
-    """Whether a model may add a loss of imbalance of experts, which is of each rank's tokens."""
+    """Return True if the model may add an expert load-balancing loss, which is of each rank's tokens."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "output_router_logits", False) for config in configs) or any(
         has_capacity(module) for module in model.modules()

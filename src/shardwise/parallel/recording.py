@@ -24,10 +24,10 @@ from shardwise.parallel.tensor.copies import map_inputs, signature
 from shardwise.trees import tensors_in
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""By dtype: smallest difference of a token that exceeds rounding, relative to the tensor's largest value."""
+"""By dtype: smallest error of a token beyond rounding, relative to the tensor's largest value."""
 
+# Errors of torch and Python that do not mention sequences.
 _RAISED = (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError)
-"""Errors of torch and Python that do not mention sequences."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Call:
 
     @property
     def weights(self) -> list[int]:
-        """How many of this rank's tokens have a label, and how many are not 0, by each tensor of integers."""
+        """Numbers of this rank's tokens that have a label, and that are not 0, for each tensor of integers."""
         args, kwargs = self.own
         some = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor) and x.dim() > 1]
         return [int((x != none).sum()) for x in some if not x.is_floating_point() for none in (IGNORED, 0)]
@@ -57,18 +57,13 @@ class Seen:
 
 @dataclass
 class Recording:
-    """A forward pass.
+    """Module calls of a forward pass."""
 
-    Attributes:
-        seen: module calls, ordered by their end.
-        given: arguments of the first call of some blocks, by name.
-        drew: random numbers other than those of dropout were constants.
-    """
-
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)  # ordered by the end of calls
+    # arguments of the first call of some blocks, by name
     given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     output: Any = None
-    drew: bool = False
+    drew: bool = False  # random numbers other than those of dropout were constants
 
     @contextlib.contextmanager
     def of(self, model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[None]:
@@ -118,7 +113,7 @@ def _without_observers(model: nn.Module) -> Iterator[None]:
 
 
 def is_needed(hook: Any) -> bool:
-    """Whether a hook belongs to the engine, or a model of transformers computes with it."""
+    """Return True if a hook belongs to the engine, or a model of transformers computes with it."""
     return getattr(hook, "may_wait_for_ranks", False) or belongs_to_transformers(hook)
 
 
@@ -150,13 +145,10 @@ def _blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Passes:
-    """Forward passes of a model in evaluation and training mode that leave the model unchanged.
+    """Forward passes of a model in evaluation and training mode that leave the model and random numbers unchanged.
 
-    Random numbers, buffers, and numbers and lists of modules are restored before each pass. Batch norms and layers of
-    experts stay in evaluation mode: a warning, and the documentation, say that they depend on a rank's tokens.
-
-    Attributes:
-        blocks: one block of each kind.
+    Batch norms and layers of experts stay in evaluation mode, because they depend on a rank's tokens (a warning and the
+    documentation say so).
     """
 
     def __init__(self, run: Callable[..., Any], model: nn.Module, group: SequenceGroup, call: Call) -> None:
@@ -190,7 +182,7 @@ class Passes:
             self._restore_numbers()
 
     def own(self, *, training: bool) -> Recording | str:
-        """Run the model on this rank's tokens; return the error in words if it is none of ours."""
+        """Run the model on this rank's tokens; return an error of torch or Python in words."""
         made = Recording()
         try:
             self._record(made, self.call.own, training)
@@ -273,19 +265,14 @@ def leave_out_statistics(model: nn.Module) -> None:
 
 
 def has_capacity(module: nn.Module) -> bool:
-    """Whether experts of the module drop tokens beyond a capacity."""
+    """Return True if experts of the module drop tokens beyond a capacity."""
     return type(module).__name__ == "MoE"
 
 
 def apart(
     whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGroup, few: int, limit: float | None = None
 ) -> float | None:
-    """Return the difference of tensors beyond rounding; None if there is none, or they cannot be compared.
-
-    Args:
-        few: tokens of each rank.
-        limit: of rounding; None: by dtype.
-    """
+    """Return the difference of tensors beyond rounding (`limit`; None: by dtype); None if equal or not comparable."""
     for expected, found in zip(whole, own, strict=True):
         dimension = token_dimension(expected.shape, found.shape, group.size, few)
         if dimension is None or not expected.numel() or expected.is_complex():
@@ -305,13 +292,11 @@ def apart(
 
 
 def token_dimension(whole: torch.Size, own: torch.Size, ranks: int, few: int) -> int | None:
-    """Return the only dimension with different sizes, if it is the token dimension.
-
-    Dimension 0 is excluded, because tokens may be reordered there (rows of experts).
-    """
+    """Return the only dimension with different sizes, if it is the token dimension."""
     if len(whole) != len(own):
         return None
     differ = [number for number, sizes in enumerate(zip(whole, own, strict=True)) if sizes[0] != sizes[1]]
+    # Dimension 0 is excluded, because tokens may be reordered there (rows of experts).
     if len(differ) != 1 or differ[0] == 0 or own[differ[0]] != few or whole[differ[0]] != few * ranks:
         return None
     return differ[0]

@@ -1,12 +1,10 @@
 """Ring attention (Liu et al., 2310.01889): keys and values travel from rank to rank, queries stay.
 
-Each rank keeps the queries of its tokens with all heads. So the number of ranks is not limited by the number of heads.
-In each of P steps a rank attends to the keys of one rank while sending them to the next rank. Partial results are
-combined by their softmax sums, as in flash attention. The backward pass sends keys and values around again together
-with their gradients, which return to their rank in one further step.
-
-A rank sends its keys and values P - 1 times; Ulysses sends each tensor once. So ring attention is for models with too
-few heads. With a causal mask later ranks attend to more tokens than earlier ones, which wait for them.
+In each of P steps a rank attends to the keys of one rank while sending them to the next rank. Softmax sums combine
+partial results, as in flash attention. The backward pass sends keys and values around again with their gradients,
+which return to their rank in one further step. A rank sends its keys and values P - 1 times; Ulysses sends each tensor
+once. So ring attention is for models with fewer heads than ranks. With a causal mask later ranks attend to more tokens
+than earlier ones, which wait for them.
 """
 
 from __future__ import annotations
@@ -24,13 +22,10 @@ from shardwise.errors import UsageError
 from shardwise.parallel.masks import Pattern, WholeMask
 from shardwise.parallel.sequence import Layout, SequenceGroup, active, group_of, needed
 
-_QUERIES = 512
-"""Queries in a block of scores."""
+_QUERIES = 512  # queries in a block of scores
 
 
 class _Hop:
-    """Asynchronous send to the next rank and receive from the previous one."""
-
     def __init__(self, group: SequenceGroup, sent: torch.Tensor, coming: int, label: str) -> None:
         self._sent = sent
         self._received = sent.new_empty(coming)
@@ -48,8 +43,6 @@ class _Hop:
 
 
 class _Ring:
-    """Token ranges of all ranks, and visibility of keys for this rank's queries."""
-
     def __init__(self, group: SequenceGroup, lengths: Sequence[int], mask: WholeMask, scale: float) -> None:
         self.group, self.lengths, self.mask, self.scale = group, list(lengths), mask, scale
         self.causal = mask.pattern.causal
@@ -60,11 +53,10 @@ class _Ring:
         return (self.group.rank - step) % self.group.size
 
     def seen(self, source: int) -> bool:
-        """Whether any local query sees the keys of a rank."""
         return not self.causal or source <= self.group.rank
 
     def scores(self, q: torch.Tensor, k: torch.Tensor, first: int, source: int) -> torch.Tensor:
-        """Return the scores of queries from local position `first` on: (rows, key heads, queries of each, q, k)."""
+        """Return (rows, key heads, queries of each, q, k) for queries from local position `first` on."""
         found = torch.einsum("bhgqd,bhkd->bhgqk", q, k) * self.scale
         if not self.mask.plain or (self.causal and source == self.group.rank):
             first += self.starts[self.group.rank]
@@ -170,17 +162,8 @@ def ring_attention(
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
-    Args:
-        query: (rows, heads, this rank's tokens, width).
-        key: the same, with as many heads or a divisor.
-        value: as `key`.
-        lengths: tokens of each rank.
-        causal: use a causal mask.
-        scale: of the scores; None: 1 / sqrt(width).
-        mask: of the whole sequence, instead of `causal`.
-
-    Raises:
-        UsageError: the shapes do not fit.
+    Tensors are (rows, heads, this rank's tokens, width); key heads divide the query heads. The default `scale` of the
+    scores is 1 / sqrt(width). `mask`, of the whole sequence, replaces `causal`.
     """
     rows, heads, tokens, width = query.shape
     if key.shape != value.shape or heads % key.shape[1] or key.shape[2] != tokens or key.shape[3] != width:

@@ -25,8 +25,7 @@ from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import ConflictError, UsageError
 
-NAME = "sequence_parallel"
-"""Name of the group in records."""
+NAME = "sequence_parallel"  # of the group in records
 
 
 def shares(total: int, ranks: int) -> list[int]:
@@ -51,33 +50,21 @@ def run_of(total: int, ranks: int, rank: int) -> tuple[int, int]:
 
 @dataclass
 class Layout:
-    """Layout of a forward pass's sequence on the ranks.
+    """Layout of a forward pass's sequence on the ranks."""
 
-    Attributes:
-        lengths: tokens of each rank.
-        first: position of the first token, if positions are consecutive over ranks; else None.
-        positions: of all tokens in their samples, (rows, tokens), if samples are packed into rows; else None.
-        kept: True for tokens that are no padding, (rows, tokens); None: all.
-    """
-
-    lengths: list[int]
-    first: int | None = None
+    lengths: list[int]  # tokens of each rank
+    first: int | None = None  # position of the first token, if positions are consecutive over ranks
+    # of all tokens in their samples, (rows, tokens), if samples are packed into rows
     positions: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
-    masks: dict[Any, Any] = field(default_factory=dict)
+    kept: torch.Tensor | None = None  # True for tokens that are no padding, (rows, tokens); None: all
+    masks: dict[Any, Any] = field(default_factory=dict)  # built masks, by kind
 
 
 class SequenceGroup:
-    """A sequence-parallel group with this rank.
-
-    It can be passed as `deepspeed.initialize(mpu=...)`: it returns group, size and rank.
-
-    Args:
-        data: communicator of the data-parallel ranks, with the same index in all sequence-parallel groups.
+    """A sequence-parallel group with this rank; also an `mpu` for `deepspeed.initialize(mpu=...)`.
 
     Attributes:
-        size: number of ranks.
-        rank: this process's index.
+        data: communicator of the ranks with the same index in all sequence-parallel groups.
         aligned: a batch was split in which every rank's part is a sample of its own.
         exchanges: number of attention calls that have exchanged heads.
         comparing: the model runs for the check of `shardwise.parallel.proof`.
@@ -151,9 +138,6 @@ class SequenceGroup:
         """Return the number of tokens of each rank (all ranks call, in the same order).
 
         Exchanged once in a forward pass of an engine, and at every call without an engine.
-
-        Raises:
-            UsageError: an earlier attention layer of the pass has had another length.
         """
         if self._agreed is not None:
             if self._agreed[self.rank] != own:
@@ -180,17 +164,9 @@ class SequenceGroup:
     ) -> Layout:
         """Return the layout of the sequence on the ranks (all ranks call).
 
-        Exchanged once for each tensor of positions, which all layers of a model share. On a device the host waits for
-        it once. Without positions and padding, exchanged once in a forward pass.
-
-        Args:
-            positions: of this rank's tokens in their samples, (rows or 1, tokens).
-            kept: True for tokens that are no padding.
-            device: of the created tensors.
-            key: base tensor of positions and padding, which all layers share; None: the first of both.
-
-        Raises:
-            UsageError: every rank has the whole sequence.
+        Exchanged once for each `key`, the tensor of positions or padding that all layers of a model share (None: the
+        first of both); without one, once in a forward pass. On a device the host waits for the exchange. `positions`
+        are those in samples, (rows or 1, tokens). Raises a UsageError if every rank has the whole sequence.
         """
         if key is None:
             key = positions if positions is not None else kept
@@ -252,8 +228,7 @@ def runs_of(positions: torch.Tensor | None) -> list[int] | None:
     return [first, first + positions.shape[-1]]
 
 
-_whole_for: list[list[int]] = []
-"""Members of groups inside `whole_sequences`."""
+_whole_for: list[list[int]] = []  # members of groups inside `whole_sequences`
 
 
 @contextlib.contextmanager
@@ -287,7 +262,7 @@ def current() -> SequenceGroup | None:
 
 
 def comparing() -> bool:
-    """Whether a model runs for the check of `shardwise.parallel.proof`."""
+    """Return True if a model runs for the check of `shardwise.parallel.proof`."""
     group = current()
     return group is not None and group.comparing
 
@@ -304,10 +279,7 @@ def _settle() -> None:
 
 
 def needed() -> SequenceGroup:
-    """Return the process's sequence-parallel group, or the single-rank group of an engine without sequence parallelism.
-
-    Raises a UsageError without either.
-    """
+    """Return the process's group, or an engine's one-rank group; raises a UsageError without either."""
     group = current() or next((own for known in reversed(_alone) if (own := known()) is not None), None)
     if group is None:
         raise UsageError(
@@ -365,17 +337,10 @@ def across(lines: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
-    """Create sequence-parallel groups before there is an engine (all ranks call).
+    """Create sequence-parallel groups of consecutive ranks before there is an engine (all ranks call).
 
     `initialize()` does so if `sequence_parallel_size` is configured. To use this group in a later engine, pass it as
-    `mpu`.
-
-    Args:
-        size: consecutive ranks in each group.
-        device: of the tensors; None: this process's.
-
-    Raises:
-        ConflictError: `size` does not divide the ranks, or a group of another size exists.
+    `mpu`. Raises a ConflictError if `size` does not divide the ranks, or a group of another size exists.
 
     Example:
         >>> from shardwise.parallel import begin, end
@@ -412,15 +377,13 @@ def end() -> None:
 
 
 def group_of(given: SequenceGroup | dist.ProcessGroup | None) -> SequenceGroup | None:
-    """Return the group of a layer's argument: a group, a process group, or None for the process's group.
-
-    For a new process group a `SequenceGroup` is created; its ranks call together.
-    """
+    """Return the group of a layer's argument; None for the process's group."""
     if given is None or isinstance(given, SequenceGroup):
         return given
     own = current()
     if own is not None and own.members == members_of(given):
         return own
+    # The ranks of a new process group call together.
     if given not in _given:
         from shardwise.comm.setup import local_rank
         from shardwise.device import choose_device

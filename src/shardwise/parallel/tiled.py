@@ -1,10 +1,8 @@
-"""Tiled computation over tokens, to hold large intermediate tensors for one tile at a time.
+"""Tiled computation over tokens: only one tile's large intermediate tensors are in memory.
 
-A tile is recomputed in the backward pass, and freed before the next one. Modules are called once for each tile, so ZeRO
-stage 3 unshards their parameters as for any repeated call. Autograd adds up the gradients of parameters.
-
-With T tokens and V words, logits and their gradient have T x V numbers each, in the loss's precision. In tiles of t
-tokens both have t x V.
+The backward pass recomputes a tile, and frees it before the next one. Modules are called once for each tile, so ZeRO
+stage 3 unshards their parameters as for any repeated call. With T tokens and V words, logits and their gradient have
+T x V numbers each, in the loss's precision. In tiles of t tokens both have t x V.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from shardwise.parallel.sequence import shares
 from shardwise.parallel.tensor.layers import ColumnParallel
 from shardwise.parallel.tensor.loss import words_cross_entropy
 
-TILE_BYTES = 256 << 20
-"""Default bytes of logits in a tile."""
+TILE_BYTES = 256 << 20  # default bytes of logits in a tile
 
 
 def run_tile(function: Callable[..., Any], *given: Any) -> Any:
@@ -87,9 +84,6 @@ def tiled_loss(
         tiles: number of tiles; None: tiles with about 256 MiB of logits.
         ignore_index: label of unlabelled tokens. Without labelled tokens the loss and its gradients are 0.
 
-    Returns:
-        The loss, and the number of tokens: `engine.backward(loss, weight=tokens)`.
-
     Raises:
         UsageError: `hidden` and `labels` do not have the same tokens.
 
@@ -98,7 +92,7 @@ def tiled_loss(
         >>> from shardwise.parallel import tiled_loss
         >>> head, hidden = torch.nn.Linear(8, 50, bias=False), torch.randn(2, 10, 8)
         >>> labels = torch.randint(50, (2, 10))
-        >>> loss, tokens = tiled_loss(head, hidden, labels, tiles=4)
+        >>> loss, tokens = tiled_loss(head, hidden, labels, tiles=4)  # then engine.backward(loss, weight=tokens)
         >>> torch.testing.assert_close(
         ...     loss, torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
         ... )
@@ -152,8 +146,7 @@ def sequence_tiled_compute(
         grad_requiring_tensor_key: accepted for existing code and ignored.
         compute_params: accepted for existing code and ignored.
         output_unshard_dimension: dimension of the tokens in the output; 0 for a scalar output.
-        output_reduction: of scalar outputs: mean, weighted by the tokens of each tile, or sum. None: concatenate
-            outputs along `output_unshard_dimension`.
+        output_reduction: of scalar outputs: mean, weighted by the tokens of each tile, or sum. None: concatenate.
 
     Raises:
         UsageError: an argument does not have `seqlen` tokens, or the reduction is unknown.

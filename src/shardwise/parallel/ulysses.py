@@ -1,7 +1,7 @@
 """Ulysses (Jacobs et al., "DeepSpeed Ulysses", 2309.14509): all-to-all between token and head sharding.
 
-Outside of attention a rank has some tokens of a sequence with all heads. An all-to-all gives it all tokens with some
-heads, and another one reverses this. With P ranks each moves 1 / P of a tensor, for any sequence length.
+Outside of attention a rank has some tokens of a sequence with all heads. An all-to-all gives the rank all tokens with
+some heads, and another one reverses this. With P ranks each moves 1 / P of a tensor, for any sequence length.
 
 Heads need not divide evenly: each rank has a range of query heads, and their key and value heads. With fewer key heads
 than ranks, a head is sent only to the ranks that need it.
@@ -19,8 +19,7 @@ from shardwise.compat import has_values
 from shardwise.errors import UsageError
 from shardwise.parallel.sequence import SequenceGroup, run_of
 
-Run = tuple[int, int]
-"""Range [first, end) of heads."""
+Run = tuple[int, int]  # range [first, end) of heads
 
 
 def query_runs(heads: int, ranks: int) -> list[Run]:
@@ -38,9 +37,6 @@ def key_runs(heads: int, keys: int, runs: Sequence[Run]) -> list[Run]:
 
     >>> key_runs(8, 2, [(0, 2), (2, 4), (4, 6), (6, 8)])
     [(0, 1), (0, 1), (1, 2), (1, 2)]
-
-    Raises:
-        UsageError: query heads are not a multiple of key heads.
     """
     if keys < 1 or heads % keys:
         raise UsageError(f"attention has {heads} query heads and {keys} key heads; the first must be a multiple")
@@ -49,11 +45,7 @@ def key_runs(heads: int, keys: int, runs: Sequence[Run]) -> list[Run]:
 
 
 def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
-    """Return the mapping from a rank's key heads to its query heads.
-
-    Returns:
-        Number of query heads of each key head, if equal and in order. Otherwise, for each query head, the index of its
-        key head among the rank's.
+    """Return the number of query heads of each of a rank's key heads; the key head of each query head if irregular.
 
     >>> repeats(8, 4, (0, 4)), repeats(6, 2, (2, 4)), repeats(6, 2, (0, 4))
     (2, 1, [0, 0, 0, 1])
@@ -65,8 +57,6 @@ def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
 
 
 class _Swap:
-    """An asynchronous all-to-all of a tensor of shape (rows, tokens, heads, ...)."""
-
     def __init__(self, group: SequenceGroup, given: torch.Tensor, sent: list[int], got: list[int], label: str) -> None:
         self.received = given.new_empty(sum(got))
         self.sizes = got
@@ -74,14 +64,12 @@ class _Swap:
         self._handle = group.comm.all_to_all(self.received, given, got, sent, label) if has_values(given) else None
 
     def wait(self) -> list[torch.Tensor]:
-        """Return the tensors received from each rank."""
         if self._handle is not None:
             self._handle.wait()
         return list(self.received.split(self.sizes))
 
 
 def _send_heads(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
-    """Start the all-to-all from token sharding to head sharding."""
     rows, tokens = x.shape[:2]
     each = rows * x[0, 0, 0].numel()
     sent = [tokens * (end - first) * each for first, end in runs]
@@ -94,7 +82,6 @@ def _send_heads(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], r
 
 
 def _take_tokens(swap: _Swap, like: torch.Tensor, lengths: Sequence[int], heads: int) -> torch.Tensor:
-    """Finish `_send_heads`: all tokens of this rank's heads."""
     rows, _, _, *rest = like.shape
     parts = swap.wait()
     if rows == 1:  # the parts are contiguous
@@ -104,7 +91,6 @@ def _take_tokens(swap: _Swap, like: torch.Tensor, lengths: Sequence[int], heads:
 
 
 def _send_tokens(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
-    """Start the all-to-all from head sharding to token sharding."""
     rows, _, heads = x.shape[:3]
     each = rows * x[0, 0, 0].numel()
     sent = [length * heads * each for length in lengths]
@@ -116,7 +102,7 @@ def _send_tokens(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], 
 
 
 def _take_heads(swap: _Swap, like: torch.Tensor, tokens: int, heads: int, runs: Sequence[Run]) -> torch.Tensor:
-    """Finish `_send_tokens`: all heads of this rank's tokens. Heads of several ranks are added up in rank order."""
+    """Add up heads that several ranks have, in rank order."""
     rows, _, _, *rest = like.shape
     parts = [part.view(rows, tokens, end - first, *rest) for part, (first, end) in zip(swap.wait(), runs, strict=True)]
     if all(end == first for (_, end), (first, _) in itertools.pairwise(runs)):
@@ -173,13 +159,7 @@ class _ToTokens(torch.autograd.Function):
 def to_heads(
     group: SequenceGroup, tensors: Sequence[torch.Tensor], lengths: Sequence[int], runs: Sequence[Sequence[Run]]
 ) -> tuple[torch.Tensor, ...]:
-    """All-to-all to all tokens of this rank's heads (all ranks of the group call; one for each tensor).
-
-    Args:
-        tensors: each (rows, this rank's tokens, all heads, ...).
-        lengths: tokens of each rank.
-        runs: for each tensor, the heads of each rank.
-    """
+    """All-to-all to all tokens of this rank's heads; `runs` has, for each tensor, the heads of each rank."""
     given = [list(run) for run in runs]
     found: tuple[torch.Tensor, ...] = _ToHeads.apply(group, list(lengths), given, *tensors)
     return found

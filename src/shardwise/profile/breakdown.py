@@ -12,8 +12,7 @@ from shardwise.device.ranges import Listener, listening
 
 FORWARD, BACKWARD, INNER, REDUCE, STEP = "fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"
 
-_PENDING = 4096
-"""Maximum number of CUDA intervals before they are summed."""
+_PENDING = 4096  # maximum number of CUDA intervals before they are summed
 
 
 class Breakdown(Listener):
@@ -53,12 +52,11 @@ class Breakdown(Listener):
     def read(self) -> dict[str, float]:
         """Return the seconds of each recorded part and reset, waiting for the device.
 
-        Example:
-            >>> times = Breakdown(cuda=False)
-            >>> with times.backward(), times.part(FORWARD):
-            ...     pass
-            >>> list(times.read()), times.read()
-            (['fwd', 'bwd', 'bwd_inner', 'bwd_allreduce'], {})
+        >>> times = Breakdown(cuda=False)
+        >>> with times.backward(), times.part(FORWARD):
+        ...     pass
+        >>> list(times.read()), times.read()
+        (['fwd', 'bwd', 'bwd_inner', 'bwd_allreduce'], {})
         """
         self._fold(len(self._pending))
         sums, self._sums = self._sums, {}

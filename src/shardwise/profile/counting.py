@@ -1,11 +1,9 @@
 """FLOP counts by module: forward pass, backward pass and recomputation.
 
 torch's FlopCounterMode counts operators. In a forward pass an operator belongs to the innermost called module. Because
-autograd numbers graph nodes in creation order, an operator of a backward pass belongs to the module whose call created
-its node. Nothing is added to the graph.
-
-Operators of a backward pass inside a module's call, or with gradients enabled, count as recomputation (activation
-checkpointing).
+autograd numbers graph nodes in creation order, an operator of a backward pass belongs to the module call that created
+its node. The graph is unchanged. Operators of a backward pass inside a module's call, or with gradients enabled, count
+as recomputation (activation checkpointing).
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 
 
 class _Call(NamedTuple):
-    """A running call of a module. `again`: it began in a backward pass."""
-
     module: nn.Module
-    again: bool
+    again: bool  # the call began in a backward pass
     begun: Instant
 
 
@@ -52,12 +48,8 @@ class _Untracked:
 class FlopCount:
     """Counts a model's FLOPs between `start` and `stop`, with hooks on its modules.
 
-    Args:
-        ignored: module classes to exclude, with their submodules.
-
-    Attributes:
-        flops: by module and phase, without submodules; None: outside of all modules.
-        calls: number of each module's calls in forward passes.
+    `flops` are by module and phase, without submodules; None: outside of all modules. `calls` are those of forward
+    passes.
     """
 
     def __init__(self, model: nn.Module, ignored: Iterable[type[nn.Module]] = ()) -> None:
@@ -93,7 +85,7 @@ class FlopCount:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count operators inside the block. Compiled modules run eagerly: compiled kernels are no torch operators."""
+        """Count operators inside the block. Compiled modules run eagerly: their kernels are no torch operators."""
         from torch.utils.flop_counter import FlopCounterMode  # imported only for counting
 
         counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
@@ -132,7 +124,6 @@ class FlopCount:
             self.flops[module, phase] += flops
 
     def _maker(self) -> nn.Module | None:
-        """Return the module that created the graph node of the running backward step."""
         node = current_node()
         place = 0 if node is None else bisect_right(self._starts, number_of(node))
         return self._makers[place - 1] if place else None

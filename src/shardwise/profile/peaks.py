@@ -14,6 +14,7 @@ class Peak(NamedTuple):
     name: str
 
 
+# Part of the driver's device name -> TFLOP/s; the first match counts.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100 PCIe", {"16-bit": 756.0, "TF32": 378.0, "FP32": 51.0}),
     ("H100", {"16-bit": 989.0, "TF32": 494.0, "FP32": 67.0}),
@@ -26,20 +27,14 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100-SXM2", {"16-bit": 125.0, "FP32": 15.7}),
     ("T4", {"16-bit": 65.0, "FP32": 8.1}),
 )
-"""Part of the driver's device name -> TFLOP/s; the first match counts."""
 
 
 def peak_of(name: str, dtype: torch.dtype) -> Peak | None:
-    """Return the peak of a device, or None if unknown.
+    """Return the peak of a device, or None if unknown. fp32 means TF32 if torch may use it.
 
-    Args:
-        name: device name from the driver.
-        dtype: dtype of matrix products; fp32 means TF32 if torch may use it.
-
-    Example:
-        >>> peak_of("NVIDIA H100 80GB HBM3", torch.bfloat16)
-        Peak(tflops=989.0, name='H100, 16-bit')
-        >>> peak_of("Some CPU", torch.float32)
+    >>> peak_of("NVIDIA H100 80GB HBM3", torch.bfloat16)
+    Peak(tflops=989.0, name='H100, 16-bit')
+    >>> peak_of("Some CPU", torch.float32)
     """
     kind = "16-bit" if dtype.itemsize == 2 else "FP32" if torch.get_float32_matmul_precision() == "highest" else "TF32"
     for part, peaks in _PEAKS:

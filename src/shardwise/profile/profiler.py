@@ -61,20 +61,13 @@ class FlopsProfiler:
 
     @property
     def profile(self) -> ModuleProfile:
-        """The last profile.
-
-        Raises:
-            UsageError: no profile exists.
-        """
+        """The last profile; raises a UsageError without one."""
         if self._profile is None:
             raise UsageError("nothing has been profiled: call start_profile(), run the model, and call stop_profile()")
         return self._profile
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Discard earlier counts and start counting.
-
-        Args:
-            ignore_list: module classes to exclude, with their submodules.
+        """Discard earlier counts and start counting, without the module classes in `ignore_list`.
 
         Raises:
             UsageError: the profiler runs already, or the list contains something other than module classes.
@@ -131,15 +124,7 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the profile.
-
-        Args:
-            profile_step: step number in the first line.
-            module_depth: maximum depth of listed modules; -1: all.
-            top_modules: number of module classes listed for each depth.
-            detailed: list every module.
-            output_file: file to write instead of standard output.
-        """
+        """Print the profile of step `profile_step`, or write it to a file; arguments as of `get_model_profile`."""
         head = summary(
             self.profile,
             title=f"profile of {type(self.model).__name__} at step {profile_step}",
@@ -154,11 +139,7 @@ class FlopsProfiler:
 
 
 def classes_in(given: Collection[Any] | None, where: str) -> tuple[type[nn.Module], ...]:
-    """Return module classes as a tuple.
-
-    Raises:
-        UsageError: an element is no module class; the message names `where`.
-    """
+    """Return module classes as a tuple; raises a UsageError that names `where` for other objects."""
     found = tuple(given or ())
     for one in found:
         if not (isinstance(one, type) and issubclass(one, nn.Module)):

@@ -16,8 +16,7 @@ _TOKENS = "input_ids"
 def tokens_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Return the number of tokens in a module call, padding included, or None if unknown.
 
-    Tokens are the elements of `input_ids`, an argument or a key of one. Without it, they are the elements of the first
-    2-D integer tensor (sequences, tokens).
+    Tokens are the elements of `input_ids`, an argument or a key of one; else of the first 2-D integer tensor.
 
     >>> tokens_in((), {"input_ids": torch.zeros(2, 5, dtype=torch.int64)})
     10
@@ -36,12 +35,9 @@ def tokens_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 class Rates:
     """Throughput over wall-clock time between two reports.
 
-    The first step is excluded because of its one-time allocations. Waiting for data, evaluation and saving count.
-
-    Args:
-        ranks: ranks of the job; each has as many tokens as this one.
-        synchronized: wait for the device before reading the clock, which is otherwise ahead of the device.
-        peak: peak of the device; None: unknown.
+    The first step is excluded because of its one-time allocations. Waiting for data, evaluation and saving count. Each
+    of `ranks` has as many tokens as this one. `synchronized` waits for the device before the clock is read, because the
+    host runs ahead of the device.
     """
 
     def __init__(self, ranks: int, synchronized: bool, device: torch.device, peak: Peak | None) -> None:
@@ -77,11 +73,7 @@ class Rates:
         return time.perf_counter()
 
     def read(self, flops: int | None) -> str:
-        """Return the throughput since the last call and reset; empty without a step.
-
-        Args:
-            flops: FLOPs of a step on this device, without recomputation; None: unknown.
-        """
+        """Return the throughput since the last call and reset; `flops` are those of a step, without recomputation."""
         if self._since is None or not self._steps:
             return ""
         seconds = self._now() - self._since

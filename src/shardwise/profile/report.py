@@ -17,24 +17,18 @@ _NOTE = (
 )
 _NOTE_ON_TIMES = "Times are of forward calls while counting, which makes each operator some microseconds slower."
 
+# Measures for comparing modules: name -> getter and formatter.
 _MEASURES: dict[str, tuple[Callable[[ModuleProfile], float], Callable[[float], str]]] = {
     "params": (lambda module: module.parameters, params_to_string),
     "forward MACs": (lambda module: module.macs, macs_to_string),
     "forward time": (lambda module: module.seconds, duration_to_string),
 }
-"""Measures for comparing modules: name -> getter and formatter."""
 
 
 def report(
     profile: ModuleProfile, head: Sequence[str], *, depth: int = -1, top: int = 1, detailed: bool = True
 ) -> list[str]:
-    """Return all lines of a profile.
-
-    Args:
-        depth: maximum depth of listed modules; -1: all.
-        top: number of module classes listed for each depth.
-        detailed: list every module.
-    """
+    """Return all lines of a profile up to `depth` (-1: all), with the `top` module classes of each depth."""
     lines = [*head, "", *aggregated(profile, depth, top)]
     if detailed:
         lines += ["", *table(profile, depth)]
@@ -43,11 +37,7 @@ def report(
 
 
 def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> None:
-    """Write a profile to standard output, or to a file, replacing the file.
-
-    If the file cannot be written, a warning is logged and standard output is used, because a profile must not stop
-    training.
-    """
+    """Write a profile to standard output, or to a file, replacing the file."""
     text = "\n".join(lines)
     if output_file is not None:
         try:
@@ -56,6 +46,7 @@ def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> N
             path.write_text(text + "\n", encoding="utf-8")
             return
         except OSError as error:
+            # a warning only, because a profile must not stop training
             logger.warning("the profile cannot be written to %s (%s); it follows here", output_file, error)
     print(text, flush=True)
 
@@ -63,13 +54,7 @@ def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> N
 def summary(
     profile: ModuleProfile, *, title: str, backward_s: float = 0.0, step_s: float = 0.0, recompute_factor: float = 0.0
 ) -> list[str]:
-    """Return the summary lines of the model.
-
-    Args:
-        backward_s: seconds of its backward passes; 0: none, or not timed.
-        step_s: seconds of the optimizer's step.
-        recompute_factor: assumed number of recomputed forward passes, for the rule; 0: omit the rule.
-    """
+    """Return the summary lines of the model; seconds or a `recompute_factor` of 0 are left out."""
     lines = [title, f"parameters:    {params_to_string(profile.parameters)}"]
     rows = [("forward", profile.forward, profile.seconds), ("backward", profile.backward, backward_s)]
     for name, flops, seconds in rows:

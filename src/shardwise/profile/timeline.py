@@ -2,9 +2,8 @@
 
 A `Recorder` keeps the ends of each range (`shardwise.device.ranges`) and the flight recorder's records; on a CUDA
 device, CUDA events that it reads after the last step. The conversion computes times of rank 0's clock, tracks and idle
-gaps. Memory is bounded: after `most` spans nothing is kept, and the trace notes it.
-
-The trace has the JSON object format of the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+gaps. Memory is bounded: after `most` spans nothing is kept, and the trace notes it. The trace has the JSON object
+format of the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from shardwise.comm.stragglers import key_of
 from shardwise.device.clock import Instant, now
 from shardwise.device.ranges import Listener
 
-Event = dict[str, Any]
-"""An event of a trace."""
+Event = dict[str, Any]  # an event of a trace
 
 FORMAT = "shardwise-timeline-1"
 
+# Category -> number and name of its first track; overlapping events that are not nested use the next tracks.
 TRACKS: dict[str, tuple[int, str]] = {
     "compute": (10, "compute"),
     "step": (20, "step"),
@@ -42,10 +41,10 @@ TRACKS: dict[str, tuple[int, str]] = {
     "move": (70, "moves"),
     "idle": (90, "idle"),
 }
-"""Category -> number and name of its first track; overlapping events that are not nested use the next tracks."""
 
 FLIGHTS_TRACK = (80, "moves under way")
 
+# Range name -> category. Launches of all-gathers and reductions are host work and belong to compute.
 CATEGORIES: dict[str, str] = {
     "forward": "compute",
     "backward": "compute",
@@ -63,7 +62,6 @@ CATEGORIES: dict[str, str] = {
     "bring": "move",
     "take": "move",
 }
-"""Range name -> category. Launches of all-gathers and reductions are host work and belong to compute."""
 
 _SHOWN = {"gather": "launch gather of", "reduce": "launch reduction of", "boundary": "end of the window"}
 _PHASES = ("forward", "backward", "step")
@@ -100,16 +98,10 @@ class _Around:
 
 
 class Recorder(Listener, Watcher):
-    """Records ranges and the flight recorder's collectives.
+    """Records up to `most` ranges and the flight recorder's collectives; `left_out` counts the others.
 
-    Args:
-        cuda: True if the recorded work runs on the current CUDA device.
-        most: maximum number of spans and collectives.
-        sizes: bytes of each unit, by its name.
-        memory: returns bytes by category; called at the end of each phase.
-
-    Attributes:
-        left_out: number of spans and collectives beyond `most`.
+    `cuda`: work runs on the current CUDA device. `sizes` are the bytes of each unit. `memory` returns bytes by
+    category, and is called at the end of each phase.
     """
 
     ranges: frozenset[str] | None = None
@@ -140,7 +132,6 @@ class Recorder(Listener, Watcher):
         self.ended = self.begun
 
     def _anchor(self, instant: Instant) -> tuple[float, Instant]:
-        """Return an instant with the host's time now, waiting for the device."""
         if isinstance(instant, float):
             return instant, instant
         instant.synchronize()
@@ -198,10 +189,8 @@ class Recorder(Listener, Watcher):
     ) -> list[Event]:
         """Return the events of the trace, after `finish`.
 
-        Args:
-            members: ranks of each group in the flight recorder.
-            clock: offset to rank 0's clock at the beginning.
-            later: offset at the end, if measured.
+        `members` are the ranks of each group in the flight recorder. `clock` and `later` are the offsets to rank 0's
+        clock at the beginning and, if measured, at the end.
         """
 
         def microseconds(instant: Instant) -> float:
@@ -295,7 +284,6 @@ class Recorder(Listener, Watcher):
         }
 
     def _other_waits(self, microseconds: Callable[[Instant], float]) -> list[Event]:
-        """Return host waits in collectives without a range: norms, agreements."""
         found = []
         for record, step, _ in self._records.values():
             other = category_of(record.kind) == "collective" and record.label != LABEL
@@ -354,10 +342,7 @@ def _idle(events: Iterable[Event], begun: float, ended: float) -> list[Event]:
 
 
 def _lay_out(events: list[Event]) -> dict[int, str]:
-    """Assign each event a track and return the track names; events of a track are disjoint or nested.
-
-    Times are rounded to nanoseconds.
-    """
+    """Assign tracks of disjoint or nested events, with times rounded to nanoseconds; return the track names."""
     names: dict[int, str] = {}
     open_until: dict[int, list[float]] = {}
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
@@ -394,20 +379,12 @@ def _named(rank: int, host: str, tracks: Mapping[int, str]) -> list[Event]:
 
 
 def file_of(rank: int) -> str:
-    """Return the file name of a rank's timeline.
-
-    >>> file_of(3)
-    'timeline-00003.json'
-    """
+    """Return the file name of a rank's timeline, such as timeline-00003.json."""
     return f"timeline-{rank:05d}.json"
 
 
 def write(path: Path, events: Sequence[Event], **about: Any) -> None:
-    """Write a trace atomically, with the metadata `about`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a trace atomically, with the metadata `about`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -26,8 +26,7 @@ BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce_microstep"
 BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
 STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
-TIME_EPSILON = 1e-6
-"""Minimum seconds of an interval used as a divisor."""
+TIME_EPSILON = 1e-6  # minimum seconds of an interval used as a divisor
 
 
 def _on_cuda() -> bool:
@@ -43,24 +42,15 @@ class Timer:
         self._intervals: list[tuple[Instant, Instant]] = []
 
     def start(self) -> None:
-        """Begin an interval.
-
-        Raises:
-            UsageError: an interval is open already.
-        """
+        """Begin an interval; raises a UsageError if one is open already."""
         if self._begun is not None:
             raise UsageError(f"timer {self.name!r}: start() is called twice; call stop() in between")
         self._begun = now(_on_cuda())
 
     def stop(self, reset: bool = False, record: bool = True) -> None:
-        """End the interval.
+        """End the interval; raises a UsageError if none is open.
 
-        Args:
-            reset: discard earlier intervals.
-            record: False: discard this interval.
-
-        Raises:
-            UsageError: no interval is open.
+        `reset` discards earlier intervals, `record=False` this one.
         """
         if self._begun is None:
             raise UsageError(f"timer {self.name!r}: stop() without start()")
@@ -124,17 +114,10 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: list[int] | None = None,
     ) -> None:
-        """Log times in milliseconds.
+        """Log times in milliseconds, divided by `normalizer` (above 0, else a UsageError), and reset the timers.
 
-        Args:
-            names: names of timers; missing timers are skipped.
-            normalizer: divisor of the times.
-            reset: reset the timers.
-            memory_breakdown: also log the device's memory.
-            ranks: ranks that log; None: the first.
-
-        Raises:
-            UsageError: the divisor is not above 0.
+        Missing timers are skipped. `memory_breakdown` also logs the device's memory. The default of `ranks` is the
+        first.
         """
         found = self.get_mean(names, normalizer, reset, mean=False)
         text = " | ".join(f"{name}: {value:.2f}" for name, value in found.items())
@@ -251,12 +234,7 @@ class ThroughputTimer:
                 self._begun = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """End a micro-batch; do nothing if none has begun.
-
-        Args:
-            global_step: True if it ends a step.
-            report_speed: log, if due.
-        """
+        """End a micro-batch, with `global_step` also a step, and log if due; do nothing if none has begun."""
         if not self.config.enabled or not self.started:
             return
         self.started = False
@@ -292,10 +270,9 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Return the mean without a share `trim_percent` (0 to 1) of the largest and of the smallest values; 0 if empty.
+    """Return the mean without a share `trim_percent` of the largest and of the smallest values; 0 if empty.
 
-    Raises:
-        UsageError: the share is below 0 or above 1.
+    Raises a UsageError if the share is below 0 or above 1.
 
     >>> trim_mean([100.0, 1.0, 2.0, 3.0, -5.0], 0.2), trim_mean([], 0.1)
     (2.0, 0.0)

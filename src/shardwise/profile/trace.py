@@ -1,7 +1,7 @@
 """Merged timeline of all ranks, and a time breakdown of each rank.
 
-Each moment of a rank belongs to the first active entry of `SHARES`. Waiting therefore precedes moving, and moving
-precedes the step and compute ranges that contain both; the rest is idle.
+Each moment of a rank belongs to the first active entry of `SHARES`: waiting precedes moving, and moving precedes the
+step and compute ranges that contain both; the rest is idle.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from shardwise.comm.stragglers import Part, Shares, Stragglers, blame, lateness
 from shardwise.errors import TimelineError
 from shardwise.profile.timeline import FLIGHTS_TRACK, FORMAT, Event, write
 
+# categories of a rank's time breakdown, in order of precedence
 SHARES = ("gather waits", "reduction waits", "other waits", "moves", "step", "compute", "idle")
-"""Categories of a rank's time breakdown, in order of precedence."""
 
-LEAST_WAIT_US = 50.0
-"""Minimum wait for another rank that is drawn as an arrow."""
+LEAST_WAIT_US = 50.0  # minimum wait for another rank that is drawn as an arrow
 
 Interval = tuple[float, float]
 
@@ -46,7 +45,7 @@ class RankTimes:
         under_way: time with all-gathers or reductions in flight: launched, not yet waited for.
         hidden: part of `under_way` in which the rank did not wait for them.
         moved: time with state transfers between tiers.
-        moves_hidden: part of `moved` in which the rank did not wait for it.
+        moves_hidden: part of `moved` in which the rank did not wait for them.
     """
 
     rank: int
@@ -71,11 +70,7 @@ class Summary:
 
 
 def read(directory: str | Path) -> list[Timeline]:
-    """Return the timelines in a directory, in rank order.
-
-    Raises:
-        TimelineError: the directory has none, or a file is no timeline.
-    """
+    """Return the timelines in a directory, in rank order; raises a TimelineError if there are none, or invalid ones."""
     directory = Path(directory)
     if not directory.is_dir():
         raise TimelineError(f"{directory}: there is no such directory; it is `timeline.path` of the configuration")
@@ -131,11 +126,7 @@ def merge(timelines: Sequence[Timeline]) -> list[Event]:
 
 
 def write_merged(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Write one trace of all ranks.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write one trace of all ranks; raises an OSError if the file cannot be written."""
     write(Path(path), merge(timelines), ranks=[timeline.rank for timeline in timelines])
 
 

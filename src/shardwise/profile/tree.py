@@ -66,12 +66,7 @@ class ModuleProfile:
 
 
 def profile_of(count: FlopCount, numel: Numel = nn.Parameter.numel, *, timed: bool = True) -> ModuleProfile:
-    """Return the profile of a stopped count, waiting for the device if it was timed.
-
-    Args:
-        numel: returns the number of elements of a parameter, for sharded parameters.
-        timed: False in a dry run, whose times are meaningless.
-    """
+    """Return the profile of a stopped count, waiting for the device if it was timed (not in a dry run)."""
     seconds = count.seconds() if timed else {}
     return _profile("", count.model, count, seconds, numel, {count.model})
 

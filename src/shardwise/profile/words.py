@@ -6,15 +6,7 @@ _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a number with a decimal unit.
-
-    Args:
-        num: the number.
-        units: "T", "G", "M", "K", "", "m" or "u"; None: the best fit.
-        precision: digits after the decimal point.
-
-    Raises:
-        KeyError: the unit is unknown.
+    """Format a number with a unit "T", "G", "M", "K", "", "m" or "u" (else a KeyError); None: the best fit.
 
     >>> number_to_string(25_557_032), number_to_string(1234.5, "M", 4)
     ('25.56 M', '0.0012 M')

@@ -1,8 +1,7 @@
 """Activation checkpointing: the backward pass recomputes activations of a function instead of keeping them.
 
-The saved inputs may be offloaded to the host. `shardwise.checkpointing` and `deepspeed.checkpointing` have the names
-that existing scripts call. A model calls `checkpoint` around its blocks, at any ZeRO stage; an engine's configuration
-only adds options.
+A model calls `checkpoint` around its blocks, at any ZeRO stage; an engine's configuration only adds options.
+`shardwise.checkpointing` and `deepspeed.checkpointing` have the names that existing scripts call.
 """
 
 from shardwise.recompute.checkpoint import checkpoint, non_reentrant_checkpoint

@@ -21,18 +21,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     This is torch's non-reentrant checkpointing (`use_reentrant=False`): inputs need no gradient, arguments and results
     may be nested, closures may use other tensors, and `torch.autograd.grad` works. Recomputation restores the RNG state
-    (dropout), on the CPU and on the devices of the arguments, and autocast.
-
-    `configure` and an engine's section `activation_checkpointing` can offload the inputs to the host and time the
-    calls.
-
-    Args:
-        function: a module or other callable, deterministic for equal arguments.
-        args: its arguments.
-        kwargs: its keyword arguments, of any name.
-
-    Returns:
-        The function's result.
+    (dropout), on the CPU and on the devices of the arguments, and autocast. The function must be deterministic for
+    equal arguments. `configure` and an engine's section `activation_checkpointing` can offload the inputs to the host
+    and time the calls.
 
     Raises:
         UsageError: `function` is not callable.

@@ -29,7 +29,7 @@ def configure(
 
     Args:
         mpu_: model-parallel unit; None without model parallelism, or if an engine or `tp_model_init` has the groups.
-        deepspeed_config: configuration (dict, path or text) whose section `activation_checkpointing` supplies arguments
+        deepspeed_config: configuration (dict, path or text); its section `activation_checkpointing` supplies arguments
             that are None.
         partition_activations: partition saved inputs over the tensor-parallel group.
         contiguous_checkpointing: with `checkpoint_in_cpu`, keep host buffers of saved inputs from pass to pass (pinned
@@ -70,10 +70,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Free the host buffers that are kept for further passes; scripts call this between evaluation passes.
-
-    Saved inputs belong to the autograd graph and are freed with it.
-    """
+    """Free the host buffers that are kept for further passes. Saved inputs are freed with their autograd graph."""
     let_go()
 
 

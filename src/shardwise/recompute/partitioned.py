@@ -1,7 +1,7 @@
 """Partitioning of saved inputs over the tensor-parallel group (`partition_activations`).
 
 Outside of tensor-parallel layers all ranks of the group have the same activations. Each rank keeps one part of a saved
-input; one exact all-gather a tensor restores it for the recomputation.
+input; one exact all-gather a tensor restores the input for the recomputation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from shardwise.compat import has_values, never_compiled, saved_hooks_in_force, t
 from shardwise.errors import DesyncError
 from shardwise.parallel.tensor.group import TensorGroup, fingerprint
 
-LEAST = 1024
-"""Minimum elements of a partitioned tensor; smaller ones are saved whole."""
+LEAST = 1024  # Minimum elements of a partitioned tensor; smaller ones are saved whole.
 
-_COMPARED = 32
-"""Number of a group's first tensors whose equality over ranks is verified."""
+_COMPARED = 32  # number of a group's first tensors that are compared over ranks
 
 
 class _Part(NamedTuple):

@@ -1,7 +1,7 @@
 """RNG state tracker of a tensor-parallel group, with Megatron's interface.
 
 Outside of `fork()` all ranks of the group draw the same numbers; inside, each rank draws its own. Models that shardwise
-shards itself do not need it. States are of the CUDA generator if CUDA is in use, else of the CPU generator.
+shards do not need it. States are of the CUDA generator if CUDA is in use, else of the CPU generator.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from shardwise.errors import UsageError
 from shardwise.parallel import current_tensors
 from shardwise.recompute.settings import unit_of_script
 
-MODEL_PARALLEL = "model-parallel-rng"
-"""Name of the rank-specific state."""
+MODEL_PARALLEL = "model-parallel-rng"  # name of the rank-specific state
 
-_SEED_OFFSET = 2718
-"""Offset between the common seed and the rank-specific seeds, as in Megatron."""
+_SEED_OFFSET = 2718  # offset between the common seed and the rank-specific seeds, as in Megatron
 
 
 def _on_device() -> bool:
@@ -65,11 +63,7 @@ class CudaRNGStatesTracker:
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Add a state from a seed, without changing the generator.
-
-        Raises:
-            UsageError: the name or the seed exists already.
-        """
+        """Add a state from a seed, without changing the generator; raises a UsageError if name or seed exist."""
         if name in self._states or seed in self._seeds:
             what = f"a state named {name!r}" if name in self._states else f"a state from the seed {seed}"
             raise UsageError(f"CudaRNGStatesTracker.add({name!r}, {seed}): there is {what} already; reset() before")
@@ -81,11 +75,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw numbers from a state inside the block; the next block continues the sequence.
-
-        Raises:
-            UsageError: no state has this name.
-        """
+        """Draw numbers from a state inside the block, continuing its sequence; raises a UsageError without it."""
         if name not in self._states:
             raise UsageError(
                 f"CudaRNGStatesTracker.fork({name!r}): there is no such state, but {sorted(self._states)}; call "
@@ -111,10 +101,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the generator equally on all ranks of the tensor-parallel group, and the tracker's state differently.
 
-    This rank's place comes from `configure(mpu_)`, an engine, or `tp_model_init`.
-
-    Args:
-        seed: seed of the tensor-parallel group; other groups may have others.
+    This rank's place comes from `configure(mpu_)`, an engine, or `tp_model_init`. Other groups may have other seeds.
     """
     _TRACKER.reset()
     _seed(seed)

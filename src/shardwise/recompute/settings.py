@@ -58,13 +58,10 @@ NOTHING = Settings()
 
 _script = NOTHING
 _unit: list[Any] = [None]
-_own: ActivationOffload | None = None
-"""Activation offload of calls outside of an engine's forward pass."""
+_own: ActivationOffload | None = None  # activation offload of calls outside of an engine's forward pass
 
 
 class _Scope(threading.local):
-    """Options and resources of the engine whose forward pass runs on this thread."""
-
     settings = NOTHING
     offload: ActivationOffload | None = None
     group: TensorGroup | None = None
@@ -106,11 +103,7 @@ def mover() -> ActivationOffload:
 
 
 def sharing() -> TensorGroup | None:
-    """Return the tensor-parallel group of a call made now, or None without tensor parallelism.
-
-    Raises:
-        UsageError: the script's unit has several ranks, and no engine or group connects them.
-    """
+    """Return the tensor-parallel group of a call made now; raises a UsageError if nothing connects the unit's ranks."""
     group = _scope.group or current_tensors()
     if group is None and model_parallel_size(_unit[0]) > 1:
         raise UsageError(

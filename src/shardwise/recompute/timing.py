@@ -16,8 +16,7 @@ from shardwise.trees import tensors_in
 
 Called = Callable[..., Any]
 
-_PENDING = 1024
-"""Maximum number of CUDA intervals before they are summed."""
+_PENDING = 1024  # maximum number of CUDA intervals before they are summed
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,7 @@ class Timer:
         self._pending: list[tuple[str, str, Any, Any]] = []
 
     def call(self, name: str, run: Callable[[Called], Any], function: Called, given: Any) -> Any:
-        """Time one checkpointed call and return its result.
-
-        Args:
-            run: makes the call, with the timed function as argument.
-            given: its arguments, which determine the device.
-        """
+        """Time one checkpointed call `run(timed function)` and return its result; `given` determines the device."""
         from shardwise.zero.passes.calls import Use  # imported only when times are needed
 
         cuda = any(tensor.is_cuda for tensor in tensors_in(given))
@@ -128,8 +122,7 @@ class Timer:
             return found
 
 
-TIMER = Timer()
-"""The timer of this process."""
+TIMER = Timer()  # of this process
 
 
 def times(*, clear: bool = False) -> dict[str, CheckpointTimes]:

@@ -1,7 +1,6 @@
-"""HTML report of a run: one self-contained file, drawn from a run directory (`shardwise.runfiles`).
+"""HTML report of a run: one self-contained file, drawn from a run directory (`shardwise.runfiles`), without torch.
 
-`reading` reads and validates the files, `summing` aggregates, `figures` defines the plots, and `page` renders the HTML.
-torch is not needed. File content is data, never markup or code in the page.
+File content is data, never markup or code in the page.
 """
 
 from __future__ import annotations

@@ -18,10 +18,9 @@ from .words import byte_unit, in_bytes, in_seconds
 
 Spec = dict[str, Any]
 
-MOST_SPANS = 3000
-"""Maximum number of timeline spans in a figure."""
-MOST_IN_LANE = 160
-"""Maximum number of timeline spans of each thread or stream: a few distinguishable steps."""
+MOST_SPANS = 3000  # maximum number of timeline spans in a figure
+MOST_IN_LANE = 160  # maximum number of timeline spans of each thread or stream: a few distinguishable steps
+# Timeline colours; later categories are drawn above earlier ones.
 _CATEGORIES = {
     "idle": "@line",
     "wait": "@quiet",
@@ -32,24 +31,16 @@ _CATEGORIES = {
     "reduce": "@c4",
     "collective": "@c6",
 }
-"""Timeline colours; later categories are drawn above earlier ones."""
 _COLOURS = ("@c1", "@c2", "@c3", "@c4", "@c5", "@c6", "@c7", "@quiet")
 _TIERS = {"device": "@c1", "host": "@c2", "disk": "@c3"}
 _PHASES = {"forward": "@c1", "backward": "@c2", "step": "@c3"}
-_LANES = {"ticks": "", "showgrid": False, "zeroline": False}
-"""An axis with names instead of numbers."""
-_ROW = 22
-"""Pixels of a bar including its gap."""
+_LANES = {"ticks": "", "showgrid": False, "zeroline": False}  # an axis with names instead of numbers
+_ROW = 22  # pixels of a bar including its gap
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure.
-
-    Attributes:
-        name: identifier in the page.
-        caption: caption.
-    """
+    """One figure; `name` is the identifier in the page."""
 
     name: str
     title: str

@@ -28,19 +28,13 @@ from .words import NOTHING, counted, digits, in_bytes, in_seconds, percent
 
 PACKAGE = "plotly"
 _KNOWN = ("time", "step", "rank", "level", "text", "kind", "advice")
-_LISTED = 200
-"""Maximum number of individually listed warnings."""
+_LISTED = 200  # maximum number of individually listed warnings
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Write the report of a run directory, and return its path.
+    """Write the report of a run directory, by default to `report.html` in it, and return its path.
 
-    Args:
-        directory: the run directory.
-        out: file to write; None: `report.html` in the directory.
-
-    Raises:
-        ReportError: the directory has no run, plotly is not installed, or the file cannot be written.
+    Raises a ReportError if the directory has no run, plotly is not installed, or the file cannot be written.
     """
     library = _library()
     page = render(read_run(directory), library)
@@ -98,7 +92,7 @@ def _hash(code: str) -> str:
 
 
 def _inside_script(text: str) -> str:
-    """Escape JSON so that it cannot close its script element."""
+    """Escape JSON, because it must not close its script element."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

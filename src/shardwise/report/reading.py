@@ -15,28 +15,18 @@ from shardwise.runfiles import FORMAT, RUN, TIMELINES, kind_and_rank
 
 from .rows import Row, number
 
-MOST_ROWS = 4000
-"""Maximum rows of a rank; consecutive rows of longer runs are merged."""
-MOST_EVENTS = 500
-"""Maximum warnings of a rank; the newest are kept."""
-MOST_SPANS = 200_000
-"""Maximum number of timeline spans."""
-MOST_TEXT = 2000
-"""Maximum characters of a text."""
-LARGEST = 512 << 20
-"""Maximum bytes of a timeline or of `run.json`."""
+MOST_ROWS = 4000  # maximum rows of a rank; consecutive rows of longer runs are merged
+MOST_EVENTS = 500  # maximum warnings of a rank; the newest are kept
+MOST_SPANS = 200_000  # maximum number of timeline spans
+MOST_TEXT = 2000  # maximum characters of a text
+LARGEST = 512 << 20  # maximum bytes of a timeline or of `run.json`
 
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A timeline span, in microseconds.
-
-    Attributes:
-        lane: thread or stream.
-        start: since a common moment of all ranks.
-    """
+    """A timeline span on a `lane` (thread or stream), in microseconds since a common moment of all ranks."""
 
     rank: int
     lane: str
@@ -48,21 +38,15 @@ class Span:
 
 @dataclass
 class Run:
-    """Content of a run directory.
-
-    Attributes:
-        about: content of `run.json`; empty if unreadable.
-        notes: unreadable content.
-        resumed: steps from which a job has resumed.
-    """
+    """Content of a run directory."""
 
     path: Path
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # content of `run.json`; empty if unreadable
     rows: dict[int, list[Row]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # unreadable content
+    resumed: list[int] = field(default_factory=list)  # steps from which a job has resumed
 
     def note(self, text: str) -> None:
         """Add a note about unreadable content."""
@@ -70,11 +54,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run directory.
-
-    Raises:
-        ReportError: the directory does not exist, or has no run.
-    """
+    """Read a run directory; raises a ReportError if the directory does not exist, or has no run."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         raise ReportError(

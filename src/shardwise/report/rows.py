@@ -59,13 +59,7 @@ def highest(first: Sums, second: Mapping[str, float]) -> Sums:
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of one tier, in bytes.
-
-    Attributes:
-        live: at the end.
-        at_peak: by category at the peak.
-        peaks: peak of each category.
-    """
+    """Memory of one tier, in bytes: `live` at the end, `at_peak` by category at the peak, `peaks` of each category."""
 
     live: float
     peak: float
@@ -80,43 +74,27 @@ class Held:
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's measurements of consecutive steps.
-
-    Attributes:
-        first: number of the first step.
-        step: number of the last step.
-        time: at the end, seconds since 1970.
-        loss: mean; None: unknown.
-        lr: of the first group at the end.
-        grad_norm: maximum.
-        loss_scale: at the end.
-        seconds: of all steps; None: unknown.
-        samples: of all ranks.
-        tokens: of all ranks; 0: unknown.
-        resident: bytes of the process.
-        communication: count, bytes, bytes sent and seconds waited, by operation.
-        units: seconds waited by unit.
-        moved: bytes read and written by tier.
-    """
+    """One rank's measurements of consecutive steps; None: unknown."""
 
     first: int
     step: int
     steps: int
-    time: float
-    loss: float | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    loss_scale: float | None = None
+    time: float  # at the end, seconds since 1970
+    loss: float | None = None  # mean
+    lr: float | None = None  # of the first group at the end
+    grad_norm: float | None = None  # maximum
+    loss_scale: float | None = None  # at the end
     skipped: int = 0
-    seconds: float | None = None
-    samples: float = 0.0
-    tokens: float = 0.0
+    seconds: float | None = None  # of all steps
+    samples: float = 0.0  # of all ranks
+    tokens: float = 0.0  # of all ranks; 0: unknown
     phases: Sums = field(default_factory=dict)
     memory: dict[str, Held] = field(default_factory=dict)
-    resident: float = 0.0
+    resident: float = 0.0  # bytes of the process
+    # operation -> count, bytes, bytes sent, seconds waited
     communication: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    units: Sums = field(default_factory=dict)
-    moved: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    units: Sums = field(default_factory=dict)  # seconds waited by unit
+    moved: dict[str, tuple[float, ...]] = field(default_factory=dict)  # bytes read and written by tier
 
     @property
     def waited(self) -> float:

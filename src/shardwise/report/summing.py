@@ -11,8 +11,7 @@ from typing import Any
 from .reading import Run
 from .rows import Held, Row, Sums, add, plus
 
-MOST_POINTS = 600
-"""Maximum points of a line; more are indistinguishable and make the page large."""
+MOST_POINTS = 600  # maximum points of a line; more are indistinguishable and make the page large
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,13 @@ class Point:
 
 @dataclass
 class Rank:
-    """Summary of one rank.
-
-    Attributes:
-        whole: all its rows, merged.
-        steady: all rows but the first, which includes one-time work; all if there is only one.
-        host: machine; None: unknown.
-        last: number of points at which it waited least of all ranks, that is, the others waited for it.
-    """
+    """Summary of one rank."""
 
     number: int
-    whole: Row
-    steady: Row
+    whole: Row  # all its rows, merged
+    steady: Row  # all rows but the first, which includes one-time work; all if there is only one
     host: str | None
-    last: int = 0
+    last: int = 0  # number of points at which the rank waited least of all, because the others waited for it
 
     @property
     def step_seconds(self) -> float | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-NOTHING = "-"
-"""Placeholder of an unknown number."""
+NOTHING = "-"  # placeholder of an unknown number
 
 
 def in_bytes(size: float | None) -> str:

@@ -1,7 +1,6 @@
 """Command-line flags of schedules, and their conversion to a `scheduler` section.
 
-A flag that is not given is None. It never replaces a configured value; without a configured value the schedule's
-default holds.
+A flag that is not given is None, and never replaces a configured value or the schedule's default.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ def _flags() -> dict[str, tuple[Key, list[str]]]:
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of the learning-rate schedules to a script's parser, and return the parser.
-
-    The flags are `--lr_schedule NAME` and one for each argument of the five schedules; boolean flags need no value.
-    Flags that are not given are None.
+    """Add `--lr_schedule NAME` and a flag for each argument of the five schedules to a parser, and return the parser.
 
     Example:
         >>> parser = add_tuning_arguments(argparse.ArgumentParser())
@@ -64,11 +60,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def override_params(args: object, params: MutableMapping[str, Any]) -> None:
-    """Overwrite a schedule's arguments with the given flags, in place.
-
-    Args:
-        args: result of a parser with the flags; missing attributes count as not given.
-        params: `scheduler.params`.
+    """Overwrite `scheduler.params` with the given flags, in place; missing attributes of `args` count as not given.
 
     >>> params = {"warmup_num_steps": 10, "warmup_type": "linear"}
     >>> override_params(argparse.Namespace(warmup_num_steps=20), params)
@@ -79,11 +71,7 @@ def override_params(args: object, params: MutableMapping[str, Any]) -> None:
 
 
 def get_config_from_args(args: object) -> tuple[dict[str, Any] | None, str]:
-    """Return the `scheduler` section of the flags in a parser's result `args`.
-
-    Returns:
-        (section, "") with the given arguments of the named schedule; (None, error) if none of our schedules is named.
-    """
+    """Return (the `scheduler` section of a parser's flags, ""), or (None, error) if none of our schedules is named."""
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule is not given"
@@ -101,10 +89,9 @@ _HIGHEST = {
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the learning rate of a `scheduler` section, for the optimizer: the highest, or the first of LRRangeTest.
+    """Return (rate, "") of a `scheduler` section, or (None, error) if the section names none.
 
-    Returns:
-        (rate, or list of one for each group, ""); (None, error) if the section names no such rate.
+    The rate is for the optimizer: the highest, or the first of LRRangeTest; one for all groups or a list.
 
     >>> get_lr_from_config({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4}})
     (0.4, '')

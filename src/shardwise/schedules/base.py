@@ -1,10 +1,7 @@
 """Schedules as functions of the step number, with the interface of torch's LR schedulers.
 
-Step k is the (k+1)-th update of the parameters: k = 0, 1, 2, ...
-
-Invariant: update k uses lr(k). The constructor applies lr(0), so that the first update does not use the optimizer's own
-rate; each `step()` after an update applies the next rate. Because lr is a pure function, a run resumed at any k has the
-same rates as an uninterrupted run.
+Invariant: update k = 0, 1, 2, ... uses lr(k). The constructor applies lr(0), and each `step()` after an update the next
+rate. Because lr is a pure function, a run resumed at any k has the same rates as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -19,30 +16,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.config.schema.base import Arguments
 from shardwise.errors import CheckpointError, ConfigError
 
-Rates = float | Sequence[float]
-"""One value for all parameter groups, or one for each."""
+Rates = float | Sequence[float]  # One value for all parameter groups, or one for each.
 
-ARGUMENT = "scheduler.params.{}"
-"""Configuration key of a schedule's argument."""
+ARGUMENT = "scheduler.params.{}"  # configuration key of a schedule's argument
 
 
 class StepSchedule(LRScheduler):
     """Base class of schedules that compute each group's learning rate from the step number only.
 
     A subclass stores its arguments, calls `super().__init__` last, and defines `group_lr`, optionally `group_momentum`.
+    As in torch, a group's rate when the first schedule is built is its own rate, stored as `group["initial_lr"]`.
 
     Args:
-        optimizer: its `param_groups` receive the rates. As in torch, a group's rate when the first schedule is built is
-            its own rate, stored as `group["initial_lr"]`.
-        last_batch_iteration: number of the last finished step; -1 before the first. lr(last_batch_iteration + 1) is
-            applied.
+        optimizer: its `param_groups` receive the rates.
+        last_batch_iteration: number of the last finished step; -1 before the first.
     """
 
-    _after: ClassVar[int] = 0
-    """Offset from the argument of `step(k)` to the step whose rate is applied."""
+    _after: ClassVar[int] = 0  # Offset from the argument of `step(k)` to the step whose rate is applied.
 
-    _given: Arguments
-    """Arguments of our own schedules."""
+    _given: Arguments  # Arguments of our own schedules.
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         # torch's constructor is not called, because it replaces optimizer.step to check the call order and counts one
@@ -52,25 +44,16 @@ class StepSchedule(LRScheduler):
         self._apply(_integer(last_batch_iteration, ARGUMENT.format("last_batch_iteration"), -1) + 1)
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
-        """Return the learning rate of one parameter group in one step, as a pure function of the arguments.
-
-        Args:
-            step: number of earlier updates.
-            index: position of the group in `optimizer.param_groups`.
-            own_lr: the group's own rate.
-        """
+        """Return the rate of group `index` in `step`, as a pure function; `own_lr` is the group's own rate."""
         raise NotImplementedError(f"{type(self).__name__} does not define group_lr")
 
     def group_momentum(self, step: int, index: int) -> float | None:
-        """Return the momentum of one parameter group in one step, or None for no change; arguments as of `group_lr`.
-
-        It is applied as `betas[0]` of a group with `betas`, or as `momentum`.
-        """
+        """Return the momentum of a group, `betas[0]` or `momentum`; None for no change. Arguments as of `group_lr`."""
         return None
 
     @property
     def last_batch_iteration(self) -> int:
-        """The step whose learning rate is applied: the number of updates so far."""
+        """The step of the applied learning rate: the number of updates so far."""
         return self.last_epoch
 
     def lr(self, step: int) -> list[float]:
@@ -86,11 +69,9 @@ class StepSchedule(LRScheduler):
         return [*self.lr(self.last_epoch)]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Apply the next learning rate; call it after each update that was not skipped.
+        """Apply the next learning rate, or that of a given step; call it after each update that was not skipped.
 
-        Args:
-            last_batch_iteration: apply the rate of this step instead. `LRRangeTest` and `OneCycle` treat it as the last
-                finished step, as their constructors do, and apply the rate of the next one.
+        As in their constructors, `LRRangeTest` and `OneCycle` treat `last_batch_iteration` as the last finished step.
         """
         self._step_count += 1
         if last_batch_iteration is None:
@@ -99,15 +80,11 @@ class StepSchedule(LRScheduler):
             self._apply(_integer(last_batch_iteration, "last_batch_iteration", 0) + self._after)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"last_batch_iteration": the step whose learning rate is applied}."""
+        """Return {"last_batch_iteration": the step of the applied learning rate}."""
         return {"last_batch_iteration": self.last_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved step and apply its learning rate and momentum.
-
-        Raises:
-            CheckpointError: the state has no step number.
-        """
+        """Restore a saved step, its learning rate and momentum; raises a CheckpointError without a step number."""
         step = state_dict.get("last_batch_iteration")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(

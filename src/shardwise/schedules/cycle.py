@@ -1,11 +1,8 @@
 """Learning-rate range test, and one cycle of learning rate and momentum with subsequent decay.
 
-Both are by Smith. The test finds the largest rate without divergence ("Cyclical Learning Rates for Training Neural
-Networks", 2017). The cycle uses this rate ("A disciplined approach to neural network hyper-parameters: Part 1", 2018).
-`k` is the number of earlier updates.
-
-Invariant: `lr_range_test`, `one_cycle` and `one_cycle_decay` are pure functions of the step number; the classes only
-scale them.
+The test finds the largest rate without divergence (Smith, "Cyclical Learning Rates for Training Neural Networks",
+2017). The cycle uses this rate (Smith, "A disciplined approach to neural network hyper-parameters: Part 1", 2018).
+The functions are pure in `k`, the number of earlier updates; the classes only scale them.
 """
 
 from __future__ import annotations
@@ -20,18 +17,13 @@ from shardwise.schedules.base import ARGUMENT, Rates, StepSchedule, has_momentum
 
 _log = logging.getLogger("shardwise")
 
-MOST_MOMENTUM = 0.999
-"""Maximum momentum of the decay phase; with a momentum of 1 an optimizer never forgets."""
+MOST_MOMENTUM = 0.999  # Maximum momentum of the decay phase, because with a momentum of 1 an optimizer never forgets.
 
 
 def lr_range_test(step: int, step_size: int, step_rate: float, staircase: bool = False) -> float:
-    """Return the rate of a step as a multiple of the lowest rate: 1 + step_rate k / step_size.
+    """Return the rate of step k as a multiple of the lowest rate: 1 + step_rate k / step_size.
 
-    Args:
-        step: k.
-        step_size: number of steps in which the multiple grows by `step_rate`.
-        step_rate: growth of the multiple.
-        staircase: grow once every `step_size` steps only.
+    With `staircase`, the multiple grows once every `step_size` steps only.
 
     >>> [lr_range_test(k, 2, 1.0) for k in range(5)]
     [1.0, 1.5, 2.0, 2.5, 3.0]
@@ -48,17 +40,11 @@ def one_cycle(
     first_stair_count: int = 0,
     second_stair_count: int | None = None,
 ) -> float:
-    """Return the position between the cycle's minimum (0) and maximum (1) in a step.
+    """Return the position between the cycle's minimum (0) and maximum (1) in step k.
 
     The position rises from 0 in step 0 to 1 in step F = first_step_size, falls to 0 in step F + second_step_size, and
-    stays there. With n stairs a half rises or falls in n equal steps: floor(n x) / n instead of x.
-
-    Args:
-        step: k.
-        first_step_size: length of the rising half.
-        second_step_size: length of the falling half; None: as the rising one; 0: no falling half.
-        first_stair_count: stairs of the rising half; 0: a straight line.
-        second_stair_count: stairs of the falling half; None: as in the rising one.
+    stays there. With n stairs a half rises or falls in n equal steps: floor(n x) / n instead of x; 0: a straight line.
+    None: the falling half is as the rising one; a second_step_size of 0 leaves it out.
 
     >>> [one_cycle(k, 4, 2) for k in range(8)]
     [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.0, 0.0]
@@ -79,15 +65,10 @@ def _part(done: int, length: int, stairs: int) -> float:
 
 
 def one_cycle_decay(step: int, cycle_size: int, decay_step_size: int, decay_rate: float) -> float:
-    """Return the decay factor of a step after the cycle, which divides the rate and multiplies the momentum.
+    """Return the decay factor of step k after the cycle, which divides the rate and multiplies the momentum.
 
-    The factor is 1 up to the end of the cycle, then 1 + decay_rate (k - cycle_size) / decay_step_size.
-
-    Args:
-        step: k.
-        cycle_size: length of the whole cycle.
-        decay_step_size: number of steps in which the factor grows by `decay_rate`; 0: no decay.
-        decay_rate: growth.
+    The factor is 1 up to the end of the cycle, then 1 + decay_rate (k - cycle_size) / decay_step_size. A
+    decay_step_size of 0 means no decay.
 
     >>> [one_cycle_decay(k, 2, 4, 1.0) for k in range(7)]
     [1.0, 1.0, 1.0, 1.25, 1.5, 1.75, 2.0]
@@ -151,13 +132,13 @@ class LRRangeTest(StepSchedule):
 class OneCycle(StepSchedule):
     """One cycle from a low rate to a high rate and back, with opposite momentum, then decay.
 
-    The momentum is `betas[0]` of Adam-like and `momentum` of SGD-like optimizers. A group with
-    neither has no momentum to cycle, with a warning.
+    The momentum is `betas[0]` of Adam-like and `momentum` of SGD-like optimizers. A group with neither has no momentum
+    to cycle, with a warning. Rates and momenta are one for all groups or one each.
 
     Args:
         optimizer: its groups receive the rates and momenta.
-        cycle_min_lr: rate of step 0 and of the end of the cycle, one for all groups or one each.
-        cycle_max_lr: rate in the middle of the cycle, one for all groups or one each.
+        cycle_min_lr: rate of step 0 and of the end of the cycle.
+        cycle_max_lr: rate in the middle of the cycle.
         decay_lr_rate: t steps after the cycle the rate is `cycle_min_lr` / (1 + decay_lr_rate t / decay_step_size).
         cycle_first_step_size: steps from the lowest rate to the highest.
         cycle_second_step_size: steps back to the lowest; None: as many; 0: lowest directly after the rise.
@@ -165,8 +146,8 @@ class OneCycle(StepSchedule):
         cycle_second_stair_count: stairs of the fall; None: as many as in the rise.
         decay_step_size: as in `decay_lr_rate`; 0: no decay.
         cycle_momentum: also cycle the momentum.
-        cycle_min_mom: momentum in the middle of the cycle, one for all groups or one each.
-        cycle_max_mom: momentum of step 0 and of the end of the cycle, one for all groups or one each.
+        cycle_min_mom: momentum in the middle of the cycle.
+        cycle_max_mom: momentum of step 0 and of the end of the cycle.
         decay_mom_rate: t steps after the cycle the momentum is `cycle_max_mom` x (1 + decay_mom_rate t /
             decay_step_size), up to 0.999.
         last_batch_iteration: number of the last finished step; -1 before the first.
@@ -262,5 +243,4 @@ class OneCycle(StepSchedule):
 
 
 def _between(start: float, stop: float, fraction: float) -> float:
-    """Interpolate linearly between two values; exact at both ends."""
     return (1.0 - fraction) * start + fraction * stop

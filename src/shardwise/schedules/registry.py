@@ -1,7 +1,7 @@
-"""Registry of schedules by the configuration's `type` and `params`.
+"""Registry of schedules by the configuration's `type` and `params`: our own, then `torch.optim.lr_scheduler`.
 
-Exact names are resolved in this order: our own schedules, then classes of `torch.optim.lr_scheduler`. torch's schedules
-follow the same convention: the constructor applies the rate of step 0, and `step()` is called after each update.
+torch's schedules follow the same convention: the constructor applies the rate of step 0, and `step()` is called after
+each update.
 """
 
 from __future__ import annotations
@@ -23,17 +23,11 @@ _OURS: dict[str, type[StepSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
-VALID_LR_SCHEDULES = list(_OURS)
-"""Names of our own schedules."""
+VALID_LR_SCHEDULES = list(_OURS)  # names of our own schedules
 
 
 def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> lr_scheduler.LRScheduler:
-    """Build the configured schedule and apply its rate of step 0.
-
-    Args:
-        name: `scheduler.type`.
-        optimizer: its groups receive the rates.
-        params: `scheduler.params`; not changed.
+    """Build the schedule of `scheduler.type` and `scheduler.params`, and apply its rate of step 0.
 
     Raises:
         ConfigError: the name or an option is unknown, a required option is missing, or a value is invalid.

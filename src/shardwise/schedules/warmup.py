@@ -1,11 +1,8 @@
 """Warm-up schedules: constant, linear decay or cosine decay after the warm-up.
 
 The rate starts low because the first updates are the least reliable (Goyal et al., 2017); cosine decay is by Loshchilov
-and Hutter (2017). The formulas match published configuration files; `k` is the number of earlier updates, `N` = max(2,
-warmup_num_steps), `T` = total_num_steps.
-
-Invariant: `warmup`, `warmup_decay` and `warmup_cosine` are pure functions of the step number with values in [0, 1]; the
-classes only scale them.
+and Hutter (2017). The formulas match published configuration files. The functions are pure in `k`, the number of
+earlier updates, with values in [0, 1]; `N` = max(2, warmup_num_steps), `T` = total_num_steps. The classes scale them.
 """
 
 from __future__ import annotations
@@ -23,14 +20,9 @@ _log = logging.getLogger("shardwise")
 
 
 def warmup(step: int, warmup_num_steps: int, warmup_type: str = "log") -> float:
-    """Return the fraction of the full rate in a step, from 0 in step 0 up to 1.
+    """Return the fraction of the full rate in step k, from 0 in step 0 up to 1.
 
     log: ln(k + 1) / ln(N), which is 1 from step N - 1; linear: k / N, which is 1 from step N.
-
-    Args:
-        step: k.
-        warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
-        warmup_type: "log" or "linear".
 
     >>> [warmup(k, 4, "linear") for k in range(6)]
     [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
@@ -83,12 +75,10 @@ class _Warmup(StepSchedule):
 
     @property
     def warmup_num_steps(self) -> int:
-        """Length of the warm-up, at least 2."""
         return max(2, self._given.warmup_num_steps)
 
     @property
     def warmup_type(self) -> str:
-        """Form of the warm-up: "log" or "linear"."""
         return self._given.warmup_type
 
 
@@ -152,10 +142,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warm-up as in `WarmupLR`, then linear decay to the minimum in step `total_num_steps`.
-
-    Other arguments and errors are as of `WarmupLR`.
-    """
+    """`WarmupLR`, then linear decay to the minimum in step `total_num_steps`."""
 
     def __init__(
         self,

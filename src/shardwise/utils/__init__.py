@@ -1,4 +1,4 @@
-"""Helpers for training scripts: access to whole values of sharded parameters, loaders, logging."""
+"""Helpers for training scripts: access to unsharded values of sharded parameters, loaders, logging."""
 
 from __future__ import annotations
 

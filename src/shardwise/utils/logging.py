@@ -19,18 +19,14 @@ if not logger.handlers:
 
 @lru_cache(maxsize=256)
 def warn_once(message: str) -> None:
-    """Log a warning the first time it is seen in this process."""
+    """Log a warning only once in this process."""
     logger.warning(message)
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
     """Log on some ranks only.
 
-    Args:
-        message: text.
-        ranks: ranks that log; [-1] means every rank. None or empty: rank 0 before `torch.distributed` is initialised,
-            no rank afterwards.
-        level: of the `logging` module.
+    `ranks` [-1] are all ranks. None or empty: rank 0 before `torch.distributed` is initialised, no rank afterwards.
     """
     import torch.distributed as dist
 

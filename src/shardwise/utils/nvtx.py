@@ -1,7 +1,7 @@
-"""Ranges of a script's own in profiles: around calls of a function, or between two places.
+"""A script's own ranges in profiles: around calls of a function, or between two places.
 
-torch's profiler shows them where it is on. Elsewhere they are NVTX ranges, which NVIDIA's profilers show, once the
-process uses a CUDA device. Where neither is, a range is one look at a flag.
+While torch's profiler is on, ranges are its records; else NVTX ranges of NVIDIA's profilers, if the process uses a CUDA
+device. Without either, a range costs one check of a flag.
 """
 
 from __future__ import annotations
@@ -18,20 +18,13 @@ from torch.compiler import is_compiling
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_open = threading.local()
-"""The ranges that this thread has begun by `range_push`, the innermost last."""
+_open = threading.local()  # Ranges that this thread has begun by `range_push`, the innermost last.
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
-    """Have every call of a function shown in profiles, by the function's qualified name.
+    """Show every call of a function in profiles, by the function's qualified name.
 
-    Under `torch.compile` the function is compiled as if it were bare.
-
-    Args:
-        func: of any arguments; also a method.
-
-    Returns:
-        A function that does the same.
+    `torch.compile` compiles the function without the range.
 
     Example:
         >>> @instrument_w_nvtx
@@ -60,14 +53,7 @@ def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def range_push(msg: str) -> int:
-    """Begin a range within those that this thread has begun.
-
-    Args:
-        msg: its name.
-
-    Returns:
-        How many ranges of this thread are around it.
-    """
+    """Begin a range named `msg` within the open ranges of this thread; return the number of these."""
     stack = _stack()
     shown: Any = None
     if _profiled():
@@ -81,10 +67,7 @@ def range_push(msg: str) -> int:
 
 
 def range_pop() -> int:
-    """End the range that this thread has begun last; without one nothing happens.
-
-    Returns:
-        How many ranges of this thread were around it; -1 if there was none.
+    """End the newest range of this thread; return the number of ranges around it, or -1 without one.
 
     Example:
         >>> range_push("outer"), range_push("inner"), range_pop(), range_pop(), range_pop()
@@ -107,5 +90,5 @@ def _stack() -> list[Any]:
 
 
 def _profiled() -> bool:
-    """Whether torch's profiler is on, in any thread; where torch does not tell, it might be."""
+    """Return True if torch's profiler is on, in any thread, or if torch has no flag for it."""
     return getattr(profiler, "_is_profiler_enabled", True)

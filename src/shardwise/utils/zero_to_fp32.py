@@ -1,9 +1,9 @@
-"""Plain fp32 weights out of a checkpoint, under the names that scripts written for DeepSpeed call.
+"""Plain fp32 weights of a checkpoint, with DeepSpeed's names for scripts.
 
     python -m shardwise.utils.zero_to_fp32 runs/a weights
 
-New code uses `shardwise export` or `shardwise.checkpoint.export`, which know more formats and dtypes. Here as there
-nothing is gathered in memory but what is returned, and nothing that is read can run code.
+New code uses `shardwise export` or `shardwise.checkpoint.export`, with more formats and dtypes. Only the returned
+tensors are in memory, and reading never runs code from a file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ from shardwise.utils.logging import logger
 
 
 class LazyTensor:
-    """A tensor that is still on disk.
-
-    Attributes:
-        shape: its shape.
-        dtype: dtype that `contiguous` returns.
-    """
+    """A tensor on disk; `contiguous` returns its values in `dtype`."""
 
     def __init__(self, path: str, tensor: SourceTensor) -> None:
         self._path = path
@@ -47,7 +42,7 @@ class LazyTensor:
         return self._tensor.numel
 
     def contiguous(self) -> torch.Tensor:
-        """Read the tensor; it is not kept here."""
+        """Read and return the tensor, without caching it."""
         with open_source(self._path) as source:
             return _read(source, self._tensor)
 
@@ -84,14 +79,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """Return the weights of a checkpoint as a state dict on the CPU that a plain module loads.
 
+    Floating-point tensors are in fp32; all names of a tied parameter have the same tensor.
+
     Args:
-        checkpoint_dir: directory of checkpoints, as given to `save_checkpoint`, or one checkpoint.
-        tag: which one; None: the one that `latest` names, or the newest complete one.
+        checkpoint_dir: directory of checkpoints, as in `save_checkpoint`, or one checkpoint.
+        tag: name of the checkpoint; None: the one that `latest` names, or the newest complete one.
         exclude_frozen_parameters: leave out parameters that were not trained.
         lazy_mode: values are `LazyTensor`; each is read when its `contiguous()` is called.
-
-    Returns:
-        Tensors by name, floating-point ones in fp32; all names of a tied parameter have the same tensor.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -117,10 +111,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Args:
         checkpoint_dir: directory of checkpoints, or one checkpoint.
-        output_dir: directory; created if needed. Weights that are there are replaced.
+        output_dir: directory; created if needed. Existing weights are replaced.
         max_shard_size: of one file; None: one file.
         safe_serialization: write safetensors files (`model.safetensors`) instead, as Hugging Face prefers them.
-        tag: which checkpoint; None: the one that `latest` names, or the newest complete one.
+        tag: name of the checkpoint; None: the one that `latest` names, or the newest complete one.
         exclude_frozen_parameters: leave out parameters that were not trained.
 
     Raises:
@@ -145,7 +139,7 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """Load the weights of a checkpoint into a plain module, one tensor at a time, and return the module on the CPU.
 
-    Names that only one of the two has are logged.
+    Names that only the checkpoint or only the module has are logged.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or a shape differs.
@@ -179,9 +173,9 @@ def load_state_dict_from_zero_checkpoint(
 
 
 class StateFile(io.BytesIO):
-    """What a file of a checkpoint of DeepSpeed would say of one of ours: in memory, as `torch.save` writes it.
+    """File in memory with the content of a DeepSpeed checkpoint file, made from a checkpoint of shardwise.
 
-    `torch.load` takes it in place of a path. Checkpoints here have no such files, and none is written.
+    `torch.load` accepts it in place of a path. Checkpoints of shardwise have no such files, and none is written.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -191,18 +185,13 @@ class StateFile(io.BytesIO):
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
-    """Return the files of optimizer states of one checkpoint, each of which `torch.load` reads.
+    """Return the files of optimizer states of one checkpoint `<save_dir>/<tag>`, for `torch.load`.
 
-    Args:
-        checkpoint_dir: the checkpoint itself, `<save_dir>/<tag>`.
-
-    Returns:
-        For a checkpoint of DeepSpeed the paths of its files, by rank. For one of ours a single `StateFile` with the
-        stage, `["optimizer_state_dict"]["zero_stage"]`, and nothing else: states are read by
-        `shardwise.checkpoint.Checkpoint`.
+    For a checkpoint of DeepSpeed these are the paths of its files, by rank. For one of shardwise a single `StateFile`
+    has only the stage, `["optimizer_state_dict"]["zero_stage"]`; `shardwise.checkpoint.Checkpoint` reads states.
 
     Raises:
-        CheckpointError: it is no checkpoint, or incomplete.
+        CheckpointError: the directory is no checkpoint, or an incomplete one.
         FileNotFoundError: a checkpoint of DeepSpeed without optimizer states (stage 0).
     """
     path = os.fspath(checkpoint_dir)
@@ -217,19 +206,14 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> Any:
-    """Return the file of the first rank's model states of one checkpoint, which `torch.load` reads.
+    """Return the file of the first rank's model states of one checkpoint `<save_dir>/<tag>`, for `torch.load`.
 
-    Args:
-        checkpoint_dir: the checkpoint itself, `<save_dir>/<tag>`.
-        zero_stage: the stage at saving, from `get_optim_files`; not needed for DeepSpeed's.
-
-    Returns:
-        For a checkpoint of DeepSpeed a path. For one of ours a `StateFile` with the client state,
-        `global_steps`, `skipped_steps`, `dp_world_size` and `mp_world_size`, and no weights: for these use
-        `get_fp32_state_dict_from_zero_checkpoint`.
+    For a checkpoint of DeepSpeed this is a path. For one of shardwise a `StateFile` has the client state,
+    `global_steps`, `skipped_steps`, `dp_world_size` and `mp_world_size`; `get_fp32_state_dict_from_zero_checkpoint`
+    returns weights. `zero_stage` is the stage at saving, from `get_optim_files`; not needed for DeepSpeed's.
 
     Raises:
-        CheckpointError: it is no checkpoint, incomplete or damaged, or was saved with another stage.
+        CheckpointError: the directory is no checkpoint, is incomplete or damaged, or was saved with another stage.
         FileNotFoundError: a checkpoint of DeepSpeed that lacks the file.
     """
     path = os.fspath(checkpoint_dir)

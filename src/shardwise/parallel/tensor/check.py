@@ -1,10 +1,10 @@
 """Check of tensor parallelism: compares sharded blocks with unsharded copies in the first forward pass.
 
-Names, sizes or rules determine which layers are sharded. The code between them belongs to the model: a norm over heads,
-a softmax over features, a weight used without its layer. So each kind of sharded block is copied twice with the same
-random weights: sharded and unsharded. Both copies get some tokens of the block's first inputs. Outputs, gradients of
-inputs and gradients of parameters must agree. Every rank runs the unsharded copy. The sharded copies first run without
-communication, so that all ranks raise a shape error before any rank waits.
+Names, sizes or rules determine which layers are sharded. The model's code between them may not support that: a norm
+over heads, a softmax over features, a weight used without its layer. So each kind of sharded block is copied twice with
+the same random weights, sharded and unsharded. On some tokens of the block's first inputs, outputs and gradients of
+inputs and parameters must agree. The sharded copies first run without communication, because all ranks must raise a
+shape error before any rank waits.
 """
 
 from __future__ import annotations
@@ -42,12 +42,9 @@ from shardwise.registry import cut, part_of, paste
 from shardwise.trees import tensors_in
 
 RULES = "tensor_parallel.partition_config.layer_specs"
-_ROWS, _TOKENS = 2, 8
-"""Rows and tokens of a block's inputs that are used."""
-_NEAR, _NEAR_IN_HALF = 1e-4, 5e-2
-"""Tolerances relative to the norm of a tensor."""
-_FLOOR = 1e-4
-"""Of the largest gradient: smaller differences relative to that are rounding."""
+_ROWS, _TOKENS = 2, 8  # rows and tokens of a block's inputs that are used
+_NEAR, _NEAR_IN_HALF = 1e-4, 5e-2  # tolerances relative to the norm of a tensor
+_FLOOR = 1e-4  # smaller differences relative to the largest gradient are rounding
 
 
 @contextlib.contextmanager
@@ -73,8 +70,6 @@ class _CopyGroup(TensorGroup):
 
 
 class _Run:
-    """A copy and its results on a sample; `wanted` are the arguments that require a gradient."""
-
     def __init__(self, module: nn.Module, block: nn.Module, given: tuple[Any, Any], wanted: list[torch.Tensor]) -> None:
         self.module, self._block, self._wanted = module, block, wanted
         self.made: dict[str, torch.Tensor] = {}
@@ -83,7 +78,7 @@ class _Run:
         self._given = given
 
     def forward(self, silent: bool = False, watching: bool = False) -> None:
-        """Compute outputs; `watching`: record those of each submodule."""
+        """With `watching`, record the outputs of each submodule."""
         handles = []
         if watching:
             for path, inner in self.module.named_modules():
@@ -110,7 +105,6 @@ class _Run:
         return note
 
     def backward(self, seeds: dict[int, torch.Tensor], silent: bool = False) -> None:
-        """Compute gradients of inputs and parameters, from `seeds` of outputs by index."""
         named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         roots = {index: self.outputs[index] for index in seeds if self.outputs[index].requires_grad}
         if roots:
@@ -124,22 +118,12 @@ class _Run:
 
 
 class _Sizes(NamedTuple):
-    """Rows and tokens of a sample; None: all."""
-
-    rows: int | None = _ROWS
+    rows: int | None = _ROWS  # None: all
     tokens: int | None = _TOKENS
 
 
 class Comparison:
-    """Compares one block, divided and whole.
-
-    Args:
-        block: is divided.
-        path: its name in the model.
-        group: the ranks.
-        args: of its forward pass.
-        kwargs: likewise.
-    """
+    """Compares one block, sharded and unsharded, on arguments of its forward; `path` is its name in the model."""
 
     def __init__(self, block: nn.Module, path: str, group: TensorGroup, args: Any, kwargs: Any) -> None:
         self._block, self._group, self._path = block, group, path
@@ -161,15 +145,9 @@ class Comparison:
         self._device = self._comm.device if self._hidden is None else self._tensors[self._hidden].device
 
     def operators(self, closes: Callable[[nn.Module], bool]) -> tuple[str, nn.Parameter | None]:
-        """Return which operators the divided block runs, up to the first that needs values (no rank waits).
+        """Return the operators of the sharded block on meta tensors, and a foreign sharded parameter; no communication.
 
-        The block runs on tensors without values, so that this costs neither memory nor computation.
-
-        Args:
-            closes: whether divided weights of a module outside of the block may be used in the module's forward pass.
-
-        Returns:
-            Operators, and a divided parameter outside of the block that the block uses in another way.
+        `closes` returns True for a module that may use its sharded weights in its forward pass.
         """
         group = _CopyGroup(self._comm, self._group.columns, self._group.place)
         group.silent = True
@@ -191,7 +169,7 @@ class Comparison:
         return "\n".join(noted.found), noted.foreign
 
     def run(self) -> list[str]:
-        """Compare; return names of unsharded parameters with partial gradients on each rank.
+        """Return names of unsharded parameters with partial gradients on each rank.
 
         Raises a ConfigError on all ranks if the sharded block computes other values, or fails.
         """
@@ -341,10 +319,8 @@ class Comparison:
         return values
 
     def _whole(self) -> tuple[_Run | None, torch.dtype, _Sizes, str]:
-        """Run the unsharded copy's forward on as few tokens as possible; or return the reason of a failure.
-
-        Inputs with equal values on all ranks are first used unchanged, then as sharded by heads.
-        """
+        """Run the unsharded copy's forward on as few tokens as possible; or return the reason of a failure."""
+        # Inputs with equal values on all ranks are first used unchanged, then as sharded by heads.
         run, dtype, sizes, problem = self._whole_forward()
         if run is None and self._alike_heads:
             self._heads |= self._alike_heads
@@ -421,10 +397,7 @@ class Comparison:
         return ""
 
     def _wrong_gradients(self, whole: _Run, divided: _Run, near: float) -> str:
-        """Return the gradients that differ (all ranks call).
-
-        Partial gradients of unsharded parameters are summed over ranks from now on.
-        """
+        """Return the gradients that differ, and sum partial ones of unsharded parameters from now on."""
         known = [grad for grad in whole.parameters.values() if grad is not None]
         floor = _FLOOR * near * max((float(grad.norm()) for grad in known), default=0.0)
         wrong, summands = [], []
@@ -502,8 +475,7 @@ class Comparison:
         )
 
 
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-"""Directories without model code."""
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))  # directories without model code
 
 
 def _is_half(tensor: torch.Tensor) -> bool:
@@ -515,7 +487,6 @@ def _or_zero(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
 
 
 def _off(found: torch.Tensor, expected: torch.Tensor, near: float, floor: float = 0.0) -> str:
-    """Return the relative difference of a tensor from the expected one, if beyond rounding."""
     size, off = float(expected.norm()), float((found - expected).norm())
     if off <= near * size + floor:
         return ""

@@ -1,8 +1,7 @@
 """Sharded and unsharded copies of tensor-parallel blocks, with their own parameters.
 
-A copy shares configuration and other attributes with its block, but no tensors and no hooks of the engine. Forward and
-backward hooks of scripts are dropped, because they may collect outputs. Lists and dictionaries referenced by a wrapped
-forward pass are copied.
+A copy shares attributes with its block, but no tensors and no hooks of the engine. Forward and backward hooks of
+scripts are dropped, because they may collect outputs. Lists and dictionaries of a wrapped forward pass are copied.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ class _Before(NamedTuple):
     attributes: dict[str, Any]
 
 
-_before: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Module -> its class and attributes before sharding."""
+_before: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> its class and attributes before sharding
+# Module -> names of its parameters that sharding has declared: tensor parts, and parameters with partial gradients.
+# No weak references to parameters, because torch does not swap tensors that have one.
 _declared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Module -> names of its parameters that sharding has declared: tensor parts, and parameters with partial gradients.
-Weak references to parameters are avoided, because torch does not swap tensors that have one."""
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
@@ -77,13 +75,7 @@ def copied(
     group: TensorGroup | None,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """Return a copy of a block.
-
-    Args:
-        values: makes the copy's parameter from a name and the block's parameter.
-        dtype: of floating-point buffers.
-        group: tensor-parallel group of a sharded copy; None: unsharded copy.
-    """
+    """Return a copy of a block for a tensor-parallel group (None: unsharded), with parameters made by `values`."""
     own_tensor = functools.partial(_tensor_of, dtype=dtype, device=device)
     memo: dict[int, Any] = {}
     for module in block.modules():
@@ -136,12 +128,10 @@ def _stays(hook: Any, group: TensorGroup | None, kind: str) -> bool:
 
 
 def _tensor_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Return a copy's tensor of the form of a block's."""
     return tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 def _mapped(value: Any, memo: dict[int, Any], own_tensor: _TensorOf) -> Any:
-    """Return an attribute's value with copies instead of modules and tensors."""
     if isinstance(value, (nn.Module, nn.Parameter)):
         return memo.get(id(value), value)
     if isinstance(value, torch.Tensor):
@@ -167,7 +157,6 @@ def _mapped(value: Any, memo: dict[int, Any], own_tensor: _TensorOf) -> Any:
 
 
 def _method_of(module: Any, method: types.MethodType) -> Any:
-    """Return a copy's method from its own class, because the copy may be unsharded."""
     inherited = getattr(type(module), method.__name__, None)
     return types.MethodType(method.__func__ if inherited is None else inherited, module)
 

@@ -1,11 +1,11 @@
 """RNG tracker of a tensor-parallel group, for dropout.
 
-Outside of sharded layers all ranks have equal activations and drop the same elements: their generators share the first
-rank's state. Between a column-parallel and a row-parallel layer each rank has its own activations (heads, features) and
-drops others: the generator is in a rank-specific state there, derived from a number of the common generator and the
-rank. The same holds where each rank has its own tokens: from the first block or a row-parallel layer to the next norm
-(sequence-parallel norms). Recomputed regions repeat the same numbers, because `torch.utils.checkpoint` restores the
-state that identifies the region. The common generator advances equally on all ranks.
+Outside of sharded layers all ranks have equal activations and drop the same elements: their generators share a state.
+Between a column-parallel and a row-parallel layer each rank has its own activations: the generator has a rank-specific
+state there, derived from a number of the common generator and the rank. The same holds where each rank has its own
+tokens: from the first block or a row-parallel layer to the next norm (sequence-parallel norms). Recomputed regions
+repeat the same numbers, because `torch.utils.checkpoint` restores the state that identifies the region. The common
+generator advances equally on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADAPTED = ".base_layer"
 
 
 class _Region:
-    """A region with rank-specific random numbers; `untouched` returns whether no number has been drawn in it."""
+    """A region with rank-specific random numbers; `untouched` returns True if no number has been drawn in it."""
 
     __slots__ = ("__weakref__", "device", "restore", "untouched")
 
@@ -38,10 +38,7 @@ class _Region:
 
 
 class Regions:
-    """Tracks the regions of a model with rank-specific random numbers, which sharded layers begin and end.
-
-    `active`: regions are tracked, because the model has dropout, or drew numbers in its first training pass.
-    """
+    """Tracks a model's regions with rank-specific random numbers, begun and ended by sharded layers, while `active`."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group
@@ -87,7 +84,6 @@ class Regions:
         self._last = model.register_forward_hook(hook(self._passed), always_call=True)
 
     def _watch_tokens(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
-        """Install hooks for regions of sharded tokens, which end at the next norm."""
         for module in model.modules():
             if isinstance(module, NormParallel):
                 self._hooks.append(module.register_forward_hook(hook(self._end)))
@@ -144,10 +140,9 @@ class Regions:
         self._trained |= model.training
 
     def settle(self) -> None:
-        """Stop tracking before a step if sharded layers draw no random numbers.
-
-        Not earlier, because the first pass advanced the common generator at each region, and so does its recomputation.
-        """
+        """Stop tracking before a step if sharded layers draw no random numbers."""
+        # Not earlier, because the first pass advanced the common generator at each region, and so does its
+        # recomputation.
         if self._trained and not self._drawn:
             self._leave()
 
@@ -177,7 +172,7 @@ def _parents(path: str) -> Iterator[str]:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a module is dropout, or has a dropout attribute between 0 and 1."""
+    """Return True if a module is dropout, or has a dropout attribute between 0 and 1."""
     for module in model.modules():
         for name, value in vars(module).items():
             named = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
@@ -202,10 +197,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def _take(generator: torch.Generator, device: torch.device) -> tuple[int, Callable[[], None]]:
-    """Draw a number from a generator; return it and a function that restores the state after it.
-
-    For a CUDA device this uses seed and offset, which the host knows; no device wait.
-    """
+    """Draw a number; return it and a function that restores the state after it. The host does not wait for a device."""
     if device.type == "cuda":
         seed, offset = generator.initial_seed(), generator.get_offset()
 

@@ -18,15 +18,12 @@ from shardwise.parallel.tensor.group import Runs, TensorGroup
 
 
 class _Kept(NamedTuple):
-    """Metadata of a DTensor."""
-
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
 
     def made_of(self, local: torch.Tensor) -> Any:
-        """Return the DTensor of a local tensor; differentiable."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -42,10 +39,7 @@ def _found(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def line_of(model: nn.Module) -> list[int] | None:
-    """Return the global ranks over which a model's DTensors are sharded; None without DTensors.
-
-    Raises a UsageError for an unsupported sharding.
-    """
+    """Return the global ranks over which a model's DTensors are sharded; raises a UsageError if unsupported."""
     line: list[int] | None = None
     for name, tensor in _found(model):
         mesh, dim = tensor.device_mesh, _mesh_dim(name, tensor)
@@ -123,12 +117,7 @@ class DTensors:
     # -- optimizer -----------------------------------------------------------------------------------------------------
 
     def exchange(self, optimizer: Any, parameters: Iterable[Any] | None) -> list[Any] | None:
-        """Replace DTensors by local tensors in a client's optimizer and list of parameters; return the list.
-
-        Args:
-            optimizer: an instance: its groups are edited and its state is kept. Other objects are unchanged.
-            parameters: parameters, (name, parameter) pairs or groups.
-        """
+        """Replace DTensors by local tensors in a client's optimizer, whose state is kept, and in its parameters."""
         if isinstance(optimizer, torch.optim.Optimizer):
             self._optimizer = optimizer
             _swap(optimizer, self._local)

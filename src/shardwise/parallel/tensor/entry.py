@@ -36,15 +36,10 @@ def divided_over(model: nn.Module) -> TensorGroup | None:
 def divide_model(
     model: nn.Module, group: TensorGroup, section: TensorParallel, everybody: Communicator, *, experts: bool = True
 ) -> list[tuple[Parallel, TensorGroup]]:
-    """Shard a model's layers in place; layers that are sharded already stay.
+    """Shard a model's layers in place; return the layers that were sharded before, each with its former group.
 
-    The first rank's values are broadcast before, because all parts must be of one model.
-
-    Args:
-        experts: also shard stacked experts; False with `expert_parallel`.
-
-    Returns:
-        Layers that were sharded before, each with its former group.
+    The first rank's values are broadcast before, because all parts must be of one model. `experts` includes stacked
+    experts; False with `expert_parallel`.
     """
     layers = (module for module in model.modules() if isinstance(module, Parallel))
     former: list[tuple[Parallel, TensorGroup]] = [(layer, layer.group) for layer in layers]
@@ -100,8 +95,6 @@ class _Begun:
 
 
 class _Owner(Protocol):
-    """Owner of a tensor-parallel group."""
-
     group: TensorGroup
 
 
@@ -111,16 +104,10 @@ _of_job: list[Any] = [None]
 
 
 def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
-    """Create tensor-parallel groups before there is an engine (all ranks call).
+    """Create tensor-parallel groups of consecutive ranks before there is an engine (all ranks call).
 
-    Existing groups of this size are returned again. `end_tensors` destroys them.
-
-    Args:
-        size: consecutive ranks in each group.
-        device: of the tensors; None: this process's.
-
-    Raises:
-        ConflictError: `size` does not divide the ranks.
+    Existing groups of this size are returned again. `end_tensors` destroys them. Tensors are by default on this
+    process's device. Raises a ConflictError if `size` does not divide the ranks.
     """
     from shardwise.comm.setup import local_rank
     from shardwise.device import choose_device
@@ -193,7 +180,7 @@ def tp_model_init(
     config: Any = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """Apply tensor parallelism to a model now (all ranks call).
+    """Apply tensor parallelism to a model now (all ranks call); return the same model.
 
     Each rank keeps its part of every sharded layer, so memory shrinks at once. The model can be called without an
     engine. `shardwise.initialize(model=...)` accepts it as it is; tensor-parallel ranks are consecutive.
@@ -205,9 +192,6 @@ def tp_model_init(
             `fp16`), which keeps full-precision values for master weights. None: no cast.
         config: dict, path or text; its section `tensor_parallel` selects layers and sharding. None: by the model.
         tp_group: group of this rank's consecutive ranks; None: they are used.
-
-    Returns:
-        The same model.
 
     Raises:
         ConflictError: `tp_size` does not divide the ranks, or contradicts the configuration, `tp_group` or the model.

@@ -25,11 +25,9 @@ from shardwise.errors import UsageError
 from shardwise.parallel.sequence import shares
 from shardwise.registry import declare_part
 
-NAME = "tensor_parallel"
-"""Name of the group in records."""
+NAME = "tensor_parallel"  # of the group in records
 
-Runs = tuple[tuple[int, int], ...]
-"""A rank's ranges [first, end) of a dimension, in order."""
+Runs = tuple[tuple[int, int], ...]  # a rank's ranges [first, end) of a dimension, in order
 
 
 class TensorGroup:
@@ -42,7 +40,6 @@ class TensorGroup:
         data: the data-parallel group, if known.
 
     Attributes:
-        size: number of ranks.
         copies: number of tensor-parallel groups.
         compared: saved inputs of recomputed functions that the ranks have compared.
     """
@@ -82,10 +79,7 @@ class TensorGroup:
         return self._comm
 
     def carries(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has values to communicate, or belongs to a dry run that counts bytes.
-
-        A fake tensor among real ranks (a traced model) is not sent.
-        """
+        """Return True if a tensor has values to communicate (no traced fake tensor), or a dry run counts its bytes."""
         return has_values(tensor) or self.comm.imagined
 
     def close(self) -> None:
@@ -94,10 +88,8 @@ class TensorGroup:
         self.end_pass()
 
     def part(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> dict[str, Any]:
-        """Return this rank's part of a tensor sharded in one dimension, as arguments of `declare_part`.
-
-        Ranks with equal ranges (shared key heads) have partial gradients of their part.
-        """
+        """Return this rank's part of a tensor sharded in one dimension, as arguments of `declare_part`."""
+        # Ranks with equal ranges (shared key heads) have partial gradients of their part.
         same = [place for place in range(self.size) if runs[place] == runs[self.place]]
         ranks = sorted(rank for place in same for rank in self.columns[place])
         return {"ranks": ranks, "box": self.box(shape, dim, runs), "divisor": self.copies}
@@ -130,11 +122,8 @@ class TensorGroup:
         return self._tokens
 
     def tokens_of_all(self, own: int) -> list[int]:
-        """Return the number of tokens of each rank, as split before; raises a UsageError if this rank has another
-        number.
-
-        A recomputed block may belong to an earlier pass. So with several sequence lengths, ranks exchange them.
-        """
+        """Return the number of tokens of each rank, as split before; raises a UsageError if this rank's differs."""
+        # With several sequence lengths ranks exchange them, because a recomputed block may belong to an earlier pass.
         if backward_pass() is not None and len(self._totals) > 1:
             self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
         found = shares(self._tokens, self.size)
@@ -148,10 +137,7 @@ class TensorGroup:
         return found
 
     def tokens_of_whole(self, tokens: int) -> list[int]:
-        """Return the number of a sequence's tokens of each rank, after a layer has computed all of them.
-
-        Raises a UsageError if the layer has computed only some.
-        """
+        """Return the tokens of each rank, after a layer has computed a sequence; raises a UsageError if incomplete."""
         if backward_pass() is not None and tokens in self._totals:
             self._tokens = tokens
         if tokens != self._tokens:

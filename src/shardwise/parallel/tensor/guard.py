@@ -24,10 +24,8 @@ from shardwise.parallel.tensor.layers import Parallel
 from shardwise.registry import part_of
 
 _RULES = "tensor_parallel.partition_config.layer_specs"
-_NEAR, _NEAR_IN_HALF = 1e-3, 5e-2
-"""Relative to the norm of a tensor."""
-_LOSS, _LOSS_IN_HALF = 1e-5, 5e-3
-"""Relative to a loss, which ranks compute of the same numbers."""
+_NEAR, _NEAR_IN_HALF = 1e-3, 5e-2  # relative to the norm of a tensor
+_LOSS, _LOSS_IN_HALF = 1e-5, 5e-3  # relative to a loss, which all ranks compute from the same numbers
 
 
 _summed = WeakTensorKeyDictionary()
@@ -48,11 +46,7 @@ def sum_gradient(parameter: nn.Parameter, layer: Parallel) -> None:
 
 
 class GradientGuard:
-    """Compares gradients of the first backward pass that has any, over a tensor-parallel group.
-
-    Attributes:
-        ended: gradients have been compared.
-    """
+    """Compares gradients of the first backward pass that has any, over a tensor-parallel group; then sets `ended`."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group
@@ -86,14 +80,11 @@ class GradientGuard:
         return note
 
     def begin_pass(self) -> None:
-        """Note whether the forward pass that begins computes in half precision by autocast."""
+        """Record if the forward pass computes in half precision by autocast."""
         self._in_half |= torch.is_autocast_enabled(self._group.comm.device.type)
 
     def check(self, loss: torch.Tensor | None = None) -> None:
-        """Compare the gradients (and the loss, if known) of a backward pass (all ranks of the group call).
-
-        Raises a ConfigError if a gradient differs.
-        """
+        """Compare the gradients, and a known loss, of a backward pass (all ranks call); raises a ConfigError."""
         if self.ended:
             return
         rows = {}
@@ -142,7 +133,7 @@ class GradientGuard:
                 )
 
     def _used_by_hand(self, loss: torch.Tensor) -> str | None:
-        """Return a divided parameter on which a loss depends with no exchange of features on the way."""
+        """Return a sharded parameter on which a loss depends with no exchange of features on the way."""
         ahead: list[Any] = [loss.grad_fn]
         seen = set(ahead)
         while ahead:
@@ -184,6 +175,6 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_numbers(own: Sequence[Any], other: Sequence[Any], *, half: bool) -> bool:
-    """Whether results of `numbers_of` agree up to rounding."""
+    """Return True if results of `numbers_of` agree up to rounding."""
     near = (_NEAR_IN_HALF if half else _NEAR) * max(abs(own[2]), abs(other[2]))
     return not any(abs(a - b) > near for a, b in zip(own, other, strict=True))

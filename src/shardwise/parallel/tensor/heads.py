@@ -14,6 +14,7 @@ from shardwise.parallel.tensor.layers import runs_of
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_attention_heads_per_partition")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_multi_query_groups_per_partition")
 GROUPS = ("num_key_value_groups",)
+# Attributes of attention modules for the number of query features, if they have this value.
 FEATURES = (
     "inner_dim",
     "all_head_size",
@@ -22,23 +23,15 @@ FEATURES = (
     "hidden_size",
     "hidden_size_per_partition",
 )
-"""Attributes of attention modules for the number of query features, if they have this value."""
-KEY_FEATURES = ("kv_dim",)
-"""Attributes for the number of key features."""
+KEY_FEATURES = ("kv_dim",)  # attributes for the number of key features
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of each rank.
+    """Query heads, and key and value heads, of all ranks and of each.
 
     With at least as many key heads as ranks, key heads are distributed, and query heads follow. With fewer, each key
     head is shared by several ranks, which split its query heads.
-
-    Attributes:
-        total: query heads.
-        keys: key and value heads.
-        own: query heads of each rank.
-        own_keys: key and value heads of each rank; ranks that share some have the same.
     """
 
     total: int
@@ -50,10 +43,9 @@ class Heads:
     def dealt(cls, total: int, keys: int, size: int) -> Heads:
         """Distribute heads over `size` ranks (supported sizes: `fitting`).
 
-        Example: four heads of queries, two by two with the same keys, of which two ranks each share one.
-            >>> found = Heads.dealt(4, 2, 4)
-            >>> found.own, found.own_keys
-            ((((0, 1),), ((1, 2),), ((2, 3),), ((3, 4),)), (((0, 1),), ((0, 1),), ((1, 2),), ((1, 2),)))
+        >>> found = Heads.dealt(4, 2, 4)  # two ranks share each key head
+        >>> found.own, found.own_keys
+        ((((0, 1),), ((1, 2),), ((2, 3),), ((3, 4),)), (((0, 1),), ((0, 1),), ((1, 2),), ((1, 2),)))
         """
         group = total // keys
         if size <= keys:
@@ -70,7 +62,7 @@ class Heads:
 
     @property
     def shares(self) -> bool:
-        """Whether ranks share key heads."""
+        """True if ranks share key heads."""
         return len(set(self.own_keys)) < len(self.own_keys)
 
     def count(self, place: int) -> int:
@@ -97,7 +89,7 @@ class Heads:
 
 
 def fits(total: int, keys: int, size: int) -> bool:
-    """Whether heads can be distributed over `size` ranks."""
+    """Return True if heads can be distributed over `size` ranks."""
     return size <= keys or (size % keys == 0 and size <= total)
 
 

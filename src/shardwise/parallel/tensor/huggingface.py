@@ -1,4 +1,4 @@
-"""Shards experts, heads and the loss of a model, besides its linear layers and embeddings."""
+"""Shards experts, heads and the loss of a model, in addition to its linear layers and embeddings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ from shardwise.parallel.tensor.plan import TensorParallelPlan
 
 
 def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGroup) -> None:
-    """Shard a model in place by a plan.
-
-    Raises:
-        UsageError: a layer cannot be sharded as planned.
-        ConfigError: the model's loss does not support vocabulary-parallel logits.
-    """
+    """Shard a model in place by a plan; raises a ConfigError if its loss does not support sharded logits."""
     modules = Inventory(model).modules
     for path, stacked in division.experts.items():
         _divide_experts(modules[path], stacked, group, path)
@@ -84,16 +79,12 @@ class OwnConfig:
 
 
 class ExpertsParallel(Parallel):
-    """Stacked experts with sharded inner features; outputs are summed over ranks once.
-
-    Each rank's outputs are partial sums multiplied by the routing weights, so gradients of these weights are partial
-    too.
-    """
+    """Stacked experts with sharded inner features; outputs are summed over ranks once."""
 
     last_bias: str | None
 
     def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
-        """Return the experts' output; arguments are those of the base class."""
+        """Return the experts' output; gradients of routing weights are partial, as the outputs are."""
         group = self.group
         entered = [
             mappings.enter(one, group) if torch.is_tensor(one) and one.is_floating_point() else one
@@ -107,8 +98,7 @@ class ExpertsParallel(Parallel):
         return mappings.leave(found, group)
 
 
-_ALIGNED = 8
-"""Elements of 16 bytes in half precision, to which torch's grouped products align rows."""
+_ALIGNED = 8  # half-precision elements in 16 bytes, the row alignment of torch's grouped products
 
 _INNER = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim")
 
@@ -158,7 +148,6 @@ class OwnBiases(Parallel):
 
 
 def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup) -> None:
-    """Set the attributes of attention modules to this rank's number of heads."""
     heads = cast(Heads, block.heads)
     for path in block.holders:
         module = modules[path]
@@ -179,8 +168,8 @@ def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup)
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
+# Cross-entropy losses of transformers -> True if labels are shifted to the next token.
 _SHIFTED = {"ForCausalLM": True, "ForConditionalGeneration": True, "ForMaskedLM": False}
-"""Cross-entropy losses of transformers -> whether labels are shifted to the next token."""
 
 
 class WordsLoss(Parallel):

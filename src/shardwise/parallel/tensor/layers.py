@@ -1,10 +1,8 @@
 """Tensor-parallel layers: column- and row-parallel linear layers, vocabulary- and width-parallel embeddings.
 
 A layer keeps its identity and parameters, which become this rank's part; its class changes to a subclass. So hooks,
-names, adapters and `isinstance` keep working, also for subclasses of torch's layers. Communication is in
-`shardwise.parallel.tensor.mappings`.
-
-"Columns" are output features and "rows" input features, as in the papers' y = x A, for any storage order of the weight.
+names, adapters and `isinstance` keep working, also for subclasses of torch's layers. "Columns" are output features and
+"rows" input features, as in the papers' y = x A, for any storage order of the weight.
 """
 
 from __future__ import annotations
@@ -30,24 +28,18 @@ Kind = Literal["column", "picked", "latent", "row", "words", "width", "norm"]
 class ShardSpec:
     """Sharding of a layer.
 
-    Attributes:
-        kind: linear layers: `column` (output features), `row` (input features); with an unsharded weight, `picked`
-            (each rank computes some output features, which may overlap) or `latent` (all output features, some of which
-            ranks use differently). Embeddings: `words` or `width`. `norm`: normalises a rank's tokens and all-gathers
-            them (sequence-parallel norms).
-        runs: each rank's ranges of the dimension; `latent`: features that ranks use differently.
-        whole_output: `column`, `width`: all-gather the output.
-        whole_in_evaluation: `column`: all-gather the output in evaluation mode.
-        whole_input: `row`: the input is unsharded, and each rank takes its part.
-        tokens: token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms): a `row` layer
-            reduce-scatters its output along it. None: every rank has all tokens.
+    Kinds of linear layers: `column` (output features), `row` (input features); with an unsharded weight, `picked`
+    (ranks compute output features that may overlap) and `latent` (all output features, some used differently). Of
+    embeddings: `words` and `width`. `norm`: normalises a rank's tokens and all-gathers them (sequence-parallel norms).
     """
 
     kind: Kind
-    runs: tuple[Runs, ...] = ()
-    whole_output: bool = False
-    whole_in_evaluation: bool = False
-    whole_input: bool = False
+    runs: tuple[Runs, ...] = ()  # each rank's ranges of the dimension; `latent`: features that ranks use differently
+    whole_output: bool = False  # `column`, `width`: all-gather the output
+    whole_in_evaluation: bool = False  # `column`: all-gather the output in evaluation mode
+    whole_input: bool = False  # `row`: the input is unsharded, and each rank takes its part
+    # Token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms); a `row` layer
+    # reduce-scatters its output along this dimension. None: every rank has all tokens.
     tokens: int | None = None
 
     @property
@@ -75,7 +67,7 @@ class ColumnParallel(Parallel):
 
     @property
     def gives_all(self) -> bool:
-        """Whether the output is currently all-gathered."""
+        """True if the output is currently all-gathered."""
         cut = self.cut
         return cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
 
@@ -86,11 +78,7 @@ class ColumnParallel(Parallel):
 
 
 class PickedColumns(Parallel):
-    """Linear layer with an unsharded weight, of which each rank computes some output features.
-
-    Used for fused projections with features that several ranks need (shared key heads), because parts of the weight
-    would overlap.
-    """
+    """Linear layer with an unsharded weight, of which ranks compute overlapping output features (shared key heads)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -135,10 +123,7 @@ class RowParallel(Parallel):
 
 
 class VocabParallelEmbedding(Parallel):
-    """Vocabulary-parallel embedding: missing words are zero, and outputs are all-reduced.
-
-    `padding_idx` keeps counting all words.
-    """
+    """Vocabulary-parallel embedding: missing words are 0, outputs are all-reduced. `padding_idx` counts all words."""
 
     padding_idx: int | None
 
@@ -176,11 +161,9 @@ class NormParallel(Parallel):
 
 
 class OwnParts(Parallel):
-    """Module with unsharded tensors that have a number for each head or feature, of which it uses this rank's.
+    """Module that uses this rank's part of unsharded tensors with a number for each head or feature."""
 
-    `slices` maps a parameter, buffer or module list to the dimension and each rank's ranges.
-    """
-
+    # parameter, buffer or module list -> dimension, and each rank's ranges
     slices: dict[str, tuple[int, tuple[Runs, ...]]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,16 +225,7 @@ _made: dict[tuple[type, type], type] = {}
 
 
 def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> None:
-    """Shard a layer in place.
-
-    Parameters shared with a layer that is already sharded (tied embeddings) must have the same sharding.
-
-    Args:
-        layer: a linear layer (also with a transposed weight, as transformers' `Conv1D`), an embedding, or a norm.
-
-    Raises:
-        UsageError: the layer does not support this sharding.
-    """
+    """Shard a layer in place: a linear layer (also transformers' `Conv1D`), an embedding or a norm."""
     if cut.kind == "norm":
         if isinstance(layer, NormParallel):
             return  # it has another name, too
@@ -319,12 +293,12 @@ def _again(base: type, *mixed: type[Parallel]) -> Any:
 
 
 def stores_inputs_first(layer: nn.Module) -> bool:
-    """Whether a linear layer's weight is (inputs, outputs), as in transformers' Conv1D."""
+    """Return True if a linear layer's weight is (inputs, outputs), as in transformers' Conv1D."""
     return hasattr(layer, "nf") and hasattr(layer, "nx")
 
 
 def narrow(parameter: nn.Parameter, dim: int, cut: ShardSpec, group: TensorGroup, name: str) -> None:
-    """Keep and declare this rank's part of a parameter, wherever its values are."""
+    """Keep and declare this rank's part of a parameter, on any tier; tied layers must have the same sharding."""
     known = part_of(parameter)
     if known.box is not None and known.shape is not None:
         if known.shape[dim] != len_of(cut.runs) or group.box(known.shape, dim, cut.runs) != known.box:
@@ -359,9 +333,6 @@ def runs_of(total: int, ranks: int, grain: int = 1) -> tuple[Runs, ...]:
 
     >>> runs_of(12, 2, 4)
     (((0, 8),), ((8, 12),))
-
-    Raises:
-        UsageError: `grain` does not divide the features, or there are fewer grains than ranks.
     """
     grains, rest = divmod(total, grain)
     if rest or grains < ranks:

@@ -10,8 +10,7 @@ import torch
 from shardwise.errors import UsageError
 from shardwise.parallel.tensor.group import TensorGroup
 
-_ROWS = 1024
-"""Tokens whose logits are converted to fp32 at a time."""
+_ROWS = 1024  # tokens whose logits are converted to fp32 at a time
 
 
 def words_cross_entropy(
@@ -23,7 +22,7 @@ def words_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> torch.Tensor:
-    """Return the cross entropy of vocabulary-parallel logits.
+    """Return the fp32 cross entropy of vocabulary-parallel logits, the same on every rank.
 
     Each rank sends three numbers for each token: its largest logit, the sum of exponentials relative to it, and the
     label's logit if local. Gradients stay sharded. Sums are in fp32.
@@ -33,9 +32,6 @@ def words_cross_entropy(
         labels: of all words, the same on every rank; [...].
         sizes: number of words of each rank, in order.
         ignore_index: label of ignored tokens.
-
-    Returns:
-        fp32, the same on every rank.
 
     Raises:
         UsageError: shapes do not fit.

@@ -23,10 +23,7 @@ from shardwise.parallel.tensor.group import TensorGroup
 
 
 def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Identity in forward, all-reduce in backward.
-
-    Consecutive layers with the same input (queries, keys and values) share one all-reduce.
-    """
+    """Identity in forward, all-reduce in backward, which consecutive layers with the same input share."""
     if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     made = group.entered(x)
@@ -37,7 +34,7 @@ def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 
 def keeps_features(node: Any) -> bool:
-    """Whether a node of autograd's graph exchanges no features: `enter`, or an exchange of tokens."""
+    """Return True if a node of autograd's graph exchanges no features: `enter`, or an exchange of tokens."""
     kind = type(node).__name__
     if kind == f"{_Split.__name__}Backward":
         return not node.summed
@@ -79,7 +76,7 @@ def sum_split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: in
 
 
 def total(x: torch.Tensor, group: TensorGroup, label: str) -> torch.Tensor:
-    """Return the all-reduced tensor in new memory (`shardwise.comm.communicator.Communicator.sum_large`)."""
+    """Return the all-reduced tensor in new memory (`Communicator.sum_large`)."""
     flat, length = x.contiguous().view(-1), x.numel()
     # Not a view, because layer outputs are often modified in place.
     found = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,7 +1,6 @@
 """Model families: names of attention, MLP and expert layers, and the sharding of each block.
 
-The tables contain names. Sizes determine the rest: fused queries, keys and values; fused gates; the number of key
-heads.
+The tables contain names. Sizes determine fused queries, keys and values, fused gates, and the number of key heads.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from shardwise.parallel.tensor.module_index import Inventory, Layer, under
 
 SIZE = "tensor_parallel.autotp_size"
 
+# Separate query, key and value projections, and the output projection.
 APART: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense", "c_proj")),
     (("q", "k", "v"), ("o",)),
@@ -31,8 +31,8 @@ APART: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
     (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
     (("wq", "wk", "wv"), ("wo",)),
 )
-"""Separate query, key and value projections, and the output projection."""
 
+# Fused query-key-value projections, and the output projection.
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("c_attn", ("c_proj",)),
     ("query_key_value", ("dense",)),
@@ -41,12 +41,12 @@ FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("W_pack", ("o_proj",)),
     ("qkv", ("proj",)),
 )
-"""Fused query-key-value projections, and the output projection."""
 
+# Latent attention of DeepSeek-V2 (2405.04434): query projection (one of two names), key-value projection by head,
+# projection to the latent vector and the keys shared by all heads, output projection.
 LATENT = ("q_proj", "q_b_proj"), "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"
-"""Latent attention of DeepSeek-V2 (2405.04434): query projection (one of two names), key-value projection by head,
-projection to the latent vector and the keys shared by all heads, output projection."""
 
+# First projections, multiplied elementwise, and the last projection.
 MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
@@ -64,67 +64,49 @@ MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("lin1",), "lin2"),
     (("linear1",), "linear2"),
 )
-"""First projections, multiplied elementwise, and the last projection."""
 
-OTHER_LAYOUTS = ("CodeGenAttention",)
-"""Classes with a fused projection in an unsupported order, which stays unsharded."""
+OTHER_LAYOUTS = ("CodeGenAttention",)  # classes with a fused projection in an unsupported order: unsharded
 
+# Attention classes with biases of all heads, and the arguments' names.
 BIASES = {
     "BloomAttention": ("alibi",),
     "FalconAttention": ("alibi", "attention_mask"),
     "MptAttention": ("position_bias",),
 }
-"""Attention classes with biases of all heads, and the arguments' names."""
 
 _BIAS = "relative_attention_bias"
 _NORM = re.compile(r"^(?:q|k|query|key)(?:_\w*)?norm$")
 _OF_KEYS = re.compile(r"(?:^|[._])(?:k|key|keys|v|value|values)(?:[._]|$)|(?:^|_)ln_[kv]$")
 
 
+# Module name -> tensor name -> dimension, and each rank's ranges.
 Slices = dict[str, dict[str, tuple[int, tuple[Runs, ...]]]]
-"""Module name -> tensor name -> dimension, and each rank's ranges."""
 
 
 @dataclass
 class Block:
-    """Layers that are sharded together.
-
-    Attributes:
-        cuts: sharding of each layer, by name.
-        features: of queries and of keys.
-        holders: names of modules with attributes for the number of heads.
-        summands: names of modules whose parameters have partial gradients.
-        vectors: names of parameters sharded in their first dimension.
-        slices: module name -> unsharded tensors with a number for each head or feature, of which each rank uses its
-            part.
-        row: name of the row-parallel layer.
-    """
+    """Layers that are sharded together."""
 
     path: str
-    cuts: dict[str, ShardSpec]
-    row: str
+    cuts: dict[str, ShardSpec]  # sharding of each layer, by name
+    row: str  # name of the row-parallel layer
     heads: Heads | None = None
-    features: tuple[int, int] = (0, 0)
-    holders: tuple[str, ...] = ()
-    summands: Sequence[str] = ()
+    features: tuple[int, int] = (0, 0)  # of queries and of keys
+    holders: tuple[str, ...] = ()  # names of modules with attributes for the number of heads
+    summands: Sequence[str] = ()  # names of modules whose parameters have partial gradients
+    # names of parameters sharded in their first dimension
     vectors: dict[str, tuple[Runs, ...]] = field(default_factory=dict)
+    # unsharded tensors with a number for each head or feature; ranks use parts
     slices: Slices = field(default_factory=dict)
 
 
 @dataclass
 class _Inside:
-    """Other parameters inside attention.
-
-    Attributes:
-        summands: names of modules whose parameters each rank applies to its own heads.
-        of_heads: module name -> tensors with a number for each head: dimension, and whether they are key heads.
-    """
-
-    summands: list[str] = field(default_factory=list)
+    summands: list[str] = field(default_factory=list)  # modules that each rank applies to its own heads
+    # Module -> tensors with a number for each head: dimension, and True for key heads.
     of_heads: dict[str, dict[str, tuple[int, bool]]] = field(default_factory=dict)
 
     def slices(self, heads: Heads) -> Slices:
-        """Return the parts of these tensors."""
         return {
             path: {name: (dim, heads.own_keys if keys else heads.own) for name, (dim, keys) in tensors.items()}
             for path, tensors in self.of_heads.items()
@@ -134,8 +116,7 @@ class _Inside:
 class Finder:
     """Finds the blocks of a model that can be sharded.
 
-    Sizes of sharded MLP dimensions are multiples of `grain`. The model's own plan names `planned` layers and
-    parameters.
+    MLP features are sharded in multiples of `grain`. The model's own plan names `planned` layers and parameters.
     """
 
     def __init__(self, inventory: Inventory, size: int, grain: int, planned: Collection[str] = ()) -> None:
@@ -329,7 +310,7 @@ class Finder:
     def _sort(
         self, found: _Inside, path: str, module: nn.Module, width: int, total: int, keys: int, *, outermost: bool
     ) -> None:
-        """Record a module's tensors that ranks apply to their own heads; uncertain cases are compared at run time."""
+        """Record tensors that ranks apply to their own heads; uncertain cases are compared at run time."""
         own: dict[str, Any] = {name: one for name, one in module._parameters.items() if one is not None}
         for name, parameter in own.items():
             if f"{under(path)}{name}" in self._planned:
@@ -356,7 +337,6 @@ class Finder:
         found.of_heads.setdefault(outer, {})[name] = dim, of_keys
 
     def _by_head(self, path: str, heads: Heads) -> dict[str, tuple[Runs, ...]]:
-        """Return the sharding of other attention parameters that the model's plan names."""
         found = {}
         for name, parameter in self._inventory.modules[path]._parameters.items():
             named = f"{under(path)}{name}" in self._planned
@@ -408,7 +388,6 @@ class Finder:
         return None
 
     def _of_features(self, column: str, cuts: Collection[str], inner: int, runs: tuple[Runs, ...]) -> Slices:
-        """Return the parts of tensors with a number for each inner feature of an MLP."""
         outer = column.rpartition(".")[0]
         if any(layer.path not in cuts for layer in self._inventory.below(outer)):
             return {}
@@ -459,21 +438,14 @@ def even(total: int, size: int, path: str, grain: int = 1) -> tuple[Runs, ...]:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Experts with weights stacked in 3-D tensors.
+    """Experts with weights stacked in 3-D tensors."""
 
-    Attributes:
-        inner: features between the projections.
-        first: first projections and their biases: dimension of the inner features, and ranges.
-        last: last projection, and its dimension of inner features.
-        last_bias: its biases, added once.
-        runs: ranges of the inner features.
-    """
-
-    inner: int
+    inner: int  # features between the projections
+    # first projections and biases: dimension of the inner features, and ranges
     first: dict[str, tuple[int, tuple[Runs, ...]]]
-    last: tuple[str, int]
-    last_bias: str | None
-    runs: tuple[Runs, ...]
+    last: tuple[str, int]  # last projection, and its dimension of inner features
+    last_bias: str | None  # its biases, added once
+    runs: tuple[Runs, ...]  # ranges of the inner features
 
 
 def stacked(module: nn.Module, path: str, size: int, grain: int) -> Stacked | None:

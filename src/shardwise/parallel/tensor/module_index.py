@@ -20,16 +20,10 @@ _OF_TRANSFORMERS = ("get_input_embeddings", "get_output_embeddings", "post_init"
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer or an embedding.
-
-    Attributes:
-        path: its name without wrappers.
-        places: names of the layer and its copies in the model (adapters keep the original).
-        module: module of the first name.
-    """
+    """A linear layer or an embedding, by its name without wrappers."""
 
     path: str
-    places: tuple[str, ...]
+    places: tuple[str, ...]  # names in the model; several, because adapters keep the original
     module: nn.Module
 
     @property
@@ -40,7 +34,7 @@ class Layer:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether the layer is an embedding (words by width)."""
+        """True for an embedding (words by width)."""
         return isinstance(self.module, nn.Embedding)
 
     @property
@@ -55,12 +49,7 @@ class Layer:
 
 
 class Inventory:
-    """Modules of a model by name without wrappers.
-
-    Attributes:
-        modules: all modules; of nested wrappers the innermost.
-        layers: linear layers and embeddings, without adapters.
-    """
+    """Modules of a model by name without wrappers; `layers` are linear layers and embeddings, without adapters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

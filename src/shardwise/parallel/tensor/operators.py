@@ -1,4 +1,4 @@
-"""Dispatch mode that notes which operators a block runs, and which weights of other blocks it uses."""
+"""Dispatch mode that records the operators of a block, and its use of weights of other blocks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ from shardwise.registry import part_of
 
 
 class Operators(TorchDispatchMode):
-    """Notes operators, with their arguments that are no tensors and no fractions.
+    """Records operators, with their arguments that are no tensors and no fractions.
 
-    Args:
-        block: the original of the copy that runs.
-        closes: whether sharded weights of a module outside of the block may be used in the module's forward pass.
-
-    Attributes:
-        foreign: a sharded parameter outside of the block that was used elsewhere.
+    `foreign` is a sharded parameter outside of `block` that was used where `closes` is False.
     """
 
     supports_higher_order_operators = True

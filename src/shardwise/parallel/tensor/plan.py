@@ -1,13 +1,10 @@
-"""Tensor-parallel plan: which layers of a model are sharded, and how.
-
-In order of precedence:
+"""Tensor-parallel plan: which layers of a model are sharded, and how. In order of precedence:
 
 1. the first matching rule of the configuration (`partition_config.layer_specs`);
 2. names of row-parallel layers (`injection_policy_tuple`), or the model's own plan (`tp_plan` of transformers), or
    neither for a family (`preset_model`);
-3. the kind of each block, by names and sizes of its layers (`shardwise.parallel.tensor.model_families`). In a known
-   block heads stay intact, and each part of a fused projection is sharded, even if the model's plan would gather
-   outputs.
+3. the kind of each block, by names and sizes of its layers (`shardwise.parallel.tensor.model_families`), with intact
+   heads and sharded parts of fused projections, even if the model's plan would gather outputs.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
 _SECTION = "tensor_parallel"
 _RULES = f"{_SECTION}.partition_config.layer_specs"
 
+# Styles of transformers' plans that shard a layer. Other styles describe communication, which follows from these.
 _STYLES: dict[str, tuple[Kind, str]] = {
     "colwise": ("column", ""),
     "local_colwise": ("column", ""),
@@ -51,9 +49,9 @@ _STYLES: dict[str, tuple[Kind, str]] = {
     "embedding_colwise": ("width", ""),
     "mla_kv_a_proj": ("latent", ""),
 }
-"""Styles of transformers' plans that shard a layer. Other styles describe communication, which follows from these."""
 _SUMMED = "replicated_with_grad_allreduce"
 
+# Value of `preset_model` -> layers that identify its blocks.
 PRESETS = {
     "llama": ("q_proj", "up_proj"),
     "qwen2": ("q_proj", "up_proj"),
@@ -63,42 +61,24 @@ PRESETS = {
     "deepseek_v2": ("kv_b_proj", "q_proj", "up_proj"),
     "phi3": ("qkv_proj", "gate_up_proj"),
 }
-"""Value of `preset_model` -> layers that identify its blocks."""
 
 
 @dataclass
 class TensorParallelPlan:
-    """Sharding of a model.
-
-    Attributes:
-        layers: by name in the model.
-        experts: modules of stacked experts, by name.
-        vectors: other parameters sharded in their first dimension, by name.
-        summands: names of unsharded modules whose parameters have partial gradients.
-        slices: module name -> dimension of its tensors in which each rank uses its part.
-        blocks: attention blocks, whose number of heads is adapted.
-        head: names of the model with a vocabulary-parallel loss, and of its output head.
-    """
+    """Sharding of a model; layers, modules and parameters by name."""
 
     layers: dict[str, ShardSpec] = field(default_factory=dict)
-    experts: dict[str, Stacked] = field(default_factory=dict)
+    experts: dict[str, Stacked] = field(default_factory=dict)  # modules of stacked experts
+    # other parameters, sharded in their first dimension
     vectors: dict[str, tuple[Runs, ...]] = field(default_factory=dict)
-    summands: list[str] = field(default_factory=list)
-    slices: Slices = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)
-    head: tuple[str, str] | None = None
+    summands: list[str] = field(default_factory=list)  # unsharded modules whose parameters have partial gradients
+    slices: Slices = field(default_factory=dict)  # dimension of tensors of which ranks use parts
+    blocks: list[Block] = field(default_factory=list)  # attention blocks, whose number of heads is adapted
+    head: tuple[str, str] | None = None  # model with a vocabulary-parallel loss, and its output head
 
 
 def cuts_of(model: nn.Module, size: int, section: TensorParallel, *, experts: bool = True) -> TensorParallelPlan:
-    """Return the tensor-parallel plan of a model.
-
-    Args:
-        experts: also shard stacked experts; False with `expert_parallel`.
-
-    Raises:
-        ConfigError: a rule matches no layer, sizes cannot be split, or no layer is sharded; names key, layer, and
-            supported sizes.
-    """
+    """Return the tensor-parallel plan of a model; raises a ConfigError that names key, layer and supported sizes."""
     return _Planner(model, size, section, experts).division()
 
 
@@ -217,7 +197,6 @@ class _Planner:
     def _fused(
         self, features: int, rule: LayerSpec, key: str, layer: Layer, kind: Kind, grain: int
     ) -> tuple[Runs, ...]:
-        """Return the ranges of a fused dimension, from a rule's shape of the weight."""
         shape: list[Any] = list(rule.shape or ())
         dim = (len(shape) - 1 if kind == "row" else 0) if rule.partition_dim is None else rule.partition_dim
         if dim >= len(shape):
@@ -248,7 +227,7 @@ class _Planner:
         return [extent // entry] * entry if entry > 0 and extent % entry == 0 else None
 
     def _contradicted(self, block: Block) -> bool:
-        """Whether a rule for a layer of a block prevents the sharding of its other layers."""
+        """Return True if a rule for a layer of a block prevents the sharding of its other layers."""
         return any(
             path in self._skipped
             or (
@@ -261,7 +240,6 @@ class _Planner:
     # -- the model's plan -------------------------------------------------------------------------------------------
 
     def _plan(self) -> dict[str, str]:
-        """Return the styles of layers and parameters in the plans of transformers' models."""
         if self._section.preset_model is not None or self._section.injection_policy_tuple is not None:
             return {}
         patterns: dict[re.Pattern[str], str] = {}
@@ -300,13 +278,11 @@ class _Planner:
 
     @staticmethod
     def _gathers(block: Block, plan: dict[str, str]) -> bool:
-        """Whether the model's plan gathers outputs of separate column layers of the block."""
         columns = [path for path, cut in block.cuts.items() if cut.kind in ("column", "picked")]
         whole = [path for path in columns if plan.get(path) in _STYLES and _STYLES[plan[path]][1] == "whole"]
         return len(columns) > 1 and len(whole) > 0
 
     def _by_plan(self, plan: dict[str, str], ruled: set[str]) -> None:
-        """Shard layers of the plan that have no rule and are in no known block."""
         for path, style in plan.items():
             layer = self._inventory.layers.get(path)
             if layer is None or style not in _STYLES or path in self._cuts or path in ruled:
@@ -349,7 +325,6 @@ class _Planner:
         return scaled(even(heads, self._size, f"{layer.path} (its heads)"), features // heads)
 
     def _row_names(self) -> list[str] | None:
-        """Return the names in `injection_policy_tuple`, with nested tuples flattened."""
         given = self._section.injection_policy_tuple
         if given is None:
             return None
@@ -415,7 +390,6 @@ class _Planner:
         return found
 
     def _tie(self) -> None:
-        """Shard embeddings tied to a column-parallel layer by words."""
         layers = self._inventory.layers
         for paths in self._sharing().values():
             cut = next((self._cuts[path] for path in paths if path in self._cuts), None)
@@ -431,7 +405,6 @@ class _Planner:
                 self._cuts[path] = ShardSpec("words", cut.runs)
 
     def _divided_head(self) -> tuple[str, str]:
-        """Keep the output head's output sharded; return the names of the model and its head."""
         for path, model in self._inventory.pretrained():
             head = _embeddings(model, "get_output_embeddings")
             found = next((name for name, layer in self._inventory.layers.items() if layer.module is head), None)
@@ -452,7 +425,7 @@ class _Planner:
         return all(self._cuts.get(path) == cut for path, cut in block.cuts.items())
 
     def _in_use(self, path: str) -> bool:
-        """Whether a sibling of a module is column-parallel, so that ranks use the module differently."""
+        """Return True if a sibling is column-parallel, because ranks then use the module differently."""
         cuts = (self._cuts.get(layer.path) for layer in self._inventory.below(path.rpartition(".")[0]))
         return any(cut is not None and cut.kind == "column" and not cut.whole_output for cut in cuts)
 
@@ -490,13 +463,9 @@ class _Planner:
 
 
 def adapters(model: nn.Module, place: str, cut: ShardSpec) -> Iterator[tuple[str, ShardSpec]]:
-    """Yield the sharding of low-rank adapter matrices around a layer.
+    """Yield the sharding of low-rank adapter matrices around a layer; raises a ConfigError for other adapters.
 
-    The second matrix is sharded for a column-parallel layer, the first for a row-parallel layer; the other is
-    unsharded.
-
-    Raises:
-        ConfigError: the adapter is of another kind.
+    The second matrix is sharded for a column-parallel layer, the first for a row-parallel layer.
     """
     outer, _, last = place.rpartition(".")
     if last != "base_layer":
@@ -530,6 +499,5 @@ def _named(path: str, names: Any) -> bool:
 
 
 def _some(paths: Any) -> str:
-    """List a few names and the number of others; layer numbers are replaced by `*`."""
     short = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", path) for path in paths))
     return ", ".join(short[:12]) + (f" and {len(short) - 12} more" if len(short) > 12 else "") if short else "none"

@@ -21,18 +21,14 @@ _MARKS = ("tensor_model_parallel", "model_parallel")
 
 
 def is_marked(parameter: Any) -> bool:
-    """Whether a parameter is marked as sharded over the client's tensor-parallel group."""
+    """Return True if a parameter is marked as sharded over the client's tensor-parallel group."""
     return any(getattr(parameter, mark, False) is True for mark in _MARKS)
 
 
 def declare_marked(model: nn.Module, group: TensorGroup) -> bool:
-    """Declare a client's marked parameters as parts of global tensors (all ranks call).
+    """Declare a client's marked parameters as parts of tensors (all ranks call); return True if there are any.
 
-    Returns:
-        Whether any parameter is marked.
-
-    Raises:
-        UsageError: a mark is incomplete, or ranks have marked different parameters.
+    Raises a UsageError if a mark is incomplete, or ranks have marked different parameters.
     """
     own = {
         name: _mark(name, parameter)
@@ -79,18 +75,12 @@ def _mark(name: str, parameter: nn.Parameter) -> tuple[int, int, int]:
 
 
 def runs_of_sizes(sizes: Sequence[int], stride: int, name: str) -> tuple[Runs, ...]:
-    """Return each rank's ranges of a dimension, from the sizes of parts.
+    """Return each rank's ranges of a dimension, from all ranks' sizes; raises a UsageError for unequal blocks.
 
-    Args:
-        sizes: of all ranks' parts.
-        stride: blocks of a part: first blocks of all ranks are contiguous, then all second blocks.
+    The first of `stride` blocks of all ranks are contiguous, then all second blocks.
 
-    Raises:
-        UsageError: blocks have different sizes.
-
-    Example:
-        >>> runs_of_sizes([4, 4], 2, "gate_and_up")
-        (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+    >>> runs_of_sizes([4, 4], 2, "gate_and_up")
+    (((0, 2), (4, 6)), ((2, 4), (6, 8)))
     """
     if stride > 1 and len(set(sizes)) > 1:
         raise UsageError(

@@ -30,23 +30,16 @@ if TYPE_CHECKING:
 
 _KEY = "tensor_parallel.sequence_parallel"
 _RULES = "tensor_parallel.partition_config.layer_specs"
-_DIMENSION = -2
-"""Default token dimension: hidden states are [..., tokens, width]."""
+_DIMENSION = -2  # default token dimension: hidden states are [..., tokens, width]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token sharding of a model.
+    """Token sharding of a model."""
 
-    Attributes:
-        cuts: sharding of its layers, including norms that all-gather tokens.
-        begin: path of the first block, whose input has all tokens.
-        whole: paths of unsharded modules between the norms, with all tokens as input and output.
-    """
-
-    cuts: dict[str, ShardSpec]
-    begin: str
-    whole: list[str]
+    cuts: dict[str, ShardSpec]  # sharding of its layers, including norms that all-gather tokens
+    begin: str  # path of the first block, whose input has all tokens
+    whole: list[str]  # unsharded modules between the norms, with all tokens as input and output
     dim: int
 
     def attach(self, model: nn.Module) -> None:
@@ -93,7 +86,7 @@ class _Part:
 
 
 def takes_tokens(hook: Any) -> bool:
-    """Whether a hook splits tokens over ranks."""
+    """Return True if a hook splits tokens over ranks."""
     return isinstance(hook, (_Begin, _Part))
 
 
@@ -105,24 +98,20 @@ def for_copy(hook: Any, group: TensorGroup) -> Any:
 
 
 def takes_tokens_before(module: nn.Module) -> bool:
-    """Whether tokens are sharded from this module's input on."""
+    """Return True if tokens are sharded from this module's input on."""
     return any(isinstance(hook, _Begin) for hook in module._forward_pre_hooks.values())
 
 
 def takes_tokens_behind(module: nn.Module) -> bool:
-    """Whether tokens are sharded from this module's output on, after all ranks have computed all tokens."""
+    """Return True if tokens are sharded from this module's output on, after all ranks have computed all tokens."""
     return any(isinstance(hook, _Part) for hook in module._forward_hooks.values())
 
 
 def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParallel) -> Tokens:
-    """Return the token sharding between a model's tensor-parallel layers.
+    """Return the token sharding between a model's tensor-parallel layers; raises a ConfigError without blocks.
 
-    Norms are selected by rules (`partition_type` `norm`, and `whole` for unsharded modules between them). Without rules
-    they are found in models whose blocks consist of norms and layers of one list, with a final norm. Each norm is
-    assumed to precede tensor-parallel layers.
-
-    Raises:
-        ConfigError: the model has no such blocks.
+    Rules select norms (`partition_type` `norm`) and unsharded modules between them (`whole`). Without rules, norms are
+    found in blocks of one list, with a final norm; each is assumed to precede tensor-parallel layers.
     """
     prefix, (first, *_) = _blocks(model, cuts)
     adapted = [path for path, cut in cuts.items() if cut.kind == "row" and path.endswith(".base_layer")]

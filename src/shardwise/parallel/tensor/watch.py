@@ -1,11 +1,9 @@
-"""Which divided blocks are compared with whole ones, and when: before their first forward passes, once for each kind.
+"""Selects the sharded blocks to compare with unsharded copies: each kind once, before its first forward passes.
 
-Blocks are of one kind if they have the same classes, shapes and divisions, and run the same operators. What a block
-runs may depend on numbers, functions and arguments that nothing else shows. So each block runs once without values, and
-again in passes 16, 32, 64, ..., because a block may change with the number of steps.
-
-A block that is not called as a module (a model may call its methods, or the modules inside of it) has no forward pass.
-In place of it the smallest modules inside are compared that have a row layer and the column layers before it.
+Blocks of one kind have the same classes, shapes and shardings, and run the same operators. Because operators may depend
+on numbers, functions and arguments that only a run shows, each block runs once on meta tensors, and again in passes 16,
+32, 64, ... For a block that is not called as a module (a model may call its methods, or its submodules), the smallest
+submodules that have a row layer and its column layers are compared.
 """
 
 from __future__ import annotations
@@ -34,36 +32,26 @@ from shardwise.parallel.tensor.layers import Parallel, RowParallel
 from shardwise.trees import tensors_in
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)
-_CALLS = 8
-"""A block is looked at in as many calls at most, where no forward pass of the model ends before."""
-_AGAIN = 16
-"""Blocks are looked at again in this forward pass, and in twice, four times, ... as many."""
+_CALLS = 8  # Maximum calls in which a block is examined, if no forward pass of the model ends before.
+_AGAIN = 16  # Blocks are examined again in this forward pass, and in twice, four times, ... as many.
 
 _watched: weakref.WeakKeyDictionary[nn.Module, DivisionWatch] = weakref.WeakKeyDictionary()
 
 
 def watch_division(model: nn.Module) -> None:
-    """Have divided blocks be compared with whole ones in the first forward passes in training and in evaluation.
-
-    Args:
-        model: its layers have been divided.
-    """
+    """Compare sharded blocks with unsharded copies in the first forward passes in training and evaluation."""
     _watched[model] = DivisionWatch(model)
 
 
 def begin_pass(model: nn.Module) -> None:
-    """Look at no blocks any more that have been called in an earlier pass of the same mode."""
+    """Stop examining blocks that have been called in an earlier pass of the same mode."""
     watch = _watched.get(model)
     if watch is not None:
         watch.begin_pass(model.training)
 
 
 class DivisionWatch:
-    """The hooks on blocks of a model.
-
-    Args:
-        model: its layers have been divided.
-    """
+    """Hooks on the blocks of a model with sharded layers."""
 
     def __init__(self, model: nn.Module) -> None:
         known = _Known(model)
@@ -84,7 +72,7 @@ class DivisionWatch:
             own.register()
 
     def begin_pass(self, training: bool) -> None:
-        """Take away hooks of blocks that have been called in this mode, and put back those of others."""
+        """Remove hooks of blocks that have been called in this mode, and restore those of others."""
         if comparing():
             return
         self._passes[training] += 1
@@ -100,24 +88,16 @@ class DivisionWatch:
 
 
 class _Known:
-    """Knowledge of a model that its block hooks share.
-
-    Attributes:
-        summands: of each kind that has been compared, names of parameters whose gradients are summed over ranks.
-        compared: modules with a block hook.
-    """
-
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self.summands: dict[Any, list[str]] = {}
         self.compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def closes(self, module: nn.Module) -> bool:
-        """Whether a module with divided weights is compared, or gets and gives whole tensors."""
+        """Return True if a module with sharded weights is compared, or has unsharded inputs and outputs."""
         return module in self.compared or (isinstance(module, Parallel) and _closed(module))
 
     def name(self, parameter: nn.Parameter | None) -> str:
-        """Return a parameter's name in the model."""
         model = self._model()
         if parameter is None or model is None:
             return ""
@@ -125,17 +105,7 @@ class _Known:
 
 
 class _BlockHook:
-    """Before a block's forward pass: compares the block, if none of its kind has been compared.
-
-    Args:
-        block: has divided layers.
-        path: its name in the model.
-        known: of the model.
-
-    Attributes:
-        modes: whether the block was in training, at each of its calls.
-        inner: hooks of its parts and layers.
-    """
+    """Forward pre-hook of a block with sharded layers: compares the first block of its kind."""
 
     may_wait_for_ranks = True
 
@@ -152,7 +122,6 @@ class _BlockHook:
         return _in_a_copy, ()
 
     def register(self) -> RemovableHandle:
-        """Have the hook be called."""
         block = self._block()
         if self._handle is None and block is not None:
             self._handle = block.register_forward_pre_hook(self, with_kwargs=True)
@@ -161,7 +130,6 @@ class _BlockHook:
         return self._handle
 
     def remove(self) -> None:
-        """Have the hook be called no more."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -182,12 +150,12 @@ class _BlockHook:
         if self._calls > _CALLS:
             self.remove()
             return
-        # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
+        # Because copies get a few tokens of this rank only, their attention exchanges nothing.
         sequences = current_sequences()
         own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
         comparison = Comparison(block, self._path, group, args, kwargs)
         with undisturbed(group.comm.device), own_tokens:
-            # In an empty context, because by context variables models collect outputs of the pass around.
+            # In an empty context, because models collect outputs of the surrounding pass in context variables.
             runs, foreign = contextvars.Context().run(comparison.operators, self._known.closes)
             own = hashlib.blake2b(f"{self._signature}\n{runs}".encode(), digest_size=8).hexdigest()
             told = group.comm.exchange([own, self._known.name(foreign)], "tensor_check")
@@ -196,7 +164,7 @@ class _BlockHook:
             kind = block.training, *(theirs for theirs, _ in told)
             if kind not in self._known.summands:
                 self._known.summands[kind] = contextvars.Context().run(comparison.run)
-                gc.collect()  # Because modules of the copies refer to one another, their tensors would stay.
+                gc.collect()  # because reference cycles of the copies keep tensors alive
         _sum_up(block, self._known.summands[kind])
 
 
@@ -210,7 +178,6 @@ def _used_elsewhere(path: str, block: nn.Module, name: str) -> str:
 
 
 def _sum_up(block: nn.Module, names: Sequence[str]) -> None:
-    """Have gradients of parameters, by their names in a block, be summed over the ranks."""
     layer = next(module for module in block.modules() if isinstance(module, Parallel))
     for name, parameter in block.named_parameters():
         if name in names:
@@ -218,13 +185,7 @@ def _sum_up(block: nn.Module, names: Sequence[str]) -> None:
 
 
 class _LayerHook:
-    """Before a divided layer's forward pass: refuses a call that is in no forward pass of a block.
-
-    Args:
-        around: hooks of the block, and of its part, that the layer is in.
-        path: of the layer.
-        block: path of its block.
-    """
+    """Forward pre-hook of a sharded layer: refuses a call outside of the forward passes of `around`."""
 
     may_wait_for_ranks = True
 
@@ -249,10 +210,10 @@ class _LayerHook:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Return the paths of the smallest parts of a model outside of which nothing is divided.
+    """Return the paths of the smallest parts of a model outside of which no tensor is sharded.
 
-    These are elements of lists of layers (blocks of a decoder), and what else has layers of which the one takes parts
-    that the other gives.
+    These are elements of lists of layers (blocks of a decoder), and other modules in which one layer consumes the
+    sharded output of another.
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Parallel)}
     half = sum(whole.numel() for whole in model.parameters()) / 2
@@ -269,19 +230,18 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def _parts(block: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a block that can be compared by themselves, by their names in the model."""
     for name in _outermost(_around_rows(block, _open(block)) - {""}):
         yield f"{path}.{name}".strip("."), block.get_submodule(name)
 
 
 def _open(block: nn.Module) -> dict[str, Parallel]:
-    """Return the divided layers of a block that take or give parts of tensors."""
+    """Return the sharded layers of a block with sharded inputs or outputs."""
     layers = {name: module for name, module in block.named_modules() if isinstance(module, Parallel)}
     return {name: layer for name, layer in layers.items() if not _closed(layer)}
 
 
 def _around_rows(model: nn.Module, layers: dict[str, Parallel]) -> set[str]:
-    """Return the smallest modules that have a row layer and other divided layers."""
+    """Return the smallest modules that have a row layer and other sharded layers."""
     rows = [path for path, layer in layers.items() if isinstance(layer, RowParallel)]
     found = set()
     for row in rows:
@@ -300,7 +260,7 @@ def _outermost(paths: set[str]) -> list[str]:
 
 
 def _closed(layer: Parallel) -> bool:
-    """Whether a layer gets and gives whole tensors."""
+    """Return True if inputs and outputs of a layer are unsharded."""
     cut_ = layer.cut
     if cut_.kind in ("words", "latent", "norm"):
         return True
@@ -308,7 +268,6 @@ def _closed(layer: Parallel) -> bool:
 
 
 def _elements(model: nn.Module, path: str) -> Iterator[str]:
-    """Yield the elements of lists in which a module is, the outermost first."""
     names = path.split(".")
     for n in range(1, len(names) + 1):
         outer, own = ".".join(names[: n - 1]), ".".join(names[:n])
@@ -319,7 +278,7 @@ def _elements(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stand for a hook of the original in a copied module."""
+    pass
 
 
 def _in_a_copy() -> Callable[..., None]:
@@ -328,7 +287,7 @@ def _in_a_copy() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random numbers, autograd and autocast of the pass around as they are."""
+    """Keep random numbers, autograd and autocast of the surrounding pass unchanged."""
     devices = [device] if device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
