@@ -53,20 +53,16 @@ class NoCompleteCheckpointError(CheckpointError):
 class Options:
     """Options of loading.
 
-        Attributes:
-            strict: names of parameters and buffers must be the same in model and checkpoint.
-            optimizer, settings: load the optimizer's state; with it the settings of parameter groups.
-            module_only: read only parameters and buffers.
-            custom: the caller loads parameters and buffers; they are verified but not matched.
-            selection: names to load, and their new names.
-            verify: compare bytes with their checksums, unless the caller has.
-    <<<<<<< HEAD
-            order: checkpoints to try in turn without a tag, on rank 0; None: those of
-                `shardwise.checkpoint.newest.listing`.
-            fresh: names of parameters and buffers that keep their values, and start without optimizer state.
-    =======
-            order: checkpoints to try in turn without a tag, on rank 0; None: `shardwise.checkpoint.newest.listing`.
-    >>>>>>> wt-t1
+    Attributes:
+        strict: names of parameters and buffers must be the same in model and checkpoint.
+        optimizer, settings: load the optimizer's state; with it the settings of parameter groups.
+        module_only: read only parameters and buffers.
+        custom: the caller loads parameters and buffers; they are verified but not matched.
+        selection: names to load, and their new names.
+        verify: compare bytes with their checksums, unless the caller has.
+        order: checkpoints to try in turn without a tag, on rank 0; None: those of
+            `shardwise.checkpoint.newest.listing`.
+        fresh: names of parameters and buffers that keep their values, and start without optimizer state.
     """
 
     strict: bool = True
