@@ -17,12 +17,13 @@ from shardwise.checkpoint.safetensors_reader import Spec, TensorFile
 from shardwise.checkpoint.safetensors_writer import TensorWriter, write_tensors
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.torch_save_writer import StateFileWriter
-from shardwise.device import checking, staging
-from shardwise.device.recording import recording
+from shardwise.device import staging
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_async import content
 from tests.checkpoint.test_tensorfile import TENSORS, equal
+from tests.device import checking
+from tests.device.recording import recording
 from tests.device.streams import far
 
 CPU = torch.device("cpu")

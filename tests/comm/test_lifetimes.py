@@ -19,9 +19,9 @@ from shardwise.comm.ledger import followed
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.rank_status import Here
 from shardwise.compat import all_gather_single
-from shardwise.device.recording import recording
 from shardwise.engine.sequence import SharedSequences
 from tests.device.recorded import imagined
+from tests.device.recording import recording
 from tests.models import CASES
 from tests.scale.test_groups import TENSOR, Net
 from tests.zero.training import Setting, start

@@ -18,10 +18,10 @@ from shardwise import compat
 from shardwise.comm import native
 from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.device import summing
-from shardwise.device.recording import Recorder
 from shardwise.errors import PeerLostError
 from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, ordered_sum, same_bits, values
 from tests.device.recorded import imagined
+from tests.device.recording import Recorder
 from tests.harness import RankFailure, run_ranks
 
 Layout = list[tuple[int, torch.dtype, torch.dtype]]

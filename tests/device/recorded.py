@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardwise.device.recording import Recorder, Trace, current, recording
 from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.units.unit import Unit
+from tests.device.recording import Recorder, Trace, current, recording
 from tests.models import Case
 from tests.zero.training import DTYPES, Setting, start
 

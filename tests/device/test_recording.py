@@ -21,9 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.comm import native
 from shardwise.comm.collective_queue import CollectiveQueue
-from shardwise.device import checking
 from shardwise.device.later import Later
-from shardwise.device.recording import STREAMS, Event, Trace, _RecordedMark, recording
 from shardwise.engine import Engine
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -34,8 +32,9 @@ from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.unit import Unit
-from tests.device import recorded
+from tests.device import checking, recorded
 from tests.device.recorded import record, record_all
+from tests.device.recording import STREAMS, Event, Trace, _RecordedMark, recording
 from tests.models import CASES, GPT, Case, Router, language, language_loss
 from tests.zero.training import Setting
 

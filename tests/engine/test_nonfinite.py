@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.device.recording import recording
 from shardwise.engine.step import TrainStep
 from shardwise.errors import NonFiniteError
 from shardwise.utils.logging import logger
 from tests.device.recorded import imagined
+from tests.device.recording import recording
 from tests.engine.test_idle_steps import Lines, exchange_rank, known, same
 from tests.harness import run_ranks
 

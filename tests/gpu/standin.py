@@ -2,7 +2,7 @@
 
 Memory of the device is memory of the CPU with a label. Tensors that lie in it say "cuda:0" of themselves; what is
 computed from them lies there too; an operation on tensors of the host and of the device fails as on a device. Streams
-and events are those of a recorded device (`shardwise.device.recording`): nothing runs late, but a test that leaves a
+and events are those of a recorded device (`tests.device.recording`): nothing runs late, but a test that leaves a
 use of memory without order fails when it ends. NCCL is Gloo.
 
 What the stand-in has no answer for (bytes that the allocator has reserved, names of kernels, times) tests leave out
@@ -34,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import compat
 from shardwise.comm import native
 from shardwise.device import streams
-from shardwise.device.checking import check_order
-from shardwise.device.recording import STREAMS, Recorder, name_of, waits
-from shardwise.device.recording import Event as Written
 from shardwise.zero.units import released  # noqa: F401 - it looks at methods of tensors, and must see torch's own
+from tests.device.checking import check_order
+from tests.device.recording import STREAMS, Recorder, name_of, waits
+from tests.device.recording import Event as Written
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 HOST = "host"

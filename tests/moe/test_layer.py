@@ -14,7 +14,6 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.compat import writes_empty_groups
 from shardwise.config.schema.parallel import ExpertParallel
-from shardwise.device.recording import Event, recording
 from shardwise.errors import NotBuiltError, UsageError
 from shardwise.moe import ExpertGroup, ExpertUtilization, MoE
 from shardwise.moe.exchange import bind_experts
@@ -22,6 +21,7 @@ from shardwise.moe.experts import GroupSizes, grouped_linear
 from shardwise.moe.gates import capacity_of, route
 from shardwise.moe.huggingface import Form, Names, StackedExperts
 from tests.device.recorded import imagined
+from tests.device.recording import Event, recording
 from tests.moe.models import EXPERTS, WIDTH, expert, plain
 
 

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import checkpointing, offload_activations
-from shardwise.device import checking, recording
 from shardwise.device.staging import Copied, CopyStream
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category, Tier, track_activations
 from shardwise.offload import ActivationOffload
+from tests.device import checking, recording
 from tests.device.recorded import record_all
 from tests.harness import run_ranks
 from tests.memory import test_report as reports

@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.device import checking
-from shardwise.device.recording import COMPUTE, Event, Trace, recording
 from shardwise.device.staging import Copied, CopyStream
 from shardwise.offload.host import HostPlace
 from shardwise.optim import AdamW
 from shardwise.zero.model import ShardedModel
+from tests.device import checking
 from tests.device.recorded import imagined, record, record_all, recording_now
+from tests.device.recording import COMPUTE, Event, Trace, recording
 from tests.models import CASES
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
 from tests.zero.training import Setting, start

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.device import checking
+from tests.device import checking
 from tests.device.recorded import record, record_all
 from tests.device.test_recording import ordered_by
 from tests.harness import run_ranks

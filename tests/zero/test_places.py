@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.device import checking
 from shardwise.errors import ConflictError
 from shardwise.memory import Category, Tier
 from shardwise.optim import ZeroOneAdam
@@ -25,6 +24,7 @@ from shardwise.utils import (
     safe_set_full_optimizer_state,
 )
 from tests.checkpoint import matrix
+from tests.device import checking
 from tests.device.recorded import record_all
 from tests.harness import run_ranks
 from tests.models import CASES

@@ -24,12 +24,12 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.rank_status import Here
-from shardwise.device.recording import recording
 from shardwise.device.streams import streams_of
 from shardwise.errors import PeerLostError, ShardwiseError, UsageError
 from shardwise.zero.passes import sidechannel
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.units.unit import Unit, UnitState
+from tests.device.recording import recording
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.zero.test_one_rank import forced

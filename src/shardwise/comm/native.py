@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from shardwise.comm.ledger import Record
 from shardwise.compat import all_gather_single, launch_together, reduce_scatter_single, storage_users
-from shardwise.device import recording
 from shardwise.device.summing import sum_rows
 from shardwise.errors import PeerLostError
 
@@ -260,19 +259,7 @@ Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Any]:
-    recorder = recording.current()
-    if recorder is None or not pairs:
-        return launch_together(op, pairs, group, async_op=not thread.in_order)
-    name = f"{getattr(op, '__name__', 'exchange')} {[own.nbytes for _, own in pairs]}"
-
-    def run() -> None:
-        for out, own in pairs:
-            # As if all ranks had the same values; sums are not formed, because they would grow without end.
-            parts = max(1, out.numel() // max(1, own.numel()))
-            out.copy_(own.repeat(parts)[: out.numel()].view_as(out))
-
-    members = recording.name_of(group.group_name, dist.get_process_group_ranks(group))
-    return [recorder.collective(name, pairs, members, run)]
+    return launch_together(op, pairs, group, async_op=not thread.in_order)
 
 
 def exchanges(wire: torch.dtype, total: torch.dtype, world: int, per_node: int) -> bool:

@@ -2,7 +2,7 @@
 
 The engine runs as on a GPU, on CPU tensors of any size. Each kernel, collective, wait, allocation and release becomes
 an event of a trace. Because each operation runs at once, results do not reveal missing waits; the trace does
-(`shardwise.device.checking`). One process records one of several simulated ranks, in a process group of torch's "fake"
+(`tests.device.checking`). One process records one of several simulated ranks, in a process group of torch's "fake"
 backend: collectives return the result for equal values on all ranks.
 """
 
@@ -17,12 +17,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from shardwise.comm import native
+from shardwise.compat import launch_together
 from shardwise.device.streams import Mark, Stream, Streams, standing_in
 
 WAITING = frozenset(
@@ -352,12 +356,32 @@ def current() -> Recorder | None:
     return _current
 
 
+def _launched(
+    op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup, *, async_op: bool
+) -> list[Any]:
+    """Record the launch of `op(output, input)` for each pair, in place of `shardwise.compat.launch_together`."""
+    recorder = current()
+    if recorder is None or not pairs:
+        return launch_together(op, pairs, group, async_op=async_op)
+    name = f"{getattr(op, '__name__', 'exchange')} {[own.nbytes for _, own in pairs]}"
+
+    def run() -> None:
+        for out, own in pairs:
+            # As if all ranks had the same values; sums are not formed, because they would grow without end.
+            parts = max(1, out.numel() // max(1, own.numel()))
+            out.copy_(own.repeat(parts)[: out.numel()].view_as(out))
+
+    members = name_of(group.group_name, dist.get_process_group_ranks(group))
+    return [recorder.collective(name, pairs, members, run)]
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
     """Record the operations inside the block; CPU tensors count as device tensors."""
     global _current
     recorder = Recorder()
-    with standing_in("cpu", recorder), _Kernels(recorder), _Reads(recorder):
+    launches = mock.patch.object(native, "launch_together", _launched)
+    with launches, standing_in("cpu", recorder), _Kernels(recorder), _Reads(recorder):
         _current = recorder
         try:
             yield recorder

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.device.recording import COMPUTE, Event, Span, Trace
+from tests.device.recording import COMPUTE, Event, Span, Trace
 
 Clock = dict[str, int]
 
@@ -361,5 +361,5 @@ def _meet(players: Sequence[_Player]) -> Problem | bool:
 
 
 def members_of(group: str) -> list[int]:
-    """Return the ranks of a group from its recorded name (`shardwise.device.recording.name_of`)."""
+    """Return the ranks of a group from its recorded name (`tests.device.recording.name_of`)."""
     return [int(rank) for rank in group.rpartition("@")[2].split(",")]
