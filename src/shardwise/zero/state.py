@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.boxes import Region
 from shardwise.memory.places import Borrowed, borrowed, in_turn
 from shardwise.registry import HeldPart, LogicalTensor, Registry
+from shardwise.zero.units import released
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import ShardSlice
 from shardwise.zero.units.unit import Unit, UnitState
@@ -224,8 +225,14 @@ class ShardedState:
     def let_go(self, gathered: Sequence[Unit]) -> None:
         """Reshard the units that `gather_parts` has returned."""
         for unit in gathered:
+            # The script has resized them: the next pass raises, unless `engine.refresh()` takes them over before.
+            pairs = zip(unit.tensors, unit.parameters, strict=True)
+            resized = [(parameter, parameter.data) for tensor, parameter in pairs if parameter.shape != tensor.shape]
             unit.pins -= 1
             unit.reshard()
+            for parameter, values in resized:
+                released.restore(parameter)
+                parameter.data = values
 
     def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
         """End a `gather_parts`, and reshard the units. Raises UsageError if the values are rounded.
