@@ -140,60 +140,82 @@ class ShardedModel:
             sharding: see above.
             sources: dtypes in the user's model by `id(parameter)`, where parameters have been in units before.
         """
-        module, optimizer = self.module, self.optimizer
         self.sharding = sharding
-        stepping, plan, policy, domains = sharding.stepping, sharding.plan, sharding.policy, sharding.domains
-        device, accountant, homes = sharding.device, sharding.accountant, sharding.homes
-        self.plan = plan
-        self.policy = policy
-        self.domain = domain = domains.main
-        self.comm: Communicator = domain.ranks
-        self.device = device
-        self.accountant = accountant
-        resident, addresses = resident_bytes(), virtual_bytes()
+        self.plan, self.policy, self.stepping = sharding.plan, sharding.policy, sharding.stepping
+        self.device, self.accountant, self.homes = sharding.device, sharding.accountant, sharding.homes
+        self.domain = sharding.domains.main
+        self.comm: Communicator = self.domain.ranks
+        self.closed = self.failed = ""
+        self.presence = Presence()
+        self._order_agreed = False
+        self.copied: Copied | None = None
+        self._note_process()
+        orders = self._build_units(sources)
+        self._build_passes()
+        self._build_guards()
+        self.model_pass.set_order(*orders)
+        # Owners of unsharded tensors send to all ranks.
+        whole_tensors = bool(self.stepping.whole) and self.plan.shard_optimizer
+        steps = self.update is not None
+        connect_domains(sharding.domains, self.units, self.plan, steps=steps, whole_tensors=whole_tensors)
+        self.accountant.construction_peak = self.accountant.peak_total
+        self.accountant.reset_peak()
+        give_back_freed_memory()  # freed pages of the original parameters lie between the shards
+
+    def _note_process(self) -> None:
+        resident, addresses, accountant = resident_bytes(), virtual_bytes(), self.accountant
         if resident is not None and addresses is not None and accountant.process_bytes is None:
-            accountant.process_bytes = max(0, resident - module_bytes(module))
-            accountant.process_addresses = max(0, addresses - module_bytes(module))
+            accountant.process_bytes = max(0, resident - module_bytes(self.module))
+            accountant.process_addresses = max(0, addresses - module_bytes(self.module))
+
+    def _build_units(self, sources: Mapping[int, torch.dtype] | None) -> tuple[list[int], list[int]]:
+        """Lay out, fill, shard and reshard one unit after the other; return their first forward and backward order."""
+        module, optimizer = self.module, self.optimizer
+        sharding, plan, domains = self.sharding, self.plan, self.sharding.domains
         groups = optimizer.param_groups if optimizer is not None else []
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        self.registry = Registry.of(
-            module, compute_dtype=policy.compute_dtype, groups=owners, wires=sharding.wires, sources=sources
+        self.registry = registry = Registry.of(
+            module, compute_dtype=self.policy.compute_dtype, groups=owners, wires=sharding.wires, sources=sources
         )
-        check_optimizer(groups, self.registry, type(module).__name__)
+        check_optimizer(groups, registry, type(module).__name__)
         self.client_groups = [list(group["params"]) for group in groups]
-        self.closed = self.failed = ""
+        specs = find_units(module, registry, plan.unit_cap, sharding.leaves, largest_sizes(registry, domains))
+        self.numbering = numbering = GlobalTensorIds(registry, specs, domains, self.comm)
+        self.wholes = Wholes(registry, numbering, self.comm, self.accountant)
+        check_domains(registry, domains, plan, compresses=sharding.compressor is not None)
+        whole, cut = self.stepping.whole, {i for i, place in enumerate(numbering.places) if place in numbering.cut}
+        layouts = [lay_out(s.tensors, domains.of(s.domain).sizes, self.device.type, whole, cut) for s in specs]
         self.units: list[Unit] = []
-        self.presence = Presence()
-        self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
-        specs = find_units(module, self.registry, plan.unit_cap, sharding.leaves, largest_sizes(self.registry, domains))
-        self.numbering = GlobalTensorIds(self.registry, specs, domains, self.comm)
-        self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
-        self.homes = homes
-        check_domains(self.registry, domains, plan, compresses=sharding.compressor is not None)
-        cut = {index for index, place in enumerate(self.numbering.places) if place in self.numbering.cut}
-        layouts = [
-            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, cut) for spec in specs
-        ]
         if optimizer is not None:
             parts = None
-            if stepping.whole and self.numbering.cut:
-                parts = SplitTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
+            if whole and numbering.cut:
+                parts = SplitTensors(registry, numbering, specs, layouts, domains, self.accountant)
             self.update, self.owners = self._make_update(optimizer, sharding.is_elementwise, domains, parts)
         # Until a pass has been traced, the order of the modules is used.
-        forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
-        builder = UnitBuilder(self, domains, homes)
+        orders = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
+        builder = UnitBuilder(self, domains, self.homes)
         builder.choose_places(specs)
-        whole = builder.stay_whole(specs, layouts, (forward, backward))
+        stay = builder.stay_whole(specs, layouts, orders)
         if domains.others:
             # Ranks may have parts of different sizes, but unshard the same units.
-            whole = whole.intersection(*self.comm.exchange(sorted(whole), "whole"))
+            stay = stay.intersection(*self.comm.exchange(sorted(stay), "whole"))
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
-            sharded_unit = plan.releases and index not in whole
-            self.units.append(builder.build(index, spec, sections, sharded=sharded_unit))
+            self.units.append(builder.build(index, spec, sections, sharded=plan.releases and index not in stay))
+        builder.prepare_gathers([unit for unit in self.units if unit.sharded])
+        self._trainable = [p for p, t in zip(registry.parameters, registry, strict=True) if t.trainable]
+        self._section_of = {
+            slot.index: (unit, section)
+            for unit in self.units
+            for section in unit.sections
+            for slot in section.layout.slots
+        }
+        return orders
+
+    def _build_passes(self) -> None:
+        sharding, plan, domain, accountant = self.sharding, self.plan, self.domain, self.accountant
         sharded = [unit for unit in self.units if unit.sharded]
-        builder.prepare_gathers(sharded)
         self.channel: PeerShards | None = None
         if sharded:
             one_rank = self.comm.imagined or self.comm.world == 1
@@ -216,7 +238,7 @@ class ShardedModel:
                 domain,
                 accountant,
                 plan=plan,
-                wire_dtype=policy.wire_dtype,
+                wire_dtype=self.policy.wire_dtype,
                 prescale=sharding.prescale,
                 compressor=sharding.compressor,
                 keeps_gradients=self.keeps_gradients,
@@ -231,7 +253,7 @@ class ShardedModel:
                 self.numbering,
                 self.comm,
                 sharding.norm_group or self.comm,
-                device,
+                self.device,
                 accountant,
                 self.reducer,
             )
@@ -239,28 +261,17 @@ class ShardedModel:
         if self.channel is not None:
             self.channel.on_want(unsharder.on_peer_blocked)
         self.model_pass = Pass(order, usage, calls, unsharder, self.reducer, self.registry, self.presence)
-        self.hooks = Hooks(module, self.units, self.model_pass)
-        plain = sharding.plain
-        self.plain = None if plain is None else PlainGradients(self.units, self.comm, accountant, averages=plain)
-        layout = self._optimizer_layout()
-        self.guards = Guards(module, self.registry, optimizer, self.is_absent, layout, drops=plain is None)
-        self.places = MemoryGuard(module, self.registry, self.units)
+        self.hooks = Hooks(self.module, self.units, self.model_pass)
+
+    def _build_guards(self) -> None:
+        averages = self.sharding.plain
+        self.plain = (
+            None if averages is None else PlainGradients(self.units, self.comm, self.accountant, averages=averages)
+        )
+        layout, drops = self._optimizer_layout(), averages is None
+        self.guards = Guards(self.module, self.registry, self.optimizer, self.is_absent, layout, drops=drops)
+        self.places = MemoryGuard(self.module, self.registry, self.units)
         self.moving = MovingStates(self)
-        self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
-        self._section_of = {
-            slot.index: (unit, section)
-            for unit in self.units
-            for section in unit.sections
-            for slot in section.layout.slots
-        }
-        self.model_pass.set_order(forward, backward)
-        whole_tensors = bool(stepping.whole) and plan.shard_optimizer  # owners send to all ranks
-        connect_domains(domains, self.units, plan, steps=self.update is not None, whole_tensors=whole_tensors)
-        accountant.construction_peak = accountant.peak_total
-        accountant.reset_peak()
-        self._order_agreed = False
-        self.copied: Copied | None = None
-        give_back_freed_memory()  # freed pages of the original parameters lie between the shards
 
     @property
     def owner(self) -> ParameterOwner:
