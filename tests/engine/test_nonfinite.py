@@ -10,6 +10,7 @@ from torch import nn
 
 import shardwise
 from shardwise.device.recording import recording
+from shardwise.engine.nonfinite import Extent, OverflowReport, count_non_finite
 from shardwise.engine.step import TrainStep
 from shardwise.errors import NonFiniteError
 from shardwise.utils.logging import logger
@@ -59,10 +60,8 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
     handler = Lines()
     logger.addHandler(handler)
     if late:  # as on a device that the host does not wait for
-        listen = TrainStep._listen
-        TrainStep._listen = lambda self, told, evidence, *, now, **checked: listen(
-            self, told, evidence, now=False, **checked
-        )
+        read = TrainStep._read
+        TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
     try:
         engine = build(stage, **config)
         seen: list[Any] = []
@@ -83,7 +82,7 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
     finally:
         logger.removeHandler(handler)
         if late:
-            TrainStep._listen = listen
+            TrainStep._read = read
     return [line for line in handler.lines if "finite" in line or "overflow" in line], seen
 
 
@@ -169,3 +168,38 @@ def test_a_device_looks_at_all_gradients_only_after_a_bad_step(spreads: bool) ->
             engine.destroy()
     assert units > 1 and looked == [1, 1, units, units]
     assert phases == [None, "backward" if spreads else "gradients", "backward", None]
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_counts_of_non_finite_elements() -> None:
+    assert count_non_finite([]) == count_non_finite([torch.zeros(0)]) == (0, 0, 0.0)
+    inf = float("inf")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        ranges = [torch.tensor([inf, -inf, float("nan"), -2.5], dtype=dtype), torch.tensor([1.0], dtype=dtype)]
+        assert count_non_finite(ranges) == (2, 1, 2.5)
+
+
+def test_the_text_of_reports() -> None:
+    lost = OverflowReport("forward", (0, 2), "up.weight", "up", 4, 1.0, 0, 4, 0.0)
+    assert str(lost) == (
+        "forward: the loss on ranks 0, 2 was not finite. First parameter: 'up.weight' (unit 'up'), of whose 4 elements "
+        "0 are infinite and 4 NaN; the largest other is 0"
+    )
+    late = OverflowReport("backward", (1,), "up.weight", "up", 4, 1.0)
+    assert str(late).endswith("First parameter: 'up.weight' (unit 'up')")
+    total = OverflowReport("reduce", (), None, None, 0, 1.0, 0, 0, 0.0)
+    assert str(total).endswith("Every parameter's gradient is finite, the norm of all is not")
+
+
+def test_the_text_of_the_extent() -> None:
+    assert Extent.of([], ["a", "b"]) is None
+    single = Extent.of([1], ["a", "b", "c"])
+    assert single == Extent(1, 3, "b", "c") and single.describe("backward") == "1 of 3 parameters has such a gradient"
+    some = Extent.of([0, 2], ["a", "b", "c"])
+    assert some == Extent(2, 3, "c", None)
+    assert some.describe("backward") == "2 of 3 parameters have such gradients, the last 'c'"
+    assert Extent(2, 3, "b", "c").describe("forward") == "2 of 3 parameters have such gradients, the last 'b'"
+    report = OverflowReport("forward", (0,), "a", "u", 4, 1.0, extent=Extent(3, 3, "c", None), watched_for=5)
+    assert "(unit 'u'). All 3 parameters have such gradients. Modules are traced for 5 steps from now on" in str(report)

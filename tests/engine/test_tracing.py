@@ -243,18 +243,18 @@ def heard_late(stage: int) -> tuple[list[Any], list[Any]]:
     """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
     handler = Events()
     logger.addHandler(handler)
-    listen = TrainStep._listen
-    TrainStep._listen = lambda self, told, evidence, *, now, **more: listen(self, told, evidence, now=False, **more)
+    read = TrainStep._read
+    TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
     try:
         engine = build(stage, non_finite="warn", anomaly_watch={"enabled": True, "trace": "after", "trace_steps": 2})
         watched = []
         for how in ("", "input_gradient", "", "", "", "", ""):
             window(engine, how)
-            watched.append(bool(engine._step._tracer.watching))
+            watched.append(bool(engine._step._non_finite.tracer.handles))
         engine.destroy()
         hooks = [hook for module in engine.module.modules() for hook in module._forward_hooks]
     finally:
-        TrainStep._listen = listen
+        TrainStep._read = read
         logger.removeHandler(handler)
     return handler.events, [watched, hooks, [(one.kind, one.step) for one in engine.anomalies]]
 
@@ -289,8 +289,13 @@ def test_of_the_first_bad_step_the_parameters_tell_where_it_began() -> None:
     text, extent, later, named = first
     assert (extent.last, extent.following) == ("blocks.1.up.bias", "blocks.1.down.weight")
     assert f"{extent.count} of {extent.total} parameters have such gradients, the last 'blocks.1.up.bias'" in text
-    assert "so in the order of the model it began between them. Modules are watched for 4 steps from now on" in text
-    assert "module 'blocks.1.spoiler' (Spoiler) made NaN gradients" in later and "from now on" not in later
+    assert (
+        "is finite, and the origin lies between them in the order of the model. Modules are traced for 4 steps" in text
+    )
+    assert (
+        "module 'blocks.1.spoiler' (Spoiler) made NaN gradients from finite ones" in later
+        and "are traced for" not in later
+    )
     assert named == [("first.weight", "blocks.1.up.bias")] * 2
 
 
@@ -304,7 +309,7 @@ def searches(scale: dict[str, Any], how: str) -> tuple[list[Any], str]:
             window(engine, how)
     except shardwise.errors.LossScaleError as raised:
         error = str(raised)
-    watching = engine._step._tracer.watching
+    watching = bool(engine._step._non_finite.tracer.handles)
     engine.destroy()
     logger.removeHandler(handler)
     return [watching, [event["kind"] for event in handler.events], len(engine.anomalies)], error
@@ -316,7 +321,7 @@ def test_the_search_for_a_loss_scale_is_nothing_unusual() -> None:
     (seen, error), _ = run_ranks(searches, 2, {"initial_scale_power": 8}, "loss")
     assert seen == [True, ["non_finite"] * 3, 3] and error == ""
     (seen, error), _ = run_ranks(searches, 2, {"initial_scale_power": 1}, "input_gradient")
-    assert seen[0] and "module 'blocks.1.spoiler' (Spoiler) made NaN gradients" in error
+    assert seen[0] and "module 'blocks.1.spoiler' (Spoiler) made NaN gradients from finite ones" in error
 
 
 def trained(stage: int, watch: dict[str, Any]) -> list[Any]:

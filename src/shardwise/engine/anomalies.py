@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.engine.spikes import Spike
-from shardwise.precision.overflow import OverflowReport
 from shardwise.utils.logging import logger
+
+if TYPE_CHECKING:
+    from shardwise.engine.nonfinite import OverflowReport
+    from shardwise.engine.spikes import Spike
 
 KEPT = 100
 """Number of anomalies that are kept."""
