@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.engine.nonfinite import OverflowReport
+from shardwise.engine.anomalies import OverflowReport
 from shardwise.memory import Category, Tier
 from shardwise.optim import AdamW
 from tests.harness import run_ranks

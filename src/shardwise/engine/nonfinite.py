@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.comm.ledger import user_line
 from shardwise.compat import backward_pass, number_of, transforming
-from shardwise.engine.anomalies import Anomalies, Anomaly
+from shardwise.engine.anomalies import Anomalies, Anomaly, Extent, Kind, Origin, OverflowReport, Phase
 from shardwise.engine.scaling import on_non_finite
+from shardwise.precision.norms import count_non_finite
 from shardwise.trees import tensors_in
 from shardwise.utils.logging import logger
 from shardwise.zero.passes.modulehook import ModuleHook
@@ -36,225 +37,11 @@ if TYPE_CHECKING:
     from shardwise.engine.window import Window
     from shardwise.zero.model import ShardedModel
 
-Phase = Literal["forward", "backward", "reduce", "gradients"]
-Kind = Literal["NaN", "infinite"]
-What = Literal[
-    "batch", "parameter", "output", "code", "loss", "loss_gradient", "input_gradient", "code_gradient", "own_gradient"
-]
-
-LARGE = 1e4
-"""Finite values above this are near the fp16 limit, and unusual in any dtype."""
 _MOST_RECORDS = 1 << 17
 """Limit of a window, because scripts may never step."""
 _MOST_NODES = 4096
 """Limit of the autograd nodes that are searched for one module."""
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The first non-finite values of an accumulation window that were computed from finite ones.
-
-    Attributes:
-        what: "batch": the inputs of the model. "parameter": a parameter, before its use. "output": a module's output
-            from finite inputs. "code": the result of a module's own code between calls of its submodules. "loss": the
-            script's loss from the model's outputs. Backward pass: "loss_gradient": the gradient that enters the model.
-            "input_gradient": a module's input gradient from finite gradients. "code_gradient": a gradient of code
-            between calls. "own_gradient": a parameter's gradient, while all gradients between modules were finite.
-        module: its name in the model; "" is the model itself, None is outside of the model.
-        parameter: its name, for "parameter" and "own_gradient".
-        other_module: for code: the module that received or produced the value.
-        ranks: ranks with such values; `micro_batch`: its number in the accumulation window.
-        line: `file:line` of the module's call.
-        largest: largest absolute input value; None if unknown.
-    """
-
-    what: What
-    phase: Literal["forward", "backward"]
-    module: str | None
-    of_class: str = ""
-    parameter: str | None = None
-    other_module: str | None = None
-    kind: Kind = "NaN"
-    ranks: tuple[int, ...] = ()
-    micro_batch: int | None = None
-    line: str = ""
-    largest: float | None = None
-
-    def __str__(self) -> str:
-        """Return a sentence for a message.
-
-        >>> print(Origin("output", "forward", "blocks.1.up", "Linear", ranks=(2,), micro_batch=0, largest=3.5))
-        Origin: forward pass of micro-batch 0 on rank 2: module 'blocks.1.up' (Linear) made NaN values from finite \
-ones, of which the largest was 3.5
-        """
-        micro_batch = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
-        line = f" ({self.line})" if self.line else ""
-        return f"Origin: {self.phase} pass{micro_batch} on {_named(self.ranks)}: {self._cause()}{line}"
-
-    def _cause(self) -> str:
-        kind, other, parameter = self.kind, repr(self.other_module), repr(self.parameter)
-        of_class = f" ({self.of_class})" if self.of_class else ""
-        module = f"module {self.module!r}{of_class}" if self.module else f"the model{of_class}"
-        largest = "" if self.largest is None else f", of which the largest was {self.largest:.4g}"
-        return {
-            "batch": f"the inputs of the model were {kind}",
-            "parameter": f"parameter {parameter} of {module} was {kind} before its use",
-            "output": f"{module} made {kind} values from finite ones{largest}",
-            "code": f"the code of {module} made {kind} values, the inputs of {other}",
-            "loss": f"the outputs of the model were finite, and the loss was {kind}",
-            "loss_gradient": f"the loss was finite, and the gradient of the model's outputs was {kind}",
-            "input_gradient": f"{module} made {kind} gradients from finite ones{largest}",
-            "code_gradient": f"the code of {module} made {kind} gradients, the first for the output of {other}",
-            "own_gradient": f"{module} made the gradient of its parameter {parameter} {kind}; gradients between "
-            "modules were finite",
-        }[self.what]
-
-    @property
-    def advice(self) -> str:
-        """Recommended remedies."""
-        if self.what == "batch":
-            return "look for such values in the data of this micro-batch"
-        if self.what == "parameter":
-            return (
-                "an earlier update has damaged parameters: load an earlier checkpoint, and skip such steps "
-                '("non_finite": "skip")'
-            )
-        if self.what in ("loss", "loss_gradient"):
-            return "look at logarithms, divisions and means over nothing in the loss, and at the labels"
-        if self.kind == "infinite" or (self.largest is not None and self.largest > LARGE):
-            return (
-                "values outgrow their dtype: look at the inputs of this module, lower the learning rate or lengthen "
-                "its warm-up, normalise, or take bf16 instead of fp16"
-            )
-        return "look at divisions, roots, logarithms and masks of this module; an epsilon may be missing"
-
-    def time(self) -> tuple[int, bool, bool]:
-        """Return a sort key: the micro-batch, forward before backward, the loss last in the forward pass."""
-        return self.micro_batch or 0, self.phase == "backward", self.what == "loss"
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The `count` of `total` parameters with non-finite gradients, in the order of the model.
-
-    `last` is the name of the last one, `following` of the next parameter, which has a finite gradient, or None.
-    """
-
-    count: int
-    total: int
-    last: str
-    following: str | None
-
-    @classmethod
-    def of(cls, places: Sequence[int], names: Sequence[str]) -> Extent | None:
-        """Return the extent from the ascending places in `names` of parameters with non-finite gradients.
-
-        >>> Extent.of([0, 1], ["low", "middle", "high"])
-        Extent(count=2, total=3, last='middle', following='high')
-        """
-        if not places:
-            return None
-        last, following = (*names[places[-1] :], None)[:2]
-        return cls(len(places), len(names), str(last), following)
-
-    def describe(self, phase: Phase) -> str:
-        """Return a sentence for a message. In a backward pass NaN spreads from the last parameters to the first.
-
-        >>> print(Extent(3, 8, "layers.1.bias", "layers.2.weight").describe("backward"))
-        3 of 8 parameters have such gradients, the last 'layers.1.bias'; the gradient of the next, 'layers.2.weight', \
-is finite, and the origin lies between them in the order of the model
-        >>> print(Extent(8, 8, "head.bias", None).describe("backward"))
-        All 8 parameters have such gradients; the origin is 'head.bias', or lies behind it
-        """
-        if self.count == self.total:
-            behind = f"; the origin is {self.last!r}, or lies behind it" if phase == "backward" else ""
-            return f"All {self.total} parameters have such gradients{behind}"
-        if self.count == 1:
-            return f"1 of {self.total} parameters has such a gradient"
-        first = f"{self.count} of {self.total} parameters have such gradients, the last {self.last!r}"
-        if phase != "backward" or self.following is None:
-            return first
-        between = "is finite, and the origin lies between them in the order of the model"
-        return f"{first}; the gradient of the next, {self.following!r}, {between}"
-
-
-@dataclass(frozen=True)
-class OverflowReport:
-    """Cause of non-finite gradients in a step, the same on every rank.
-
-    Attributes:
-        phase: "forward": a loss was non-finite. "backward": losses were finite, a rank's own gradient was not, in its
-            communication dtype. "reduce": all communicated gradients were finite, their sum was not, as sums in 16 bits
-            can be. "gradients": "backward" or "reduce"; not every gradient was checked before communication; in the
-            following steps each is.
-        ranks: ranks of the data-parallel group with such a loss or gradient; empty for "reduce" and "gradients".
-        parameter: first parameter in registration order with a non-finite gradient; None: only the norm is non-finite.
-        loss_scale: factor of the losses.
-        infinite, nan, largest: infinite and NaN elements, and the largest absolute finite one, of the summed gradient,
-            as the step would use it; None: already freed.
-        origin: module of the first non-finite value; None if modules were not traced (`anomaly_watch.trace`).
-        watched_for: number of following steps in which modules are traced, to name the module of a recurrence.
-    """
-
-    phase: Phase
-    ranks: tuple[int, ...]
-    parameter: str | None
-    unit: str | None
-    numel: int
-    loss_scale: float
-    infinite: int | None = None
-    nan: int | None = None
-    largest: float | None = None
-    origin: Origin | None = None
-    extent: Extent | None = None
-    watched_for: int | None = None
-
-    def __str__(self) -> str:
-        """Return sentences for a message.
-
-        >>> print(OverflowReport("backward", (1,), "up.weight", "blocks.1", 8, 256.0, 2, 1, 0.5))
-        backward: gradients on rank 1 were not finite. First parameter: 'up.weight' (unit 'blocks.1'), of whose 8 \
-elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss scale 256)
-        """
-        sentences = [f"{self.phase}: {self._cause()}", self._first()]
-        if self.origin is not None:
-            return ". ".join([*sentences, str(self.origin)])
-        if self.extent is not None:
-            sentences.append(self.extent.describe(self.phase))
-        if self.watched_for is not None:
-            sentences.append(
-                f"Modules are traced for {self.watched_for} steps from now on, to name module and line of a recurrence "
-                '("anomaly_watch": {"trace": "always"} names those of the first, too)'
-            )
-        return ". ".join(sentences)
-
-    def _cause(self) -> str:
-        return {
-            "forward": f"the loss on {_named(self.ranks)} was not finite",
-            "backward": f"gradients on {_named(self.ranks)} were not finite",
-            "reduce": "gradients were finite on every rank, and their sum over ranks and micro-batches was not",
-            "gradients": "gradients of a rank or their sum over ranks were not finite; the next step checks both",
-        }[self.phase]
-
-    def _first(self) -> str:
-        if self.parameter is None:
-            return "Every parameter's gradient is finite, the norm of all is not"
-        first = f"First parameter: {self.parameter!r} (unit {self.unit!r})"
-        if self.infinite is None or self.largest is None:
-            return first
-        scaled = f" ({self.largest * self.loss_scale:.4g} with the loss scale {self.loss_scale:g})"
-        return (
-            f"{first}, of whose {self.numel} elements {self.infinite} are infinite and {self.nan} NaN; the largest "
-            f"other is {self.largest:.4g}{scaled if self.loss_scale != 1 else ''}"
-        )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
 
 # -- module tracing ----------------------------------------------------------------------------------------------------
 
@@ -379,7 +166,8 @@ class ModuleTracer:
         self._window: Window | None = None
         self._running: list[_Call] = []
         self._lines: dict[str, str] = {}
-        self._seen = WeakTensorKeyDictionary()
+        self._callers: dict[str, _Call | None] = {}  # by module, because parts of a call may be recomputed separately
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Record]] = {}
         if mode == "always":
             self._install()
 
@@ -390,7 +178,7 @@ class ModuleTracer:
             self.remove()
         self._window = window if self.handles else None
         window.trace = [] if self.handles else None
-        self._seen = WeakTensorKeyDictionary()
+        self._callers, self._seen = {}, {}
 
     def start(self, step: int) -> int | None:
         """Trace modules from the next window on (all ranks call). Returns the number of traced steps, if it was off."""
@@ -405,7 +193,7 @@ class ModuleTracer:
         """Remove all hooks from the model."""
         for handle in self.handles:
             handle.remove()
-        self.handles, self._window = [], None
+        self.handles, self._window, self._callers = [], None, {}
         self._running.clear()
 
     def _install(self) -> None:
@@ -427,9 +215,10 @@ class ModuleTracer:
         if name not in self._lines:
             self._lines[name] = user_line()
         call = _Call(window.trace, window.passes, name, type(module).__name__, self._lines[name])
-        call.caller = running[-1] if running else self._recomputing_parent(call) if recomputing else None
+        call.caller = running[-1] if running else self._callers.get(name) if recomputing else None
         running.append(call)
-        inputs = tensors_in((args, kwargs))
+        self._callers[name] = call.caller
+        inputs = _tensors(*args, *kwargs.values())
         call.inputs.update(values.grad_fn for values in inputs if values.grad_fn is not None)
         if recomputing:
             return
@@ -439,23 +228,13 @@ class ModuleTracer:
         for values in inputs:
             self._record("input", call, values)
 
-    def _recomputing_parent(self, call: _Call) -> _Call | None:
-        """Return a call of the parent of a module, because a part of the parent is recomputed separately."""
-        name = call.module
-        while name:
-            name = name.rpartition(".")[0]
-            module = self._root.get_submodule(name)
-            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                return _Call(call.trace, call.micro_batch, name, type(module).__name__)
-        return None
-
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         call = next((call for call in reversed(self._running) if call.module == name), None)
         if call is None:
             return
         del self._running[self._running.index(call) :]
         made: set[Node] = set()
-        for values in tensors_in(outputs):
+        for values in _tensors(outputs):
             node, new = values.grad_fn, self._known(values) is None
             if backward_pass() is None:
                 self._record("output", call, values)
@@ -464,20 +243,20 @@ class ModuleTracer:
             if node is not None and node not in call.inputs:
                 made.add(node)
         call.hook_own_nodes(made)
-        if call.caller is not None:
-            call.caller.inner.update(dict.fromkeys(made, call.inputs))
+        if self._running:
+            self._running[-1].inner.update(dict.fromkeys(made, call.inputs))
         call.inputs, call.inner = set(), {}  # because nodes keep activations
 
     def _known(self, values: torch.Tensor) -> Record | None:
-        version, record = self._seen.get(values, (None, None))
-        return record if record is not None and version == values._version else None
+        found = self._seen.get(id(values))
+        return None if found is None or found[0]() is not values or found[1] != values._version else found[2]
 
     def _record(self, kind: str, call: _Call, values: torch.Tensor, parameter: str | None = None) -> None:
         record = self._known(values)
         if record is not None:
             call.records.setdefault(kind, []).append(record)
         elif (record := call.record(kind, values, parameter)) is not None:
-            self._seen[values] = values._version, record
+            self._seen[id(values)] = weakref.ref(values), values._version, record
 
     def origin(self, report: OverflowReport, window: Window, job: Communicator) -> Origin | None:
         """Return the origin of non-finite values; None if untraced or unseen. All ranks call and get the same."""
@@ -494,16 +273,15 @@ class ModuleTracer:
         return replace(first, ranks=tuple(alike))
 
     def _own_origin(self, trace: list[Record], losses: list[torch.Tensor]) -> Origin | None:
-        found: list[Origin] = []
-        for backward in (False, True):
-            records = (record for record in trace if ("gradient" in record.kind) is backward)
-            first = next((record for record in records if not record.finite() and not record.expected()), None)
-            found += [] if first is None else [first.origin()]
         line = self._lines.get("", "")
-        for number, loss in enumerate(map(float, losses)):
-            if not math.isfinite(loss):
-                found.append(Origin("loss", "forward", None, kind=_kind(loss), micro_batch=number, line=line))
-        return min(found, key=Origin.time, default=None)
+        found = [
+            Origin("loss", "forward", None, kind=_kind(loss), micro_batch=number, line=line)
+            for number, loss in enumerate(map(float, losses))
+            if not math.isfinite(loss)
+        ]
+        records = (record for record in trace if not record.finite() and not record.expected())
+        first = min(records, key=lambda record: (record.call.micro_batch, "gradient" in record.kind), default=None)
+        return min(found if first is None else [*found, first.origin()], key=Origin.time, default=None)
 
     def _of_parameter(self, report: OverflowReport) -> Origin | None:
         if report.phase != "backward" or report.parameter is None:
@@ -514,6 +292,10 @@ class ModuleTracer:
         kind: Kind = "NaN" if report.nan or report.infinite == 0 else "infinite"
         line = self._lines.get(name, "")
         return Origin("own_gradient", "backward", name, of_class, parameter, None, kind, report.ranks, None, line)
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [found for one in values for found in ([one] if isinstance(one, torch.Tensor) else tensors_in(one))]
 
 
 def _kind(*values: float) -> Kind:
@@ -632,7 +414,7 @@ class NonFinite:
             None if late else sum(infinite),
             None if late else sum(nan),
             None if late else max(largest) * abs(float(gradients.factor)),
-            extent=Extent.of(places, numbering.names),
+            extent=Extent.of(places, numbering.names) if places else None,
         )
 
     def traced(self, report: OverflowReport, gradients: StepGradients) -> OverflowReport:
@@ -642,15 +424,3 @@ class NonFinite:
         # With other policies the run ends here, or the update damages all parameters: tracing later is useless.
         recurs = self.policy in ("skip", "rewind")
         return replace(report, origin=origin, watched_for=steps if recurs else None)
-
-
-def count_non_finite(ranges: Sequence[torch.Tensor]) -> tuple[int, int, float]:
-    """Return the numbers of infinite and NaN elements, and the largest absolute finite value (0: none).
-
-    >>> count_non_finite([torch.tensor([1.0, float("inf")]), torch.tensor([float("nan"), -3.0])])
-    (1, 1, 3.0)
-    """
-    infinite = sum(int(torch.isinf(values).sum()) for values in ranges)
-    nan = sum(int(torch.isnan(values).sum()) for values in ranges)
-    largest = max((float(v.nan_to_num(0.0, 0.0, 0.0).abs().max()) for v in ranges if v.numel()), default=0.0)
-    return infinite, nan, largest

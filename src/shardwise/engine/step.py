@@ -14,9 +14,9 @@ import torch
 from shardwise.comm.ledger import user_line
 from shardwise.compat import never_compiled
 from shardwise.device import Later
-from shardwise.engine.anomalies import Anomalies, Anomaly
+from shardwise.engine.anomalies import Anomalies, Anomaly, OverflowReport
 from shardwise.engine.inputs import SameInputs
-from shardwise.engine.nonfinite import NonFinite, OverflowReport, StepGradients
+from shardwise.engine.nonfinite import NonFinite, StepGradients
 from shardwise.engine.scaling import computes_norm
 from shardwise.engine.spikes import Spike, SpikeWatch
 from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mixed, checked_weight, reference_for
