@@ -239,7 +239,48 @@ def test_watching_keeps_no_activation_alive() -> None:
     assert run_ranks(held, 1, "always") == [0]
 
 
-def heard_late(stage: int) -> tuple[list[Any], list[Any]]:
+class WithEncoder(nn.Module):
+    """Encodes in inference mode, whose tensors have no version counter; `spoils`: a hook spoils a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 6).requires_grad_(False), nn.Linear(6, 1)
+        self.spoils = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            encoded = self.encoder(x)
+        y = self.head(encoded.clone())
+        if self.spoils:
+            y.register_hook(lambda gradient: gradient * float("nan"))
+        return y * 1.0
+
+
+def encoded() -> list[Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "non_finite": "skip",
+        "anomaly_watch": {"enabled": True, "trace": "always"},
+    }
+    engine = shardwise.initialize(model=WithEncoder(), config=config)[0]
+    found: list[Any] = []
+    for spoils in (False, True):
+        engine.module.spoils = spoils
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+        overflow = engine.last_step.overflow
+        found.append(overflow and [overflow.origin.what, overflow.origin.module, overflow.origin.other_module])
+    engine.destroy()
+    return found
+
+
+def test_tensors_of_inference_mode_and_gradient_hooks_of_the_script() -> None:
+    """A hook on the output of a module is code of the caller; the module has received its result."""
+    assert run_ranks(encoded, 1) == [[None, ["code_gradient", "", "head"]]]
+
+
+def late(stage: int) -> tuple[list[Any], list[Any]]:
     """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
     handler = Events()
     logger.addHandler(handler)
@@ -261,7 +302,7 @@ def heard_late(stage: int) -> tuple[list[Any], list[Any]]:
 
 def test_late_and_only_afterwards() -> None:
     """Of the first bad step nothing is known of modules; those after it are watched for two steps."""
-    (events, seen), (others, same) = run_ranks(heard_late, 2, 3)
+    (events, seen), (others, same) = run_ranks(late, 2, 3)
     assert others == [] and seen == same
     (event,) = events
     assert (event["kind"], event["step"], event["rank"], event["module"]) == ("non_finite", 1, 1, None)
