@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.utils.logging import logger
@@ -112,10 +112,6 @@ ones, of which the largest was 3.5
                 "its warm-up, normalise, or take bf16 instead of fp16"
             )
         return "look at divisions, roots, logarithms and masks of this module; an epsilon may be missing"
-
-    def time(self) -> tuple[int, bool, bool]:
-        """Return a sort key: the micro-batch, forward before backward, the loss last in the forward pass."""
-        return self.micro_batch or 0, self.phase == "backward", self.what == "loss"
 
 
 @dataclass(frozen=True)
@@ -263,20 +259,14 @@ class Anomaly:
     @classmethod
     def of_overflow(cls, step: int, report: OverflowReport, action: str) -> Anomaly:
         """Return the anomaly of non-finite gradients."""
-        origin = report.origin
         named = (report.parameter, None if report.extent is None else report.extent.last)
-        return cls(
-            "non_finite",
-            step,
-            str(report),
-            action,
-            report.ranks if origin is None else origin.ranks,
-            None if origin is None else origin.module,
-            tuple(dict.fromkeys(name for name in named if name is not None)),
-            report.phase if origin is None else origin.phase,
-            "" if origin is None else origin.line,
-            advice=GRADIENT_ADVICE if origin is None else origin.advice,
-        )
+        parameters = tuple(dict.fromkeys(name for name in named if name is not None))
+        anomaly = cls("non_finite", step, str(report), action, report.ranks, None, parameters, report.phase)
+        origin = report.origin
+        if origin is None:
+            return replace(anomaly, advice=GRADIENT_ADVICE)
+        found = {key: getattr(origin, key) for key in ("ranks", "module", "phase", "line", "advice")}
+        return replace(anomaly, **found)
 
     @classmethod
     def of_spike(cls, step: int, spike: Spike) -> Anomaly:

@@ -42,6 +42,8 @@ _MOST_RECORDS = 1 << 17
 _MOST_NODES = 4096
 """Limit of the autograd nodes that are searched for one module."""
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_BETWEEN = {"input": ("batch", "code"), "output_gradient": ("loss_gradient", "code_gradient")}
+"""Origins of values between modules: code of the script, or of the calling module."""
 
 # -- module tracing ----------------------------------------------------------------------------------------------------
 
@@ -129,20 +131,18 @@ class Record:
     def origin(self) -> Origin:
         """Return the origin of a window, if these are its first non-finite values."""
         call, what = self.call, self.kind
-        if what not in ("input", "output_gradient"):
-            maker = call
-        else:  # of the code of the caller, or of the script
-            maker = call.caller
-            outside, inside = {"input": ("batch", "code"), "output_gradient": ("loss_gradient", "code_gradient")}[what]
-            what = outside if maker is None else inside
+        module: _Call | None = call
+        if what in _BETWEEN:
+            module = call.caller
+            what = _BETWEEN[what][module is not None]
         sources = call.records.get({"output": "input", "input_gradient": "output_gradient"}.get(what, ""), ())
         return Origin(
             what,  # type: ignore[arg-type]
             "backward" if "gradient" in what else "forward",
-            None if maker is None else maker.module,
-            "" if maker is None else maker.of_class,
+            None if module is None else module.module,
+            "" if module is None else module.of_class,
             self.parameter,
-            None if maker is None or maker is call else call.module,
+            None if module is None or module is call else call.module,
             _kind(*self.read()),
             micro_batch=call.micro_batch,
             line=call.line,
@@ -267,7 +267,7 @@ class ModuleTracer:
         found = {rank: Origin(**one) for rank, one in enumerate(gathered) if one is not None}
         if not found:
             return self._of_parameter(report)
-        first = min(found.values(), key=Origin.time)
+        first = min(found.values(), key=_time)
         keys = ("micro_batch", "phase", "what", "module", "parameter")
         alike = [rank for rank, one in found.items() if all(getattr(one, key) == getattr(first, key) for key in keys)]
         return replace(first, ranks=tuple(alike))
@@ -281,7 +281,7 @@ class ModuleTracer:
         ]
         records = (record for record in trace if not record.finite() and not record.expected())
         first = min(records, key=lambda record: (record.call.micro_batch, "gradient" in record.kind), default=None)
-        return min(found if first is None else [*found, first.origin()], key=Origin.time, default=None)
+        return min(found if first is None else [*found, first.origin()], key=_time, default=None)
 
     def _of_parameter(self, report: OverflowReport) -> Origin | None:
         if report.phase != "backward" or report.parameter is None:
@@ -296,6 +296,11 @@ class ModuleTracer:
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
     return [found for one in values for found in ([one] if isinstance(one, torch.Tensor) else tensors_in(one))]
+
+
+def _time(origin: Origin) -> tuple[int, bool, bool]:
+    # Forward before backward, and the loss last in the forward pass.
+    return origin.micro_batch or 0, origin.phase == "backward", origin.what == "loss"
 
 
 def _kind(*values: float) -> Kind:
