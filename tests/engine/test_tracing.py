@@ -220,9 +220,11 @@ def test_modules_that_are_computed_again_within_the_backward_pass() -> None:
         assert [None if one is None else [*one[:2], list(one[2]), one[3]] for one in found] == expected
 
 
-def held(trace: str) -> int:
+def held(trace: str, recomputes: bool) -> int:
     """Return how many outputs of modules are left after the backward pass, before the step."""
     engine = build(0, non_finite="warn", anomaly_watch={"enabled": True, "trace": trace})
+    for block in engine.module.blocks if recomputes else ():
+        block.forward = functools.partial(reentrant, block.run, use_reentrant=True)
     outputs: list[Any] = []
     for module in engine.module.modules():
         module.register_forward_hook(lambda _, args, output: outputs.append(weakref.ref(output)))
@@ -235,8 +237,9 @@ def held(trace: str) -> int:
     return alive
 
 
-def test_watching_keeps_no_activation_alive() -> None:
-    assert run_ranks(held, 1, "always") == [0]
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_watching_keeps_no_activation_alive(recomputes: bool) -> None:
+    assert run_ranks(held, 1, "always", recomputes) == [0]
 
 
 class WithEncoder(nn.Module):
