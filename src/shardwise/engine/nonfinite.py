@@ -344,8 +344,6 @@ class NonFinite:
         self._sharded = sharded
         self._job = job
         self._anomalies = anomalies
-        if sharded.reducer is not None:
-            sharded.reducer.watching = self.policy != "ignore"
 
     @staticmethod
     def flag(values: torch.Tensor) -> torch.Tensor:

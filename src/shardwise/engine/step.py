@@ -148,6 +148,8 @@ class TrainStep:
         self._reference_agreed = False
         self._pending: tuple[Later, StepGradients, bool] | None = None
         sharded.driver = self
+        if sharded.reducer is not None:
+            sharded.reducer.watching = self._non_finite.policy != "ignore"
         self._set_overflow(False)
 
     @property
