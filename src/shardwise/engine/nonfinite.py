@@ -55,22 +55,22 @@ class _Call:
     `inputs`: autograd nodes of its inputs. `inner`: nodes of submodule outputs, each with the nodes of the inputs.
     """
 
-    trace: list[Record]
+    trace: list[_Record]
     micro_batch: int
     module: str
     of_class: str
     line: str = ""
     caller: _Call | None = None
-    records: dict[str, list[Record]] = field(default_factory=dict)
+    records: dict[str, list[_Record]] = field(default_factory=dict)
     inputs: set[Node] = field(default_factory=set)
     inner: dict[Node, set[Node]] = field(default_factory=dict)
 
-    def record(self, kind: str, values: torch.Tensor, parameter: str | None = None) -> Record | None:
+    def record(self, kind: str, values: torch.Tensor, parameter: str | None = None) -> _Record | None:
         """Record the range of a tensor or gradient; no host wait."""
         dense = values.layout is torch.strided and not values.is_nested and not values.is_inference()
         if not dense or values.dtype not in _FLOATS or not values.numel() or len(self.trace) > _MOST_RECORDS:
             return None
-        record = Record(kind, self, torch.aminmax(values.detach()), values.requires_grad, parameter)
+        record = _Record(kind, self, torch.aminmax(values.detach()), values.requires_grad, parameter)
         self.trace.append(record)
         self.records.setdefault(kind, []).append(record)
         return record
@@ -102,7 +102,7 @@ class _Call:
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class _Record:
     """Smallest and largest value of an input, parameter or output of a call, or of a gradient; on the device."""
 
     kind: str
@@ -167,7 +167,7 @@ class ModuleTracer:
         self._running: list[_Call] = []
         self._lines: dict[str, str] = {}
         self._callers: dict[str, _Call | None] = {}  # by module, because parts of a call may be recomputed separately
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Record]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, _Record]] = {}
         if mode == "always":
             self._install()
 
@@ -247,7 +247,7 @@ class ModuleTracer:
             self._running[-1].inner.update(dict.fromkeys(made, call.inputs))
         call.inputs, call.inner = set(), {}  # because nodes keep activations
 
-    def _known(self, values: torch.Tensor) -> Record | None:
+    def _known(self, values: torch.Tensor) -> _Record | None:
         found = self._seen.get(id(values))
         return None if found is None or found[0]() is not values or found[1] != values._version else found[2]
 
@@ -272,7 +272,7 @@ class ModuleTracer:
         alike = [rank for rank, one in found.items() if all(getattr(one, key) == getattr(first, key) for key in keys)]
         return replace(first, ranks=tuple(alike))
 
-    def _own_origin(self, trace: list[Record], losses: list[torch.Tensor]) -> Origin | None:
+    def _own_origin(self, trace: list[_Record], losses: list[torch.Tensor]) -> Origin | None:
         line = self._lines.get("", "")
         found = [
             Origin("loss", "forward", None, kind=_kind(loss), micro_batch=number, line=line)

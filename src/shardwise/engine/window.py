@@ -13,14 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwise.errors import UsageError
-
-if TYPE_CHECKING:
-    from shardwise.engine.nonfinite import Record
 
 Weight = float | torch.Tensor
 """A number, or a 0-D fp64 tensor on a device, unread by the host."""
@@ -67,8 +64,8 @@ class Window:
     """The backward passes of this rank since the last step.
 
     `brought`: passes with a gradient of a parameter. `losses`: unscaled and 0-D, for the handling of non-finite
-    gradients; `shown`: losses and weights, if reported; `trace`: records of modules, if traced. `agreed`: number of the
-    backward pass (the same on all ranks) for which facts were summed over ranks, and the sums.
+    gradients; `shown`: losses and weights, if reported; `trace`: records of `ModuleTracer`, if modules are traced.
+    `agreed`: number of the backward pass (the same on all ranks) for which facts were summed over ranks, and the sums.
     """
 
     weight: Weight = 0.0
@@ -77,7 +74,7 @@ class Window:
     brought: int = 0
     losses: list[torch.Tensor] | None = None
     shown: list[tuple[torch.Tensor, Weight]] | None = None
-    trace: list[Record] | None = None
+    trace: list[Any] | None = None
     agreed: tuple[int, torch.Tensor] | None = None
 
     @property
