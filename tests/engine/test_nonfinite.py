@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise
+from shardwise.engine.anomalies import Extent, OverflowReport
+from shardwise.engine.nonfinite import NonFinite
 from shardwise.engine.step import TrainStep
 from shardwise.errors import NonFiniteError
+from shardwise.precision.norms import count_non_finite
 from shardwise.utils.logging import logger
 from tests.device.recorded import imagined
 from tests.device.recording import recording
@@ -54,15 +58,16 @@ def build(stage: int, **config: Any) -> Any:
     return shardwise.initialize(model=Net(), config={**given, **config})[0]
 
 
+WITHOUT_NORM = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}}
+
+
 def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: int = 3) -> tuple[list[str], list[Any]]:
     """Train; in the second step rank 1 has a bad loss, or a bad gradient below the second layer."""
     handler = Lines()
     logger.addHandler(handler)
     if late:  # as on a device that the host does not wait for
-        listen = TrainStep._listen
-        TrainStep._listen = lambda self, told, evidence, *, now, **checked: listen(
-            self, told, evidence, now=False, **checked
-        )
+        read = TrainStep._read
+        TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
     try:
         engine = build(stage, **config)
         seen: list[Any] = []
@@ -83,7 +88,7 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
     finally:
         logger.removeHandler(handler)
         if late:
-            TrainStep._listen = listen
+            TrainStep._read = read
     return [line for line in handler.lines if "finite" in line or "overflow" in line], seen
 
 
@@ -95,6 +100,8 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
         (3, "gradient", {}, True),
         (3, "loss", {"gradient_clipping": 1.0}, False),
         (2, "gradient", {"gradient_clipping": 1.0, "bf16": {"enabled": True}}, True),
+        (1, "gradient", WITHOUT_NORM, False),
+        (2, "loss", {**WITHOUT_NORM, "bf16": {"enabled": True}}, True),
     ],
 )
 def test_a_warning_names_step_rank_and_parameter(stage: int, how: str, config: dict[str, Any], late: bool) -> None:
@@ -121,11 +128,34 @@ def test_steps_are_skipped_or_end_the_run(stage: int) -> None:
     assert told == []
 
 
-def recovers() -> list[str]:
+def finite(late: bool, config: dict[str, Any]) -> list[bool]:
+    read = TrainStep._read
+    if late:
+        TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
+    with mock.patch.object(NonFinite, "update", side_effect=AssertionError) as update:
+        try:
+            engine = build(2, **config)
+            for _ in range(3):
+                engine.backward(engine(torch.ones(2, 4)).mean())
+                engine.step()
+            applied = engine.was_step_applied()
+            engine.destroy()
+        finally:
+            TrainStep._read = read
+    return [applied, update.called]
+
+
+def test_steps_with_finite_gradients_report_nothing() -> None:
+    for late, config in ((False, {}), (True, {}), (False, {"non_finite": "skip"}), (False, {"non_finite": "stop"})):
+        assert run_ranks(finite, 1, late, config) == [[True, False]]
+    assert run_ranks(finite, 1, False, WITHOUT_NORM) == [[True, False]]
+
+
+def recovers(config: dict[str, Any]) -> list[str]:
     """SGD steps on huge, finite gradients, then on one that is not, and the parameters are mended by hand."""
     handler = Lines()
     logger.addHandler(handler)
-    engine = build(0, optimizer={"type": "SGD", "params": {"lr": 1e-30}})
+    engine = build(0, optimizer={"type": "SGD", "params": {"lr": 1e-30}}, **config)
     for value in (1e25, float("inf"), float("inf"), 1.0):
         engine.backward(engine(torch.ones(2, 4)).mean() * value)
         engine.step()
@@ -137,10 +167,11 @@ def recovers() -> list[str]:
     return [line for line in handler.lines if "finite" in line]
 
 
-def test_a_series_is_said_once_and_its_end() -> None:
-    told = run_ranks(recovers, 1)[0]
-    assert len(told) == 2 and "step 1: gradients are not finite" in told[0], told
-    assert "step 3: gradients are finite again, after 2 steps" in told[1]
+@pytest.mark.parametrize("config", [{}, WITHOUT_NORM])
+def test_a_series_is_reported_once_and_its_end(config: dict[str, Any]) -> None:
+    lines = run_ranks(recovers, 1, config)[0]
+    assert len(lines) == 2 and "step 1: gradients are not finite" in lines[0], lines
+    assert "step 3: gradients are finite again, after 2 steps" in lines[1]
 
 
 @pytest.mark.parametrize("spreads", [True, False])
@@ -169,3 +200,37 @@ def test_a_device_looks_at_all_gradients_only_after_a_bad_step(spreads: bool) ->
             engine.destroy()
     assert units > 1 and looked == [1, 1, units, units]
     assert phases == [None, "backward" if spreads else "gradients", "backward", None]
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_counts_of_non_finite_elements() -> None:
+    assert count_non_finite([]) == count_non_finite([torch.zeros(0)]) == (0, 0, 0.0)
+    inf = float("inf")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        ranges = [torch.tensor([inf, -inf, float("nan"), -2.5], dtype=dtype), torch.tensor([1.0], dtype=dtype)]
+        assert count_non_finite(ranges) == (2, 1, 2.5)
+
+
+def test_the_text_of_reports() -> None:
+    lost = OverflowReport("forward", (0, 2), "up.weight", "up", 4, 1.0, 0, 4, 0.0)
+    assert str(lost) == (
+        "forward: the loss on ranks 0, 2 was not finite. First parameter: 'up.weight' (unit 'up'), of whose 4 elements "
+        "0 are infinite and 4 NaN; the largest other is 0"
+    )
+    late = OverflowReport("backward", (1,), "up.weight", "up", 4, 1.0)
+    assert str(late).endswith("First parameter: 'up.weight' (unit 'up')")
+    total = OverflowReport("reduce", (), None, None, 0, 1.0, 0, 0, 0.0)
+    assert str(total).endswith("Every parameter's gradient is finite, the norm of all is not")
+
+
+def test_the_text_of_the_extent() -> None:
+    single = Extent.of([1], ["a", "b", "c"])
+    assert single == Extent(1, 3, "b", "c") and single.describe("backward") == "1 of 3 parameters has such a gradient"
+    some = Extent.of([0, 2], ["a", "b", "c"])
+    assert some == Extent(2, 3, "c", None)
+    assert some.describe("backward") == "2 of 3 parameters have such gradients, the last 'c'"
+    assert Extent(2, 3, "b", "c").describe("forward") == "2 of 3 parameters have such gradients, the last 'b'"
+    report = OverflowReport("forward", (0,), "a", "u", 4, 1.0, extent=Extent(3, 3, "c", None), watched_for=5)
+    assert "(unit 'u'). All 3 parameters have such gradients. Modules are traced for 5 steps from now on" in str(report)

@@ -220,9 +220,11 @@ def test_modules_that_are_computed_again_within_the_backward_pass() -> None:
         assert [None if one is None else [*one[:2], list(one[2]), one[3]] for one in found] == expected
 
 
-def held(trace: str) -> int:
+def held(trace: str, recomputes: bool) -> int:
     """Return how many outputs of modules are left after the backward pass, before the step."""
     engine = build(0, non_finite="warn", anomaly_watch={"enabled": True, "trace": trace})
+    for block in engine.module.blocks if recomputes else ():
+        block.forward = functools.partial(reentrant, block.run, use_reentrant=True)
     outputs: list[Any] = []
     for module in engine.module.modules():
         module.register_forward_hook(lambda _, args, output: outputs.append(weakref.ref(output)))
@@ -235,33 +237,75 @@ def held(trace: str) -> int:
     return alive
 
 
-def test_watching_keeps_no_activation_alive() -> None:
-    assert run_ranks(held, 1, "always") == [0]
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_watching_keeps_no_activation_alive(recomputes: bool) -> None:
+    assert run_ranks(held, 1, "always", recomputes) == [0]
 
 
-def heard_late(stage: int) -> tuple[list[Any], list[Any]]:
+class WithEncoder(nn.Module):
+    """Encodes in inference mode, whose tensors have no version counter; `spoils`: a hook spoils a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 6).requires_grad_(False), nn.Linear(6, 1)
+        self.spoils = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            encoded = self.encoder(x)
+        y = self.head(encoded.clone())
+        if self.spoils:
+            y.register_hook(lambda gradient: gradient * float("nan"))
+        return y * 1.0
+
+
+def encoded() -> list[Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "non_finite": "skip",
+        "anomaly_watch": {"enabled": True, "trace": "always"},
+    }
+    engine = shardwise.initialize(model=WithEncoder(), config=config)[0]
+    found: list[Any] = []
+    for spoils in (False, True):
+        engine.module.spoils = spoils
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+        overflow = engine.last_step.overflow
+        found.append(overflow and [overflow.origin.what, overflow.origin.module, overflow.origin.other_module])
+    engine.destroy()
+    return found
+
+
+def test_tensors_of_inference_mode_and_gradient_hooks_of_the_script() -> None:
+    """A hook on the output of a module is code of the caller; the module has received its result."""
+    assert run_ranks(encoded, 1) == [[None, ["code_gradient", "", "head"]]]
+
+
+def late(stage: int) -> tuple[list[Any], list[Any]]:
     """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
     handler = Events()
     logger.addHandler(handler)
-    listen = TrainStep._listen
-    TrainStep._listen = lambda self, told, evidence, *, now, **more: listen(self, told, evidence, now=False, **more)
+    read = TrainStep._read
+    TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
     try:
         engine = build(stage, non_finite="warn", anomaly_watch={"enabled": True, "trace": "after", "trace_steps": 2})
         watched = []
         for how in ("", "input_gradient", "", "", "", "", ""):
             window(engine, how)
-            watched.append(bool(engine._step._tracer.watching))
+            watched.append(bool(engine._step._non_finite.tracer.handles))
         engine.destroy()
         hooks = [hook for module in engine.module.modules() for hook in module._forward_hooks]
     finally:
-        TrainStep._listen = listen
+        TrainStep._read = read
         logger.removeHandler(handler)
     return handler.events, [watched, hooks, [(one.kind, one.step) for one in engine.anomalies]]
 
 
 def test_late_and_only_afterwards() -> None:
     """Of the first bad step nothing is known of modules; those after it are watched for two steps."""
-    (events, seen), (others, same) = run_ranks(heard_late, 2, 3)
+    (events, seen), (others, same) = run_ranks(late, 2, 3)
     assert others == [] and seen == same
     (event,) = events
     assert (event["kind"], event["step"], event["rank"], event["module"]) == ("non_finite", 1, 1, None)
@@ -289,8 +333,13 @@ def test_of_the_first_bad_step_the_parameters_tell_where_it_began() -> None:
     text, extent, later, named = first
     assert (extent.last, extent.following) == ("blocks.1.up.bias", "blocks.1.down.weight")
     assert f"{extent.count} of {extent.total} parameters have such gradients, the last 'blocks.1.up.bias'" in text
-    assert "so in the order of the model it began between them. Modules are watched for 4 steps from now on" in text
-    assert "module 'blocks.1.spoiler' (Spoiler) made NaN gradients" in later and "from now on" not in later
+    assert (
+        "is finite, and the origin lies between them in the order of the model. Modules are traced for 4 steps" in text
+    )
+    assert (
+        "module 'blocks.1.spoiler' (Spoiler) made NaN gradients from finite ones" in later
+        and "are traced for" not in later
+    )
     assert named == [("first.weight", "blocks.1.up.bias")] * 2
 
 
@@ -304,7 +353,7 @@ def searches(scale: dict[str, Any], how: str) -> tuple[list[Any], str]:
             window(engine, how)
     except shardwise.errors.LossScaleError as raised:
         error = str(raised)
-    watching = engine._step._tracer.watching
+    watching = bool(engine._step._non_finite.tracer.handles)
     engine.destroy()
     logger.removeHandler(handler)
     return [watching, [event["kind"] for event in handler.events], len(engine.anomalies)], error
@@ -316,7 +365,7 @@ def test_the_search_for_a_loss_scale_is_nothing_unusual() -> None:
     (seen, error), _ = run_ranks(searches, 2, {"initial_scale_power": 8}, "loss")
     assert seen == [True, ["non_finite"] * 3, 3] and error == ""
     (seen, error), _ = run_ranks(searches, 2, {"initial_scale_power": 1}, "input_gradient")
-    assert seen[0] and "module 'blocks.1.spoiler' (Spoiler) made NaN gradients" in error
+    assert seen[0] and "module 'blocks.1.spoiler' (Spoiler) made NaN gradients from finite ones" in error
 
 
 def trained(stage: int, watch: dict[str, Any]) -> list[Any]:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.engine.anomalies import OverflowReport
 from shardwise.memory import Category, Tier
 from shardwise.optim import AdamW
-from shardwise.precision import OverflowReport
 from tests.harness import run_ranks
 from tests.memory import test_report as reports
 from tests.models import CASES

@@ -121,7 +121,7 @@ class Checkpoints:
         begun_at = time.monotonic()
         waited = self.background.settle_last()
         self._sharded.hooks.settle()
-        self._step.hear_before()
+        self._step.read_pending()
         background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
         with collective_step(self._job, "save_checkpoint") as begun:
             parent = directory.check_directory(save_dir, "save_dir")

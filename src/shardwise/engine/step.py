@@ -14,17 +14,14 @@ import torch
 from shardwise.comm.ledger import user_line
 from shardwise.compat import never_compiled
 from shardwise.device import Later
-from shardwise.engine.anomalies import Anomalies, Anomaly
+from shardwise.engine.anomalies import Anomalies, Anomaly, OverflowReport
 from shardwise.engine.inputs import SameInputs
-from shardwise.engine.nonfinite import Evidence, NonFinite
-from shardwise.engine.overflows import explain_overflow
-from shardwise.engine.scaling import checks_overflow, computes_norm, on_non_finite
+from shardwise.engine.nonfinite import NonFinite, StepGradients
+from shardwise.engine.scaling import computes_norm
 from shardwise.engine.spikes import Spike, SpikeWatch
-from shardwise.engine.tracing import Tracer
 from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mixed, checked_weight, reference_for
 from shardwise.errors import AnomalyError, BatchSizeError, NonFiniteError, SyncError, UsageError
 from shardwise.precision.norms import combine
-from shardwise.precision.overflow import OverflowReport
 from shardwise.precision.weights import ignore_nonfinite
 from shardwise.utils.logging import logger, warn_once
 
@@ -86,10 +83,10 @@ class _Prepared:
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """Result of the step's all-reduce; `complained`: a rank reported an error that ends the step."""
+class _Reduced:
+    """Result of the step's all-reduce; `refused`: a rank reported an error that ends the step."""
 
-    complained: bool = False
+    refused: bool = False
     finite: bool = True
     spike: Spike | None = None
 
@@ -140,17 +137,16 @@ class TrainStep:
         if watch.enabled and sharded.reducer is not None:
             self.watch = SpikeWatch(watch, sharded.numbering.names)
         self.rewinding: str | None = None
-        self._tracer = Tracer(sharded.module, watch.trace if watch.enabled else "off", watch.trace_steps)
-        self._tracer.micro_batch = lambda: self._window.passes
-        self._non_finite = NonFinite(sharded, job, on_non_finite(config), self.anomalies, self._tracer)
+        self._computes_norm = computes_norm(config)
+        self._non_finite = NonFinite(sharded, job, config, self.anomalies)
         self._window = self._new_window()
         self._pass_weight: Weight | None = None
         self._forwards = self._backwards = 0  # since the last `take`
         self._scheduled: Any = object()  # `last_epoch` at the next step if the script also steps the schedule
         self._own_schedule_steps = 0
         self._inputs: SameInputs | None = SameInputs(job.world) if batches.ranks > 1 else None
-        self._reference_asked = False
-        self._told: tuple[Later, Evidence, bool] | None = None
+        self._reference_agreed = False
+        self._pending: tuple[Later, StepGradients, bool] | None = None
         self.attach()
 
     def attach(self) -> None:
@@ -160,8 +156,8 @@ class TrainStep:
         if self.watch is not None:
             self.watch.follow(sharded.numbering.names)
         if sharded.reducer is not None:
-            sharded.reducer.watching = on_non_finite(self._config) != "ignore"
-        self._tell_overflow(False)
+            sharded.reducer.watching = self._non_finite.policy != "ignore"
+        self._set_overflow(False)
 
     @property
     def scale(self) -> float:
@@ -264,9 +260,9 @@ class TrainStep:
 
     def _agree_on_reference(self, weight: Weight | None) -> None:
         """Agree on the unit of weights under loss scaling: a collective, because all ranks take part in every pass."""
-        if self.loss_scaler is None or self._reference_asked:
+        if self.loss_scaler is None or self._reference_agreed:
             return
-        self._reference_asked = True
+        self._reference_agreed = True
         if self.loss_scaler.reference_weight is not None:
             return  # it comes from a checkpoint
         facts = [0.0 if weight is None else weight, float(weight is not None)]
@@ -360,11 +356,12 @@ class TrainStep:
         return self._managed and self.micro_steps == self.window_began
 
     def _new_window(self) -> Window:
-        return Window(
-            losses=None if self._non_finite.policy == "ignore" else [],
-            shown=[] if self._shows_loss else None,
-            trace=self._tracer.new_window(self.global_steps),
+        window = Window(
+            losses=None if self._non_finite.policy == "ignore" else [], shown=[] if self._shows_loss else None
         )
+        if self._non_finite.tracer.handles:
+            self._non_finite.tracer.begin_window(window, self.global_steps)
+        return window
 
     def drop_gradients(self) -> None:
         """Drop accumulated gradients; the window starts again."""
@@ -388,13 +385,13 @@ class TrainStep:
         boundary = not self._managed or self.is_gradient_accumulation_boundary()
         # Only the all-reduce shows whether the window is empty on all ranks.
         if not self.new_micro_batch and not (boundary and self._window.passes == 0) and self._prepared is None:
-            self._say_idle("the model has not been run since the last step()")
+            self._warn_idle("the model has not been run since the last step()")
             return False
         taken = boundary and self._update(lr_kwargs)
         self.new_micro_batch = False
         if boundary and not taken:
             self.micro_steps = self.window_began
-            self._say_idle("no rank has run a backward pass since the last update")
+            self._warn_idle("no rank has run a backward pass since the last update")
             return False
         self.micro_steps += 1
         if boundary:
@@ -403,7 +400,7 @@ class TrainStep:
                 self._boundary = None
         return boundary
 
-    def _say_idle(self, why: str) -> None:
+    def _warn_idle(self, why: str) -> None:
         if self._job.rank == 0:
             warn_once(
                 f"engine.step() at {user_line()}: {why}, so there is nothing to step: parameters, optimizer state, "
@@ -434,12 +431,12 @@ class TrainStep:
         self._window = self._new_window()
         sharded.end_window(report.applied)
         self.last_step, self.applied = report, report.applied
-        self._tell_overflow(not report.applied)
+        self._set_overflow(not report.applied)
         searched = overflow is not None and self._searched(overflow)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow is not None, overflow or "")
         if overflow is not None:
-            self._tell_skipped(report, overflow, searched)
+            self._log_skipped(report, overflow, searched)
         self.global_steps += 1
         self.global_samples += samples
         if not report.applied:
@@ -489,7 +486,7 @@ class TrainStep:
             f"step {step}: {cause}. `{key}` is {why}. Parameters and optimizer state are as they were before this step"
         )
 
-    def _tell_skipped(self, report: StepReport, overflow: OverflowReport, searched: bool) -> None:
+    def _log_skipped(self, report: StepReport, overflow: OverflowReport, searched: bool) -> None:
         before, now = report.loss_scale, self.scale
         change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
         message = "step %d is skipped: overflow in %s%s"
@@ -497,13 +494,13 @@ class TrainStep:
             if self._job.rank == 0:
                 logger.info(message, self.global_steps, overflow, f"; the loss scale {change}")
             if self.loss_scaler is not None and self.loss_scaler.exhausted:  # the search has ended
-                self._tracer.arm(self.global_steps)
-                self._window.trace = self._tracer.new_window(self.global_steps)
+                self._non_finite.tracer.start(self.global_steps)
+                self._non_finite.tracer.begin_window(self._window, self.global_steps)
             return
-        told = "" if self.loss_scaler is None else f"; the loss scale {change}"
+        scale = "" if self.loss_scaler is None else f"; the loss scale {change}"
         anomaly = Anomaly.of_overflow(self.global_steps, overflow, self._non_finite.policy)
         level = logging.WARNING if self.loss_scaler is None else logging.INFO
-        self.anomalies.note(anomaly, message, self.global_steps, overflow, told, level=level)
+        self.anomalies.note(anomaly, message, self.global_steps, overflow, scale, level=level)
 
     def _searched(self, overflow: OverflowReport) -> bool:
         return self.loss_scaler is not None and overflow.phase != "forward" and not self.loss_scaler.exhausted
@@ -511,7 +508,7 @@ class TrainStep:
     def _rates(self) -> list[float]:
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
 
-    def _tell_overflow(self, overflow: bool) -> None:
+    def _set_overflow(self, overflow: bool) -> None:
         """Set `optimizer.overflow`, because frameworks read it there."""
         optimizer = self._optimizer
         if optimizer is not None and self.loss_scaler is not None and not hasattr(type(optimizer), "overflow"):
@@ -519,8 +516,7 @@ class TrainStep:
 
     def close(self) -> None:
         """Remove the hooks from the model and `overflow` from the optimizer."""
-        self._tracer.remove()
-        self._tracer.micro_batch = int  # breaks the reference cycle
+        self._non_finite.tracer.remove()
         if self._optimizer is not None and self.loss_scaler is not None:
             vars(self._optimizer).pop("overflow", None)
 
@@ -538,69 +534,60 @@ class TrainStep:
             sharded.check_branches()
         clip = float(config.gradient_clipping)
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
-        asked = unused is not None or self.loss_scaler is not None
-        reported = float(bool(unused) or self._unscaled)
-        probe = None if computes_norm(config) else formed
-        wrong: float | torch.Tensor = 0.0 if probe is None else self._non_finite.flag(probe)
+        refused = float(bool(unused) or self._unscaled)
+        probe = None if self._computes_norm else formed
+        non_finite: float | torch.Tensor = 0.0 if probe is None else self._non_finite.flag(probe)
         losses = self._window.loss_facts() if self._shows_loss else []
         signals = self._signals.facts(self._job.rank)
         inputs, self._inputs = self._inputs, None
         compared = [] if inputs is None else inputs.facts()
         ahead = float(sharded.unsharder.take_ahead())
-        facts = [*self._window.facts(), reported, wrong, ahead, *losses, *signals, *compared]
+        local = [*self._window.facts(), refused, non_finite, ahead, *losses, *signals, *compared]
         sums = norm = by_tensor = None
         if formed is not None and probe is None:
             # Norms of single tensors are summed over ranks only if watched.
-            sums, told, by_tensor = sharded.sums.total(formed, facts, tensors=self.watch is not None)
+            sums, reduced, by_tensor = sharded.sums.total(formed, local, tensors=self.watch is not None)
         else:
-            told = sharded.sums.of(facts, "step_facts")
+            reduced = sharded.sums.of(local, "step_facts")
         if inputs is not None:
             if self._job.rank == 0:
-                inputs.compare(told[-len(compared) :])
-            told = told[: -len(compared)]
+                inputs.compare(reduced[-len(compared) :])
+            reduced = reduced[: -len(compared)]
         # A rank without passes waits for the counts of the others.
-        if self._window.passes == 0 and not any(told[1:3].tolist()):
+        if self._window.passes == 0 and not any(reduced[1:3].tolist()):
             self._inputs = inputs
-            self._listen(told, None, now=True)
+            self._read(reduced, None, None, now=True)
             return None
-        weight = told[0].clone() if self._window.weighted else None
+        weight = reduced[0].clone() if self._window.weighted else None
         factor = self._factor(weight)
         if sums is not None:
             norm = combine(sums, factor)
-            if self._non_finite.policy == "warn":
-                told[FACTS + 1] = self._non_finite.flag(norm)
-        seen = formed if by_tensor is None else by_tensor
-        evidence = Evidence(self.global_steps, self._window, factor, seen, by_tensor is not None)
-        checks = checks_overflow(config)
-        decides = self.watch is not None and self.watch.decides
-        now = asked or checks or decides or told.device.type == "cpu"
-        checked = norm if checks or self.watch is not None else None
-        heard = self._listen(told, evidence, now=now, checked=checked)
-        if heard.complained:
+        by_parameter = formed if by_tensor is None else by_tensor
+        gradients = StepGradients(
+            self.global_steps, self._window, factor, by_parameter, by_tensor is not None, probe is not None
+        )
+        decides = self._non_finite.checks or (self.watch is not None and self.watch.decides)
+        now = decides or unused is not None or self.loss_scaler is not None or reduced.device.type == "cpu"
+        found = self._read(reduced, gradients, norm, now=now)
+        if found.refused:
             self._refuse(unused or [])
-        if checks:
-            reducer.watch_everything(not heard.finite)
         overflow = spike = coefficient = None
         multiplier = factor
-        if checks and sums is not None and not heard.finite:
-            lost = self._window.lost()
-            if by_tensor is None:
-                assert formed is not None
-                by_tensor = sharded.sums.by_tensor(formed)
-            overflow = explain_overflow(sharded, self._job, by_tensor, abs(float(factor)), self.scale, lost)
+        if not found.finite and self._non_finite.checks:
+            overflow = self._non_finite.report(gradients, loss_scale=self.scale)
             if not self._searched(overflow):
-                overflow = self._non_finite.traced(overflow, self.global_steps, self._window)
-        if heard.spike is not None and (overflow is None or heard.spike.action in ("stop", "rewind")):
-            spike = heard.spike
+                overflow = self._non_finite.traced(overflow, gradients)
+        if found.spike is not None and (overflow is None or found.spike.action in ("stop", "rewind")):
+            spike = found.spike
         if overflow is None and clip and norm is not None:
             coefficient = sharded.clip_factor(norm, clip)
             multiplier = coefficient * factor
         if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
             # The first pass had no weight, or weight zero: weights are in units of 1.
-            self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
+            self.loss_scaler.reference_weight = reference_for(float(weight / reduced[1])) if float(weight) else None
         applied = overflow is None and (spike is None or spike.action == "warn")
         clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
-        loss = told[_LOSS] / told[_LOSS + 1] if self._window.shown else None
+        loss = reduced[_LOSS] / reduced[_LOSS + 1] if self._window.shown else None
         report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow, spike, loss=loss)
         return _Prepared(report, reducer.passes, multiplier)
 
@@ -609,77 +596,78 @@ class TrainStep:
         sums, reducer = self._sharded.sums, self._sharded.reducer
         assert sums is not None and reducer is not None
         reducer.zero_absent()
-        if computes_norm(self._config):
+        if self._computes_norm:
             return sums.own_squares()
         return sums.probe() if self._non_finite.policy == "warn" else None
 
     # -- result of the all-reduce ------------------------------------------------------------------------------------
 
-    def _listen(
-        self, told: torch.Tensor, evidence: Evidence | None, *, now: bool, checked: torch.Tensor | None = None
-    ) -> _Heard:
-        """Read the step's all-reduce and `checked`: now, or at the next step if no decision depends on them."""
-        self.hear_before()
-        values = Later(told if checked is None else torch.cat([told, checked.reshape(1)]))
-        if evidence is not None and not now:
-            self._told = values, evidence, checked is not None
-            return _Heard()
+    def _read(
+        self, reduced: torch.Tensor, gradients: StepGradients | None, norm: torch.Tensor | None, *, now: bool
+    ) -> _Reduced:
+        """Read the step's all-reduce and the norm: now, or at the next step if no decision depends on them."""
+        self.read_pending()
         # One host wait for all values.
-        return self._hear(values.read(), evidence, checked is not None, late=False)
+        values = Later(reduced if norm is None else torch.cat([reduced, norm.reshape(1)]))
+        if gradients is not None and not now:
+            self._pending = values, gradients, norm is not None
+            return _Reduced()
+        return self._evaluate(values.read(), gradients, norm is not None, late=False)
 
-    def hear_before(self) -> None:
+    def read_pending(self) -> None:
         """Read the previous step's all-reduce, if not read yet (all ranks call)."""
-        before, self._told = self._told, None
-        if before is not None:
-            self._hear(before[0].read(), before[1], before[2], late=True)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._evaluate(pending[0].read(), pending[1], pending[2], late=True)
 
-    def _hear(self, values: list[float], evidence: Evidence | None, normed: bool, *, late: bool) -> _Heard:
-        told, norm = (values[:-1], values[-1]) if normed else (values, None)
+    def _evaluate(self, values: list[float], gradients: StepGradients | None, normed: bool, *, late: bool) -> _Reduced:
+        reduced, norm = (values[:-1], values[-1]) if normed else (values, None)
         signals = _LOSS + (LOSS_FACTS if self._shows_loss else 0)
-        self._signals.hear(told[signals:])
-        check_mixed(told[:FACTS])
-        self._warn_of_no_gradients(told[:FACTS], evidence)
-        if told[_AHEAD]:
+        self._signals.hear(reduced[signals:])
+        check_mixed(reduced[:FACTS])
+        self._warn_of_no_gradients(reduced[:FACTS], gradients)
+        if reduced[_AHEAD]:
             assert self._sharded.reducer is not None
             self._sharded.reducer.block_host()
-        if told[FACTS]:
-            return _Heard(complained=True)  # the step is not taken, and the values may be incomplete
-        if evidence is not None and self._non_finite.policy == "warn":
-            wrong = bool(told[FACTS + 1])
-            assert self._sharded.reducer is not None
-            self._sharded.reducer.watch_everything(wrong)
-            self._non_finite.hear(wrong, evidence, late=late)
+        if reduced[FACTS]:
+            return _Reduced(refused=True)  # the step is not taken, and the values may be incomplete
+        if gradients is None or self._non_finite.policy == "ignore":
+            finite = True
+        else:
+            finite = not reduced[FACTS + 1] if norm is None else math.isfinite(norm)
+            if not finite or self._non_finite.found:
+                self._non_finite.update(not finite, gradients, late=late)
         spike = None
-        if self.watch is not None and evidence is not None:
-            loss = told[_LOSS] / told[_LOSS + 1] if told[_LOSS + 1] else None
-            spike = self._judged(evidence, loss, norm)
-        return _Heard(finite=norm is None or math.isfinite(norm), spike=spike)
+        if self.watch is not None and gradients is not None:
+            loss = reduced[_LOSS] / reduced[_LOSS + 1] if reduced[_LOSS + 1] else None
+            spike = self._spike(gradients, loss, norm)
+        return _Reduced(finite=finite, spike=spike)
 
-    def _warn_of_no_gradients(self, facts: Sequence[float], evidence: Evidence | None) -> None:
-        weight, _, unweighted, brought = facts
-        if self._job.rank == 0 and evidence is not None and not brought and (weight or unweighted):
+    def _warn_of_no_gradients(self, counts: Sequence[float], gradients: StepGradients | None) -> None:
+        weight, _, unweighted, brought = counts
+        if self._job.rank == 0 and gradients is not None and not brought and (weight or unweighted):
             warn_once(
                 "engine.step(): no backward pass of a step has brought a gradient to a parameter of the engine, on any "
                 "rank, so that all gradients are zero. Compute losses from what engine(...) returns: were they those "
                 "of another model, or of detached outputs?"
             )
 
-    def _judged(self, evidence: Evidence, loss: float | None, norm: float | None) -> Spike | None:
+    def _spike(self, gradients: StepGradients, loss: float | None, norm: float | None) -> Spike | None:
         assert self.watch is not None
-        squares = evidence.of_parameters if norm is not None and evidence.summed else None
-        step = evidence.step
-        found = self.watch.judge(step, loss, norm, squares, evidence.factor)
+        squares = gradients.by_parameter if norm is not None and gradients.summed else None
+        step = gradients.step
+        found = self.watch.judge(step, loss, norm, squares, gradients.factor)
         for spike in found:
-            done = "" if spike.action == "warn" else f" (`anomaly_watch.{spike.kind}` is {spike.action})"
+            action = "" if spike.action == "warn" else f" (`anomaly_watch.{spike.kind}` is {spike.action})"
             anomaly = Anomaly.of_spike(step, spike)
-            self.anomalies.note(anomaly, "step %d: %s%s; %s", step, spike, done, anomaly.advice)
+            self.anomalies.note(anomaly, "step %d: %s%s; %s", step, spike, action, anomaly.advice)
         order = ("warn", "skip", "rewind", "stop")
         return max(found, key=lambda spike: order.index(spike.action), default=None)
 
     def _refuse(self, unused: list[str]) -> None:
         """Raise the same error on every rank; `unused`: names of parameters without a gradient on this rank."""
-        everyone = self._job.exchange((self._unscaled, unused), "step")
-        unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
+        gathered = self._job.exchange((self._unscaled, unused), "step")
+        unscaled = [rank for rank, (found, _) in enumerate(gathered) if found]
         if unscaled:
             raise UsageError(
                 f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
@@ -687,10 +675,10 @@ class TrainStep:
                 "loss that was not computed from what the engine returned (from engine.module(...), or from a value "
                 "kept inside of the model). Call engine.zero_grad(), and use engine.backward(loss) on such losses"
             )
-        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(everyone) if names)
+        missing = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(gathered) if names)
         raise UsageError(
             "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
-            f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
+            f"the last step: {missing}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
             "get a zero gradient."
         )
 
@@ -723,7 +711,7 @@ class TrainStep:
         window, passes = self._window, self._sharded.reducer.passes
         if window.agreed is None or window.agreed[0] != passes:
             window.agreed = passes, self._sharded.sums.of(window.facts(), "weights")
-        told = window.agreed[1]
-        facts = told.tolist()
-        check_mixed(facts)
-        return self._factor(told[0] if facts[1] else None)
+        reduced = window.agreed[1]
+        counts = reduced.tolist()
+        check_mixed(counts)
+        return self._factor(reduced[0] if counts[1] else None)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.tracing import Trace
 from shardwise.errors import UsageError
 
 Weight = float | torch.Tensor
@@ -65,8 +64,8 @@ class Window:
     """The backward passes of this rank since the last step.
 
     `brought`: passes with a gradient of a parameter. `losses`: unscaled and 0-D, for the handling of non-finite
-    gradients; `shown`: losses and weights, if reported. `agreed`: number of the backward pass (the same on all ranks)
-    for which facts were summed over ranks, and the sums.
+    gradients; `shown`: losses and weights, if reported; `trace`: records of `ModuleTracer`, if modules are traced.
+    `agreed`: number of the backward pass (the same on all ranks) for which facts were summed over ranks, and the sums.
     """
 
     weight: Weight = 0.0
@@ -75,7 +74,7 @@ class Window:
     brought: int = 0
     losses: list[torch.Tensor] | None = None
     shown: list[tuple[torch.Tensor, Weight]] | None = None
-    trace: Trace | None = None
+    trace: list[Any] | None = None
     agreed: tuple[int, torch.Tensor] | None = None
 
     @property

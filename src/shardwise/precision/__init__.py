@@ -1,7 +1,6 @@
 """Numeric precision: types of numbers, loss scaling, overflows, gradient norms and clipping."""
 
 from shardwise.precision.dtypes import PrecisionPolicy, parse_dtype, policy_from_config
-from shardwise.precision.overflow import OverflowReport
 from shardwise.precision.scaler import LossScaler
 
-__all__ = ["LossScaler", "OverflowReport", "PrecisionPolicy", "parse_dtype", "policy_from_config"]
+__all__ = ["LossScaler", "PrecisionPolicy", "parse_dtype", "policy_from_config"]

@@ -108,3 +108,15 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the factor min(1, max_norm / (norm + 1e-6)) of `torch.nn.utils.clip_grad_norm_`, from the fp32 norm."""
     rounded = norm.float()
     return (max_norm / (rounded + 1e-6)).clamp(max=1.0)
+
+
+def count_non_finite(ranges: Sequence[torch.Tensor]) -> tuple[int, int, float]:
+    """Return the numbers of infinite and NaN elements, and the largest absolute finite value (0: none).
+
+    >>> count_non_finite([torch.tensor([1.0, float("inf")]), torch.tensor([float("nan"), -3.0])])
+    (1, 1, 3.0)
+    """
+    infinite = sum(int(torch.isinf(values).sum()) for values in ranges)
+    nan = sum(int(torch.isnan(values).sum()) for values in ranges)
+    largest = max((float(v.nan_to_num(0.0, 0.0, 0.0).abs().max()) for v in ranges if v.numel()), default=0.0)
+    return infinite, nan, largest
