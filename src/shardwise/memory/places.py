@@ -35,7 +35,9 @@ class Stored(Protocol):
         """Make the current stream wait for the values."""
 
     def give_back(self, *, written: bool) -> None:
-        """Release the tensor's memory after the current stream's work; start to store the values if `written`."""
+        """Release the tensor's memory, after the current stream's work, also after a `start` that has failed. Start to
+        store the values if `written`.
+        """
 
     def copy_to(self, target: torch.Tensor) -> None:
         """Copy the stored values into another tensor of the same layout, for the current stream (on any thread)."""
@@ -289,25 +291,43 @@ class Loans:
         return self._kept.keys()
 
     def start(self, *, read: bool = True) -> None:
-        """Start to acquire all tensors; their content is undefined unless `read` or acquired already."""
-        if not self.lent:
-            self.settle()
-        self.lent += 1
-        if self.lent == 1:
-            with self._shown("lend"):
-                if read:
-                    self._set_out("bring")
-                for loan in self._kept.values():
-                    loan.given = True
-                    spare = self._spare_of(loan)
-                    if spare is not None:
-                        spare.give(loan.tensor.untyped_storage(), loan.tensor.nbytes)
-                    self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
-                    if read:
-                        self._coming(loan, loan.stored.staged)
-                        self._move(read=loan.tensor.nbytes)
-                    with self._accountant.owning(None):
-                        loan.stored.start(read=read)
+        """Start to acquire all tensors; their content is undefined unless `read` or acquired already. If memory runs
+        out, all are released again.
+        """
+        if self.lent:
+            self.lent += 1
+            return
+        self.settle()
+        with self._shown("lend"), contextlib.ExitStack() as undo:
+            undo.callback(self._land)
+            if read:
+                self._set_out("bring")
+            for loan in self._kept.values():
+                self._start(loan, undo, read=read)
+            undo.pop_all()
+        self.lent = 1
+
+    def _start(self, loan: _Loan, undo: contextlib.ExitStack, *, read: bool) -> None:
+        loan.given = True
+        spare = self._spare_of(loan)
+        if spare is not None:
+            spare.give(loan.tensor.untyped_storage(), loan.tensor.nbytes)
+        self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
+        undo.callback(self._return, loan, written=False)
+        if read:
+            self._coming(loan, loan.stored.staged)
+        with self._accountant.owning(None):
+            loan.stored.start(read=read)
+        if read:
+            self._move(read=loan.tensor.nbytes)
+
+    def acquire(self, *, read: bool = True) -> None:
+        """Acquire all tensors, for the current stream; none if an error ends it."""
+        self.start(read=read)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.give_back, written=False)
+            self.finish()
+            undo.pop_all()
 
     def _shown(self, what: str) -> AbstractContextManager[Any]:
         return named(what, self._label, self._size) if self._kept and watched() else _NOTHING
@@ -399,17 +419,14 @@ class Loans:
     @contextlib.contextmanager
     def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:
         """Acquire all tensors inside the block."""
-        self.start(read=read)
-        come = False
         try:
-            self.finish()
-            come = True
-            yield
-        finally:
+            self.acquire(read=read)
             try:
-                self.give_back(written=written and come)
+                yield
             finally:
-                self.settle()
+                self.give_back(written=written)
+        finally:
+            self.settle()
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
