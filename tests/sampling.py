@@ -56,7 +56,7 @@ SLOW = (
     "hf/test_families.py",
     "launch/test_run.py",
     "memory/test_budget.py",
-    "memory/test_exhausted.py",
+    "memory/test_oom.py",
     "memory/test_monotone.py",
     "memory/test_plans.py",
     "memory/test_report.py",

@@ -22,7 +22,7 @@ from shardwise.memory import MemoryLimit, OutOfMemoryError, Tier
 from shardwise.offload import speed
 from shardwise.offload.files import SwapFile
 from tests.harness import run_ranks
-from tests.memory.test_exhausted import under_limit
+from tests.memory.test_oom import under_limit
 
 KIB = 1 << 10
 BLOCKS, WIDTH = 8, 64

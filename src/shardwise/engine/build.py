@@ -46,7 +46,6 @@ from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
 from shardwise.engine.exchanges import exchanges_in_backward, exchanges_of
-from shardwise.engine.exhausted import OomContext, explaining
 from shardwise.engine.experts import divide_experts
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
 from shardwise.engine.faults import FaultTolerance
@@ -67,7 +66,7 @@ from shardwise.engine.monitoring import StepEvents
 from shardwise.engine.observers import Observers
 from shardwise.engine.plans import PlanningTarget
 from shardwise.engine.profiling import Profiling
-from shardwise.engine.ranks import RankGrid
+from shardwise.engine.ranks import RankGrid, local_ranks
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
@@ -80,6 +79,7 @@ from shardwise.engine.timelines import Timelines
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.memory.oom import OomContext, reporting_oom
 from shardwise.monitor import Monitor, check_packages, switched_on
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
@@ -304,7 +304,8 @@ def _build(
         watched = Watched(budget, job.rank, accountant)
 
     # Sharding frees the model unit by unit, so no other object may hold unsharded parameters.
-    with explaining(lambda: OomContext("initialize()", subject, accountant, job.rank)):
+    setting, processes = str(subject.setting), local_ranks(job.world)
+    with reporting_oom(lambda: OomContext("initialize()", setting, device, accountant, job.rank, processes)):
         sharded = ShardedModel(
             model,
             stepped,

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.compat import never_compiled, transforming
-from shardwise.engine.exhausted import OomContext, over_limit, room_for, rooms_at
 from shardwise.engine.observers import StepObserver
-from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Setting
+from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Room, Setting
+from shardwise.engine.ranks import local_ranks
 from shardwise.errors import UsageError
 from shardwise.memory import (
     Call,
     Category,
+    MemoryLimit,
     MemoryReport,
     MemoryRow,
     Tier,
     like_cross_entropy,
+    memory_limit,
     resident_bytes,
     shapes_of,
 )
+from shardwise.memory.limits import engine_room
+from shardwise.memory.oom import OomContext, OutOfMemoryError, oom_error, over_limit, reporting_oom
 from shardwise.memory.report import readable
 
 if TYPE_CHECKING:
@@ -212,16 +217,27 @@ class MemoryReporting(StepObserver):
                     replace(now, stage=stage, micro_batch=micro, accumulation=steps, ranks=world) for stage in stages
                 ]
         planner = Planner(subject, sample_batch, loss)
-        at = self.circumstances("engine.memory_plans()")
-        limit, room = room_for(at, planner)
-        rooms = rooms_at(at, room)
+        limit, rooms = self._rooms()
         settings.sort(key=lambda setting: setting.cost)
         notes = [] if limit is None else [f"Limit: {limit.name}."]
         if sample_batch is None:
             notes.append("Activations are not in it; they are planned if a sample batch is given.")
         if self._resolution.config.checkpoint.in_background:
             notes.append("Snapshots of asynchronous saves are not in it: a copy of what each rank saves, on the host.")
+        room = rooms[0].size if limit is not None else None
         return MemoryPlans(tuple(planner.plan(setting, rooms) for setting in settings), room, tuple(notes))
+
+    def _rooms(self) -> tuple[MemoryLimit | None, list[Room]]:
+        """Return the device's limit, and the bytes available to the engine on the device (first) and on the host."""
+        near = [Tier.DEVICE, Tier.HOST]
+        kinds = [near] if self.device.type == "cpu" else [[tier] for tier in near]
+        rooms, limits = [], []
+        for tiers in kinds:
+            device = self.device if Tier.DEVICE in tiers else torch.device("cpu")
+            limits.append(memory_limit(device, local_ranks(self._job.world)))
+            if (limit := limits[-1]) is not None:
+                rooms.append(Room(tuple(tiers), engine_room(limit, self.accountant, device, tiers)))
+        return limits[0], rooms
 
     def after_step(self) -> None:
         """Raise an OutOfMemoryError if the peak device memory exceeds `memory_limits.device`."""
@@ -229,7 +245,7 @@ class MemoryReporting(StepObserver):
             self._communicators.after_step()
         limit = self._resolution.config.memory_limits.device
         if limit is not None and self.accountant.peak_total > limit:
-            raise over_limit(self.circumstances(f"step {self._step.global_steps}"), limit)
+            raise over_limit(self._context(f"step {self._step.global_steps}"), limit)
 
     def close(self) -> None:
         """Stop the watchdog of the machine's memory."""
@@ -263,15 +279,21 @@ class MemoryReporting(StepObserver):
             self._last_call = shapes_of(Call(args, kwargs))
             self._last_signature = (len(args), *kwargs, signature)
 
-    def circumstances(self, where: str, **more: Any) -> OomContext:
-        """Return the context of an out-of-memory error; `where` is the user's call."""
+    def reporting_oom(self, where: str, **more: bool) -> AbstractContextManager[None]:
+        """Turn an out-of-memory error of the block, in the user's call `where`, into an `OutOfMemoryError`."""
+        return reporting_oom(lambda: self._context(where, **more))
 
+    def oom_error(self, error: BaseException, where: str) -> OutOfMemoryError:
+        """Return the `OutOfMemoryError` for an out-of-memory error in the user's call `where`."""
+        return oom_error(error, self._context(where))
+
+    def _context(self, where: str, **more: bool) -> OomContext:
         def report() -> MemoryReport:
             return self.memory_report(self._last_call, loss=like_cross_entropy)
 
-        return OomContext(
-            where, self._subject(), self.accountant, self._job.rank, self._last_call, report=report, **more
-        )
+        setting, processes = str(self._setting()), local_ranks(self._job.world)
+        more["graph"] = more.get("graph", False) and self._last_call is not None
+        return OomContext(where, setting, self.device, self.accountant, self._job.rank, processes, report, **more)
 
 
 def _signature(values: Sequence[Any]) -> tuple[Any, ...] | None:

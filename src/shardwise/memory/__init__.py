@@ -2,9 +2,9 @@
 
 from shardwise.memory.accountant import Accountant, Category, Moved, Tier
 from shardwise.memory.dryrun import Call, fake_copy, like_cross_entropy, shapes_of
-from shardwise.memory.exhausted import OutOfMemoryError, asked_bytes, is_out_of_memory, let_go_of_frames
 from shardwise.memory.formulas import transformer_activation_bytes, transformer_model_bytes
 from shardwise.memory.limits import MemoryLimit, disk_limit, host_limits, memory_limit
+from shardwise.memory.oom import OutOfMemoryError, is_out_of_memory
 from shardwise.memory.optimizer import state_bytes, twin_of
 from shardwise.memory.process import (
     give_back_freed_memory,
@@ -30,13 +30,11 @@ __all__ = [
     "Moved",
     "OutOfMemoryError",
     "Tier",
-    "asked_bytes",
     "disk_limit",
     "fake_copy",
     "give_back_freed_memory",
     "host_limits",
     "is_out_of_memory",
-    "let_go_of_frames",
     "like_cross_entropy",
     "memory_limit",
     "memory_sources",

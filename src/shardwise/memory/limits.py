@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from shardwise.memory.accountant import Accountant, Tier
 from shardwise.memory.process import resident_bytes, virtual_bytes
 
 
@@ -64,8 +65,7 @@ def device_limit(device: torch.device) -> MemoryLimit:
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     used = total - free
-    fraction: Callable[..., float] | None = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    allowed = int(total * fraction(device)) if fraction is not None else total
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     if allowed - own < free:
         return MemoryLimit(f"set_per_process_memory_fraction on {device}", allowed, own, own)
     return MemoryLimit(f"memory of {device}", total, used, own)
@@ -84,6 +84,22 @@ def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
     for group in control_groups():
         if group.limit < total:
             yield MemoryLimit(f"control group {group.path}", group.limit, max(own, group.used()), own, processes)
+
+
+def engine_room(
+    limit: MemoryLimit, accountant: Accountant, device: torch.device, tiers: Collection[Tier], uncounted: int = 0
+) -> int:
+    """Return the bytes of a limit that are available to the engine's tensors in `tiers` and to activations.
+
+    The rest is the process's use before the engine or, if larger, beyond the counted and `uncounted` bytes.
+    """
+    ours = uncounted + sum(sum(accountant.live_in(tier).values()) for tier in tiers)
+    if Tier.HOST in tiers:
+        used = limit.own
+        before = (accountant.process_addresses if limit.address_space else accountant.process_bytes) or 0
+    else:
+        used, before = torch.cuda.memory_allocated(device), 0
+    return max(0, limit.share - max(before, used - ours))
 
 
 def physical_bytes() -> int:
