@@ -55,7 +55,7 @@ SLOW = (
     "engine/test_tracing.py",
     "hf/test_families.py",
     "launch/test_run.py",
-    "memory/test_budget.py",
+    "memory/test_preflight.py",
     "memory/test_oom.py",
     "memory/test_monotone.py",
     "memory/test_plans.py",

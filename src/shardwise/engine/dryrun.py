@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,22 @@ further one; and the last, which reduces if that has not been done."""
 
 
 @dataclass(frozen=True)
+class TierBytes:
+    """Planned peak bytes of one rank by tier, as plain JSON values.
+
+    `near`: of device and host together. `files`: by directory on a disk. `moved`: bytes of a window read from and
+    written to host and disk.
+    """
+
+    device: int
+    host: int
+    disk: int
+    near: int
+    files: dict[str, int]
+    moved: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Planned bytes of one rank in a window: peaks by category (activations only with a batch) and tier.
 
@@ -71,32 +87,12 @@ class MemoryPlan:
     moved: dict[Tier, Moved]
     files: dict[Path, int]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return {
-            "peaks": {category.name: size for category, size in self.peaks.items()},
-            "total": self.total,
-            "floor": {category.name: size for category, size in self.floor.items()},
-            "least": self.least,
-            "elsewhere": {tier.name: size for tier, size in self.elsewhere.items()},
-            "near": self.near,
-            "moved": {tier.name: list(moved) for tier, moved in self.moved.items()},
-            "files": {str(path): size for path, size in self.files.items()},
-        }
-
-    @classmethod
-    def of_json(cls, told: Mapping[str, Any]) -> MemoryPlan:
-        """Return the plan from the result of `as_json`."""
-        return cls(
-            {Category[name]: size for name, size in told["peaks"].items()},
-            told["total"],
-            {Category[name]: size for name, size in told["floor"].items()},
-            told["least"],
-            {Tier[name]: size for name, size in told["elsewhere"].items()},
-            told["near"],
-            {Tier[name]: Moved(*moved) for name, moved in told["moved"].items()},
-            {Path(path): size for path, size in told["files"].items()},
-        )
+    @property
+    def tiers(self) -> TierBytes:
+        """The bytes by tier."""
+        moved = {tier.value: list(self.moved[tier]) for tier in self.elsewhere}
+        files = {str(path): size for path, size in self.files.items()}
+        return TierBytes(self.total, self.elsewhere[Tier.HOST], self.elsewhere[Tier.DISK], self.near, files, moved)
 
     def joined(self, other: MemoryPlan) -> MemoryPlan:
         """Return the plan of a training run with windows of both plans."""

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.engine.batch import Batches
-    from shardwise.engine.budget import Budget, Watched
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
+    from shardwise.engine.preflight import Budget
     from shardwise.engine.reserved import CommunicatorMemory
     from shardwise.engine.step import TrainStep
+    from shardwise.memory.watchdog import Watchdog
     from shardwise.zero.model import ShardedModel
 
 
@@ -55,12 +56,12 @@ class MemoryReporting(StepObserver):
         checkpoints: Checkpoints,
         faults: FaultTolerance,
         budget: Budget | None = None,
-        watched: Watched | None = None,
+        watchdog: Watchdog | None = None,
         communicators: CommunicatorMemory | None = None,
     ) -> None:
         self._communicators = communicators
         self.budget = budget
-        self._watched = watched
+        self._watchdog = watchdog
         self.sharded = sharded
         self.accountant = sharded.accountant
         self.device = sharded.device
@@ -107,7 +108,7 @@ class MemoryReporting(StepObserver):
             notes.append("Activations are planned if a sample batch is given.")
         plan, why = None, ""
         try:
-            plan, why = Planner(self._subject(), sample_batch, loss).window(self._setting())
+            plan, why = Planner(self._target(), sample_batch, loss).window(self._setting())
         except Exception as error:  # a client optimizer runs in the dry run
             notes.append(f"Not planned: a dry run of the engine failed ({type(error).__name__}: {error}).")
         if why:
@@ -201,8 +202,8 @@ class MemoryReporting(StepObserver):
             >>> engine.destroy()
         """
         self.sharded.check_open("engine.memory_plans()")
-        subject = self._subject()
-        now = subject.setting
+        target = self._target()
+        now = target.setting
         batch = now.micro_batch * now.accumulation * now.ranks
         settings = []
         for world in ranks or [now.ranks]:
@@ -216,7 +217,7 @@ class MemoryReporting(StepObserver):
                 settings += [
                     replace(now, stage=stage, micro_batch=micro, accumulation=steps, ranks=world) for stage in stages
                 ]
-        planner = Planner(subject, sample_batch, loss)
+        planner = Planner(target, sample_batch, loss)
         limit, rooms = self._rooms()
         settings.sort(key=lambda setting: setting.cost)
         notes = [] if limit is None else [f"Limit: {limit.name}."]
@@ -249,8 +250,8 @@ class MemoryReporting(StepObserver):
 
     def close(self) -> None:
         """Stop the watchdog of the machine's memory."""
-        if self._watched is not None:
-            self._watched.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     def _setting(self) -> Setting:
         config = self._resolution.config
@@ -258,7 +259,7 @@ class MemoryReporting(StepObserver):
         sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
         return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence, tensor=tensor)
 
-    def _subject(self) -> PlanningTarget:
+    def _target(self) -> PlanningTarget:
         return PlanningTarget(
             self.sharded.module,
             self.sharded.optimizer,

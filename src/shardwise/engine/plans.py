@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from shardwise.comm.domain import Arrangement, Domain
 from shardwise.comm.fake import FakeCommunicator
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
-from shardwise.engine.dryrun import DryRunEngine, MemoryPlan
+from shardwise.engine.dryrun import DryRunEngine, MemoryPlan, TierBytes
 from shardwise.engine.mesh import domain_of
 from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
@@ -30,7 +29,7 @@ from shardwise.zero.units.plan import TABLE
 if TYPE_CHECKING:
     from shardwise.config import Config
 
-UNNAMED = "a directory on a fast disk"
+NO_PATH = "a directory on a fast disk"
 """Placeholder for a missing `nvme_path`."""
 MARGIN = 0.15
 """Fraction added to a plan for uncounted memory: allocator fragmentation (a tenth, under an address-space limit with
@@ -43,7 +42,7 @@ class Offload:
 
     optimizer: str = "none"
     parameters: str = "none"
-    path: str = UNNAMED
+    path: str = NO_PATH
 
     @property
     def config(self) -> dict[str, Any]:
@@ -64,7 +63,7 @@ class Offload:
         sections = (zero.offload_optimizer, zero.offload_param)
         optimizer, parameters = ("none" if section is None else section.device for section in sections)
         paths = (section.nvme_path for section in sections if section is not None)
-        return cls(optimizer, parameters, next((path for path in paths if path and path.lower() != "none"), UNNAMED))
+        return cls(optimizer, parameters, next((path for path in paths if path and path.lower() != "none"), NO_PATH))
 
     @property
     def devices(self) -> tuple[str, str]:
@@ -83,7 +82,7 @@ class Offload:
         return f"optimizer state {words[self.optimizer]}, parameters {words[self.parameters]}"
 
 
-def offloads(path: str = UNNAMED) -> list[Offload]:
+def offloads(path: str = NO_PATH) -> list[Offload]:
     """Return the offload settings to be tried, from the fastest to the slowest."""
     ways = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme"))
     return [Offload(optimizer, parameters, path) for optimizer, parameters in ways]
@@ -97,17 +96,17 @@ class Room:
     size: int
     directories: tuple[str, ...] = ()
 
-    def taken(self, plan: MemoryPlan) -> int:
+    def needed(self, plan: TierBytes) -> int:
         """Return the bytes of a plan that count."""
         if Tier.DISK in self.tiers:
             return sum(size for directory, size in plan.files.items() if self.counts(directory))
         if Tier.DEVICE not in self.tiers:
-            return plan.elsewhere[Tier.HOST]
-        return plan.near if Tier.HOST in self.tiers else plan.total
+            return plan.host
+        return plan.near if Tier.HOST in self.tiers else plan.device
 
-    def counts(self, directory: Path) -> bool:
-        """Whether files in a directory count."""
-        return Tier.DISK in self.tiers and (not self.directories or str(directory) in self.directories)
+    def counts(self, directory: str) -> bool:
+        """Return True if files in a directory count."""
+        return Tier.DISK in self.tiers and (not self.directories or directory in self.directories)
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class Setting:
         where = "" if self.offload is None else f", {self.offload}"
         return f"stage {self.stage}, micro-batch {self.micro_batch} x {self.accumulation}, {ranks}{where}"
 
-    def moved(self, ways: Sequence[Offload], now: Offload | None = None) -> list[Setting]:
+    def offloaded(self, ways: Sequence[Offload], now: Offload | None = None) -> list[Setting]:
         """Return settings of the same batches and ranks with other tiers and higher stages, cheapest first.
         The configured tiers `now` are skipped at the current stage.
         """
@@ -300,9 +299,9 @@ class Planner:
     """Makes and caches memory plans. `batch`: a micro-batch, real or on the meta device; None: without activations."""
 
     def __init__(
-        self, subject: PlanningTarget, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None
+        self, target: PlanningTarget, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> None:
-        self.subject = subject
+        self.target = target
         self._loss = loss
         self._batch = None if batch is None else shapes_of(batch)
         self._masks = batch is not None and has_masks(batch)
@@ -316,9 +315,10 @@ class Planner:
         peaks = {category.value: size for category, size in found.peaks.items()}
         if self._batch is None or note:
             del peaks[Category.ACTIVATIONS.value]
-        fits = all(room.taken(found) * (1 + MARGIN) <= room.size for room in rooms) if rooms else None
-        disks = [directory for directory in found.files if not any(room.counts(directory) for room in rooms)]
-        if fits and (note or disks):
+        tiers = found.tiers
+        fits = all(room.needed(tiers) * (1 + MARGIN) <= room.size for room in rooms) if rooms else None
+        unlimited = [directory for directory in tiers.files if not any(room.counts(directory) for room in rooms)]
+        if fits and (note or unlimited):
             fits = None  # activations are missing, or the disk's free space is unknown
         elsewhere = {tier.value: size for tier, size in found.elsewhere.items() if size}
         moved = {tier.value: found.moved[tier]._asdict() for tier in found.elsewhere if any(found.moved[tier])}
@@ -331,13 +331,13 @@ class Planner:
         return self._plans[setting]
 
     def _run(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
-        config, note = self.subject.resolution.config, ""
+        config, note = self.target.resolution.config, ""
         accumulation = accumulated(config, setting.accumulation)
         try:
             if self._batch is not None:
                 try:
                     batch = self._of_size(setting.micro_batch)
-                    return self._twin(setting).run(batch, accumulation, self._loss, masks=self._masks), ""
+                    return self._engine(setting).run(batch, accumulation, self._loss, masks=self._masks), ""
                 except ConfigError:
                     raise
                 except Exception as error:  # any error of the user's module on fake tensors
@@ -346,12 +346,12 @@ class Planner:
                     )
                     raised = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                     note = f"activations not planned: on a batch of {given} the model raises {raised}"
-            return self._twin(setting).run(None, accumulation), note
+            return self._engine(setting).run(None, accumulation), note
         except ConfigError as error:
             return None, f"the configuration does not allow it: {error}"
 
     def _of_size(self, micro_batch: int) -> Any:
-        now = self.subject.setting.micro_batch
+        now = self.target.setting.micro_batch
         if micro_batch == now:
             return self._batch
         sizes = [tensor.shape[0] for tensor in tensors_in(self._batch) if tensor.dim()]
@@ -359,19 +359,19 @@ class Planner:
             raise UsageError(f"the batch's first dimension is not a multiple of the {now} samples of a micro-batch")
         return shapes_of(self._batch, sizes[0], sizes[0] // now * micro_batch)
 
-    def _twin(self, setting: Setting) -> DryRunEngine:
-        subject = self.subject
-        raw = _merged(subject.resolution.raw, setting)
-        same = setting.ranks == subject.setting.ranks
+    def _engine(self, setting: Setting) -> DryRunEngine:
+        target = self.target
+        raw = _merged(target.resolution.raw, setting)
+        same = setting.ranks == target.setting.ranks
         return DryRunEngine(
-            subject.module,
-            subject.optimizer,
-            subject.groups,
-            resolve(raw, world_size=setting.ranks, facts=_facts(subject)).config,
+            target.module,
+            target.optimizer,
+            target.groups,
+            resolve(raw, world_size=setting.ranks, facts=_facts(target)).config,
             world=setting.ranks,
-            device=subject.device,
-            like=subject.comm if same else None,
-            grid=subject.grid if same else None,
+            device=target.device,
+            like=target.comm if same else None,
+            grid=target.grid if same else None,
         )
 
 
@@ -398,14 +398,14 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
     return {**raw, **own}
 
 
-def _facts(subject: PlanningTarget) -> Facts:
-    groups = subject.optimizer.param_groups if subject.optimizer is not None else []
+def _facts(target: PlanningTarget) -> Facts:
+    groups = target.optimizer.param_groups if target.optimizer is not None else []
     lr = groups[0].get("lr") if groups else None
     sequence, tensor = (
         size if size > 1 else None
         for size in (
-            subject.resolution.config.sequence_parallel_size,
-            subject.resolution.config.tensor_parallel.size,
+            target.resolution.config.sequence_parallel_size,
+            target.resolution.config.tensor_parallel.size,
         )
     )
     return Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence, tensor_parallel_size=tensor)
@@ -445,7 +445,7 @@ def plan_model(
     optimizer = make_optimizer(resolution.config, None, None, model, device, policy.compute_dtype)
     prepare_optimizer(optimizer, resolution, masters=policy.masters)
     planner = Planner(PlanningTarget.of(model, optimizer, resolution, domain_of(resolution.config, comm)), batch)
-    now = planner.subject.setting
+    now = planner.target.setting
     room = min((room.size for room in rooms if Tier.DEVICE in room.tiers), default=None)
     return MemoryPlans(tuple(planner.plan(replace(now, stage=stage), rooms) for stage in stages), room)
 
