@@ -30,7 +30,7 @@ from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.tensors import SharedTensors
 from shardwise.engine.zeropp import reduction
-from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, track_activations, twin_of
+from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, fake_optimizer, track_activations
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
@@ -134,16 +134,16 @@ class DryRunEngine:
         self._config, self._device, self._module = config, device, module
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.accountant = accountant = Accountant()
-        twin = fake_copy(module, self._mode)
-        pairs = list(zip(module.parameters(), twin.parameters(), strict=True))
-        for parameter, fake in pairs:
-            copy_part(parameter, fake)
-        copies = {id(parameter): fake for parameter, fake in pairs}
+        fake = fake_copy(module, self._mode)
+        pairs = list(zip(module.parameters(), fake.parameters(), strict=True))
+        for parameter, copied in pairs:
+            copy_part(parameter, copied)
+        copies = {id(parameter): copied for parameter, copied in pairs}
         own = None
         if optimizer is not None:
             members = [[copies[id(parameter)] for parameter in group] for group in groups]
             options = zip(optimizer.param_groups, members, strict=True)
-            own = twin_of(optimizer, [{**group, "params": params} for group, params in options])
+            own = fake_optimizer(optimizer, [{**group, "params": params} for group, params in options])
         with self._computing():
             comm = FakeCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
             self._comm = comm
@@ -151,32 +151,32 @@ class DryRunEngine:
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
             tensors = None
             if config.tensor_parallel.size > 1:
-                tensors = SharedTensors(comm, lines.tensor, twin, config)
-            divide_experts(twin, config, comm, lines)
+                tensors = SharedTensors(comm, lines.tensor, fake, config)
+            divide_experts(fake, config, comm, lines)
             policy = policy_from_config(config)
             plan = Plan.of(config.zero_optimization, domain)
             self._disks = Disks.of(config, comm.rank, imagined=True)
-            place_buffers(twin, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
+            place_buffers(fake, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
             self.sharded = ShardedModel(
-                twin,
+                fake,
                 own,
                 stepping=stepping_of(own),
                 is_elementwise=is_elementwise_state,
                 plan=plan,
                 policy=policy,
-                domains=domains_of(twin, domain),
+                domains=domains_of(fake, domain),
                 device=device,
                 accountant=accountant,
                 prescale=prescale_of(config, world),
                 compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
-                leaves=leaves_of(twin, config.zero_optimization.leaf_module),
+                leaves=leaves_of(fake, config.zero_optimization.leaf_module),
                 homes=homes_of(plan.where, device, self._disks),
-                wires=wire_dtypes(twin, config),
+                wires=wire_dtypes(fake, config),
             )
             self._communicators = CommunicatorMemory(accountant, device, world, planned=True)
             self._batches = Batches(config, comm.part(lines.data, "data_parallel"), device)
             self._activations = Activations(
-                config, twin, device, accountant, None if tensors is None else tensors.group
+                config, fake, device, accountant, None if tensors is None else tensors.group
             )
             scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
             self._step = TrainStep(self.sharded, config, comm, self._batches, own, None, scaler, SignalWatch())

@@ -21,7 +21,7 @@ from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, Tier, shapes_of
 from shardwise.memory.dryrun import has_masks
-from shardwise.memory.report import as_text, readable
+from shardwise.memory.report import as_text, plain_table, readable
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.zero.units.plan import TABLE
@@ -219,25 +219,16 @@ class MemoryPlans:
         return as_text([self], width)
 
     def __rich__(self) -> Any:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
         room = "" if self.room is None else f"; there is room for {readable(self.room)}"
-        table = Table(title=f"Planned memory of one rank{room}", box=box.SIMPLE, collapse_padding=True)
-        unknown = dict.fromkeys(plan.note for plan in self.plans if plan.note)
-        table.caption, table.caption_justify = Text("\n".join((*self.notes, *unknown))), "left"
-        table.add_column("stage", justify="right")
-        table.add_column("micro-batch x steps", justify="right", no_wrap=True)
-        for name in ("ranks", "resident", "buffers", "activations", "total"):
-            table.add_column(name, justify="right", no_wrap=True)
         tiers = list(dict.fromkeys(tier for plan in self.plans for tier in plan.elsewhere))
-        for tier in tiers:
-            table.add_column(tier, justify="right", no_wrap=True)
-        offloaded = any(plan.setting.offload is not None for plan in self.plans)
-        if offloaded:
-            table.add_column("state, parameters", no_wrap=True)
-        table.add_column("fits")
+        offloaded = ["state, parameters"] if any(plan.setting.offload is not None for plan in self.plans) else []
+        columns = ("stage", "micro-batch x steps", "ranks", "resident", "buffers", "activations", "total", *tiers)
+        table = plain_table(
+            f"Planned memory of one rank{room}",
+            (*columns, *offloaded, "fits"),
+            (*self.notes, *dict.fromkeys(plan.note for plan in self.plans if plan.note)),
+            left=("state, parameters", "fits"),
+        )
         for plan in self.plans:
             setting = plan.setting
             resident = ("parameters", "gradients", "master weights", "optimizer state", "other")
