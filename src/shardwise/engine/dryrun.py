@@ -134,8 +134,8 @@ class DryRunEngine:
         self._config, self._device, self._module = config, device, module
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.accountant = accountant = Accountant()
-        fake = fake_copy(module, self._mode)
-        pairs = list(zip(module.parameters(), fake.parameters(), strict=True))
+        twin = fake_copy(module, self._mode)
+        pairs = list(zip(module.parameters(), twin.parameters(), strict=True))
         for parameter, copied in pairs:
             copy_part(parameter, copied)
         copies = {id(parameter): copied for parameter, copied in pairs}
@@ -151,32 +151,32 @@ class DryRunEngine:
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
             tensors = None
             if config.tensor_parallel.size > 1:
-                tensors = SharedTensors(comm, lines.tensor, fake, config)
-            divide_experts(fake, config, comm, lines)
+                tensors = SharedTensors(comm, lines.tensor, twin, config)
+            divide_experts(twin, config, comm, lines)
             policy = policy_from_config(config)
             plan = Plan.of(config.zero_optimization, domain)
             self._disks = Disks.of(config, comm.rank, imagined=True)
-            place_buffers(fake, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
+            place_buffers(twin, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
             self.sharded = ShardedModel(
-                fake,
+                twin,
                 own,
                 stepping=stepping_of(own),
                 is_elementwise=is_elementwise_state,
                 plan=plan,
                 policy=policy,
-                domains=domains_of(fake, domain),
+                domains=domains_of(twin, domain),
                 device=device,
                 accountant=accountant,
                 prescale=prescale_of(config, world),
                 compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
-                leaves=leaves_of(fake, config.zero_optimization.leaf_module),
+                leaves=leaves_of(twin, config.zero_optimization.leaf_module),
                 homes=homes_of(plan.where, device, self._disks),
-                wires=wire_dtypes(fake, config),
+                wires=wire_dtypes(twin, config),
             )
             self._communicators = CommunicatorMemory(accountant, device, world, planned=True)
             self._batches = Batches(config, comm.part(lines.data, "data_parallel"), device)
             self._activations = Activations(
-                config, fake, device, accountant, None if tensors is None else tensors.group
+                config, twin, device, accountant, None if tensors is None else tensors.group
             )
             scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
             self._step = TrainStep(self.sharded, config, comm, self._batches, own, None, scaler, SignalWatch())

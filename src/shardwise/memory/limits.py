@@ -55,20 +55,14 @@ def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None
     >>> limit is None or 0 < limit.share <= limit.total
     True
     """
-    if device.type == "cuda":
-        return device_limit(device)
-    return min(host_limits(processes), key=lambda limit: limit.share, default=None)
-
-
-def device_limit(device: torch.device) -> MemoryLimit:
-    """Return the memory limit of a CUDA device."""
+    if device.type != "cuda":
+        return min(host_limits(processes), key=lambda limit: limit.share, default=None)
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
-    used = total - free
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     if allowed - own < free:
         return MemoryLimit(f"set_per_process_memory_fraction on {device}", allowed, own, own)
-    return MemoryLimit(f"memory of {device}", total, used, own)
+    return MemoryLimit(f"memory of {device}", total, total - free, own)
 
 
 def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
@@ -80,7 +74,7 @@ def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
     if soft != resource.RLIM_INFINITY:
         yield MemoryLimit("RLIMIT_AS (ulimit -v)", soft, addresses, addresses, address_space=True)
     total = physical_bytes()
-    yield MemoryLimit("physical memory", total, max(own, total - _available(total)), own, processes)
+    yield MemoryLimit("physical memory", total, max(own, total - available_bytes()), own, processes)
     for group in control_groups():
         if group.limit < total:
             yield MemoryLimit(f"control group {group.path}", group.limit, max(own, group.used()), own, processes)
@@ -107,7 +101,7 @@ def physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
+def disk_limit(directory: Path) -> MemoryLimit | None:
     """Return this user's space on the file system of a directory, existing or not; None if unknown.
 
     >>> import tempfile
@@ -120,7 +114,7 @@ def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
     except OSError:
         return None
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    return MemoryLimit(f"the disk of {directory}", total, total - free, 0, processes)
+    return MemoryLimit(f"the disk of {directory}", total, total - free, 0)
 
 
 def existing(directory: Path) -> Path:
@@ -131,7 +125,7 @@ def existing(directory: Path) -> Path:
 def lowest_free(groups: Sequence[ControlGroup]) -> tuple[str, int, int]:
     """Return name, size and free bytes of the host limit with the least free memory; cheap enough for polling."""
     total = physical_bytes()
-    found = ("physical memory", total, _available(total))
+    found = ("physical memory", total, available_bytes())
     for group in groups:
         free = group.limit - group.used(exact_above=group.limit // 2)
         if free < found[2]:
@@ -139,12 +133,13 @@ def lowest_free(groups: Sequence[ControlGroup]) -> tuple[str, int, int]:
     return found
 
 
-def _available(total: int) -> int:
-    with open("/proc/meminfo", "rb") as file:
+def available_bytes() -> int:
+    """Return the physical memory of this machine that is free, or soon can be; all of it if unknown."""
+    with contextlib.suppress(OSError), open("/proc/meminfo", "rb") as file:
         for line in file:
             if line.startswith(b"MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return total
+    return physical_bytes()
 
 
 @dataclass(frozen=True)

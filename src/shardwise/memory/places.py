@@ -416,17 +416,9 @@ class Loans:
         loan = self._kept.get(id(tensor.untyped_storage()))
         return tensor if loan is None else loan.stored.shared().view(tensor.dtype).view(tensor.shape)
 
-    @contextlib.contextmanager
-    def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:
-        """Acquire all tensors inside the block."""
-        try:
-            self.acquire(read=read)
-            try:
-                yield
-            finally:
-                self.give_back(written=written)
-        finally:
-            self.settle()
+    def lent_out(self, *, read: bool = True, written: bool) -> AbstractContextManager[None]:
+        """Acquire all tensors inside the block; without `read` the block overwrites them."""
+        return borrowed([(self, written if read else None)])
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
