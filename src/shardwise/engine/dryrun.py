@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.domain import Arrangement
     from shardwise.config import Config
+
+T = TypeVar("T")
 
 MOST_PASSES = 3
 """Micro-batches of a window that are run: the first, which allocates the accumulators; one in the middle, like every
@@ -94,20 +96,26 @@ class MemoryPlan:
         files = {str(path): size for path, size in self.files.items()}
         return TierBytes(self.total, self.elsewhere[Tier.HOST], self.elsewhere[Tier.DISK], self.near, files, moved)
 
+    @property
+    def transfers(self) -> dict[str, dict[str, int]]:
+        """Bytes of a window "read" from and "written" to each used tier except the device, by name."""
+        return {tier.value: self.moved[tier]._asdict() for tier in self.elsewhere if any(self.moved[tier])}
+
     def joined(self, other: MemoryPlan) -> MemoryPlan:
         """Return the plan of a training run with windows of both plans."""
-        peaks = {category: max(size, other.peaks[category]) for category, size in self.peaks.items()}
-        elsewhere = {tier: max(size, other.elsewhere[tier]) for tier, size in self.elsewhere.items()}
-        return MemoryPlan(
-            peaks,
-            max(self.total, other.total),
-            other.floor,
-            max(self.least, other.least),
-            elsewhere,
-            max(self.near, other.near),
-            other.moved,
-            {directory: max(size, other.files.get(directory, 0)) for directory, size in self.files.items()},
+        return replace(
+            other,
+            peaks=_larger(self.peaks, other.peaks),
+            total=max(self.total, other.total),
+            least=max(self.least, other.least),
+            elsewhere=_larger(self.elsewhere, other.elsewhere),
+            near=max(self.near, other.near),
+            files=_larger(self.files, other.files),
         )
+
+
+def _larger(sizes: Mapping[T, int], others: Mapping[T, int]) -> dict[T, int]:
+    return {key: max(size, others.get(key, 0)) for key, size in sizes.items()}
 
 
 class DryRunEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from shardwise.compat import never_compiled, transforming
 from shardwise.engine.observers import StepObserver
-from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Room, Setting
+from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Room
 from shardwise.engine.ranks import local_ranks
 from shardwise.errors import UsageError
 from shardwise.memory import (
@@ -108,7 +109,8 @@ class MemoryReporting(StepObserver):
             notes.append("Activations are planned if a sample batch is given.")
         plan, why = None, ""
         try:
-            plan, why = Planner(self._target(), sample_batch, loss).window(self._setting())
+            target = self._target()
+            plan, why = Planner(target, sample_batch, loss).window(target.setting)
         except Exception as error:  # a client optimizer runs in the dry run
             notes.append(f"Not planned: a dry run of the engine failed ({type(error).__name__}: {error}).")
         if why:
@@ -117,36 +119,26 @@ class MemoryReporting(StepObserver):
         if snapshot:
             where = "counted under other" if self.device.type == "cpu" else "on the host and not in the table"
             notes.append(f"From the first asynchronous save on, its snapshot takes {readable(snapshot)}, {where}.")
-        if self.device.type != "cpu":
-            snapshot = 0
+            snapshot = snapshot if self.device.type == "cpu" else 0
         notes += self._faults.notes_on_copies(plan)
         if not self.accountant.tracked:
             notes.append("Activations and temporaries are measured under shardwise.memory.track_activations.")
         if self._step.global_steps == 0:
             notes.append("No step has been taken: measured is what has been held so far.")
-        measured = self.accountant.peak
-        rows = []
-        for category in Category:
-            if category is Category.ACTIVATIONS:
-                seen = measured[category] if self.accountant.tracked else None
-                peak = None if plan is None or sample_batch is None or why else plan.peaks[category]
-                rows.append(MemoryRow(category.value, peak, seen, peak))
-            else:
-                at_least = None if plan is None else plan.floor[category]
-                expected = None if plan is None else plan.peaks[category]
-                if category is Category.OTHER and snapshot:
-                    expected = (expected or 0) + snapshot
-                rows.append(MemoryRow(category.value, expected, measured[category], at_least))
-        total = MemoryRow(
-            "total",
-            None if plan is None else plan.total + snapshot,
-            self.accountant.peak_total,
-            None if plan is None else plan.least,
-        )
+        planned, least, measured = {}, {}, self.accountant.peak
+        if plan is not None:
+            planned, least = dict(plan.peaks), dict(plan.floor)
+            planned[Category.OTHER] += snapshot
+        if sample_batch is None or why:
+            planned.pop(Category.ACTIVATIONS, None), least.pop(Category.ACTIVATIONS, None)
+        if not self.accountant.tracked:
+            del measured[Category.ACTIVATIONS]
+        total = (None, None) if plan is None else (plan.total + snapshot, plan.least)
+        elsewhere = {} if plan is None else plan.elsewhere
         cuda = self.device.type == "cuda"
         return MemoryReport(
-            rows=tuple(rows),
-            total=total,
+            rows=tuple(MemoryRow(c.value, planned.get(c), measured.get(c), least.get(c)) for c in Category),
+            total=MemoryRow("total", total[0], self.accountant.peak_total, total[1]),
             parameters=sum(tensor.numel for tensor in sharded.registry),
             rank=self._job.rank,
             world=self._comm.world,
@@ -157,15 +149,11 @@ class MemoryReporting(StepObserver):
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else None,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else None,
             elsewhere=tuple(
-                MemoryRow(tier.value, expected, held, None)
-                for tier in Tier
-                if tier is not Tier.DEVICE
-                for expected in [None if plan is None else plan.elsewhere[tier]]
-                if (held := self.accountant.peak_total_in(tier)) or expected
+                MemoryRow(tier.value, elsewhere.get(tier), held, None)
+                for tier in (Tier.HOST, Tier.DISK)
+                if (held := self.accountant.peak_total_in(tier)) or elsewhere.get(tier)
             ),
-            moved={}
-            if plan is None
-            else {tier.value: plan.moved[tier]._asdict() for tier in plan.elsewhere if any(plan.moved[tier])},
+            moved={} if plan is None else plan.transfers,
         )
 
     def memory_plans(
@@ -217,7 +205,6 @@ class MemoryReporting(StepObserver):
                 settings += [
                     replace(now, stage=stage, micro_batch=micro, accumulation=steps, ranks=world) for stage in stages
                 ]
-        planner = Planner(target, sample_batch, loss)
         limit, rooms = self._rooms()
         settings.sort(key=lambda setting: setting.cost)
         notes = [] if limit is None else [f"Limit: {limit.name}."]
@@ -225,7 +212,7 @@ class MemoryReporting(StepObserver):
             notes.append("Activations are not in it; they are planned if a sample batch is given.")
         if self._resolution.config.checkpoint.in_background:
             notes.append("Snapshots of asynchronous saves are not in it: a copy of what each rank saves, on the host.")
-        room = rooms[0].size if limit is not None else None
+        planner, room = Planner(target, sample_batch, loss), None if limit is None else rooms[0].size
         return MemoryPlans(tuple(planner.plan(setting, rooms) for setting in settings), room, tuple(notes))
 
     def _rooms(self) -> tuple[MemoryLimit | None, list[Room]]:
@@ -253,22 +240,11 @@ class MemoryReporting(StepObserver):
         if self._watchdog is not None:
             self._watchdog.close()
 
-    def _setting(self) -> Setting:
-        config = self._resolution.config
-        micro, steps = self._batches.micro, self._batches.steps
-        sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
-        return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence, tensor=tensor)
-
     def _target(self) -> PlanningTarget:
-        return PlanningTarget(
-            self.sharded.module,
-            self.sharded.optimizer,
-            self.sharded.client_groups,
-            self._resolution,
-            self._comm,
-            self._setting(),
-            self.sharded.domain.arrangement,
-        )
+        sharded, batches = self.sharded, self._batches
+        target = PlanningTarget.of(sharded.module, sharded.optimizer, self._resolution, sharded.domain)
+        setting = replace(target.setting, micro_batch=batches.micro, accumulation=batches.steps)
+        return replace(target, groups=sharded.client_groups, setting=setting)
 
     @never_compiled
     def remember_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -289,11 +265,8 @@ class MemoryReporting(StepObserver):
         return oom_error(error, self._context(where))
 
     def _context(self, where: str, **more: bool) -> OomContext:
-        def report() -> MemoryReport:
-            return self.memory_report(self._last_call, loss=like_cross_entropy)
-
-        setting, processes = str(self._setting()), local_ranks(self._job.world)
-        more["graph"] = more.get("graph", False) and self._last_call is not None
+        report = functools.partial(self.memory_report, self._last_call, loss=like_cross_entropy)
+        setting, processes = str(self._target().setting), local_ranks(self._job.world)
         return OomContext(where, setting, self.device, self.accountant, self._job.rank, processes, report, **more)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -240,14 +239,10 @@ class MemoryPlans:
                 str(setting.ranks),
                 *(readable(size) for size in (*sizes, plan.peaks.get("activations"), plan.total)),
                 *(readable(plan.elsewhere.get(tier)) for tier in tiers),
-                *([_places(setting.offload)] if offloaded else []),
+                *([", ".join(setting.offload.devices) if setting.offload else "as it is"] if offloaded else []),
                 {True: "yes", False: "no", None: "?"}[plan.fits],
             )
         return table
-
-
-def _places(offload: Offload | None) -> str:
-    return "as it is" if offload is None else f"{offload.optimizer}, {offload.parameters}"
 
 
 @dataclass(frozen=True)
@@ -312,8 +307,7 @@ class Planner:
         if fits and (note or unlimited):
             fits = None  # activations are missing, or the disk's free space is unknown
         elsewhere = {tier.value: size for tier, size in found.elsewhere.items() if size}
-        moved = {tier.value: found.moved[tier]._asdict() for tier in found.elsewhere if any(found.moved[tier])}
-        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, moved)
+        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, found.transfers)
 
     def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         """Return the plan of a window, and the reason why the plan or its activations are missing."""
@@ -392,12 +386,9 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
 def _facts(target: PlanningTarget) -> Facts:
     groups = target.optimizer.param_groups if target.optimizer is not None else []
     lr = groups[0].get("lr") if groups else None
+    config = target.resolution.config
     sequence, tensor = (
-        size if size > 1 else None
-        for size in (
-            target.resolution.config.sequence_parallel_size,
-            target.resolution.config.tensor_parallel.size,
-        )
+        size if size > 1 else None for size in (config.sequence_parallel_size, config.tensor_parallel.size)
     )
     return Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence, tensor_parallel_size=tensor)
 
@@ -439,18 +430,3 @@ def plan_model(
     now = planner.target.setting
     room = min((room.size for room in rooms if Tier.DEVICE in room.tiers), default=None)
     return MemoryPlans(tuple(planner.plan(replace(now, stage=stage), rooms) for stage in stages), room)
-
-
-def search(
-    planner: Planner, settings: Sequence[Setting], rooms: Sequence[Room], seconds: float
-) -> tuple[list[SettingPlan], bool]:
-    """Plan settings in order until one fits; return the plans, and whether the time limit allowed a complete search."""
-    deadline = time.monotonic() + seconds
-    plans: list[SettingPlan] = []
-    for setting in settings:
-        if time.monotonic() > deadline:
-            return plans, False
-        plans.append(planner.plan(setting, rooms))
-        if plans[-1].fits:
-            break
-    return plans, True
