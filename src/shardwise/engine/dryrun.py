@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -48,58 +47,29 @@ if TYPE_CHECKING:
     from shardwise.comm.domain import Arrangement
     from shardwise.config import Config
 
-T = TypeVar("T")
-
 MOST_PASSES = 3
 """Micro-batches of a window that are run: the first, which allocates the accumulators; one in the middle, like every
 further one; and the last, which reduces if that has not been done."""
 
 
 @dataclass(frozen=True)
-class TierBytes:
-    """Planned peak bytes of one rank by tier, as plain JSON values.
-
-    `near`: of device and host together. `files`: by directory on a disk. `moved`: bytes of a window read from and
-    written to host and disk.
-    """
-
-    device: int
-    host: int
-    disk: int
-    near: int
-    files: dict[str, int]
-    moved: dict[str, list[int]]
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
-    """Planned bytes of one rank in a window: peaks by category (activations only with a batch) and tier.
+    """Planned bytes of one rank in a window, as plain JSON values.
 
+    `peaks`: of each category, activations only with a batch. `elsewhere`: peaks of each tier except the device.
     `total`: peak of the sum on the device; `near`: of device and host together. `floor`: minimum of each category;
-    `least`: sum of minima at the time of the peak. `moved`: bytes moved between each tier and its users. `files`: by
-    directory on a disk.
+    `least`: sum of minima at the time of the peak. `moved`: bytes "read" from and "written" to each tier in use.
+    `files`: by directory on a disk.
     """
 
-    peaks: dict[Category, int]
+    peaks: dict[str, int]
     total: int
-    floor: dict[Category, int]
+    floor: dict[str, int]
     least: int
-    elsewhere: dict[Tier, int]
+    elsewhere: dict[str, int]
     near: int
-    moved: dict[Tier, Moved]
-    files: dict[Path, int]
-
-    @property
-    def tiers(self) -> TierBytes:
-        """The bytes by tier."""
-        moved = {tier.value: list(self.moved[tier]) for tier in self.elsewhere}
-        files = {str(path): size for path, size in self.files.items()}
-        return TierBytes(self.total, self.elsewhere[Tier.HOST], self.elsewhere[Tier.DISK], self.near, files, moved)
-
-    @property
-    def transfers(self) -> dict[str, dict[str, int]]:
-        """Bytes of a window "read" from and "written" to each used tier except the device, by name."""
-        return {tier.value: self.moved[tier]._asdict() for tier in self.elsewhere if any(self.moved[tier])}
+    moved: dict[str, dict[str, int]]
+    files: dict[str, int]
 
     def joined(self, other: MemoryPlan) -> MemoryPlan:
         """Return the plan of a training run with windows of both plans."""
@@ -114,7 +84,7 @@ class MemoryPlan:
         )
 
 
-def _larger(sizes: Mapping[T, int], others: Mapping[T, int]) -> dict[T, int]:
+def _larger(sizes: dict[str, int], others: dict[str, int]) -> dict[str, int]:
     return {key: max(size, others.get(key, 0)) for key, size in sizes.items()}
 
 
@@ -285,9 +255,15 @@ class DryRunEngine:
         peaks, highest = accountant.peak, accountant.at_peak
         least = floor(self.sharded, accumulation, peaks, accountant.live)
         total = sum(min(size, highest[category]) for category, size in least.items())
-        elsewhere: dict[Tier, int] = {t: accountant.peak_total_in(t) for t in Tier if t is not Tier.DEVICE}
         return MemoryPlan(
-            peaks, accountant.peak_total, least, total, elsewhere, accountant.peak_near, moved, self._disks.sizes
+            peaks={category.value: size for category, size in peaks.items()},
+            total=accountant.peak_total,
+            floor={category.value: size for category, size in least.items()},
+            least=total,
+            elsewhere={tier.value: accountant.peak_total_in(tier) for tier in (Tier.HOST, Tier.DISK)},
+            near=accountant.peak_near,
+            moved={tier.value: moved[tier]._asdict() for tier in (Tier.HOST, Tier.DISK) if any(moved[tier])},
+            files={str(directory): size for directory, size in self._disks.sizes.items()},
         )
 
 

@@ -115,7 +115,9 @@ class MemoryReporting(StepObserver):
             notes.append(f"Not planned: a dry run of the engine failed ({type(error).__name__}: {error}).")
         if why:
             notes.append(why[0].upper() + why[1:] + ".")
-        snapshot = 0 if plan is None else self._checkpoints.background.snapshot_bytes(plan.peaks[Category.OPTIMIZER])
+        snapshot = 0
+        if plan is not None:
+            snapshot = self._checkpoints.background.snapshot_bytes(plan.peaks[Category.OPTIMIZER.value])
         if snapshot:
             where = "counted under other" if self.device.type == "cpu" else "on the host and not in the table"
             notes.append(f"From the first asynchronous save on, its snapshot takes {readable(snapshot)}, {where}.")
@@ -125,20 +127,24 @@ class MemoryReporting(StepObserver):
             notes.append("Activations and temporaries are measured under shardwise.memory.track_activations.")
         if self._step.global_steps == 0:
             notes.append("No step has been taken: measured is what has been held so far.")
-        planned, least, measured = {}, {}, self.accountant.peak
+        planned, least, elsewhere = {}, {}, {}
+        total = least_total = None
         if plan is not None:
-            planned, least = dict(plan.peaks), dict(plan.floor)
-            planned[Category.OTHER] += snapshot
+            planned, least, elsewhere = dict(plan.peaks), dict(plan.floor), plan.elsewhere
+            planned[Category.OTHER.value] += snapshot
+            total, least_total = plan.total + snapshot, plan.least
         if sample_batch is None or why:
-            planned.pop(Category.ACTIVATIONS, None), least.pop(Category.ACTIVATIONS, None)
+            for sizes in (planned, least):
+                sizes.pop(Category.ACTIVATIONS.value, None)
+        measured = {category.value: size for category, size in self.accountant.peak.items()}
         if not self.accountant.tracked:
-            del measured[Category.ACTIVATIONS]
-        total = (None, None) if plan is None else (plan.total + snapshot, plan.least)
-        elsewhere = {} if plan is None else plan.elsewhere
+            del measured[Category.ACTIVATIONS.value]
         cuda = self.device.type == "cuda"
         return MemoryReport(
-            rows=tuple(MemoryRow(c.value, planned.get(c), measured.get(c), least.get(c)) for c in Category),
-            total=MemoryRow("total", total[0], self.accountant.peak_total, total[1]),
+            rows=tuple(
+                MemoryRow(c.value, *(found.get(c.value) for found in (planned, measured, least))) for c in Category
+            ),
+            total=MemoryRow("total", total, self.accountant.peak_total, least_total),
             parameters=sum(tensor.numel for tensor in sharded.registry),
             rank=self._job.rank,
             world=self._comm.world,
@@ -149,11 +155,11 @@ class MemoryReporting(StepObserver):
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else None,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else None,
             elsewhere=tuple(
-                MemoryRow(tier.value, elsewhere.get(tier), held, None)
+                MemoryRow(tier.value, elsewhere.get(tier.value), held, None)
                 for tier in (Tier.HOST, Tier.DISK)
-                if (held := self.accountant.peak_total_in(tier)) or elsewhere.get(tier)
+                if (held := self.accountant.peak_total_in(tier)) or elsewhere.get(tier.value)
             ),
-            moved={} if plan is None else plan.transfers,
+            moved={} if plan is None else plan.moved,
         )
 
     def memory_plans(

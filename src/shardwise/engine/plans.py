@@ -14,7 +14,7 @@ from shardwise.comm.domain import Arrangement, Domain
 from shardwise.comm.fake import FakeCommunicator
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
-from shardwise.engine.dryrun import DryRunEngine, MemoryPlan, TierBytes
+from shardwise.engine.dryrun import DryRunEngine, MemoryPlan
 from shardwise.engine.mesh import domain_of
 from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
@@ -95,13 +95,13 @@ class Room:
     size: int
     directories: tuple[str, ...] = ()
 
-    def needed(self, plan: TierBytes) -> int:
+    def needed(self, plan: MemoryPlan) -> int:
         """Return the bytes of a plan that count."""
         if Tier.DISK in self.tiers:
             return sum(size for directory, size in plan.files.items() if self.counts(directory))
         if Tier.DEVICE not in self.tiers:
-            return plan.host
-        return plan.near if Tier.HOST in self.tiers else plan.device
+            return plan.elsewhere[Tier.HOST.value]
+        return plan.near if Tier.HOST in self.tiers else plan.total
 
     def counts(self, directory: str) -> bool:
         """Return True if files in a directory count."""
@@ -298,16 +298,15 @@ class Planner:
         found, note = self.window(setting)
         if found is None:
             return SettingPlan(setting, note=note)
-        peaks = {category.value: size for category, size in found.peaks.items()}
+        peaks = dict(found.peaks)
         if self._batch is None or note:
             del peaks[Category.ACTIVATIONS.value]
-        tiers = found.tiers
-        fits = all(room.needed(tiers) * (1 + MARGIN) <= room.size for room in rooms) if rooms else None
-        unlimited = [directory for directory in tiers.files if not any(room.counts(directory) for room in rooms)]
+        fits = all(room.needed(found) * (1 + MARGIN) <= room.size for room in rooms) if rooms else None
+        unlimited = [directory for directory in found.files if not any(room.counts(directory) for room in rooms)]
         if fits and (note or unlimited):
             fits = None  # activations are missing, or the disk's free space is unknown
-        elsewhere = {tier.value: size for tier, size in found.elsewhere.items() if size}
-        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, found.transfers)
+        elsewhere = {tier: size for tier, size in found.elsewhere.items() if size}
+        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, found.moved)
 
     def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         """Return the plan of a window, and the reason why the plan or its activations are missing."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.engine.dryrun import TierBytes
+from shardwise.engine.dryrun import MemoryPlan
 from shardwise.engine.plans import (
     MARGIN,
     MemoryPlans,
@@ -71,7 +71,7 @@ class Resource:
     freed: int = 0
     directories: list[str] = field(default_factory=list)
 
-    def needed(self, plan: TierBytes) -> int:
+    def needed(self, plan: MemoryPlan) -> int:
         """Return the bytes of a plan that count."""
         return Room(tuple(map(Tier, self.tiers)), 0, tuple(self.directories)).needed(plan)
 
@@ -164,13 +164,18 @@ def preflight(target: PlanningTarget, job: Communicator) -> Budget:
     # One rank of each layout makes the dry run, because it keeps all cores busy for seconds.
     first: dict[str, int] = {}
     makers = [first.setdefault(each["layout"], rank) for rank, each in enumerate(known)]
-    plan, why = _plan(planner) if makers[job.rank] == job.rank else (None, "")
+    plan, why = None, ""
+    if makers[job.rank] == job.rank:
+        try:
+            plan, why = planner.window(target.setting)
+        except Exception as error:  # an optimizer of the user's own, which runs in the dry run
+            why = f"a dry run of the engine failed ({type(error).__name__}: {error})"
     resources = [vars(one) for one in resources_of(target, job.rank, nodes[job.rank])]
     gathered = job.exchange(
         {"plan": None if plan is None else vars(plan), "why": why, "resources": resources}, "preflight"
     )
     made = {rank: gathered[rank]["plan"] for rank in first.values()}
-    plans = [None if made[rank] is None else TierBytes(**made[rank]) for rank in makers]
+    plans = [None if made[rank] is None else MemoryPlan(**made[rank]) for rank in makers]
     checks = checks_of([[Resource(**one) for one in each["resources"]] for each in gathered], plans)
     if job.rank == 0 and (missing := [rank for rank, one in made.items() if one is None]):
         logger.warning("whether this fits has not been planned: %s", gathered[missing[0]]["why"])
@@ -181,18 +186,9 @@ def preflight(target: PlanningTarget, job: Communicator) -> Budget:
         for check in checks:
             if check.needed > NEAR * check.there:
                 logger.warning("memory will be short, before activations are counted: %s", check)
-    planned = tuple({} if one is None else {tier.value: getattr(one, tier.value) for tier in Tier} for one in plans)
+    planned = tuple({} if one is None else {Tier.DEVICE.value: one.total, **one.elsewhere} for one in plans)
     traffic = offload_traffic(config, target.device, job, [one for one in plans if one is not None])
     return Budget(tuple(checks), planned, processes, here, traffic)
-
-
-def _plan(planner: Planner) -> tuple[TierBytes | None, str]:
-    """Return the plan of the configured setting, or the reason for its absence."""
-    try:
-        plan, why = planner.window(planner.target.setting)
-    except Exception as error:  # an optimizer of the user's own, which runs in the dry run
-        return None, f"a dry run of the engine failed ({type(error).__name__}: {error})"
-    return None if plan is None else plan.tiers, why
 
 
 def _layout(target: PlanningTarget, rank: int) -> str:
@@ -249,7 +245,7 @@ def _swap_directories(config: Config) -> list[str]:
     return sorted({str(Path(path).expanduser()) for path in paths if path and path.lower() != "none"})
 
 
-def checks_of(resources: Sequence[Sequence[Resource]], plans: Sequence[TierBytes | None]) -> list[Check]:
+def checks_of(resources: Sequence[Sequence[Resource]], plans: Sequence[MemoryPlan | None]) -> list[Check]:
     """Add up the needs of all ranks with a plan, by resource."""
     shared: dict[str, list[tuple[int, Resource, int]]] = {}
     for rank, (own, plan) in enumerate(zip(resources, plans, strict=True)):

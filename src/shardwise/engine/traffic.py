@@ -17,7 +17,7 @@ from shardwise.utils.logging import logger
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
-    from shardwise.engine.dryrun import TierBytes
+    from shardwise.engine.dryrun import MemoryPlan
     from shardwise.offload.speed import Speed
 
 WORTH_MEASURING = 16 << 20
@@ -55,12 +55,13 @@ hides it.
 
 
 def offload_traffic(
-    config: Config, device: torch.device, job: Communicator, plans: Sequence[TierBytes]
+    config: Config, device: torch.device, job: Communicator, plans: Sequence[MemoryPlan]
 ) -> tuple[Traffic, ...]:
     """Measure the speed of tiers that a step uses much, and log the time (all ranks call with the plans of all)."""
     found = []
     for tier in (Tier.DISK, *((Tier.HOST,) if device.type == "cuda" else ())):
-        read, written = max((plan.moved[tier.value] for plan in plans), key=sum, default=(0, 0))
+        moved = [tuple(plan.moved[tier.value].values()) for plan in plans if tier.value in plan.moved]
+        read, written = max(moved, key=sum, default=(0, 0))
         if read + written < WORTH_MEASURING:
             continue
         directory = next((Path(path) for plan in plans for path in plan.files), None)

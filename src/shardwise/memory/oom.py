@@ -22,9 +22,9 @@ from shardwise.memory.accountant import Accountant, Category, Tier
 from shardwise.memory.limits import MemoryLimit, engine_room, memory_limit, more_addresses
 from shardwise.memory.process import give_back_freed_memory
 from shardwise.memory.report import MemoryReport, readable
+from shardwise.sizes import size_in_bytes
 
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
+_REQUESTED = re.compile(r"tried to allocate (\d+(?:\.\d+)?(?: [KMGT]iB)?)", re.IGNORECASE)
 _ADVICE = (
     "To find a setting that fits, call print(engine.memory_plans(batch)) before training (it plans stages, micro-"
     "batches and ranks on tensors without memory), or run shardwise plan. Further ways: offload_optimizer and "
@@ -72,10 +72,7 @@ def requested_bytes(error: BaseException) -> int | None:
     21495808
     """
     found = _REQUESTED.search(str(error))
-    if found is None:
-        return None
-    unit = next(size for name, size in _UNITS.items() if name.lower() == found.group(2).lower())
-    return int(float(found.group(1)) * unit)
+    return None if found is None else size_in_bytes(found[1])
 
 
 def clear_frames(error: BaseException) -> None:
