@@ -1,4 +1,4 @@
-"""A small training job under a limit of its address space, run as a script by test_exhausted.py.
+"""A small training job under a limit of its address space, run as a script by test_oom.py.
 
 Arguments: JSON with `config`, `room` (MiB beyond what the process has before the model exists), `width`, `rows`,
 `where` (what is to be built under the limit). Prints one line of JSON: what was raised, or how many steps were taken.
@@ -36,7 +36,7 @@ def main() -> None:
                 engine.backward(loss)
                 engine.step()
     except OutOfMemoryError as error:
-        told = {"text": str(error), "asked": error.asked}
+        told = {"text": str(error), "requested": error.requested}
         told["cause"] = type(error.__cause__).__name__
         print(json.dumps(told), flush=True)
         sys.exit(3)

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise
-from shardwise.memory import Category, state_bytes, track_activations
+from shardwise.memory import Category, memory_sources, track_activations
 from shardwise.optim import Muon
 from tests.harness import run_ranks
 
-CPU, FP32 = torch.device("cpu"), torch.float32
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -40,19 +39,20 @@ shape = st.one_of(st.tuples(st.integers(1, 90)), st.tuples(st.integers(1, 40), s
 @settings(max_examples=8)
 @given(shapes=st.lists(shape, min_size=1, max_size=4))
 def test_state_is_exact(name: str, shapes: list[tuple[int, ...]]) -> None:
-    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.ones(s)) for s in shapes])
-    told = state_bytes(optimizer, 0, shapes, dtype=FP32, device=CPU)
+    lists = [torch.nn.ParameterList([torch.ones(s)]) for s in shapes]
+    optimizer = OPTIMIZERS[name]([parameter for one in lists for parameter in one])
+    planned = [found.optimizer for found in memory_sources(torch.nn.ModuleList(lists), optimizer=optimizer).modules]
     assert not any(entry.get("step") for entry in optimizer.state.values())  # only asked
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     optimizer.step()
     kept = [[v for v in state.values() if isinstance(v, torch.Tensor)] for state in optimizer.state.values()]
-    assert [size for size, _ in told] == [sum(v.nbytes for v in values) for values in kept] or not kept
+    assert planned == [0, *(sum(v.nbytes for v in values) for values in kept or [()] * len(shapes))]
 
 
 def test_muon_steps_matrices() -> None:
-    optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(40, 24))])
-    assert state_bytes(optimizer, 0, [(40, 24)], dtype=FP32, device=CPU) == [(40 * 24 * 4, 0)]
+    found = memory_sources(torch.nn.Linear(24, 40, bias=False), optimizer=torch.optim.Muon)
+    assert (found.optimizer, found.optimizer_counters) == (40 * 24 * 4, 0)
 
 
 def wide() -> torch.nn.Module:
@@ -118,10 +118,10 @@ def test_both_kinds_of_stepping_are_told(stage: int, world: int) -> None:
 
 
 def test_options_of_the_group_are_asked() -> None:
-    groups = [{"params": [torch.zeros(4)], "momentum": 0.0}, {"params": [torch.zeros(4)], "momentum": 0.9}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    states = [state_bytes(optimizer, group, [(1000,)], dtype=FP32, device=CPU) for group in (0, 1)]
-    assert states == [[(0, 0)], [(4000, 0)]]
+    lists = [torch.nn.ParameterList([torch.zeros(1000)]) for _ in range(2)]
+    groups = [{"params": list(one), "momentum": momentum} for one, momentum in zip(lists, (0.0, 0.9), strict=True)]
+    found = memory_sources(torch.nn.ModuleList(lists), optimizer=torch.optim.SGD(groups, lr=0.1))
+    assert [one.optimizer for one in found.modules] == [0, 0, 4000]
 
 
 def test_schedules_and_hooks_of_the_real_optimizer_see_nothing() -> None:
@@ -130,7 +130,7 @@ def test_schedules_and_hooks_of_the_real_optimizer_see_nothing() -> None:
     calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the instance's step()
-    state_bytes(optimizer, 0, [(3,)], dtype=FP32, device=CPU)
+    assert memory_sources(torch.nn.ParameterList([parameter]), optimizer=optimizer).optimizer == 2 * 3 * 4 + 4
     assert not calls and not optimizer.state
     assert torch.equal(parameter, torch.ones(3))
     optimizer.step()

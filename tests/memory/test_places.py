@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -92,6 +94,21 @@ def test_what_fails_gives_back_what_was_on_its_way() -> None:
         in_turn([(n, [(one, True)]) for n, one in enumerate(loans)], fail)
     assert shelf.said[-2:] == ["store 0", "drop 1"]
     assert [one.lent for one in loans] == [0, 0, 0] and accountant.live[M] == 0
+
+
+def test_what_comes_before_the_one_that_fails_is_given_back() -> None:
+    shelf, accountant = Shelf(), Accountant()
+    loans = Loans(shelf, accountant)
+    for number in range(3):
+        loans.keep(M, torch.full((4,), float(number)))
+    shelf.said.clear()
+    moved = accountant.moved(Tier.DISK)
+    second = list(loans._kept.values())[1].stored
+    with mock.patch.object(second, "start", side_effect=MemoryError), pytest.raises(MemoryError):
+        loans.start()
+    assert shelf.said == ["start 0", "drop 1", "drop 0"]
+    assert loans.lent == 0 and accountant.live[M] == 0 and accountant.live_in(Tier.DISK)[M] == 3 * 16
+    assert accountant.moved(Tier.DISK).read == moved.read + 16
 
 
 def test_a_loan_inside_of_another_brings_nothing_and_what_one_writes_is_stored() -> None:

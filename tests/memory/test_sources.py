@@ -67,12 +67,12 @@ def test_an_instance_of_the_optimizer_and_its_real_state_after_a_step() -> None:
         lambda p: torch.optim.SGD([{"params": p[:1], "momentum": 0.9}, {"params": p[1:]}], lr=0.1),
     ):
         optimizer = make(list(net.parameters()))  # type: ignore[operator]
-        told = memory_sources(net, optimizer=optimizer)
+        found = memory_sources(net, optimizer=optimizer)
         net(torch.ones(2, 30)).sum().backward()
         optimizer.step()
         state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
-        assert told.optimizer == state
-        assert told.activation_outputs is None and told.activation_saved is None
+        assert found.optimizer == state
+        assert found.activation_outputs is None and found.activation_saved is None
 
 
 def test_optimizers_that_cannot_be_asked() -> None:
@@ -81,7 +81,7 @@ def test_optimizers_that_cannot_be_asked() -> None:
         memory_sources(net, optimizer="Adamm")
     with pytest.raises(UsageError, match="none of the module's parameters"):
         memory_sources(net, optimizer=torch.optim.SGD([torch.zeros(3, requires_grad=True)]))
-    with pytest.raises(UsageError, match=r"LBFGS cannot be asked .* step on tiny tensors raises"):
+    with pytest.raises(UsageError, match=r"state of LBFGS is unknown, because a step on fake tensors raises"):
         memory_sources(net, optimizer="lbfgs")
     with pytest.raises(UsageError, match="the callable returned list"):
         memory_sources(net, optimizer=list)  # type: ignore[arg-type]
@@ -114,6 +114,21 @@ def test_tied_frozen_and_shared() -> None:
     # tokens; the input of the first and of the second call of the shared layer; tanh's output is that input; head's.
     # The embedding's own output is saved by nobody: the gradient passes through the frozen layer without it.
     assert found.activation_saved == 40 + 3 * 5 * 6 * 4
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_outputs() -> None:
+    class Sparse(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            indices, rows = torch.arange(4), torch.arange(5)
+            return (
+                torch.sparse_coo_tensor(torch.stack([indices, indices]), x.diag()),
+                torch.sparse_csr_tensor(rows, indices, x.diag()),
+                torch.sparse_csc_tensor(rows.clone(), indices.clone(), x.diag()),
+            )
+
+    found = memory_sources(nn.Sequential(Sparse()), torch.eye(4))
+    assert found.activation_outputs == 4 * 4 * 4 + (2 * 4 * 8 + 16) + 2 * (5 * 8 + 4 * 8 + 16)
 
 
 @dataclass

@@ -23,10 +23,6 @@ from tests.harness import run_ranks
 GIB = 1 << 30
 
 
-class Owner:
-    pass
-
-
 def watch(left: list[int], seconds: float = 5.0, total: int = 64 * GIB) -> tuple[list[int], int]:
     """Watch while so much is left at each look (the last for ever); return how it ended, and how many looks it took."""
     ended: list[int] = []
@@ -37,9 +33,7 @@ def watch(left: list[int], seconds: float = 5.0, total: int = 64 * GIB) -> tuple
         looks += 1
         return "a test", total, left[min(looks, len(left)) - 1]
 
-    owner = Owner()
-    watchdog = Watchdog(owner, lambda owner: "A table.", look, ended.append)
-    watchdog.start()
+    watchdog = Watchdog(lambda checkpoint: f"A table. {checkpoint}", look, ended.append)
     deadline = time.monotonic() + seconds
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -50,7 +44,7 @@ def watch(left: list[int], seconds: float = 5.0, total: int = 64 * GIB) -> tuple
 def test_it_ends_the_process_when_too_little_is_left(capfd: pytest.CaptureFixture[str]) -> None:
     ended, looks = watch([GIB, GIB, margin_of(64 * GIB)])
     assert ended == [EXIT_CODE] and looks == 3
-    assert capfd.readouterr().err == "*** shardwise: 256.00 MiB are left of a test (64.00 GiB). A table.\n"
+    assert capfd.readouterr().err == "*** shardwise: 256.00 MiB are left of a test (64.00 GiB). A table. None\n"
 
 
 def test_it_looks_rarely_while_much_is_left() -> None:
@@ -60,18 +54,15 @@ def test_it_looks_rarely_while_much_is_left() -> None:
     assert not ended and looks > 10
 
 
-def test_it_ends_with_its_owner_and_when_it_is_closed() -> None:
+def test_it_ends_when_it_is_freed() -> None:
     before = threading.active_count()
-    owner: Owner | None = Owner()
-    watchdog = Watchdog(owner, lambda owner: "", lambda: ("a test", GIB, GIB // 8))  # looks often
-    watchdog.start()
+    watchdog: Watchdog | None = Watchdog(lambda checkpoint: "", lambda: ("a test", GIB, GIB // 8))  # looks often
     assert threading.active_count() == before + 1
-    owner = None
+    del watchdog
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
-    watchdog.close()
 
 
 def test_a_look_costs_next_to_nothing(tmp_path: Path) -> None:
@@ -85,7 +76,7 @@ def test_a_look_costs_next_to_nothing(tmp_path: Path) -> None:
 
 SCRIPT = """
 import functools, sys, torch, shardwise
-import shardwise.engine.budget as budget, shardwise.memory.watchdog as watchdog
+import shardwise.engine.build as build, shardwise.memory.watchdog as watchdog
 from pathlib import Path
 
 saved = Path(sys.argv[1])
@@ -95,7 +86,7 @@ def look():
     from shardwise.memory.limits import control_groups, lowest_free
     return lowest_free(list(control_groups(group / "membership", group)))
 
-budget.Watchdog = functools.partial(watchdog.Watchdog, look=look)
+build.Watchdog = functools.partial(watchdog.Watchdog, look=look)
 zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 adam = {"type": "AdamW", "params": {"lr": 1e-3}}
 config = {"train_batch_size": 2, "optimizer": adam, "zero_optimization": zero, "memory_limits": {"host": "1GB"}}

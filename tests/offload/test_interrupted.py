@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from shardwise.errors import OffloadError, UsageError
-from shardwise.memory import Tier
+from shardwise.memory import OutOfMemoryError, Tier
+from shardwise.offload import disk
 from tests.harness import run_ranks
 from tests.offload.settings import offload
 from tests.offload.test_faults import CASE, made, masters_digest, steps
@@ -201,3 +202,32 @@ def on_one_of_two(directory: str) -> str:
 def test_the_error_names_the_rank(tmp_path: Path) -> None:
     healthy, said = run_ranks(on_one_of_two, 2, str(tmp_path))
     assert not healthy and said.startswith(f"rank 1's swap file in {tmp_path}: ") and said.endswith(RESTART)
+
+
+def short_of_memory(place: str, directory: str, after: int) -> str:
+    """Train, with a step in which memory runs out while state is fetched, and which is taken again."""
+    engine = made(offload(place, directory))
+    steps(engine, 0, 2)
+    engine.backward(CASE.loss(engine, CASE.data(2, 0, 0, torch.bfloat16)))
+    left, real = after, disk._Kept.start
+
+    def start(stored: Any, *, read: bool) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError
+        real(stored, read=read)
+
+    with mock.patch.object(disk._Kept, "start", start), pytest.raises(OutOfMemoryError):
+        engine.step()
+    engine.step()
+    steps(engine, 3, 4)
+    found = masters_digest(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("place", ["optimizer on disk", "gradients on disk"])
+def test_a_step_without_memory_for_its_state_can_be_taken_again(tmp_path: Path, place: str, after: int) -> None:
+    assert run_ranks(short_of_memory, 1, place, str(tmp_path), after) == run_ranks(undisturbed, 1, place, str(tmp_path))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -324,6 +325,33 @@ def test_any_order_of_uses(name: str, tmp_path: Path, sizes: list[int], uses: li
             assert torch.equal(one.read(tensor), right)
             one.clear()
         assert counted(accountant, Tier.DISK) == counted(accountant, Tier.HOST) == 0
+
+
+@pytest.mark.parametrize("failing", range(3))
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("method", ["start", "finish"])
+def test_what_memory_runs_out_for_is_not_acquired(home: StateHome, method: str, read: bool, failing: int) -> None:
+    accountant = Accountant()
+    loans, tensors = Loans(home, accountant), [torch.full((500,), float(number)) for number in range(3)]
+    for tensor in tensors:
+        loans.keep(Category.OPTIMIZER, tensor)
+    resting = [accountant.live_in(tier) for tier in Tier]
+    stored = [loan.stored for loan in loans._kept.values()][failing]
+    real = getattr(stored, method)
+
+    def fails(**keys: Any) -> None:
+        real(**keys)
+        raise MemoryError
+
+    with mock.patch.object(stored, method, fails), pytest.raises(MemoryError):
+        loans.acquire(read=read)
+    with mock.patch.object(stored, method, side_effect=MemoryError), pytest.raises(MemoryError):
+        loans.acquire(read=read)
+    loans.settle()
+    assert loans.lent == 0 and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    assert [accountant.live_in(tier) for tier in Tier] == resting
+    with loans.lent_out(written=False):
+        assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [1.0], [2.0]]
 
 
 def test_values_of_real_size(home: StateHome) -> None:

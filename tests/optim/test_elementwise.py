@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, UsageError
-from shardwise.memory import state_bytes
+from shardwise.memory import memory_sources
 from shardwise.optim import Adagrad, Adam, AdamW, ElementwiseOptimizer, Lion, Sharding, adam, elementwise, sharding_of
 from shardwise.optim.elementwise import COMPENSATION
 from shardwise.optim.rounding import random_bits, round_stochastically
@@ -358,7 +358,7 @@ def test_bytes_of_state(
     shapes = [(1000,), (10, 20)]
     weights = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
     optimizer = cls(weights, **how)
-    wanted = sum(kept for kept, _ in state_bytes(optimizer, 0, shapes, dtype=dtype, device=torch.device("cpu")))
+    wanted = memory_sources(torch.nn.ParameterList(weights), optimizer=optimizer).optimizer
     assert wanted == 1200 * (states * per_state + more) + 2 * 4
     step_with(optimizer, gradients=[(p, torch.ones(p.numel())) for p in weights])
     found = sum(value.nbytes for state in optimizer.state.values() for value in state.values())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.memory import Accountant, state_bytes, track_activations
+from shardwise.memory import Accountant, memory_sources, track_activations
 from shardwise.optim import Lamb, Layerwise, Sharding, build, group_shardings, sharding_of
 from tests.optim.reference import WrittenLamb, WrittenLars
 
@@ -170,9 +170,8 @@ def test_by_name() -> None:
 def test_memory_of_a_step_is_that_of_adam() -> None:
     from shardwise.precision.tensornorms import TensorNorms
 
-    lamb = Lamb([torch.zeros(1)])
-    fp32, cpu = torch.float32, torch.device("cpu")
-    assert state_bytes(lamb, 0, [(100_000,)], dtype=fp32, device=cpu) == [(800_004, 4)]
+    found = memory_sources(torch.nn.ParameterList([torch.zeros(100_000)]), optimizer=Lamb)
+    assert (found.optimizer, found.optimizer_counters) == (800_004, 4)
     for norms, least, most in ((False, 40_000, 90_000), (True, 0, 1000)):  # alone, it leaves the gradient as it is
         weight = torch.nn.Parameter(torch.ones(10_000))  # larger ones are widened in memory that all share
         weight.grad = torch.ones(10_000)

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.background import Background, SaveReport, await_all, save_in_background, settle
+from shardwise.engine.ranks import local_ranks
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 from shardwise.utils.logging import logger
@@ -75,14 +76,13 @@ class BackgroundSaves:
     def start(self, request: SaveRequest, state: TrainingState, begun: float, waited: float) -> None:
         """Copy the state to a snapshot and start writing it; `begun` is of `time.monotonic`, `waited` in seconds."""
         if self.saving is None:
-            ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._job.world
             told = _tell if self._job.rank == 0 and self.shows_statistics else None
             # Shorter than a collective's timeout, because finished ranks wait in a collective for the others.
             limit = 0.8 * self._job.timeout.total_seconds()
             device = self._sharded.device
             # The memory table counts device memory; the snapshot is in host memory.
             counter = functools.partial(self._sharded.accountant.add, Category.OTHER) if device.type == "cpu" else None
-            self.saving = Background(device, int(ranks), counter, told, limit)
+            self.saving = Background(device, local_ranks(self._job.world), counter, told, limit)
         report = save_in_background(self._sharded.state, request, state, self.saving)
         self._sharded.copied = self.saving.copied
         report.waited = waited

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,13 +41,9 @@ from shardwise.engine.advice import (
 )
 from shardwise.engine.asked import RequestedParallelism, asked_by, group_of, model_parallel_size, tensor_lines
 from shardwise.engine.batch import Batches
-from shardwise.engine.budget import Watched, watches
-from shardwise.engine.budget import make as make_budget
-from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
 from shardwise.engine.exchanges import exchanges_in_backward, exchanges_of
-from shardwise.engine.exhausted import OomContext, explaining
 from shardwise.engine.experts import divide_experts
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
 from shardwise.engine.faults import FaultTolerance
@@ -66,8 +63,9 @@ from shardwise.engine.modules import (
 from shardwise.engine.monitoring import StepEvents
 from shardwise.engine.observers import Observers
 from shardwise.engine.plans import PlanningTarget
+from shardwise.engine.preflight import has_watchdog, is_wanted, preflight
 from shardwise.engine.profiling import Profiling
-from shardwise.engine.ranks import RankGrid
+from shardwise.engine.ranks import RankGrid, local_ranks
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
@@ -80,6 +78,8 @@ from shardwise.engine.timelines import Timelines
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.memory.oom import OomContext, reporting_oom
+from shardwise.memory.watchdog import Watchdog
 from shardwise.monitor import Monitor, check_packages, switched_on
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
@@ -297,14 +297,15 @@ def _build(
     check_agreement(job, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
 
     # Memory preflight before weights are sharded; the watchdog starts here.
-    subject = PlanningTarget.of(model, stepped, resolution, domain)
-    budget = make_budget(subject, job) if budget_wanted(settings, plan.where.names) else None
-    watched = None
-    if budget is not None and watches(settings, plan.where.names):
-        watched = Watched(budget, job.rank, accountant)
+    target = PlanningTarget.of(model, stepped, resolution, domain)
+    budget = preflight(target, job) if is_wanted(settings, plan.where.names) else None
+    watchdog = None
+    if budget is not None and has_watchdog(settings, plan.where.names) and job.rank == budget.node[0]:
+        watchdog = Watchdog(functools.partial(budget.exhaustion, job.rank, accountant))
 
     # Sharding frees the model unit by unit, so no other object may hold unsharded parameters.
-    with explaining(lambda: OomContext("initialize()", subject, accountant, job.rank)):
+    setting, processes = str(target.setting), local_ranks(job.world)
+    with reporting_oom(lambda: OomContext("initialize()", setting, device, accountant, job.rank, processes)):
         sharded = ShardedModel(
             model,
             stepped,
@@ -338,15 +339,15 @@ def _build(
     step.exchanges = exchanges_in_backward(model, lines)
     job.ledger.step = lambda: step.global_steps
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
-    if watched is not None:
-        watched.checkpoint = checkpoints.known
+    if watchdog is not None:
+        watchdog.checkpoint = checkpoints.known
     faults = FaultTolerance(sharded, resolution, job, step, batches, checkpoints, signals)
     if training_data is not None:
         batches.training_dataloader = batches.loader(training_data, collate_fn=collate_fn)
 
     timelines = Timelines(sharded, settings, job, step)
     memory = MemoryReporting(
-        sharded, resolution, job, step, batches, checkpoints, faults, budget, watched, communicators
+        sharded, resolution, job, step, batches, checkpoints, faults, budget, watchdog, communicators
     )
     for shared in (sequences, tensors):
         if shared is not None:

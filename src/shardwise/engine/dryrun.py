@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.tensors import SharedTensors
 from shardwise.engine.zeropp import reduction
-from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, track_activations, twin_of
+from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, fake_optimizer, track_activations
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
@@ -55,63 +54,38 @@ further one; and the last, which reduces if that has not been done."""
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Planned bytes of one rank in a window: peaks by category (activations only with a batch) and tier.
+    """Planned bytes of one rank in a window, as plain JSON values.
 
+    `peaks`: of each category, activations only with a batch. `elsewhere`: peaks of each tier except the device.
     `total`: peak of the sum on the device; `near`: of device and host together. `floor`: minimum of each category;
-    `least`: sum of minima at the time of the peak. `moved`: bytes moved between each tier and its users. `files`: by
-    directory on a disk.
+    `least`: sum of minima at the time of the peak. `moved`: bytes "read" from and "written" to each tier in use.
+    `files`: by directory on a disk.
     """
 
-    peaks: dict[Category, int]
+    peaks: dict[str, int]
     total: int
-    floor: dict[Category, int]
+    floor: dict[str, int]
     least: int
-    elsewhere: dict[Tier, int]
+    elsewhere: dict[str, int]
     near: int
-    moved: dict[Tier, Moved]
-    files: dict[Path, int]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return {
-            "peaks": {category.name: size for category, size in self.peaks.items()},
-            "total": self.total,
-            "floor": {category.name: size for category, size in self.floor.items()},
-            "least": self.least,
-            "elsewhere": {tier.name: size for tier, size in self.elsewhere.items()},
-            "near": self.near,
-            "moved": {tier.name: list(moved) for tier, moved in self.moved.items()},
-            "files": {str(path): size for path, size in self.files.items()},
-        }
-
-    @classmethod
-    def of_json(cls, told: Mapping[str, Any]) -> MemoryPlan:
-        """Return the plan from the result of `as_json`."""
-        return cls(
-            {Category[name]: size for name, size in told["peaks"].items()},
-            told["total"],
-            {Category[name]: size for name, size in told["floor"].items()},
-            told["least"],
-            {Tier[name]: size for name, size in told["elsewhere"].items()},
-            told["near"],
-            {Tier[name]: Moved(*moved) for name, moved in told["moved"].items()},
-            {Path(path): size for path, size in told["files"].items()},
-        )
+    moved: dict[str, dict[str, int]]
+    files: dict[str, int]
 
     def joined(self, other: MemoryPlan) -> MemoryPlan:
         """Return the plan of a training run with windows of both plans."""
-        peaks = {category: max(size, other.peaks[category]) for category, size in self.peaks.items()}
-        elsewhere = {tier: max(size, other.elsewhere[tier]) for tier, size in self.elsewhere.items()}
-        return MemoryPlan(
-            peaks,
-            max(self.total, other.total),
-            other.floor,
-            max(self.least, other.least),
-            elsewhere,
-            max(self.near, other.near),
-            other.moved,
-            {directory: max(size, other.files.get(directory, 0)) for directory, size in self.files.items()},
+        return replace(
+            other,
+            peaks=_larger(self.peaks, other.peaks),
+            total=max(self.total, other.total),
+            least=max(self.least, other.least),
+            elsewhere=_larger(self.elsewhere, other.elsewhere),
+            near=max(self.near, other.near),
+            files=_larger(self.files, other.files),
         )
+
+
+def _larger(sizes: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+    return {key: max(size, others.get(key, 0)) for key, size in sizes.items()}
 
 
 class DryRunEngine:
@@ -140,14 +114,14 @@ class DryRunEngine:
         self.accountant = accountant = Accountant()
         twin = fake_copy(module, self._mode)
         pairs = list(zip(module.parameters(), twin.parameters(), strict=True))
-        for parameter, fake in pairs:
-            copy_part(parameter, fake)
-        copies = {id(parameter): fake for parameter, fake in pairs}
+        for parameter, copied in pairs:
+            copy_part(parameter, copied)
+        copies = {id(parameter): copied for parameter, copied in pairs}
         own = None
         if optimizer is not None:
             members = [[copies[id(parameter)] for parameter in group] for group in groups]
             options = zip(optimizer.param_groups, members, strict=True)
-            own = twin_of(optimizer, [{**group, "params": params} for group, params in options])
+            own = fake_optimizer(optimizer, [{**group, "params": params} for group, params in options])
         with self._computing():
             comm = FakeCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
             self._comm = comm
@@ -283,9 +257,15 @@ class DryRunEngine:
         peaks, highest = accountant.peak, accountant.at_peak
         least = floor(self.sharded, accumulation, peaks, accountant.live)
         total = sum(min(size, highest[category]) for category, size in least.items())
-        elsewhere: dict[Tier, int] = {t: accountant.peak_total_in(t) for t in Tier if t is not Tier.DEVICE}
         return MemoryPlan(
-            peaks, accountant.peak_total, least, total, elsewhere, accountant.peak_near, moved, self._disks.sizes
+            peaks={category.value: size for category, size in peaks.items()},
+            total=accountant.peak_total,
+            floor={category.value: size for category, size in least.items()},
+            least=total,
+            elsewhere={tier.value: accountant.peak_total_in(tier) for tier in (Tier.HOST, Tier.DISK)},
+            near=accountant.peak_near,
+            moved={tier.value: moved[tier]._asdict() for tier in (Tier.HOST, Tier.DISK) if any(moved[tier])},
+            files={str(directory): size for directory, size in self._disks.sizes.items()},
         )
 
 

@@ -19,7 +19,6 @@ from shardwise.engine.advice import explain_dtype
 from shardwise.engine.attributes import of_part
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
-from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.experts import release_experts
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.getters import ConfigGetters
@@ -239,7 +238,7 @@ class Engine(ConfigGetters, StateGetters):
         except Exception as error:
             if isinstance(error, (RuntimeError, MemoryError)):
                 if is_out_of_memory(error):
-                    raise explained(error, self._memory.circumstances("the engine's forward()")) from error
+                    raise self._memory.oom_error(error, "the engine's forward()") from error
                 dtype = self.sharded.policy.compute_dtype
                 hint = explain_dtype(error, tensors_in((inputs, kwargs)), dtype, self.module)
                 if hint is not None:
@@ -294,10 +293,9 @@ class Engine(ConfigGetters, StateGetters):
         _check_scalar(loss, "engine.backward(loss)")
         if not loss.requires_grad:
             raise UsageError(f"engine.backward(loss): the loss does not require a gradient; {self._no_gradient()}")
-        explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
-            explained_here,
+            self._memory.reporting_oom("engine.backward()", graph=True),
             self.sharded.noting_disk_errors(),
             self._observers.backward(),
         ):
@@ -350,9 +348,9 @@ class Engine(ConfigGetters, StateGetters):
             )
         if self._tensors is not None:
             self._tensors.step_begins()
-        explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
+        reporting_oom = self._memory.reporting_oom("engine.step()", stepping=True)
         noting = self.sharded.noting_disk_errors()
-        with explained_here, self._observers.step(), noting, named("boundary"):
+        with reporting_oom, self._observers.step(), noting, named("boundary"):
             ended = self._step.take(lr_kwargs)
         if ended:
             self._observers.after_step()

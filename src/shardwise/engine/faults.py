@@ -302,7 +302,7 @@ class FaultTolerance:
             return []
         planned = ""
         if plan is not None:
-            size = (1 + copies.replicas) * saved_bytes(self._sharded, plan.peaks[Category.OPTIMIZER])
+            size = (1 + copies.replicas) * saved_bytes(self._sharded, plan.peaks[Category.OPTIMIZER.value])
             planned = f"{VERSIONS} x {size / 1e6:.1f} MB planned"
         made = copies.last
         measured = "" if made is None else f"{VERSIONS} x {made.held_bytes / 1e6:.1f} MB measured"

@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.compat import never_compiled, transforming
-from shardwise.engine.exhausted import OomContext, over_limit, room_for, rooms_at
 from shardwise.engine.observers import StepObserver
-from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Setting
+from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Room
+from shardwise.engine.ranks import local_ranks
 from shardwise.errors import UsageError
 from shardwise.memory import (
     Call,
     Category,
+    MemoryLimit,
     MemoryReport,
     MemoryRow,
     Tier,
     like_cross_entropy,
+    memory_limit,
     resident_bytes,
     shapes_of,
 )
+from shardwise.memory.limits import engine_room
+from shardwise.memory.oom import OomContext, OutOfMemoryError, oom_error, over_limit, reporting_oom
 from shardwise.memory.report import readable
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.engine.batch import Batches
-    from shardwise.engine.budget import Budget, Watched
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
+    from shardwise.engine.preflight import Budget
     from shardwise.engine.reserved import CommunicatorMemory
     from shardwise.engine.step import TrainStep
+    from shardwise.memory.watchdog import Watchdog
     from shardwise.zero.model import ShardedModel
 
 
@@ -50,12 +57,12 @@ class MemoryReporting(StepObserver):
         checkpoints: Checkpoints,
         faults: FaultTolerance,
         budget: Budget | None = None,
-        watched: Watched | None = None,
+        watchdog: Watchdog | None = None,
         communicators: CommunicatorMemory | None = None,
     ) -> None:
         self._communicators = communicators
         self.budget = budget
-        self._watched = watched
+        self._watchdog = watchdog
         self.sharded = sharded
         self.accountant = sharded.accountant
         self.device = sharded.device
@@ -102,45 +109,42 @@ class MemoryReporting(StepObserver):
             notes.append("Activations are planned if a sample batch is given.")
         plan, why = None, ""
         try:
-            plan, why = Planner(self._subject(), sample_batch, loss).window(self._setting())
+            target = self._target()
+            plan, why = Planner(target, sample_batch, loss).window(target.setting)
         except Exception as error:  # a client optimizer runs in the dry run
             notes.append(f"Not planned: a dry run of the engine failed ({type(error).__name__}: {error}).")
         if why:
             notes.append(why[0].upper() + why[1:] + ".")
-        snapshot = 0 if plan is None else self._checkpoints.background.snapshot_bytes(plan.peaks[Category.OPTIMIZER])
+        snapshot = 0
+        if plan is not None:
+            snapshot = self._checkpoints.background.snapshot_bytes(plan.peaks[Category.OPTIMIZER.value])
         if snapshot:
             where = "counted under other" if self.device.type == "cpu" else "on the host and not in the table"
             notes.append(f"From the first asynchronous save on, its snapshot takes {readable(snapshot)}, {where}.")
-        if self.device.type != "cpu":
-            snapshot = 0
+            snapshot = snapshot if self.device.type == "cpu" else 0
         notes += self._faults.notes_on_copies(plan)
         if not self.accountant.tracked:
             notes.append("Activations and temporaries are measured under shardwise.memory.track_activations.")
         if self._step.global_steps == 0:
             notes.append("No step has been taken: measured is what has been held so far.")
-        measured = self.accountant.peak
-        rows = []
-        for category in Category:
-            if category is Category.ACTIVATIONS:
-                seen = measured[category] if self.accountant.tracked else None
-                peak = None if plan is None or sample_batch is None or why else plan.peaks[category]
-                rows.append(MemoryRow(category.value, peak, seen, peak))
-            else:
-                at_least = None if plan is None else plan.floor[category]
-                expected = None if plan is None else plan.peaks[category]
-                if category is Category.OTHER and snapshot:
-                    expected = (expected or 0) + snapshot
-                rows.append(MemoryRow(category.value, expected, measured[category], at_least))
-        total = MemoryRow(
-            "total",
-            None if plan is None else plan.total + snapshot,
-            self.accountant.peak_total,
-            None if plan is None else plan.least,
-        )
+        planned, least, elsewhere = {}, {}, {}
+        total = least_total = None
+        if plan is not None:
+            planned, least, elsewhere = dict(plan.peaks), dict(plan.floor), plan.elsewhere
+            planned[Category.OTHER.value] += snapshot
+            total, least_total = plan.total + snapshot, plan.least
+        if sample_batch is None or why:
+            for sizes in (planned, least):
+                sizes.pop(Category.ACTIVATIONS.value, None)
+        measured = {category.value: size for category, size in self.accountant.peak.items()}
+        if not self.accountant.tracked:
+            del measured[Category.ACTIVATIONS.value]
         cuda = self.device.type == "cuda"
         return MemoryReport(
-            rows=tuple(rows),
-            total=total,
+            rows=tuple(
+                MemoryRow(c.value, *(found.get(c.value) for found in (planned, measured, least))) for c in Category
+            ),
+            total=MemoryRow("total", total, self.accountant.peak_total, least_total),
             parameters=sum(tensor.numel for tensor in sharded.registry),
             rank=self._job.rank,
             world=self._comm.world,
@@ -151,15 +155,11 @@ class MemoryReporting(StepObserver):
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else None,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else None,
             elsewhere=tuple(
-                MemoryRow(tier.value, expected, held, None)
-                for tier in Tier
-                if tier is not Tier.DEVICE
-                for expected in [None if plan is None else plan.elsewhere[tier]]
-                if (held := self.accountant.peak_total_in(tier)) or expected
+                MemoryRow(tier.value, elsewhere.get(tier.value), held, None)
+                for tier in (Tier.HOST, Tier.DISK)
+                if (held := self.accountant.peak_total_in(tier)) or elsewhere.get(tier.value)
             ),
-            moved={}
-            if plan is None
-            else {tier.value: plan.moved[tier]._asdict() for tier in plan.elsewhere if any(plan.moved[tier])},
+            moved={} if plan is None else plan.moved,
         )
 
     def memory_plans(
@@ -196,8 +196,8 @@ class MemoryReporting(StepObserver):
             >>> engine.destroy()
         """
         self.sharded.check_open("engine.memory_plans()")
-        subject = self._subject()
-        now = subject.setting
+        target = self._target()
+        now = target.setting
         batch = now.micro_batch * now.accumulation * now.ranks
         settings = []
         for world in ranks or [now.ranks]:
@@ -211,17 +211,27 @@ class MemoryReporting(StepObserver):
                 settings += [
                     replace(now, stage=stage, micro_batch=micro, accumulation=steps, ranks=world) for stage in stages
                 ]
-        planner = Planner(subject, sample_batch, loss)
-        at = self.circumstances("engine.memory_plans()")
-        limit, room = room_for(at, planner)
-        rooms = rooms_at(at, room)
+        limit, rooms = self._rooms()
         settings.sort(key=lambda setting: setting.cost)
         notes = [] if limit is None else [f"Limit: {limit.name}."]
         if sample_batch is None:
             notes.append("Activations are not in it; they are planned if a sample batch is given.")
         if self._resolution.config.checkpoint.in_background:
             notes.append("Snapshots of asynchronous saves are not in it: a copy of what each rank saves, on the host.")
+        planner, room = Planner(target, sample_batch, loss), None if limit is None else rooms[0].size
         return MemoryPlans(tuple(planner.plan(setting, rooms) for setting in settings), room, tuple(notes))
+
+    def _rooms(self) -> tuple[MemoryLimit | None, list[Room]]:
+        """Return the device's limit, and the bytes available to the engine on the device (first) and on the host."""
+        near = [Tier.DEVICE, Tier.HOST]
+        kinds = [near] if self.device.type == "cpu" else [[tier] for tier in near]
+        rooms, limits = [], []
+        for tiers in kinds:
+            device = self.device if Tier.DEVICE in tiers else torch.device("cpu")
+            limits.append(memory_limit(device, local_ranks(self._job.world)))
+            if (limit := limits[-1]) is not None:
+                rooms.append(Room(tuple(tiers), engine_room(limit, self.accountant, device, tiers)))
+        return limits[0], rooms
 
     def after_step(self) -> None:
         """Raise an OutOfMemoryError if the peak device memory exceeds `memory_limits.device`."""
@@ -229,29 +239,18 @@ class MemoryReporting(StepObserver):
             self._communicators.after_step()
         limit = self._resolution.config.memory_limits.device
         if limit is not None and self.accountant.peak_total > limit:
-            raise over_limit(self.circumstances(f"step {self._step.global_steps}"), limit)
+            raise over_limit(self._context(f"step {self._step.global_steps}"), limit)
 
     def close(self) -> None:
         """Stop the watchdog of the machine's memory."""
-        if self._watched is not None:
-            self._watched.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
 
-    def _setting(self) -> Setting:
-        config = self._resolution.config
-        micro, steps = self._batches.micro, self._batches.steps
-        sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
-        return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence, tensor=tensor)
-
-    def _subject(self) -> PlanningTarget:
-        return PlanningTarget(
-            self.sharded.module,
-            self.sharded.optimizer,
-            self.sharded.client_groups,
-            self._resolution,
-            self._comm,
-            self._setting(),
-            self.sharded.domain.arrangement,
-        )
+    def _target(self) -> PlanningTarget:
+        sharded, batches = self.sharded, self._batches
+        target = PlanningTarget.of(sharded.module, sharded.optimizer, self._resolution, sharded.domain)
+        setting = replace(target.setting, micro_batch=batches.micro, accumulation=batches.steps)
+        return replace(target, groups=sharded.client_groups, setting=setting)
 
     @never_compiled
     def remember_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -263,15 +262,18 @@ class MemoryReporting(StepObserver):
             self._last_call = shapes_of(Call(args, kwargs))
             self._last_signature = (len(args), *kwargs, signature)
 
-    def circumstances(self, where: str, **more: Any) -> OomContext:
-        """Return the context of an out-of-memory error; `where` is the user's call."""
+    def reporting_oom(self, where: str, **more: bool) -> AbstractContextManager[None]:
+        """Turn an out-of-memory error of the block, in the user's call `where`, into an `OutOfMemoryError`."""
+        return reporting_oom(lambda: self._context(where, **more))
 
-        def report() -> MemoryReport:
-            return self.memory_report(self._last_call, loss=like_cross_entropy)
+    def oom_error(self, error: BaseException, where: str) -> OutOfMemoryError:
+        """Return the `OutOfMemoryError` for an out-of-memory error in the user's call `where`."""
+        return oom_error(error, self._context(where))
 
-        return OomContext(
-            where, self._subject(), self.accountant, self._job.rank, self._last_call, report=report, **more
-        )
+    def _context(self, where: str, **more: bool) -> OomContext:
+        report = functools.partial(self.memory_report, self._last_call, loss=like_cross_entropy)
+        setting, processes = str(self._target().setting), local_ranks(self._job.world)
+        return OomContext(where, setting, self.device, self.accountant, self._job.rank, processes, report, **more)
 
 
 def _signature(values: Sequence[Any]) -> tuple[Any, ...] | None:

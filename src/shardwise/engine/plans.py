@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +20,7 @@ from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, Tier, shapes_of
 from shardwise.memory.dryrun import has_masks
-from shardwise.memory.report import as_text, readable
+from shardwise.memory.report import as_text, plain_table, readable
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.zero.units.plan import TABLE
@@ -30,7 +28,7 @@ from shardwise.zero.units.plan import TABLE
 if TYPE_CHECKING:
     from shardwise.config import Config
 
-UNNAMED = "a directory on a fast disk"
+NO_PATH = "a directory on a fast disk"
 """Placeholder for a missing `nvme_path`."""
 MARGIN = 0.15
 """Fraction added to a plan for uncounted memory: allocator fragmentation (a tenth, under an address-space limit with
@@ -43,7 +41,7 @@ class Offload:
 
     optimizer: str = "none"
     parameters: str = "none"
-    path: str = UNNAMED
+    path: str = NO_PATH
 
     @property
     def config(self) -> dict[str, Any]:
@@ -64,7 +62,7 @@ class Offload:
         sections = (zero.offload_optimizer, zero.offload_param)
         optimizer, parameters = ("none" if section is None else section.device for section in sections)
         paths = (section.nvme_path for section in sections if section is not None)
-        return cls(optimizer, parameters, next((path for path in paths if path and path.lower() != "none"), UNNAMED))
+        return cls(optimizer, parameters, next((path for path in paths if path and path.lower() != "none"), NO_PATH))
 
     @property
     def devices(self) -> tuple[str, str]:
@@ -83,7 +81,7 @@ class Offload:
         return f"optimizer state {words[self.optimizer]}, parameters {words[self.parameters]}"
 
 
-def offloads(path: str = UNNAMED) -> list[Offload]:
+def offloads(path: str = NO_PATH) -> list[Offload]:
     """Return the offload settings to be tried, from the fastest to the slowest."""
     ways = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme"))
     return [Offload(optimizer, parameters, path) for optimizer, parameters in ways]
@@ -97,17 +95,17 @@ class Room:
     size: int
     directories: tuple[str, ...] = ()
 
-    def taken(self, plan: MemoryPlan) -> int:
+    def needed(self, plan: MemoryPlan) -> int:
         """Return the bytes of a plan that count."""
         if Tier.DISK in self.tiers:
             return sum(size for directory, size in plan.files.items() if self.counts(directory))
         if Tier.DEVICE not in self.tiers:
-            return plan.elsewhere[Tier.HOST]
+            return plan.elsewhere[Tier.HOST.value]
         return plan.near if Tier.HOST in self.tiers else plan.total
 
-    def counts(self, directory: Path) -> bool:
-        """Whether files in a directory count."""
-        return Tier.DISK in self.tiers and (not self.directories or str(directory) in self.directories)
+    def counts(self, directory: str) -> bool:
+        """Return True if files in a directory count."""
+        return Tier.DISK in self.tiers and (not self.directories or directory in self.directories)
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class Setting:
         where = "" if self.offload is None else f", {self.offload}"
         return f"stage {self.stage}, micro-batch {self.micro_batch} x {self.accumulation}, {ranks}{where}"
 
-    def moved(self, ways: Sequence[Offload], now: Offload | None = None) -> list[Setting]:
+    def offloaded(self, ways: Sequence[Offload], now: Offload | None = None) -> list[Setting]:
         """Return settings of the same batches and ranks with other tiers and higher stages, cheapest first.
         The configured tiers `now` are skipped at the current stage.
         """
@@ -220,25 +218,16 @@ class MemoryPlans:
         return as_text([self], width)
 
     def __rich__(self) -> Any:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
         room = "" if self.room is None else f"; there is room for {readable(self.room)}"
-        table = Table(title=f"Planned memory of one rank{room}", box=box.SIMPLE, collapse_padding=True)
-        unknown = dict.fromkeys(plan.note for plan in self.plans if plan.note)
-        table.caption, table.caption_justify = Text("\n".join((*self.notes, *unknown))), "left"
-        table.add_column("stage", justify="right")
-        table.add_column("micro-batch x steps", justify="right", no_wrap=True)
-        for name in ("ranks", "resident", "buffers", "activations", "total"):
-            table.add_column(name, justify="right", no_wrap=True)
         tiers = list(dict.fromkeys(tier for plan in self.plans for tier in plan.elsewhere))
-        for tier in tiers:
-            table.add_column(tier, justify="right", no_wrap=True)
-        offloaded = any(plan.setting.offload is not None for plan in self.plans)
-        if offloaded:
-            table.add_column("state, parameters", no_wrap=True)
-        table.add_column("fits")
+        offloaded = ["state, parameters"] if any(plan.setting.offload is not None for plan in self.plans) else []
+        columns = ("stage", "micro-batch x steps", "ranks", "resident", "buffers", "activations", "total", *tiers)
+        table = plain_table(
+            f"Planned memory of one rank{room}",
+            (*columns, *offloaded, "fits"),
+            (*self.notes, *dict.fromkeys(plan.note for plan in self.plans if plan.note)),
+            left=("state, parameters", "fits"),
+        )
         for plan in self.plans:
             setting = plan.setting
             resident = ("parameters", "gradients", "master weights", "optimizer state", "other")
@@ -250,14 +239,10 @@ class MemoryPlans:
                 str(setting.ranks),
                 *(readable(size) for size in (*sizes, plan.peaks.get("activations"), plan.total)),
                 *(readable(plan.elsewhere.get(tier)) for tier in tiers),
-                *([_places(setting.offload)] if offloaded else []),
+                *([", ".join(setting.offload.devices) if setting.offload else "as it is"] if offloaded else []),
                 {True: "yes", False: "no", None: "?"}[plan.fits],
             )
         return table
-
-
-def _places(offload: Offload | None) -> str:
-    return "as it is" if offload is None else f"{offload.optimizer}, {offload.parameters}"
 
 
 @dataclass(frozen=True)
@@ -300,9 +285,9 @@ class Planner:
     """Makes and caches memory plans. `batch`: a micro-batch, real or on the meta device; None: without activations."""
 
     def __init__(
-        self, subject: PlanningTarget, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None
+        self, target: PlanningTarget, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> None:
-        self.subject = subject
+        self.target = target
         self._loss = loss
         self._batch = None if batch is None else shapes_of(batch)
         self._masks = batch is not None and has_masks(batch)
@@ -313,16 +298,15 @@ class Planner:
         found, note = self.window(setting)
         if found is None:
             return SettingPlan(setting, note=note)
-        peaks = {category.value: size for category, size in found.peaks.items()}
+        peaks = dict(found.peaks)
         if self._batch is None or note:
             del peaks[Category.ACTIVATIONS.value]
-        fits = all(room.taken(found) * (1 + MARGIN) <= room.size for room in rooms) if rooms else None
-        disks = [directory for directory in found.files if not any(room.counts(directory) for room in rooms)]
-        if fits and (note or disks):
+        fits = all(room.needed(found) * (1 + MARGIN) <= room.size for room in rooms) if rooms else None
+        unlimited = [directory for directory in found.files if not any(room.counts(directory) for room in rooms)]
+        if fits and (note or unlimited):
             fits = None  # activations are missing, or the disk's free space is unknown
-        elsewhere = {tier.value: size for tier, size in found.elsewhere.items() if size}
-        moved = {tier.value: found.moved[tier]._asdict() for tier in found.elsewhere if any(found.moved[tier])}
-        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, moved)
+        elsewhere = {tier: size for tier, size in found.elsewhere.items() if size}
+        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, found.moved)
 
     def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         """Return the plan of a window, and the reason why the plan or its activations are missing."""
@@ -331,13 +315,13 @@ class Planner:
         return self._plans[setting]
 
     def _run(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
-        config, note = self.subject.resolution.config, ""
+        config, note = self.target.resolution.config, ""
         accumulation = accumulated(config, setting.accumulation)
         try:
             if self._batch is not None:
                 try:
                     batch = self._of_size(setting.micro_batch)
-                    return self._twin(setting).run(batch, accumulation, self._loss, masks=self._masks), ""
+                    return self._engine(setting).run(batch, accumulation, self._loss, masks=self._masks), ""
                 except ConfigError:
                     raise
                 except Exception as error:  # any error of the user's module on fake tensors
@@ -346,12 +330,12 @@ class Planner:
                     )
                     raised = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                     note = f"activations not planned: on a batch of {given} the model raises {raised}"
-            return self._twin(setting).run(None, accumulation), note
+            return self._engine(setting).run(None, accumulation), note
         except ConfigError as error:
             return None, f"the configuration does not allow it: {error}"
 
     def _of_size(self, micro_batch: int) -> Any:
-        now = self.subject.setting.micro_batch
+        now = self.target.setting.micro_batch
         if micro_batch == now:
             return self._batch
         sizes = [tensor.shape[0] for tensor in tensors_in(self._batch) if tensor.dim()]
@@ -359,19 +343,19 @@ class Planner:
             raise UsageError(f"the batch's first dimension is not a multiple of the {now} samples of a micro-batch")
         return shapes_of(self._batch, sizes[0], sizes[0] // now * micro_batch)
 
-    def _twin(self, setting: Setting) -> DryRunEngine:
-        subject = self.subject
-        raw = _merged(subject.resolution.raw, setting)
-        same = setting.ranks == subject.setting.ranks
+    def _engine(self, setting: Setting) -> DryRunEngine:
+        target = self.target
+        raw = _merged(target.resolution.raw, setting)
+        same = setting.ranks == target.setting.ranks
         return DryRunEngine(
-            subject.module,
-            subject.optimizer,
-            subject.groups,
-            resolve(raw, world_size=setting.ranks, facts=_facts(subject)).config,
+            target.module,
+            target.optimizer,
+            target.groups,
+            resolve(raw, world_size=setting.ranks, facts=_facts(target)).config,
             world=setting.ranks,
-            device=subject.device,
-            like=subject.comm if same else None,
-            grid=subject.grid if same else None,
+            device=target.device,
+            like=target.comm if same else None,
+            grid=target.grid if same else None,
         )
 
 
@@ -398,15 +382,12 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
     return {**raw, **own}
 
 
-def _facts(subject: PlanningTarget) -> Facts:
-    groups = subject.optimizer.param_groups if subject.optimizer is not None else []
+def _facts(target: PlanningTarget) -> Facts:
+    groups = target.optimizer.param_groups if target.optimizer is not None else []
     lr = groups[0].get("lr") if groups else None
+    config = target.resolution.config
     sequence, tensor = (
-        size if size > 1 else None
-        for size in (
-            subject.resolution.config.sequence_parallel_size,
-            subject.resolution.config.tensor_parallel.size,
-        )
+        size if size > 1 else None for size in (config.sequence_parallel_size, config.tensor_parallel.size)
     )
     return Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence, tensor_parallel_size=tensor)
 
@@ -445,21 +426,6 @@ def plan_model(
     optimizer = make_optimizer(resolution.config, None, None, model, device, policy.compute_dtype)
     prepare_optimizer(optimizer, resolution, masters=policy.masters)
     planner = Planner(PlanningTarget.of(model, optimizer, resolution, domain_of(resolution.config, comm)), batch)
-    now = planner.subject.setting
+    now = planner.target.setting
     room = min((room.size for room in rooms if Tier.DEVICE in room.tiers), default=None)
     return MemoryPlans(tuple(planner.plan(replace(now, stage=stage), rooms) for stage in stages), room)
-
-
-def search(
-    planner: Planner, settings: Sequence[Setting], rooms: Sequence[Room], seconds: float
-) -> tuple[list[SettingPlan], bool]:
-    """Plan settings in order until one fits; return the plans, and whether the time limit allowed a complete search."""
-    deadline = time.monotonic() + seconds
-    plans: list[SettingPlan] = []
-    for setting in settings:
-        if time.monotonic() > deadline:
-            return plans, False
-        plans.append(planner.plan(setting, rooms))
-        if plans[-1].fits:
-            break
-    return plans, True

@@ -10,10 +10,22 @@ Ranks that exchange most are consecutive. State is sharded over all ranks that h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.comm.environment import discover
+from shardwise.errors import LaunchError
 from shardwise.parallel.sequence import across
+
+
+def local_ranks(world: int) -> int:
+    """Return the number of ranks on this machine, from the launcher's variables; `world` if they do not have it."""
+    try:
+        place = discover(os.environ)
+    except LaunchError:  # the script has created the process group
+        return world
+    return (place.local_world_size if place.world_size == world else None) or world
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from shardwise.config import Resolution
     from shardwise.engine.anomalies import Anomaly
     from shardwise.engine.batch import Batches
-    from shardwise.engine.budget import Budget
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.following import Following
     from shardwise.engine.memory import MemoryReporting
+    from shardwise.engine.preflight import Budget
     from shardwise.engine.profiling import Profiling
     from shardwise.engine.sequence import OwnSequences, SharedSequences
     from shardwise.engine.step import TrainStep

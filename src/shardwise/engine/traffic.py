@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.errors import OffloadError
+from shardwise.memory import Tier
+from shardwise.offload import Disks
+from shardwise.utils.logging import logger
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+    from shardwise.engine.dryrun import MemoryPlan
+    from shardwise.offload.speed import Speed
+
+WORTH_MEASURING = 16 << 20
+"""Bytes a step from which on the speed of a disk or of copies is measured."""
 
 
 @dataclass(frozen=True)
@@ -33,3 +52,36 @@ hides it.
             f"at {self.read_speed / 1e9:.2f} and {self.write_speed / 1e9:.2f} GB/s: +{self.seconds:.1f} s a step if "
             "nothing hides it."
         )
+
+
+def offload_traffic(
+    config: Config, device: torch.device, job: Communicator, plans: Sequence[MemoryPlan]
+) -> tuple[Traffic, ...]:
+    """Measure the speed of tiers that a step uses much, and log the time (all ranks call with the plans of all)."""
+    found = []
+    for tier in (Tier.DISK, *((Tier.HOST,) if device.type == "cuda" else ())):
+        moved = [tuple(plan.moved[tier.value].values()) for plan in plans if tier.value in plan.moved]
+        read, written = max(moved, key=sum, default=(0, 0))
+        if read + written < WORTH_MEASURING:
+            continue
+        directory = next((Path(path) for plan in plans for path in plan.files), None)
+        speeds = [speed for speed in job.exchange(_measured(config, device, tier, directory), "speed") if speed]
+        if not speeds:
+            continue
+        found.append(Traffic(tier.value, read, written, *(min(speed[side] for speed in speeds) for side in (0, 1))))
+        if job.rank == 0:
+            logger.info("%s", found[-1])
+    return tuple(found)
+
+
+def _measured(config: Config, device: torch.device, tier: Tier, directory: Path | None) -> Speed | None:
+    from shardwise.offload.speed import MEASURED, copy_speed, disk_speed  # it loads NumPy
+
+    try:
+        if tier is Tier.HOST:
+            return copy_speed(device)
+        options = Disks.of(config, 0).options
+        return None if directory is None or options is None else disk_speed(directory, options, MEASURED)
+    except OffloadError as error:
+        logger.warning("the disk was not measured: %s", error)
+        return None

@@ -1,11 +1,9 @@
 """Memory accounting of an engine, measurement of activations, and memory planning."""
 
 from shardwise.memory.accountant import Accountant, Category, Moved, Tier
-from shardwise.memory.dryrun import Call, fake_copy, like_cross_entropy, shapes_of
-from shardwise.memory.exhausted import OutOfMemoryError, asked_bytes, is_out_of_memory, let_go_of_frames
-from shardwise.memory.formulas import transformer_activation_bytes, transformer_model_bytes
+from shardwise.memory.dryrun import Call, fake_copy, fake_optimizer, like_cross_entropy, shapes_of
 from shardwise.memory.limits import MemoryLimit, disk_limit, host_limits, memory_limit
-from shardwise.memory.optimizer import state_bytes, twin_of
+from shardwise.memory.oom import OutOfMemoryError, is_out_of_memory
 from shardwise.memory.process import (
     give_back_freed_memory,
     module_bytes,
@@ -14,7 +12,13 @@ from shardwise.memory.process import (
     virtual_bytes,
 )
 from shardwise.memory.report import MemoryReport, MemoryRow
-from shardwise.memory.sources import MemorySources, ModuleMemory, memory_sources
+from shardwise.memory.sources import (
+    MemorySources,
+    ModuleMemory,
+    memory_sources,
+    transformer_activation_bytes,
+    transformer_model_bytes,
+)
 from shardwise.memory.track import track_activations
 from shardwise.memory.usage import memory_status, see_memory_usage
 
@@ -30,13 +34,12 @@ __all__ = [
     "Moved",
     "OutOfMemoryError",
     "Tier",
-    "asked_bytes",
     "disk_limit",
     "fake_copy",
+    "fake_optimizer",
     "give_back_freed_memory",
     "host_limits",
     "is_out_of_memory",
-    "let_go_of_frames",
     "like_cross_entropy",
     "memory_limit",
     "memory_sources",
@@ -46,10 +49,8 @@ __all__ = [
     "resident_bytes",
     "see_memory_usage",
     "shapes_of",
-    "state_bytes",
     "track_activations",
     "transformer_activation_bytes",
     "transformer_model_bytes",
-    "twin_of",
     "virtual_bytes",
 ]

@@ -10,7 +10,8 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ class Answers(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and (not self._only or _asking() in self._only):
+        if func is torch.ops.aten._local_scalar_dense.default and (not self._only or _calling_module() in self._only):
             dtype = args[0].dtype
             return True if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
@@ -87,7 +88,7 @@ def has_masks(batch: Any) -> bool:
     return any(hides(name, values) for name, values in arguments_of(batch)[1].items())
 
 
-def _asking() -> str:
+def _calling_module() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back
@@ -104,6 +105,24 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for buffer in module.buffers():
             memo[id(buffer)] = _empty_like(buffer, _device_of(buffer))
     return copy.deepcopy(module, memo)
+
+
+def fake_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer with the same options and other parameter groups, which shares no mutable state."""
+    fake: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name == "step":
+            continue
+        fake.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        fake.__dict__[name] = OrderedDict()
+    fake.state = defaultdict(dict)
+    fake.param_groups = [dict(group) for group in groups]
+    # The norms of the engine's tensors do not apply to these tensors.
+    norms = fake.__dict__.pop("shardwise_norms", None)
+    if norms is not None:
+        fake.__dict__["shardwise_norms"] = norms.single_rank(fake.param_groups)
+    return fake
 
 
 def fake_values(values: Any, mode: FakeTensorMode, device: torch.device | None = None) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from shardwise.memory.accountant import Accountant, Tier
 from shardwise.memory.process import resident_bytes, virtual_bytes
 
 
@@ -54,21 +55,14 @@ def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None
     >>> limit is None or 0 < limit.share <= limit.total
     True
     """
-    if device.type == "cuda":
-        return device_limit(device)
-    return min(host_limits(processes), key=lambda limit: limit.share, default=None)
-
-
-def device_limit(device: torch.device) -> MemoryLimit:
-    """Return the memory limit of a CUDA device."""
+    if device.type != "cuda":
+        return min(host_limits(processes), key=lambda limit: limit.share, default=None)
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
-    used = total - free
-    fraction: Callable[..., float] | None = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    allowed = int(total * fraction(device)) if fraction is not None else total
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     if allowed - own < free:
         return MemoryLimit(f"set_per_process_memory_fraction on {device}", allowed, own, own)
-    return MemoryLimit(f"memory of {device}", total, used, own)
+    return MemoryLimit(f"memory of {device}", total, total - free, own)
 
 
 def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
@@ -80,10 +74,26 @@ def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
     if soft != resource.RLIM_INFINITY:
         yield MemoryLimit("RLIMIT_AS (ulimit -v)", soft, addresses, addresses, address_space=True)
     total = physical_bytes()
-    yield MemoryLimit("physical memory", total, max(own, total - _available(total)), own, processes)
+    yield MemoryLimit("physical memory", total, max(own, total - available_bytes()), own, processes)
     for group in control_groups():
         if group.limit < total:
             yield MemoryLimit(f"control group {group.path}", group.limit, max(own, group.used()), own, processes)
+
+
+def engine_room(
+    limit: MemoryLimit, accountant: Accountant, device: torch.device, tiers: Collection[Tier], uncounted: int = 0
+) -> int:
+    """Return the bytes of a limit that are available to the engine's tensors in `tiers` and to activations.
+
+    The rest is the process's use before the engine or, if larger, beyond the counted and `uncounted` bytes.
+    """
+    ours = uncounted + sum(sum(accountant.live_in(tier).values()) for tier in tiers)
+    if Tier.HOST in tiers:
+        used = limit.own
+        before = (accountant.process_addresses if limit.address_space else accountant.process_bytes) or 0
+    else:
+        used, before = torch.cuda.memory_allocated(device), 0
+    return max(0, limit.share - max(before, used - ours))
 
 
 def physical_bytes() -> int:
@@ -91,7 +101,7 @@ def physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
+def disk_limit(directory: Path) -> MemoryLimit | None:
     """Return this user's space on the file system of a directory, existing or not; None if unknown.
 
     >>> import tempfile
@@ -104,7 +114,7 @@ def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
     except OSError:
         return None
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    return MemoryLimit(f"the disk of {directory}", total, total - free, 0, processes)
+    return MemoryLimit(f"the disk of {directory}", total, total - free, 0)
 
 
 def existing(directory: Path) -> Path:
@@ -115,7 +125,7 @@ def existing(directory: Path) -> Path:
 def lowest_free(groups: Sequence[ControlGroup]) -> tuple[str, int, int]:
     """Return name, size and free bytes of the host limit with the least free memory; cheap enough for polling."""
     total = physical_bytes()
-    found = ("physical memory", total, _available(total))
+    found = ("physical memory", total, available_bytes())
     for group in groups:
         free = group.limit - group.used(exact_above=group.limit // 2)
         if free < found[2]:
@@ -123,12 +133,13 @@ def lowest_free(groups: Sequence[ControlGroup]) -> tuple[str, int, int]:
     return found
 
 
-def _available(total: int) -> int:
-    with open("/proc/meminfo", "rb") as file:
+def available_bytes() -> int:
+    """Return the physical memory of this machine that is free, or soon can be; all of it if unknown."""
+    with contextlib.suppress(OSError), open("/proc/meminfo", "rb") as file:
         for line in file:
             if line.startswith(b"MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return total
+    return physical_bytes()
 
 
 @dataclass(frozen=True)

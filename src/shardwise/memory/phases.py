@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from shardwise.memory.accountant import Accountant, Category, Tier
+from shardwise.memory.accountant import Accountant, Tier
 from shardwise.memory.report import readable
 
 BEFORE, FORWARD, BACKWARD, STEP = "before forward", "after forward", "after backward", "after step"
@@ -16,6 +14,7 @@ _ORDER = (BEFORE, FORWARD, BACKWARD, STEP)
 class MemoryPhases:
     """Records the accountant's bytes at the phases of a step; on CUDA the table includes torch's allocator.
 
+    >>> from shardwise.memory import Category
     >>> accountant = Accountant()
     >>> phases = MemoryPhases(accountant, torch.device("cpu"))
     >>> accountant.add(Category.PARAMETERS, 2048)
@@ -36,41 +35,28 @@ class MemoryPhases:
 
     def look(self, phase: str) -> None:
         """Record the current bytes; the last micro-batch counts."""
-        self._seen[phase] = _figures(
-            {tier: self._accountant.live_in(tier) for tier in Tier},
-            *(
-                (torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device))
-                if self._device.type == "cuda"
-                else ()
-            ),
-        )
+        live = {tier: self._accountant.live_in(tier) for tier in Tier}
+        self._seen[phase] = found = {category.value: size for category, size in live[Tier.DEVICE].items()}
+        for tier, sizes in live.items():
+            found["total" if tier is Tier.DEVICE else f"on {tier.value}"] = sum(sizes.values())
+        if self._device.type == "cuda":
+            found["allocated"] = torch.cuda.memory_allocated(self._device)
+            found["reserved"] = torch.cuda.memory_reserved(self._device)
 
     def table(self) -> str:
         """Return the recorded table as text, and reset."""
         seen, self._seen = {phase: self._seen[phase] for phase in _ORDER if phase in self._seen}, {}
         peaks = {category.value: size for category, size in self._accountant.peak.items()}
-        peaks["total"] = self._accountant.peak_total
-        peaks |= {f"on {tier.value}": self._accountant.peak_total_in(tier) for tier in Tier if tier is not Tier.DEVICE}
+        for tier in Tier:
+            peaks["total" if tier is Tier.DEVICE else f"on {tier.value}"] = self._accountant.peak_total_in(tier)
         if self._device.type == "cuda":
             peaks["allocated"] = torch.cuda.max_memory_allocated(self._device)
             peaks["reserved"] = torch.cuda.max_memory_reserved(self._device)
         names = [name for name in peaks if any(found.get(name) for found in seen.values())]
-        columns = {**seen, "peak": peaks}
         left = max(map(len, names), default=0)
-        widths = {title: max(len(title), 11) + 2 for title in columns}
-        lines = [" " * left + "".join(f"{title:>{widths[title]}}" for title in columns)]
-        for name in names:
-            cells = [f"{readable(found.get(name) or None):>{widths[title]}}" for title, found in columns.items()]
-            lines.append(f"{name:<{left}}" + "".join(cells))
+        lines = [name.ljust(left) for name in ("", *names)]
+        for title, found in {**seen, "peak": peaks}.items():
+            cells = [title, *(readable(found.get(name) or None) for name in names)]
+            width = max(len(title), 11) + 2
+            lines = [line + cell.rjust(width) for line, cell in zip(lines, cells, strict=True)]
         return "\n".join(lines)
-
-
-def _figures(
-    live: Mapping[Tier, Mapping[Category, int]], allocated: int | None = None, reserved: int | None = None
-) -> dict[str, int]:
-    found = {category.value: size for category, size in live[Tier.DEVICE].items()}
-    found["total"] = sum(live[Tier.DEVICE].values())
-    found |= {f"on {tier.value}": sum(sizes.values()) for tier, sizes in live.items() if tier is not Tier.DEVICE}
-    if allocated is not None and reserved is not None:
-        found |= {"allocated": allocated, "reserved": reserved}
-    return found

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from typing_extensions import override
 
 from shardwise.compat import can_hand_memory_on, hand_memory_on
 from shardwise.device.ranges import launched, named, watched
@@ -35,7 +34,9 @@ class Stored(Protocol):
         """Make the current stream wait for the values."""
 
     def give_back(self, *, written: bool) -> None:
-        """Release the tensor's memory after the current stream's work; start to store the values if `written`."""
+        """Release the tensor's memory, after the current stream's work, also after a `start` that has failed. Start to
+        store the values if `written`.
+        """
 
     def copy_to(self, target: torch.Tensor) -> None:
         """Copy the stored values into another tensor of the same layout, for the current stream (on any thread)."""
@@ -57,27 +58,15 @@ class Stored(Protocol):
         """
 
 
-class StateHome(Protocol):
-    """A memory tier for tensors of one device. `lends`: tensors have memory only while acquired. `at_hand`: the host
-    can use the stored values in place. `lags`: memory released dirty is free only after its store, for which the host
-    waits. `used_on`: device on which tensors are used; None: the engine's device.
+class StateHome:
+    """A memory tier for tensors of one device; in this class each tensor stays in place.
+
+    Attributes:
+        lends: tensors have memory only while acquired.
+        at_hand: the host can use the stored values in place.
+        lags: memory released dirty is free only after its store, for which the host waits.
+        used_on: device on which tensors are used; None: the engine's device.
     """
-
-    tier: Tier
-    lends: bool
-    at_hand: bool
-    lags: bool
-    used_on: torch.device | None
-
-    def keep(self, tensor: torch.Tensor) -> Stored | None:
-        """Store the memory of a contiguous tensor with its own storage; None: the tensor stays in place."""
-
-    def close(self) -> None:
-        """Free all stored values; the tier must be empty afterwards."""
-
-
-class Resident(StateHome):
-    """Tier without transfers: each tensor stays in place."""
 
     lends = False
     at_hand = True
@@ -87,15 +76,16 @@ class Resident(StateHome):
         self.tier = tier
         self.used_on = used_on
 
-    @override
-    def keep(self, tensor: torch.Tensor) -> None: ...
+    def keep(self, tensor: torch.Tensor) -> Stored | None:
+        """Store the memory of a contiguous tensor with its own storage; None: the tensor stays in place."""
+        return None
 
-    @override
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free all stored values; the tier must be empty afterwards."""
 
 
-ON_DEVICE = Resident(Tier.DEVICE)
-ON_HOST = Resident(Tier.HOST, torch.device("cpu"))
+ON_DEVICE = StateHome(Tier.DEVICE)
+ON_HOST = StateHome(Tier.HOST, torch.device("cpu"))
 """Host memory for state that the CPU uses."""
 
 
@@ -168,7 +158,7 @@ class Spare:
 
     def __init__(self, accountant: Accountant) -> None:
         self.bytes = 0
-        self._accountant = accountant
+        self.accountant = accountant
         self._counted = 0
         self._left: list[torch.UntypedStorage] = []
 
@@ -195,7 +185,7 @@ class Spare:
 
     def count(self) -> None:
         """Report the pooled bytes to the accountant."""
-        self._accountant.add(Category.BUFFERS, self.bytes - self._counted, Tier.HOST)
+        self.accountant.add(Category.BUFFERS, self.bytes - self._counted, Tier.HOST)
         self._counted = self.bytes
 
     def clear(self) -> None:
@@ -230,7 +220,7 @@ class Loans:
         self._label = label
         self._on_its_way: list[Callable[[], None]] = []  # callbacks for the end of transfers
         self.spare: Spare | None = None
-        self._accountant = accountant
+        self.accountant = accountant
         self._tier = tier_in_use(home)
         self._written = False
         self._kept: dict[int, _Loan] = {}  # by storage
@@ -239,20 +229,20 @@ class Loans:
     def keep(self, category: Category, tensor: torch.Tensor) -> None:
         """Count a tensor and store it in the tier, at once or at the end of the current acquisition."""
         if not self.away:
-            self._accountant.hold(category, tensor, self.home.tier)
+            self.accountant.hold(category, tensor, self.home.tier)
             return
         if id(tensor.untyped_storage()) in self._kept:
             return
         size = tensor.untyped_storage().nbytes()
         alone = tensor.is_contiguous() and tensor.nbytes == size
-        with self._accountant.owning(None):
+        with self.accountant.owning(None):
             stored = self.home.keep(tensor) if alone and size else None
         if stored is None:
-            self._accountant.hold(category, tensor, self._tier)
+            self.accountant.hold(category, tensor, self._tier)
             return
-        self._accountant.disregard(tensor)  # its bytes are reported by number
-        self._accountant.add(category, size, self._tier)
-        self._accountant.add(category, size, self.home.tier)
+        self.accountant.disregard(tensor)  # its bytes are reported by number
+        self.accountant.add(category, size, self._tier)
+        self.accountant.add(category, size, self.home.tier)
         loan = _Loan(tensor, stored, category)
         self._kept[id(tensor.untyped_storage())] = loan
         if not self.lent:
@@ -274,9 +264,9 @@ class Loans:
         loan = self._kept.pop(id(tensor.untyped_storage()), None)
         if loan is not None:
             self._arrived(loan)
-            self._accountant.remove(loan.category, tensor.nbytes, self.home.tier)
+            self.accountant.remove(loan.category, tensor.nbytes, self.home.tier)
             if self.lent:
-                self._accountant.remove(loan.category, tensor.nbytes, self._tier)
+                self.accountant.remove(loan.category, tensor.nbytes, self._tier)
 
     def clear(self) -> None:
         """Remove all tensors."""
@@ -289,25 +279,43 @@ class Loans:
         return self._kept.keys()
 
     def start(self, *, read: bool = True) -> None:
-        """Start to acquire all tensors; their content is undefined unless `read` or acquired already."""
-        if not self.lent:
-            self.settle()
-        self.lent += 1
-        if self.lent == 1:
-            with self._shown("lend"):
-                if read:
-                    self._set_out("bring")
-                for loan in self._kept.values():
-                    loan.given = True
-                    spare = self._spare_of(loan)
-                    if spare is not None:
-                        spare.give(loan.tensor.untyped_storage(), loan.tensor.nbytes)
-                    self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
-                    if read:
-                        self._coming(loan, loan.stored.staged)
-                        self._move(read=loan.tensor.nbytes)
-                    with self._accountant.owning(None):
-                        loan.stored.start(read=read)
+        """Start to acquire all tensors; their content is undefined unless `read` or acquired already. If memory runs
+        out, all are released again.
+        """
+        if self.lent:
+            self.lent += 1
+            return
+        self.settle()
+        with self._shown("lend"), contextlib.ExitStack() as undo:
+            undo.callback(self._land)
+            if read:
+                self._set_out("bring")
+            for loan in self._kept.values():
+                self._start(loan, undo, read=read)
+            undo.pop_all()
+        self.lent = 1
+
+    def _start(self, loan: _Loan, undo: contextlib.ExitStack, *, read: bool) -> None:
+        loan.given = True
+        spare = self._spare_of(loan)
+        if spare is not None:
+            spare.give(loan.tensor.untyped_storage(), loan.tensor.nbytes)
+        self.accountant.add(loan.category, loan.tensor.nbytes, self._tier)
+        undo.callback(self._return, loan, written=False)
+        if read:
+            self._coming(loan, loan.stored.staged)
+        with self.accountant.owning(None):
+            loan.stored.start(read=read)
+        if read:
+            self._move(read=loan.tensor.nbytes)
+
+    def acquire(self, *, read: bool = True) -> None:
+        """Acquire all tensors, for the current stream; none if an error ends it."""
+        self.start(read=read)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.give_back, written=False)
+            self.finish()
+            undo.pop_all()
 
     def _shown(self, what: str) -> AbstractContextManager[Any]:
         return named(what, self._label, self._size) if self._kept and watched() else _NOTHING
@@ -352,7 +360,7 @@ class Loans:
             self._coming(loan, loan.stored.staged)
             self._move(written=loan.tensor.nbytes)
         self._unsettled.append(loan)
-        with self._accountant.owning(None):
+        with self.accountant.owning(None):
             loan.stored.give_back(written=written)
         loan.fresh = False
         if not (self.home.lags and written):
@@ -369,13 +377,9 @@ class Loans:
                 spare = self._spare_of(loan)
                 if spare is not None:
                     all_of_them.callback(spare.count)
-                all_of_them.callback(self._accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
+                all_of_them.callback(self.accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
                 all_of_them.callback(self._arrived, loan)
                 all_of_them.callback(loan.stored.settle, *(() if spare is None else (spare.leave,)))
-
-    def spare_memory(self) -> Spare:
-        """Return a new pool of host memory, counted by the accountant."""
-        return Spare(self._accountant)
 
     def _spare_of(self, loan: _Loan) -> Spare | None:
         """Return None for state made in the optimizer's first step: its memory would exceed the pool's bound."""
@@ -396,20 +400,9 @@ class Loans:
         loan = self._kept.get(id(tensor.untyped_storage()))
         return tensor if loan is None else loan.stored.shared().view(tensor.dtype).view(tensor.shape)
 
-    @contextlib.contextmanager
-    def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:
-        """Acquire all tensors inside the block."""
-        self.start(read=read)
-        come = False
-        try:
-            self.finish()
-            come = True
-            yield
-        finally:
-            try:
-                self.give_back(written=written and come)
-            finally:
-                self.settle()
+    def lent_out(self, *, read: bool = True, written: bool) -> AbstractContextManager[None]:
+        """Acquire all tensors inside the block; without `read` the block overwrites them."""
+        return borrowed([(self, written if read else None)])
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -434,7 +427,7 @@ class Loans:
         target = torch.empty_like(tensor) if into is None else into
         self._move(read=tensor.nbytes)
         self._coming(loan, loan.stored.staged)
-        with named("copy", self._label, tensor.nbytes), self._accountant.owning(None):
+        with named("copy", self._label, tensor.nbytes), self.accountant.owning(None):
             loan.stored.copy_to(target)
         self._arrived(loan)
         return target
@@ -444,22 +437,22 @@ class Loans:
         loan = self._kept.get(id(tensor.untyped_storage()))
         if loan is not None and self.home.lags and not (self.lent or loan.staged):
             self._coming(loan, loan.stored.staged if into is not None else tensor.nbytes)
-            with self._accountant.owning(None):
+            with self.accountant.owning(None):
                 loan.stored.look_ahead(into)
 
     def _move(self, *, read: int = 0, written: int = 0) -> None:
-        self._accountant.move(self.home.tier, read=read, written=written)
+        self.accountant.move(self.home.tier, read=read, written=written)
         if self.home.tier is Tier.DISK and self.home.used_on is None:
-            self._accountant.move(Tier.HOST, read=read, written=written)  # through host memory
+            self.accountant.move(Tier.HOST, read=read, written=written)  # through host memory
 
     def _coming(self, loan: _Loan, staged: int) -> None:
         if staged and not loan.staged:
             loan.staged = staged
-            self._accountant.add(Category.BUFFERS, staged, Tier.HOST)
+            self.accountant.add(Category.BUFFERS, staged, Tier.HOST)
 
     def _arrived(self, loan: _Loan) -> None:
         if loan.staged:
-            self._accountant.remove(Category.BUFFERS, loan.staged, Tier.HOST)
+            self.accountant.remove(Category.BUFFERS, loan.staged, Tier.HOST)
             loan.staged = 0
 
 
@@ -517,7 +510,7 @@ def _sparing(wanted: Sequence[Borrowed]) -> Iterator[Spare | None]:
     if not (lagging and can_hand_memory_on):
         yield None
         return
-    spare = lagging[0].spare_memory()
+    spare = Spare(lagging[0].accountant)
     try:
         for loans in lagging:
             loans.spare = spare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -78,19 +78,10 @@ class MemoryReport:
             Console().print(self)
 
     def __rich__(self) -> Any:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
         title = f"Memory of rank {self.rank} of {self.world} ({self.parameters:,} parameters in the whole model)"
-        # Without frames, because log files have 80 columns, and the categories' names must fit.
-        table = Table(title=title, box=box.SIMPLE, collapse_padding=True)
-        table.caption, table.caption_justify = Text("\n".join(self._captions())), "left"
-        table.add_column("", no_wrap=True)
-        for name in ("planned", "measured", "floor", *(["held now"] if self.total.live is not None else [])):
-            table.add_column(name, justify="right", no_wrap=True)
-        for name in ("planned B/param", "measured B/param"):
-            table.add_column(name, justify="right")
+        ratios = ("planned B/param", "measured B/param")
+        live = [] if self.total.live is None else ["held now"]
+        table = plain_table(title, ("", "planned", "measured", "floor", *live, *ratios), self._captions(), wraps=ratios)
         for row in self.rows:
             table.add_row(*self._cells(row))
         table.add_section()
@@ -140,6 +131,21 @@ def readable(value: int | None) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{value} B" if unit == "B" else f"{amount:.2f} {unit}"
+
+
+def plain_table(
+    title: str, columns: Iterable[str], caption: Iterable[str] = (), *, left: Collection[str] = ("",), wraps: Any = ()
+) -> Any:
+    """Return a rich table without frames, because log files have 80 columns; columns not in `left` are numbers."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, box=box.SIMPLE, collapse_padding=True)
+    table.caption, table.caption_justify = Text("\n".join(caption)), "left"
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name not in wraps)
+    return table
 
 
 def as_text(printed: Iterable[Any], width: int) -> str:

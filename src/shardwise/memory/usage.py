@@ -6,27 +6,27 @@ maximum the peak since process start, and nothing is cached.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from shardwise.memory.limits import available_bytes, physical_bytes
 from shardwise.memory.process import peak_resident_bytes, resident_bytes
 
 _GB = 2**30
 
 
-@dataclass(frozen=True)
-class _Usage:
-    allocated: int
-    allocated_peak: int
-    cached: int
-    cached_peak: int
+class _Usage(NamedTuple):
+    """Bytes, and their maxima."""
+
+    allocated: int = 0
+    allocated_max: int = 0
+    cached: int = 0
+    cached_max: int = 0
 
 
-_last = _Usage(0, 0, 0, 0)
+_last = _Usage()
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -37,15 +37,15 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """
     if not force or _rank() != 0:
         return
-    now = _usage()
-    used, percent = _host()
-    print(message)
+    now, total = _usage(), physical_bytes()
+    used = total - available_bytes()
     print(
-        f"MA {now.allocated / _GB:.2f} GB  Max_MA {now.allocated_peak / _GB:.2f} GB  "
-        f"CA {now.cached / _GB:.2f} GB  Max_CA {now.cached_peak / _GB:.2f} GB"
+        f"{message}\n"
+        f"MA {now.allocated / _GB:.2f} GB  Max_MA {now.allocated_max / _GB:.2f} GB  "
+        f"CA {now.cached / _GB:.2f} GB  Max_CA {now.cached_max / _GB:.2f} GB\n"
+        f"CPU Virtual Memory:  used = {used / _GB:.2f} GB, percent = {100 * used / total:.1f}%",
+        flush=True,
     )
-    print(f"CPU Virtual Memory:  used = {used / _GB:.2f} GB, percent = {percent:.1f}%")
-    sys.stdout.flush()
     _reset_maxima()
 
 
@@ -65,12 +65,13 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
         _reset_maxima()
     now, before = _usage(), _last
     _last = now
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     print(
-        f"RANK={rank} MEMSTATS {msg} device={_device()} "
+        f"RANK={rank} MEMSTATS {msg} device={device} "
         f"current alloc={now.allocated / _GB:.4f}GB (delta={(now.allocated - before.allocated) / _GB:.4f}GB "
-        f"max={now.allocated_peak / _GB:.4f}GB) "
+        f"max={now.allocated_max / _GB:.4f}GB) "
         f"current cache={now.cached / _GB:.4f}GB (delta={(now.cached - before.cached) / _GB:.4f}GB "
-        f"max={now.cached_peak / _GB:.4f}GB)",
+        f"max={now.cached_max / _GB:.4f}GB)",
         flush=True,
     )
 
@@ -79,33 +80,16 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _device() -> str:
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-
-
 def _usage() -> _Usage:
-    if torch.cuda.is_available():
+    cuda = torch.cuda
+    if cuda.is_available():
         return _Usage(
-            torch.cuda.memory_allocated(),
-            torch.cuda.max_memory_allocated(),
-            torch.cuda.memory_reserved(),
-            torch.cuda.max_memory_reserved(),
+            cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved(), cuda.max_memory_reserved()
         )
     resident = resident_bytes() or 0
-    return _Usage(resident, max(resident, peak_resident_bytes() or 0), 0, 0)
+    return _Usage(resident, max(resident, peak_resident_bytes() or 0))
 
 
 def _reset_maxima() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-
-
-def _host() -> tuple[int, float]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0, 0.0
-    sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines)}
-    total = sizes["MemTotal"]
-    used = total - sizes.get("MemAvailable", sizes["MemFree"])
-    return used, 100 * used / total

@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 from shardwise.memory.limits import control_groups, lowest_free, physical_bytes
 from shardwise.memory.report import readable
@@ -25,10 +24,6 @@ EXIT_CODE = 12
 """Exit code of the process: the number of ENOMEM."""
 _PART, _MOST = 0.02, 256 << 20
 
-Owner = TypeVar("Owner")
-Look = Callable[[], tuple[str, int, int]]
-"""Returns the limit with the least free memory: name, size and free bytes."""
-
 
 def margin_of(total: int) -> int:
     """Return the required free bytes of a limit: 2 % of it, at most 256 MiB.
@@ -39,57 +34,62 @@ def margin_of(total: int) -> int:
     return min(int(_PART * total), _MOST)
 
 
-class Watchdog(Generic[Owner]):
-    """Memory watchdog, active until it is closed or its owner is freed. `tell` returns the message for the owner when
-    memory runs out. `end` ends the process with an exit code, from any thread.
+class Watchdog:
+    """Memory watchdog, active until it is closed or freed.
+
+    `report` returns the message when memory runs out, from the newest checkpoint, if any. `look` returns the limit with
+    the least free memory: name, size and free bytes. `end` ends the process with an exit code, from any thread.
     """
 
     def __init__(
         self,
-        owner: Owner,
-        tell: Callable[[Owner], str],
-        look: Look | None = None,
+        report: Callable[[str | None], str],
+        look: Callable[[], tuple[str, int, int]] | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
+        self.checkpoint: Callable[[], str | None] = lambda: None
+        self._report = report
         total = physical_bytes()
         groups = [group for group in control_groups() if group.limit < total]
-        self._owner = weakref.ref(owner)
-        self._tell = tell
-        self._look = look or (lambda: lowest_free(groups))
-        self._end = end
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=self._watch, name="shardwise-watchdog", daemon=True)
+        arguments = (weakref.ref(self), self._closed, look or (lambda: lowest_free(groups)), end)
+        self._thread = threading.Thread(target=_watch, args=arguments, name="shardwise-watchdog", daemon=True)
         self._thread.start()
+
+    def report(self) -> str:
+        """Return the message when memory runs out."""
+        return self._report(self.checkpoint())
 
     def close(self) -> None:
         """Stop the thread."""
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        wait = 0.0
-        while not self._closed.wait(wait) and self._owner() is not None:
-            try:
-                name, total, left = self._look()
-            except (OSError, ValueError):
-                return  # the limits are unreadable
-            above = left - margin_of(total)
-            if above > 0:
-                wait = min(EVERY_S, max(SHORTEST_S, above / FILLED_A_SECOND))
-                continue
-            owner = self._owner()
-            if owner is not None:
-                _say(f"*** shardwise: {readable(left)} are left of {name} ({readable(total)}). {self._tell(owner)}\n")
-                self._end(EXIT_CODE)
-            return
+        self._thread.join()
 
 
-def _say(text: str) -> None:
+def _watch(
+    reference: weakref.ref[Watchdog],
+    closed: threading.Event,
+    look: Callable[[], tuple[str, int, int]],
+    end: Callable[[int], object],
+) -> None:
+    wait = 0.0
+    while not closed.wait(wait) and reference() is not None:
+        try:
+            name, total, left = look()
+        except (OSError, ValueError):
+            return  # the limits are unreadable
+        above = left - margin_of(total)
+        if above > 0:
+            wait = min(EVERY_S, max(SHORTEST_S, above / FILLED_A_SECOND))
+            continue
+        watchdog = reference()
+        if watchdog is not None:
+            _write(f"*** shardwise: {readable(left)} are left of {name} ({readable(total)}). {watchdog.report()}\n")
+            end(EXIT_CODE)
+        return
+
+
+def _write(text: str) -> None:
     """Write to the file descriptor, because another thread may hold the lock of Python's stream."""
     try:
         number = sys.stderr.fileno()

@@ -147,13 +147,12 @@ class Disks:
 class DiskPlace(StateHome):
     """Disk tier; tensors are used on `used_on` (None: on the engine's device)."""
 
-    tier = Tier.DISK
     lends = True
     at_hand = False
     lags = True
 
     def __init__(self, file: Files, device: torch.device, used_on: torch.device | None) -> None:
-        self.used_on = used_on
+        super().__init__(Tier.DISK, used_on)
         self._file = file
         self._copies = copy_stream(device) if used_on is None and is_far(device) else None
 

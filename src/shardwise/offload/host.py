@@ -21,22 +21,16 @@ from shardwise.memory.places import StateHome, Stored
 class HostPlace(StateHome):
     """Host tier; `pinned` page-locks the memory on a CUDA device, for asynchronous copies."""
 
-    tier = Tier.HOST
     lends = True
-    at_hand = True
-    lags = False
-    used_on: torch.device | None = None
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
+        super().__init__(Tier.HOST)
         self._copies = copy_stream(device)
         self._pinned = pinned
 
     @override
     def keep(self, tensor: torch.Tensor) -> _Kept:
         return _Kept(self._copies, tensor, pinned=self._pinned)
-
-    @override
-    def close(self) -> None: ...
 
 
 class _Kept(Stored):

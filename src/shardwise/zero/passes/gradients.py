@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -103,8 +104,7 @@ class UnitGradients:
     def bring(self) -> None:
         """Bring the offloaded buffers to the device."""
         if self.resting:
-            self.loans.start()
-            self.loans.finish()
+            self.loans.acquire()
             self.resting = False
 
     def rest(self) -> None:
@@ -143,11 +143,14 @@ class UnitGradients:
     def borrow_sums(self) -> None:
         """Bring offloaded accumulators to the device until `return_sums`, because a reduction adds to them."""
         if self._borrowed and not self._lent:
+            with contextlib.ExitStack() as undo:
+                for loans in self._borrowed:
+                    loans.start(read=self.accumulated)
+                    undo.callback(loans.give_back, written=False)
+                for loans in self._borrowed:
+                    loans.finish()
+                undo.pop_all()
             self._lent = self._borrowed
-            for loans in self._lent:
-                loans.start(read=self.accumulated)
-            for loans in self._lent:
-                loans.finish()
 
     @property
     def lends(self) -> bool:

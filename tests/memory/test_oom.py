@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 import shardwise
-import shardwise.engine.exhausted
 from shardwise.errors import ShardwiseError
 from shardwise.memory import (
     MemoryLimit,
     OutOfMemoryError,
-    let_go_of_frames,
     limits,
     memory_limit,
+    oom,
     resident_bytes,
 )
 from tests.harness import run_ranks
@@ -81,7 +80,8 @@ def build(stage: int = 0, micro: int = 64) -> tuple[Any, Failing]:
 def room_of(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """Have there be room for so many bytes."""
     limit = MemoryLimit("a test", 10 * room, 5 * room, 5 * room)
-    monkeypatch.setattr(shardwise.engine.exhausted, "room_for", lambda at, planner: (limit, room))
+    monkeypatch.setattr(oom, "memory_limit", lambda device, processes: limit)
+    monkeypatch.setattr(oom, "engine_room", lambda *_: room)
 
 
 KINDS: list[tuple[Callable[[], Exception], int | None]] = [
@@ -98,7 +98,7 @@ def test_what_is_said(where: str, kind: int, monkeypatch: pytest.MonkeyPatch) ->
     engine, failing = build(micro=512)
     x = torch.randn(512, 64)
     room_of(monkeypatch, 100 * MIB)
-    make, asked = KINDS[kind]
+    make, requested = KINDS[kind]
     raised = make()
     with pytest.raises(OutOfMemoryError) as told:
         if where == "forward":
@@ -118,8 +118,10 @@ def test_what_is_said(where: str, kind: int, monkeypatch: pytest.MonkeyPatch) ->
     text = str(error)
     call = {"forward": "the engine's forward()", "backward": "engine.backward()", "step": "engine.step()"}[where]
     assert text.startswith(f"rank 0 has run out of memory in {call}: {str(raised) or 'MemoryError'}")
-    assert error.asked == asked
-    assert "Limit: a test" in text and "held now" in text and "optimizer state" in text
+    assert error.requested == requested
+    assert (
+        "Limit: a test" in text and "room for 100.00 MiB" in text and "held now" in text and "optimizer state" in text
+    )
     assert "engine.memory_plans(batch)" in text and error.suggestion is None
     assert failing.large is not None and failing.large() is None  # what the failed pass held is free again
     engine.destroy()
@@ -146,7 +148,7 @@ def test_calls_of_modules_with_hooks_let_go_of_their_arguments(always_call: bool
     try:
         outer(torch.ones(2, 4))
     except MemoryError as error:
-        let_go_of_frames(error)
+        oom.clear_frames(error)
         assert seen[0]() is None
     failing.forward_error = None
     assert outer(torch.ones(2, 4)).shape == (2, 4)
@@ -163,9 +165,9 @@ def test_other_errors_pass_as_they_are() -> None:
 
 def test_when_there_is_no_memory_for_plans_either(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, failing = build()
-    monkeypatch.setattr(shardwise.engine.exhausted, "memory_limit", _raiser(MemoryError("none left")))  # type: ignore[arg-type]
+    monkeypatch.setattr(oom, "memory_limit", _raiser(MemoryError("none left")))  # type: ignore[arg-type]
     failing.forward_error = MemoryError("first")
-    with pytest.raises(OutOfMemoryError, match=r"Held: parameters .*Not planned \(MemoryError: none left"):
+    with pytest.raises(OutOfMemoryError, match=r"Held when .*: parameters .*Not planned \(MemoryError: none left"):
         engine(torch.randn(64, 64))
     engine.destroy()
 
@@ -307,7 +309,7 @@ def test_a_smaller_micro_batch_fits(room: int, where: str) -> None:
     (told,) = under_limit(room, 16384, config)
     assert f"rank 0 has run out of memory in {where}: " in told["text"] and told["cause"] == "RuntimeError"
     assert "Limit: RLIMIT_AS" in told["text"]
-    assert told["asked"] >= 16 * MIB
+    assert told["requested"] >= 16 * MIB
     smaller = {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 8}
     (again,) = under_limit(room, 16384, {**config, **smaller})
     assert again == {"steps": 2}

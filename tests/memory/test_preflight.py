@@ -1,4 +1,4 @@
-"""The budget: plans against limits of every tier, the device's limit during training, and what a step moves."""
+"""The memory preflight: plans against limits of each tier, the device's limit in training, and what a step moves."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.environment import DEVICE_LIMIT
-from shardwise.engine import budget
+from shardwise.engine import preflight, traffic
 from shardwise.engine.plans import Offload, Planner, Setting, offloads
 from shardwise.errors import ConfigError
 from shardwise.memory import MemoryLimit, OutOfMemoryError, Tier
 from shardwise.offload import speed
 from shardwise.offload.files import SwapFile
 from tests.harness import run_ranks
-from tests.memory.test_exhausted import under_limit
+from tests.memory.test_oom import under_limit
 
 KIB = 1 << 10
 BLOCKS, WIDTH = 8, 64
@@ -66,7 +66,7 @@ def merged(zero: dict[str, Any], suggestion: dict[str, Any]) -> dict[str, Any]:
 
 def limited(limits: list[MemoryLimit]) -> Any:
     """Have there be these limits of the host."""
-    return mock.patch.object(budget, "host_limits", lambda: iter(limits))
+    return mock.patch.object(preflight, "host_limits", lambda: iter(limits))
 
 
 # -- before training ---------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_machine_that_is_too_small_counts_all_its_ranks() -> None:
 
 def dry_runs(equal: bool) -> int:
     """Return how many dry runs this rank makes in `initialize()`."""
-    with mock.patch.object(budget.Planner, "window", autospec=True, side_effect=budget.Planner.window) as window:
+    with mock.patch.object(preflight.Planner, "window", autospec=True, side_effect=preflight.Planner.window) as window:
         optimizer = ADAM if equal else {"type": "Muon", "params": {"lr": 0.1}}  # each rank steps other whole tensors
         engine = start({"stage": 1}, optimizer=optimizer, memory_limits={"device": 64 << 20})
     engine.destroy()
@@ -150,7 +150,7 @@ def test_one_rank_of_a_machine_makes_the_dry_run_for_all_with_equal_parts(equal:
 def on_a_small_machine() -> tuple[str, Any]:
     # Of what is in use, the model will be given back.
     limit = MemoryLimit("physical memory", 8 << 20, (5 << 20) + 2 * BYTES, 0)
-    with mock.patch.object(budget, "SEARCH_S", 0.0), limited([limit]), pytest.raises(OutOfMemoryError) as told:
+    with mock.patch.object(preflight, "SEARCH_S", 0.0), limited([limit]), pytest.raises(OutOfMemoryError) as told:
         start(OFFLOADED, memory_limits={"device": 64 << 20})
     with limited([MemoryLimit("physical memory", 8 << 20, (2 << 20) + BYTES, 0)]):
         engine = start(OFFLOADED, memory_limits={"device": 64 << 20})
@@ -184,7 +184,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, by_hand: bool) -> None:
     zero = {"stage": 3, "offload_optimizer": place}
     limits: dict[str, Any] = {"device": 64 << 20, **({"disk": "1MiB"} if by_hand else {})}
     small = MemoryLimit("a small disk", 1 << 30, (1 << 30) - (1 << 20), 0)
-    with mock.patch.object(budget, "disk_limit", lambda directory: small), pytest.raises(OutOfMemoryError) as told:
+    with mock.patch.object(preflight, "disk_limit", lambda directory: small), pytest.raises(OutOfMemoryError) as told:
         start(zero, memory_limits=limits)
     text = str(told.value)
     assert f"1.00 MiB are there ({'memory_limits.disk' if by_hand else 'a small disk'})" in text
@@ -238,7 +238,7 @@ def test_little_room_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_is_planned_where_nothing_is_asked_for() -> None:
-    with mock.patch.object(budget, "Planner", side_effect=AssertionError):
+    with mock.patch.object(preflight, "Planner", side_effect=AssertionError):
         for keys in ({}, {"zero": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}):
             model = nn.Linear(8, 8)
             config = {"train_batch_size": 2, "optimizer": ADAM, "zero_optimization": keys.get("zero", {})}
@@ -248,7 +248,7 @@ def test_nothing_is_planned_where_nothing_is_asked_for() -> None:
 
 
 def test_settings_that_are_tried() -> None:
-    one = Setting(stage=0, micro_batch=2, accumulation=1, ranks=1).moved(offloads(), Offload())
+    one = Setting(stage=0, micro_batch=2, accumulation=1, ranks=1).offloaded(offloads(), Offload())
     assert [(setting.stage, setting.offload.devices) for setting in one if setting.offload] == [
         (1, ("cpu", "none")),
         (3, ("cpu", "cpu")),
@@ -256,7 +256,7 @@ def test_settings_that_are_tried() -> None:
         (3, ("nvme", "cpu")),
         (3, ("nvme", "nvme")),
     ]
-    two = Setting(stage=2, micro_batch=2, accumulation=1, ranks=2).moved(offloads("/disk"), Offload("cpu"))
+    two = Setting(stage=2, micro_batch=2, accumulation=1, ranks=2).offloaded(offloads("/disk"), Offload("cpu"))
     assert [(setting.stage, setting.offload.devices) for setting in two[:4] if setting.offload] == [
         (2, ("none", "none")),
         (3, ("none", "none")),
@@ -331,8 +331,8 @@ def test_planned_bytes_are_those_of_the_files(
     assert moved["written"] == pytest.approx(file.bytes_written - before[1], rel=0.03)
     (check,) = (check for check in engine.memory_budget.checks if check.limit == "memory_limits.disk")
     assert check.needed == pytest.approx(file.size, rel=0.03)
-    subject = engine._memory._subject()
-    plan = Planner(subject).plan(subject.setting)
+    target = engine._memory._target()
+    plan = Planner(target).plan(target.setting)
     assert plan.moved["disk"] == moved
     assert "A step reads" in engine.memory_report().render()
     engine.destroy()
@@ -342,15 +342,15 @@ def test_the_cost_is_told_before_training(tmp_path: Path, caplog: pytest.LogCapt
     place = {"device": "nvme", "nvme_path": str(tmp_path)}
     limits = {"disk": "1GB"}
     with (
-        mock.patch.object(budget, "WORTH_MEASURING", 1),
+        mock.patch.object(traffic, "WORTH_MEASURING", 1),
         mock.patch.object(speed, "MEASURED", 1 << 20),
         caplog.at_level(logging.INFO, "shardwise"),
     ):
         engine = start({"stage": 1, "offload_optimizer": place}, memory_limits=limits)
-    (traffic,) = engine.memory_budget.traffic
-    assert str(traffic) in caplog.text
+    (found,) = engine.memory_budget.traffic
+    assert str(found) in caplog.text
     moved = engine.memory_report().moved["disk"]
-    assert (traffic.read, traffic.written) == (moved["read"], moved["written"])
-    assert traffic.seconds == pytest.approx(traffic.read / traffic.read_speed + traffic.written / traffic.write_speed)
-    assert Tier.DISK.value == traffic.tier and not list(tmp_path.iterdir())
+    assert (found.read, found.written) == (moved["read"], moved["written"])
+    assert found.seconds == pytest.approx(found.read / found.read_speed + found.written / found.write_speed)
+    assert Tier.DISK.value == found.tier and not list(tmp_path.iterdir())
     engine.destroy()
