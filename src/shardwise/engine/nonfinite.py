@@ -196,6 +196,12 @@ class ModuleTracer:
         self.handles, self._window, self._callers = [], None, {}
         self._running.clear()
 
+    def follow(self) -> None:
+        """Trace the modules that the model has now, between windows."""
+        if self.handles:
+            self.remove()
+            self._install()
+
     def _install(self) -> None:
         if self.handles:
             return

@@ -153,6 +153,7 @@ class TrainStep:
         """Drive the passes of the model, which has been built, or built again."""
         sharded = self._sharded
         sharded.driver = self
+        self._non_finite.tracer.follow()
         if self.watch is not None:
             self.watch.follow(sharded.numbering.names)
         if sharded.reducer is not None:
