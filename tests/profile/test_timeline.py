@@ -157,7 +157,7 @@ def test_what_is_moved_is_shown(device: str, tmp_path: Path) -> None:
             continue
         assert len(steps) == STEPS
         shown = Counter(event["args"]["what"] for event in moves if event["args"]["unit"] == "blocks.1")
-        assert shown["bring"] == shown["take"] == shown["lend"] == STEPS
+        assert shown["bring"] == shown["take"] == shown["acquire"] == STEPS
         brought = of(timeline.events, name="bring blocks.1")[0]
         assert brought["args"]["bytes"] == 7680  # master weights and two moments of half of the unit
         assert brought["ts"] + brought["dur"] <= steps[0]["ts"]
@@ -202,7 +202,7 @@ def test_each_moment_is_counted_once() -> None:
         span("gather", 1, 6, tid=40),
         span("wait", 4, 6, what="wait for gather"),
         span("step", 10, 14),
-        span("move", 11, 12, what="wait for loan"),
+        span("move", 11, 12, what="wait for tensors"),
         span("move", 8, 12, tid=80, what="bring"),
         span("wait", 13, 14, what="wait for collective"),
         span("idle", 14, 16),

@@ -22,24 +22,24 @@ class Elsewhere:
     """Keeps values in tensors of its own; copies run on a stream of their own, as those to the host would.
 
     Args:
-        frees: take the memory of what is not lent away, so that using it fails; else fill it with NaN, so that values
+        frees: take the memory of what is not acquired, so that using it fails; else fill it with NaN, so that values
             that come from it are seen.
 
     Attributes:
-        lent: bytes that are lent now.
+        acquired: bytes that are acquired now.
         most: most that have been at once.
-        loans: how often something has been lent.
+        tiered: how often something has been acquired.
     """
 
     tier = Tier.HOST
-    lends = True
+    needs_acquiring = True
     at_hand = False
     lags = False
     used_on = None
 
     def __init__(self, *, frees: bool) -> None:
         self.frees = frees
-        self.lent = self.most = self.loans = 0
+        self.acquired = self.most = self.tiered = 0
 
     def on(self, device: torch.device) -> Elsewhere:
         """Be the place of an engine."""
@@ -55,8 +55,8 @@ class Elsewhere:
         pass
 
     def moved(self, size: int) -> None:
-        self.lent += size
-        self.most = max(self.most, self.lent)
+        self.acquired += size
+        self.most = max(self.most, self.acquired)
 
 
 class Held:
@@ -77,7 +77,7 @@ class Held:
     def start(self, *, read: bool) -> None:
         assert self._state == "kept", self._state
         self._state = "coming"
-        self._place.loans += 1
+        self._place.tiered += 1
         self._place.moved(self._size)
         with self._place.transfers.use():
             if self._place.frees:

@@ -43,12 +43,12 @@ def both_ways(name: str, settings: list[Setting], kinds: tuple[str, ...], frees:
     resident = train_all(name, settings)
     with living_elsewhere(*kinds, frees=frees) as place:
         away = train_all(name, settings)
-    return resident, away, place.loans, place.lent
+    return resident, away, place.tiered, place.acquired
 
 
 def check_both(world: int, name: str, settings: list[Setting], kinds: tuple[str, ...], frees: bool = True) -> None:
-    for resident, away, loans, lent in run_ranks(both_ways, world, name, settings, kinds, frees):
-        assert loans and not lent
+    for resident, away, tiered, acquired in run_ranks(both_ways, world, name, settings, kinds, frees):
+        assert tiered and not acquired
         for setting, first, second in zip(settings, resident, away, strict=True):
             assert first.masters.keys() == second.masters.keys()
             if first.gradients:
@@ -127,14 +127,14 @@ def train_with(kind: str, stages: tuple[int, ...]) -> list[Outcome]:
 def optimizers_both_ways(kind: str) -> tuple[list[Outcome], list[Outcome], int]:
     resident = train_with(kind, (0, 1, 3))
     with living_elsewhere(*ALL) as place:
-        return resident, train_with(kind, (0, 1, 3)), place.loans
+        return resident, train_with(kind, (0, 1, 3)), place.tiered
 
 
 @pytest.mark.parametrize("kind", ["own AdamW", "Lion", "lamb", "muon", "Adafactor", "subclass", "counting"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_optimizers(world: int, kind: str) -> None:
-    for resident, away, loans in run_ranks(optimizers_both_ways, world, kind):
-        assert loans
+    for resident, away, tiered in run_ranks(optimizers_both_ways, world, kind):
+        assert tiered
         for first, second in zip(resident, away, strict=True):
             assert_identical(first, second, kind)
 

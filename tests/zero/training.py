@@ -125,7 +125,7 @@ def masters(model: nn.Module) -> Tensors:
     update = sharded.update
     sharded.take_changes()
     pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
-    with sharded.state.lent(written=False):
+    with sharded.state.acquired(written=False):
         for tensor in sharded.registry:
             if tensor.trainable and update is not None:
                 dtype = torch.promote_types(sharded.section_of(tensor.index).master_dtype, torch.float32)
@@ -145,7 +145,7 @@ def gradients(model: nn.Module) -> Tensors:
     sharded = sharded_of(model)
     sharded.hooks.settle()
     pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
-    with sharded.state.lent(written=False):
+    with sharded.state.acquired(written=False):
         for tensor in sharded.registry:
             runs = (
                 sharded.state.gradient_runs(tensor.index) if tensor.trainable and sharded.update is not None else None

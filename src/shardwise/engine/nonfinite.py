@@ -405,7 +405,7 @@ class NonFinite:
         checked = True if unit is None else reducer.was_finite(unit.index, formerly=late)
         counts = (0, 0, 0.0)
         if index is not None and unit is not None and numbering.counts[index] and not late:
-            with sharded.state.lent([unit], written=False):
+            with sharded.state.acquired([unit], written=False):
                 counts = count_non_finite([values for _, _, values in sharded.state.gradient_runs(index) or ()])
         local = (gradients.window.lost(), checked, None if unit is None else unit.name, *counts)
         columns = zip(*self._job.exchange(local, "overflow"), strict=True)

@@ -35,8 +35,8 @@ def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
     return None if tensor is None or not tensor.trainable else (owner.model, tensor.index)
 
 
-def _lent(model: ShardedModel, index: int, *, written: bool = False) -> AbstractContextManager[None]:
-    return model.state.lent([model.unit_of(index)], written=written)
+def _acquired(model: ShardedModel, index: int, *, written: bool = False) -> AbstractContextManager[None]:
+    return model.state.acquired([model.unit_of(index)], written=written)
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
@@ -74,7 +74,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     section = model.section_of(index)
     model.share_changes()
     dtype = torch.promote_types(section.master_dtype, torch.float32)
-    with _lent(model, index):
+    with _acquired(model, index):
         return _assemble_state(model, index, model.update.master_pieces(index), dtype)
 
 
@@ -97,7 +97,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     if unit.state is not UnitState.SHARDED:
         model.state.values_of(index).copy_(flat)
         unit.store_shard()
-    with _lent(model, index, written=True):
+    with _acquired(model, index, written=True):
         stepped = _as_stepped(model, index, value)
         for start, stop, master in model.update.master_pieces(index):
             master.copy_(stepped[start:stop])
@@ -116,7 +116,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     model, index = found
-    with _lent(model, index):
+    with _acquired(model, index):
         runs = model.state.gradient_runs(index)
         if runs is None:
             return None
@@ -145,7 +145,7 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
             "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
         )
     section, factor = model.section_of(index), model.gradient_factor(index)
-    with _lent(model, index, written=True):
+    with _acquired(model, index, written=True):
         for piece in section.layout.pieces(section.master_start, section.master_stop):
             if piece.index == index:
                 target = section.whole_gradient[piece.offset : piece.offset + piece.stop - piece.start]
@@ -172,7 +172,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         return None
     model, index = found
     assert model.update is not None
-    with _lent(model, index):
+    with _acquired(model, index):
         runs = model.update.state_pieces(index, optim_state_key)
         # Ranks without state need the dtype, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
@@ -194,7 +194,7 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     assert model.update is not None
     _checked(model, index, value)
     model.await_copies()
-    with _lent(model, index, written=True):
+    with _acquired(model, index, written=True):
         stepped = _as_stepped(model, index, value)
         for start, stop, state in model.update.state_pieces(index, optim_state_key):
             state.copy_(stepped[start:stop])
@@ -209,7 +209,7 @@ def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     model, index = found
     assert model.update is not None
     dtype = torch.promote_types(model.section_of(index).master_dtype, torch.float32)
-    with _lent(model, index):
+    with _acquired(model, index):
         return _joined(model, (master.to(dtype) for _, _, master in model.update.master_pieces(index)), dtype)
 
 
@@ -224,7 +224,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
     model, index = found
     assert model.update is not None
     model.share_changes()
-    with _lent(model, index, written=True):
+    with _acquired(model, index, written=True):
         _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
     model.state.publish(model.units_of([parameter]))
 
@@ -238,7 +238,7 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     model, index = found
-    with _lent(model, index):
+    with _acquired(model, index):
         runs = _local_gradient(model, index, "safe_get_local_grad")
         if runs is None:
             return None
@@ -255,7 +255,7 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     if found is None:
         return
     model, index = found
-    with _lent(model, index, written=True):
+    with _acquired(model, index, written=True):
         runs = _local_gradient(model, index, "safe_set_local_grad")
         if runs is not None:
             _fill(model, index, runs, value / model.gradient_factor(index))
@@ -268,13 +268,13 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str
         return None
     model, index = found
     assert model.update is not None
-    with _lent(model, index):
+    with _acquired(model, index):
         runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
         if runs:
             return _joined(model, runs, runs[0].dtype)
     if model.update.master_ranges(index):
         return None
-    with model.state.lent(written=False):
+    with model.state.acquired(written=False):
         return _empty_state(model, optim_state_key)
 
 
@@ -294,7 +294,7 @@ def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor,
         return
     model, index = found
     assert model.update is not None
-    with _lent(model, index, written=True):
+    with _acquired(model, index, written=True):
         runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
         if runs:
             model.await_copies()

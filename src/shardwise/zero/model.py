@@ -440,7 +440,7 @@ class ShardedModel:
         for unit in self.units:
             if not unit.sharded and any(tensor.index in changed for tensor in unit.tensors):
                 unit.wait_for_unshard()
-                with self.state.lent([unit]):
+                with self.state.acquired([unit]):
                     self.update.refresh(unit, self.guards.loaded)
         self.guards.note()
 
@@ -573,7 +573,7 @@ class ShardedModel:
         """Copy unsharded values that have been changed in place to the master weights."""
         assert self.update is not None
         self.await_copies()
-        with self.state.lent([unit]):
+        with self.state.acquired([unit]):
             self.update.refresh(unit)
 
     def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
@@ -712,7 +712,7 @@ class ShardedModel:
         if self.update is not None:
             self.update.detach()
         if self.owners is not None:
-            self.owners.loans.clear()
+            self.owners.tiered.clear()
         self.update = self.owners = None
         if self.optimizer is not None:
             vars(self.optimizer).pop(NORMS, None)
