@@ -123,7 +123,7 @@ def test_what_has_no_memory_of_its_own_stays_where_it_is(home: StateHome) -> Non
     assert torch.equal(whole, torch.arange(12.0)) and counted(accountant, home.tier) in (0, 48)
 
 
-@pytest.mark.parametrize("end", ["", "loans.start()\n", "loans.start()\nloans.give_back(written=True)\n"])
+@pytest.mark.parametrize("end", ["", "tiered.start()\n", "tiered.start()\ntiered.give_back(written=True)\n"])
 def test_what_is_never_given_back_ends_in_silence(tmp_path: Path, end: str) -> None:
     program = (
         "import sys, torch; from pathlib import Path\n"
@@ -131,8 +131,8 @@ def test_what_is_never_given_back_ends_in_silence(tmp_path: Path, end: str) -> N
         "from shardwise.memory.places import Loans\n"
         "from shardwise.offload import Disks\n"
         "cpu = torch.device('cpu')\n"
-        "loans = Loans(Disks().place(Path(sys.argv[1]), cpu, cpu), Accountant())\n"
-        "loans.keep(Category.MASTER, torch.ones(5000))\n" + end
+        "tiered = Loans(Disks().place(Path(sys.argv[1]), cpu, cpu), Accountant())\n"
+        "tiered.keep(Category.MASTER, torch.ones(5000))\n" + end
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
