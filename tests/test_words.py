@@ -49,7 +49,7 @@ REMAINING = {
     "device": "beside lend",
     "engine": "alone asked beside heard imagined neighbours said told twin unnamed",
     "gpu.md": "asked imagined",
-    "memory": "alone asked told twin",
+    "memory": "alone asked twin",
     "memory.md": "asked",
     "moe": "imagined",
     "numbers.md": "alone beside imagined",

@@ -128,10 +128,10 @@ def test_what_is_never_given_back_ends_in_silence(tmp_path: Path, end: str) -> N
     program = (
         "import sys, torch; from pathlib import Path\n"
         "from shardwise.memory import Accountant, Category\n"
-        "from shardwise.memory.places import Loans\n"
+        "from shardwise.memory.places import TieredTensors\n"
         "from shardwise.offload import Disks\n"
         "cpu = torch.device('cpu')\n"
-        "tiered = Loans(Disks().place(Path(sys.argv[1]), cpu, cpu), Accountant())\n"
+        "tiered = TieredTensors(Disks().place(Path(sys.argv[1]), cpu, cpu), Accountant())\n"
         "tiered.keep(Category.MASTER, torch.ones(5000))\n" + end
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
