@@ -12,7 +12,7 @@ norm. So the bound from the second step on is `FLIP` of the norm, with a factor 
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import run_ranks
@@ -49,7 +49,6 @@ def examples(draw: st.DrawFn) -> tuple[str, int, Setting]:
     return name, draw(st.integers(1, 4)), setting
 
 
-@settings(max_examples=24)
 @given(examples())
 def test_any_combination_matches_the_plain_loop(example: tuple[str, int, Setting]) -> None:
     name, world, base = example
