@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.comm.compression.powersgd import split
+from shardwise.comm.compression.powersgd import elements, split
 from shardwise.errors import UsageError
 from shardwise.memory import Category, track_activations
 from tests.harness import run_ranks
@@ -177,9 +177,11 @@ def first_factors(name: str, setting: Setting) -> dict[str, torch.Tensor]:
         for number, section in enumerate(unit.sections):
             slots = section.layout.slots
             parts = split([(s.offset, torch.Size(registry[s.index].shape)) for s in slots], 2, 1.5)
-            seeded = compressor.seeded(f"{unit.index}.{unit.name}.{number}", parts.second, torch.float32)
+            seeded = compressor.seeded(f"{unit.index}.{unit.name}.{number}", elements(parts.second), torch.float32)
             by_offset = {slot.offset: registry[slot.index].name for slot in slots}
-            found.update({by_offset[m.offset]: m.q_in(seeded).clone() for m in parts.matrices})
+            sizes = [m.columns * m.rank for m in parts.matrices]
+            for m, factor in zip(parts.matrices, seeded.split(sizes), strict=True):
+                found[by_offset[m.offset]] = factor.clone()
     engine.destroy()
     return found
 
@@ -239,9 +241,9 @@ def test_bytes_are_those_of_the_closed_form(method: str, stage: int) -> None:
     ):
         if method == "powerSGD":
             parts = [split(shapes, 2, 1.5) for unit in found["units"] for _, shapes in unit]
-            elements = [-(-size // world) * world for part in parts for size in (part.first, part.second)]
+            sizes = [-(-elements(shapes) // world) * world for part in parts for shapes in (part.first, part.second)]
             # A sum that all ranks get: each sends (world - 1) / world of it twice.
-            assert found["sent"] == 2 * sum(elements) * 4 * (world - 1) // world
+            assert found["sent"] == 2 * sum(sizes) * 4 * (world - 1) // world
             most = {(op, label): 2 for op in ("reduce_scatter", "all_gather") for label in found["labels"]}
             assert all(count <= most[call] for call, count in found["calls"].items())
         else:
