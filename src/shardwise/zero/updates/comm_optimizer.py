@@ -53,7 +53,7 @@ class CommUpdate(Update):
         self._own_gradient: Callable[[FlatParamStorage], torch.Tensor] | None = None
         self._values_written: Callable[[], None] | None = None
         self._blocks: list[tuple[FlatParamStorage, Block]] = []
-        self._segment_of: dict[int, Segment] = {}
+        self._segment_of: dict[int, tuple[Block, Segment]] = {}
         name, most = type(optimizer).__name__, 0 if optimizer.ranks_differ else 1
         if plan.stage > most:
             raise ConflictError(
@@ -94,7 +94,7 @@ class CommUpdate(Update):
                 section.master_start + where.stop,
             )
             blocks[id(section)].segments.append(segment)
-            self._segment_of[id(parameter)] = segment
+            self._segment_of[id(parameter)] = blocks[id(section)], segment
         self.optimizer.attach(
             [block for _, block in self._blocks], self._comm, hold=self._hold_message, written=self._written
         )
@@ -139,7 +139,7 @@ class CommUpdate(Update):
             self.optimizer.step()
         finally:
             for _, block in self._blocks:
-                block.gradient = None
+                del block.gradient
         for section, _ in self._blocks:
             section.publish()
         self._hold_all()
@@ -168,7 +168,7 @@ class CommUpdate(Update):
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         found = []
         for _, piece, parameter in self._segments.runs.get(index, ()):
-            values = self.optimizer.synchronized_values(self._segment_of[id(parameter)])
+            values = self.optimizer.synchronized_values(*self._segment_of[id(parameter)])
             found.append((piece.start, piece.stop, values[piece.offset : piece.offset + piece.stop - piece.start]))
         return found
 
