@@ -13,12 +13,8 @@ from typing import Any
 import torch
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.compression.averaging import Averages, Block, BlockMean, Segment
-from shardwise.errors import UsageError
+from shardwise.comm.compression.averaging import Block, BlockMean, Segment, average
 from shardwise.optim.base import Optimizer
-
-_CHUNK = {"cpu": 1 << 16}
-_LARGE_CHUNK = 1 << 24
 
 
 class CommOptimizer(Optimizer):
@@ -34,7 +30,9 @@ class CommOptimizer(Optimizer):
 
     _attached = 0
     _blocks: Sequence[Block] = ()
-    _comm: Communicator | None = None
+    _ranks: Communicator
+    _hold: Callable[[torch.Tensor], None]
+    _written: Callable[[], None]
 
     # -- for subclasses ----------------------------------------------------------------------------------------------
 
@@ -67,15 +65,16 @@ class CommOptimizer(Optimizer):
         `comm` spans a mesh dimension. `hold` counts a message buffer. `written` follows changes outside of a step.
         """
         self._attached = id(self)  # a copy of this object is not attached
-        self._blocks, self._comm = blocks, comm
+        self._blocks, self._ranks = blocks, comm
         self._hold, self._written = hold, written
         self.forget()
 
     def detach(self) -> None:
         """Detach from the engine and restart at step 0, because there is no variance to freeze."""
-        self._attached, self._blocks, self._comm = 0, (), None
-        self._hold, self._written = _ignore, _ignore
         self.forget()
+        self._attached, self._blocks = 0, ()
+        for name in ("_ranks", "_hold", "_written"):
+            vars(self).pop(name, None)
         for group in self.param_groups:
             group["step"] = group["variance_step"] = 0
 
@@ -83,7 +82,7 @@ class CommOptimizer(Optimizer):
         """Drop momenta and compression errors; keep `state` and the groups' options."""
         for block in self._blocks:
             block.kept.clear()
-        self._averages = Averages(self._method, self._hold)
+        self._means: dict[str, BlockMean] = {}
 
     @property
     def attached(self) -> bool:
@@ -101,7 +100,7 @@ class CommOptimizer(Optimizer):
 
     def extra_tensors(self) -> Iterator[torch.Tensor]:
         """Yield tensors that are kept outside of `state`."""
-        for kept in (*(block.kept for block in self._blocks), *(mean.errors for mean in self._averages.means.values())):
+        for kept in (*(block.kept for block in self._blocks), *(mean.errors for mean in self._means.values())):
             yield from kept.values()
 
     def compression_error_norm(self) -> float:
@@ -109,7 +108,7 @@ class CommOptimizer(Optimizer):
 
         It stays of the size of the momentum. Growth without end: the variance was frozen too early.
         """
-        errors = [mean.errors["worker"].norm() for mean in self._averages.means.values()] if self.attached else []
+        errors = [mean.errors["worker"].norm() for mean in self._means.values()] if self.attached else []
         return float(torch.stack(errors).norm()) if errors else 0.0
 
     def synchronized_values(self, block: Block, segment: Segment) -> torch.Tensor:
@@ -126,7 +125,7 @@ class CommOptimizer(Optimizer):
 
     def rank_state(self) -> dict[str, Any] | None:
         """Return the state of this rank only, such as compression errors; None if there is none."""
-        means = self._averages.means if self.attached else {}
+        means = self._means if self.attached else {}
         if not means:
             return None
         blocks = {block.name: self._block_state(block) for block in self._blocks if block.name in means}
@@ -145,20 +144,23 @@ class CommOptimizer(Optimizer):
         return fits
 
     def _block_state(self, block: Block) -> dict[str, torch.Tensor]:
-        return dict(self._averages.of(block).errors)
+        return dict(self._mean(block).errors)
 
     def _load_block(self, block: Block, saved: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in (self._averages.of(block).errors | block.kept).items():
+        for name, tensor in (self._mean(block).errors | block.kept).items():
             if name in saved:
                 tensor.copy_(saved[name])
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _ranks(self) -> Communicator:
-        if self._comm is None:
-            raise UsageError(f"{type(self).__name__}: this needs an engine; pass the optimizer to initialize()")
-        return self._comm
+    def average(self, blocks: Sequence[Block], values: Sequence[torch.Tensor]) -> None:
+        """Replace the values of each block by their mean over ranks, by the optimizer's method (all ranks call)."""
+        average([self._mean(block) for block in blocks], values, self._hold)
+
+    def _mean(self, block: Block) -> BlockMean:
+        if block.name not in self._means:
+            self._means[block.name] = self._method(block)
+        return self._means[block.name]
 
     def _step(self) -> None:
         exact = self.exact_gradients()
@@ -206,13 +208,9 @@ class CommOptimizer(Optimizer):
         return [block.kept["momentum"] for block in blocks]
 
 
-def _ignore(*_: Any) -> None:
-    """Do nothing."""
-
-
 def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield chunks of 1-D tensors that fit a cache."""
-    size = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
+    size = 1 << 16 if tensors[0].device.type == "cpu" else 1 << 24
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 

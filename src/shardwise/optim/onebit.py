@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from shardwise.comm.compression.averaging import Averages, Block, ExactMean, Segment
+from shardwise.comm.compression.averaging import Block, ExactMean, Segment, average
 from shardwise.comm.compression.onebit import OnebitAllReduce
 from shardwise.config.argument_models import checked
 from shardwise.config.schema import optimizers as schema
@@ -48,8 +48,8 @@ class _Onebit(CommOptimizer):
 
     def _check(self, model: type[Arguments], given: dict[str, Any]) -> dict[str, Any]:
         """Keep the arguments of the constructor as attributes; return the options of parameter groups."""
-        names = given.keys() - {"self", "params", "ignored", "__class__"}
-        found = checked(model, {**{name: given[name] for name in names}, **given["ignored"]})
+        no_options = ("self", "params", "ignored", "__class__")
+        found = checked(model, {name: given[name] for name in given if name not in no_options} | given["ignored"])
         for name, key in keys_of(model).items():
             value = getattr(found, name)
             if name not in _SHARED:
@@ -72,6 +72,7 @@ class _Onebit(CommOptimizer):
 
 class _Adam(_Onebit, ElementwiseOptimizer):
     state_names = ("exp_avg", "exp_avg_sq")
+    temporaries = 1
 
     @override
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
@@ -80,25 +81,7 @@ class _Adam(_Onebit, ElementwiseOptimizer):
         for values, gradient, (momentum, variance) in zip(batch.values, batch.gradients, moments, strict=True):
             momentum.lerp_(gradient, 1 - first)
             variance.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-            self._descend(values, momentum, variance, group)
-
-    @override
-    def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
-        return 1
-
-    def _descend(
-        self,
-        values: torch.Tensor,
-        momentum: torch.Tensor,
-        variance: torch.Tensor,
-        group: Mapping[str, Any],
-        *,
-        frozen: bool = False,
-    ) -> None:
-        lr, (first, second) = float(group["lr"]), decay_rates(group)
-        if group["weight_decay"]:
-            values.mul_(1 - lr * group["weight_decay"])
-        values.addcdiv_(momentum, _root(variance, second, group["eps"], frozen), value=-lr / first)
+            _descend(values, momentum, _root(variance, group), group)
 
     def _own_momenta(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
         momenta = self.momenta(blocks)
@@ -109,10 +92,10 @@ class _Adam(_Onebit, ElementwiseOptimizer):
         return momenta
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
-        self._averages.average(blocks, self._own_momenta(blocks))
+        self.average(blocks, self._own_momenta(blocks))
         for segment, group in self.segments(blocks):
             for values, momentum, variance in chunks(segment.parameter, *self.moments(segment.parameter)):
-                self._descend(values, momentum, variance, group, frozen=True)
+                _descend(values, momentum, _root(variance, group, frozen=True), group)
 
 
 class OnebitAdam(_Adam):
@@ -221,7 +204,7 @@ class OnebitLamb(_Onebit, Lamb):
             new.mul_((1 - beta) * self._ranks.world).add_(momentum, alpha=beta)
         for block, new, scale in zip(blocks, fresh, scales, strict=True):
             torch._foreach_mul_(_views(new, block), scale)
-        self._averages.average(blocks, fresh)
+        self.average(blocks, fresh)
         for block, new, scale in zip(blocks, fresh, scales, strict=True):
             torch._foreach_div_(_views(new, block), scale)
         kept = self.param_groups[0]
@@ -237,7 +220,8 @@ class OnebitLamb(_Onebit, Lamb):
             for run in self._runs(segment):
                 rate = coefficient[run.tensor] * kept["factor"][run.tensor] * float(group["lr"])
                 for own, along, over in chunks(run.of(values), run.of(momentum), run.of(variance)):
-                    own.sub_(_direction(own, along, over, group).mul_(rate))
+                    update = (along / decay_rates(group)[0]).div_(_root(over, group, frozen=True))
+                    own.sub_(update.add_(own, alpha=group["weight_decay"]).mul_(rate))
 
     def _momentum_scales(self, blocks: Sequence[Block], momenta: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the factor of each tensor's momentum during communication; the first compressed step fixes it."""
@@ -258,18 +242,17 @@ class OnebitLamb(_Onebit, Lamb):
         self, segment: Segment, group: dict[str, Any], old: torch.Tensor, new: torch.Tensor, ratios: torch.Tensor
     ) -> None:
         """Update the variance with the reconstructed gradient; record the largest ratio of each tensor."""
-        (first, second), eps, state = group["betas"], group["eps"], self.state[segment.parameter]
+        (first, second), state = group["betas"], self.state[segment.parameter]
         _, frozen = self.moments(segment.parameter)
         if "exp_avg_sq_fresh" not in state:
             state["exp_avg_sq_fresh"] = frozen.clone()
-        _, root = decay_rates(group)
-        _, fresh_root = decay_rates({**group, "variance_step": group["step"]})
+        fresh_group = {**group, "variance_step": group["step"]}
         for fresh, before, after in chunks(state["exp_avg_sq_fresh"], old, new):
             gradient = after.sub(before, alpha=first).div_(1 - first)
             fresh.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         for run in self._runs(segment):
             for still, fresh in chunks(run.of(frozen), run.of(state["exp_avg_sq_fresh"])):
-                ratio = _root(still, root, eps).div_(_root(fresh, fresh_root, eps))
+                ratio = _root(still, group).div_(_root(fresh, fresh_group))
                 ratios[run.tensor] = torch.maximum(ratios[run.tensor], ratio.max().float())
 
     def _next_factors(self, ratios: torch.Tensor) -> torch.Tensor:
@@ -399,8 +382,8 @@ class ZeroOneAdam(_Adam):
     def synchronize(self) -> None:
         """Make parameters equal on all ranks: average local updates since the last average exactly (a collective)."""
         if self.diverged:
-            exact = Averages(lambda block: ExactMean(self._ranks, f"{block.name}.synchronize"), self._hold)
-            exact.average(self._blocks, self._kept("sum"))
+            exact = [ExactMean(self._ranks, f"{block.name}.synchronize") for block in self._blocks]
+            average(exact, self._kept("sum"), self._hold)
             self._by_rates(torch.div, self._kept("sum"), self._kept("momentum"))
             self._place()
             self._agree()
@@ -427,8 +410,8 @@ class ZeroOneAdam(_Adam):
 
     def _load_block(self, block: Block, saved: Mapping[str, torch.Tensor]) -> None:
         if "sum" in saved:
-            self._begin(block)
             self.momenta([block])
+            self._begin(block)
         super()._load_block(block, saved)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
@@ -452,7 +435,7 @@ class ZeroOneAdam(_Adam):
         averages = self.averages(step)
         if averages:
             self._by_rates(torch.div, totals, momenta)
-            self._averages.average(blocks, momenta)
+            self.average(blocks, momenta)
             self._by_rates(torch.mul, momenta, totals)
         self._place()
         if averages:
@@ -477,26 +460,25 @@ class ZeroOneAdam(_Adam):
 
     def _place(self) -> None:
         for segment, group, anchor, total in self.segments(self._blocks, self._kept("anchor"), self._kept("sum")):
-            variance, (_, root) = self.moments(segment.parameter)[1], decay_rates(group)
+            _, variance = self.moments(segment.parameter)
             left = 1 - self._rates[segment.group][1] * group["weight_decay"]
             for values, before, change, over in chunks(segment.parameter.detach(), anchor, total, variance):
                 torch.mul(before, left, out=values)
-                values.addcdiv_(change, _root(over, root, group["eps"], True), value=-1)
+                values.addcdiv_(change, _root(over, group, frozen=True), value=-1)
 
 
 def _views(tensor: torch.Tensor, block: Block) -> list[torch.Tensor]:
     return [tensor[start:stop] for _, start, stop in block.tensors]
 
 
-def _root(variance: torch.Tensor, correction: float, eps: float, frozen: bool = False) -> torch.Tensor:
+def _root(variance: torch.Tensor, group: Mapping[str, Any], *, frozen: bool = False) -> torch.Tensor:
     """Return the denominator of updates; infinity where a frozen variance is zero."""
-    root = variance.sqrt().div_(correction).add_(eps)
+    root = variance.sqrt().div_(decay_rates(group)[1]).add_(group["eps"])
     return root.masked_fill_(variance == 0, math.inf) if frozen else root
 
 
-def _direction(
-    values: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, group: Mapping[str, Any]
-) -> torch.Tensor:
-    first, second = decay_rates(group)
-    update = (momentum / first).div_(_root(variance, second, group["eps"], True))
-    return update.add_(values, alpha=group["weight_decay"])
+def _descend(values: torch.Tensor, momentum: torch.Tensor, root: torch.Tensor, group: Mapping[str, Any]) -> None:
+    lr = float(group["lr"])
+    if group["weight_decay"]:
+        values.mul_(1 - lr * group["weight_decay"])
+    values.addcdiv_(momentum, root, value=-lr / decay_rates(group)[0])

@@ -80,27 +80,15 @@ class ExactMean(BlockMean):
         handle.wait()
 
 
-class Averages:
-    """Means of all blocks by one method, created by `make` for each block; `hold` counts a message."""
+def average(means: Sequence[BlockMean], values: Sequence[torch.Tensor], hold: Callable[[torch.Tensor], None]) -> None:
+    """Replace the values of each block by their mean over ranks (all ranks call); `hold` counts a message."""
+    running = [mean.average(own) for mean, own in zip(means, values, strict=True)]
+    while running:
+        running = [mean for mean in running if _advance(mean, hold)]
 
-    def __init__(self, make: Callable[[Block], BlockMean], hold: Callable[[torch.Tensor], None]) -> None:
-        self.means: dict[str, BlockMean] = {}
-        self._make, self._hold = make, hold
 
-    def of(self, block: Block) -> BlockMean:
-        """Return the method of a block, created at the first call."""
-        if block.name not in self.means:
-            self.means[block.name] = self._make(block)
-        return self.means[block.name]
-
-    def average(self, blocks: Sequence[Block], values: Sequence[torch.Tensor]) -> None:
-        """Replace the values of each block by their mean over ranks (all ranks call)."""
-        running = [self.of(block).average(own) for block, own in zip(blocks, values, strict=True)]
-        while running:
-            running = [mean for mean in running if self._advance(mean)]
-
-    def _advance(self, mean: Iterator[Sequence[torch.Tensor]]) -> bool:
-        messages = next(mean, None)
-        for message in messages or ():
-            self._hold(message)
-        return messages is not None
+def _advance(mean: Iterator[Sequence[torch.Tensor]], hold: Callable[[torch.Tensor], None]) -> bool:
+    messages = next(mean, None)
+    for message in messages or ():
+        hold(message)
+    return messages is not None

@@ -28,35 +28,18 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 17  # elements of a product of factors that are computed at a time
 
 
-class Matrix(NamedTuple):
-    """A compressed parameter, from element `offset` of the flat parameter, with factors of `rank` columns."""
-
-    offset: int
-    rows: int
-    columns: int
-    rank: int
-
-
 class Split(NamedTuple):
-    """The compressed `matrices` of a flat parameter, and (first element, number) of each `exact` parameter."""
+    """Layout of a flat parameter: (first element, elements) of compressed matrices and of exact parameters.
 
-    matrices: list[Matrix]
+    `kept` has the shapes in the error, the matrices; `first` those in the first message, P of all matrices and the
+    exact parameters; `second` those in the second message, Q of all matrices.
+    """
+
+    matrices: list[tuple[int, int]]
     exact: list[tuple[int, int]]
-
-    @property
-    def kept(self) -> list[tuple[int, ...]]:
-        """Shapes in the error: the matrices."""
-        return [(m.rows, m.columns) for m in self.matrices]
-
-    @property
-    def first(self) -> list[tuple[int, ...]]:
-        """Shapes in the first message: P of all matrices, and the exact parameters."""
-        return [*((m.rows, m.rank) for m in self.matrices), *((numel,) for _, numel in self.exact)]
-
-    @property
-    def second(self) -> list[tuple[int, ...]]:
-        """Shapes in the second message: Q of all matrices."""
-        return [(m.columns, m.rank) for m in self.matrices]
+    kept: list[tuple[int, ...]]
+    first: list[tuple[int, ...]]
+    second: list[tuple[int, ...]]
 
 
 def elements(shapes: Sequence[tuple[int, ...]]) -> int:
@@ -73,19 +56,23 @@ def split(shapes: Sequence[tuple[int, torch.Size]], rank: int, min_rate: float) 
     """Choose the compressed parameters of a flat parameter, at a ratio of matrix to factors of at least `min_rate`.
 
     >>> found = split([(0, torch.Size([64, 32])), (2048, torch.Size([32]))], rank=2, min_rate=2.0)
-    >>> found.matrices[0].rows, elements(found.first), elements(found.second)
-    (64, 160, 64)
+    >>> found.kept, found.first, found.second
+    ([(64, 32)], [(64, 2), (32,)], [(32, 2)])
     """
-    found = Split([], [])
+    found = Split([], [], [], [], [])
     for offset, shape in shapes:
         numel = shape.numel()
         rows = shape[0] if len(shape) > 1 else 0
         columns = numel // rows if rows else 0
         used = min(rank, rows, columns)
         if used and (rows + columns) * used * min_rate < numel:
-            found.matrices.append(Matrix(offset, rows, columns, used))
+            found.matrices.append((offset, numel))
+            found.kept.append((rows, columns))
+            found.first.append((rows, used))
+            found.second.append((columns, used))
         elif numel:
             found.exact.append((offset, numel))
+    found.first.extend((numel,) for _, numel in found.exact)
     return found
 
 
@@ -180,8 +167,8 @@ class _Job:
     def _with_error(self, scale: float) -> list[torch.Tensor]:
         flat, method, shapes = self.flat, self.method, self.split.kept
         given = [
-            flat.full[m.offset : m.offset + math.prod(shape)].view(shape)
-            for m, shape in zip(self.split.matrices, shapes, strict=True)
+            flat.full[offset : offset + numel].view(shape)
+            for (offset, numel), shape in zip(self.split.matrices, shapes, strict=True)
         ]
         if not method.parameters.use_error_feedback:
             wide = [matrix.to(self.dtype) for matrix in given]
@@ -230,12 +217,12 @@ class _Job:
             _add(out, start, offset, values)
         if not self.matrices:
             return
-        for place, p, q in zip(self.split.matrices, self.p, self.q, strict=True):
-            height = max(1, _BLOCK // place.columns)
-            for number, block in enumerate(p.split(height)):
-                offset = place.offset + number * height * place.columns
-                if offset < start + out.numel() and start < offset + block.shape[0] * place.columns:
+        for (offset, _), p, q in zip(self.split.matrices, self.p, self.q, strict=True):
+            for block in p.split(max(1, _BLOCK // len(q))):
+                numel = len(block) * len(q)
+                if offset < start + out.numel() and start < offset + numel:
                     _add(out, start, offset, torch.mm(block, q.t()).view(-1))
+                offset += numel
         if method.parameters.warm_start:
             numel = elements(self.split.second)
             method.kept.at(f"{flat.name}.factor", numel, self.dtype, 1.0).copy_(self.second[:numel])
