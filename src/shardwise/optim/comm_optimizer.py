@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.compression.averaging import Block, BlockMean, Segment, average
+from shardwise.comm.compression.averaging import Block, BlockMean, Hold, Segment, average
 from shardwise.optim.base import Optimizer
 
 
@@ -30,9 +30,6 @@ class CommOptimizer(Optimizer):
 
     _attached = 0
     _blocks: Sequence[Block] = ()
-    _ranks: Communicator
-    _hold: Callable[[torch.Tensor], None]
-    _written: Callable[[], None]
 
     # -- for subclasses ----------------------------------------------------------------------------------------------
 
@@ -52,14 +49,7 @@ class CommOptimizer(Optimizer):
 
     # -- for the engine ----------------------------------------------------------------------------------------------
 
-    def attach(
-        self,
-        blocks: Sequence[Block],
-        comm: Communicator,
-        *,
-        hold: Callable[[torch.Tensor], None],
-        written: Callable[[], None],
-    ) -> None:
+    def attach(self, blocks: Sequence[Block], comm: Communicator, *, hold: Hold, written: Callable[[], None]) -> None:
         """Attach flat parameters in the order of all ranks; `param_groups` hold their segments.
 
         `comm` spans a mesh dimension. `hold` counts a message buffer. `written` follows changes outside of a step.

@@ -16,6 +16,9 @@ from typing_extensions import override
 
 from shardwise.comm.communicator import Communicator
 
+Hold = Callable[[torch.Tensor], None]
+"""Counts the memory of a buffer until it is freed."""
+
 
 @dataclass
 class Segment:
@@ -80,14 +83,14 @@ class ExactMean(BlockMean):
         handle.wait()
 
 
-def average(means: Sequence[BlockMean], values: Sequence[torch.Tensor], hold: Callable[[torch.Tensor], None]) -> None:
+def average(means: Sequence[BlockMean], values: Sequence[torch.Tensor], hold: Hold) -> None:
     """Replace the values of each block by their mean over ranks (all ranks call); `hold` counts a message."""
     running = [mean.average(own) for mean, own in zip(means, values, strict=True)]
     while running:
         running = [mean for mean in running if _advance(mean, hold)]
 
 
-def _advance(mean: Iterator[Sequence[torch.Tensor]], hold: Callable[[torch.Tensor], None]) -> bool:
+def _advance(mean: Iterator[Sequence[torch.Tensor]], hold: Hold) -> bool:
     messages = next(mean, None)
     for message in messages or ():
         hold(message)

@@ -155,7 +155,7 @@ class _Job:
         self.dtype = working_dtype(flat.full.dtype)
         self.split = split(flat.shapes, chosen.matrix_approximation_rank, chosen.min_compression_rate)
         self.first = method.message(elements(self.split.first), self.dtype)
-        self.matrices = self._with_error(scale)
+        self.matrices = self._with_error(scale) if self.split.matrices else []
         found = _views(self.first, self.split.first)
         self.p, self.exact = found[: len(self.matrices)], found[len(self.matrices) :]
         if self.matrices:
@@ -175,8 +175,6 @@ class _Job:
             for matrix in wide if flat.full.dtype is not self.dtype else ():
                 method.hold(matrix)
             return wide
-        if not shapes:
-            return []
         errors = _views(method.kept.at(f"{flat.name}.error", elements(shapes), self.dtype, scale), shapes)
         return [error.add_(matrix) for error, matrix in zip(errors, given, strict=True)]
 

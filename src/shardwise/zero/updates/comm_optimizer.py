@@ -22,7 +22,6 @@ from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.zero.units.flat_param import FlatParamStorage
-from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
 from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -36,18 +35,11 @@ class CommUpdate(Update):
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        segments: SegmentUpdate,
-        domains: Domains,
-        numbering: GlobalTensorIds,
-        accountant: Accountant,
-        plan: Plan,
+        self, optimizer: Any, segments: SegmentUpdate, domains: Domains, accountant: Accountant, plan: Plan
     ) -> None:
         super().__init__(optimizer, [segments])
         self.optimizer: Any = optimizer
-        self._segments, self._numbering, self._accountant = segments, numbering, accountant
-        self._comm = domains.main.ranks
+        self._segments, self._accountant, self._comm = segments, accountant, domains.main.ranks
         self._blocks: list[tuple[FlatParamStorage, Block]] = []
         self._segment_of: dict[int, tuple[Block, Segment]] = {}
         name, most = f"the optimizer {type(optimizer).__name__}", 0 if optimizer.ranks_differ else 1
@@ -76,24 +68,17 @@ class CommUpdate(Update):
         for section, where, parameter in self._segments.segments:
             places = section.master_start + where.start, section.master_start + where.stop
             segments[id(section)].append(Segment(parameter, groups[id(parameter)], *places))
-        sections = [(unit, *found) for unit in self._segments.units for found in enumerate(unit.sections)]
-        for unit, place, section in sections:
-            layout = section.layout
-            if layout.trainable:
-                block = Block(
-                    f"{unit.index}.{unit.name}.{place}",
-                    layout.numel,
-                    section.master_start,
-                    section.master_stop,
-                    [(lane.group, lane.start, lane.stop) for lane in layout.lanes if lane.group is not None],
-                    [
-                        (self._numbering.places[slot.index], slot.offset, slot.offset + slot.numel)
-                        for slot in layout.slots
-                    ],
-                    segments[id(section)],
-                )
-                self._blocks.append((section, block))
-                self._segment_of.update({id(segment.parameter): (block, segment) for segment in block.segments})
+        numbers = self._segments.numbering.places
+        for unit in self._segments.units:
+            for place, section in enumerate(unit.sections):
+                layout, name = section.layout, f"{unit.index}.{unit.name}.{place}"
+                lanes = [(lane.group, lane.start, lane.stop) for lane in layout.lanes if lane.group is not None]
+                tensors = [(numbers[slot.index], slot.offset, slot.offset + slot.numel) for slot in layout.slots]
+                own = section.master_start, section.master_stop
+                if layout.trainable:
+                    block = Block(name, layout.numel, *own, lanes, tensors, segments[id(section)])
+                    self._blocks.append((section, block))
+                    self._segment_of.update({id(segment.parameter): (block, segment) for segment in block.segments})
 
         def changed() -> None:
             self._publish()
