@@ -115,11 +115,8 @@ class CommOptimizer(Optimizer):
 
     def rank_state(self) -> dict[str, Any] | None:
         """Return the state of this rank only, such as compression errors; None if there is none."""
-        means = self._means if self.attached else {}
-        if not means:
-            return None
-        blocks = {block.name: self._block_state(block) for block in self._blocks if block.name in means}
-        return {"world": self._ranks.world, "blocks": blocks}
+        blocks = {block.name: self._block_state(block) for block in self._blocks if block.name in self._means}
+        return {"world": self._ranks.world, "blocks": blocks} if self.attached and blocks else None
 
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
         """Load the result of `rank_state` on this rank; return False if the layout differs."""
