@@ -115,7 +115,7 @@ class CommOptimizer(Optimizer):
 
     def rank_state(self) -> dict[str, Any] | None:
         """Return the state of this rank only, such as compression errors; None if there is none."""
-        blocks = {block.name: self._block_state(block) for block in self._blocks if block.name in self._means}
+        blocks = {block.name: self._errors(block) for block in self._blocks if block.name in self._means}
         return {"world": self._ranks.world, "blocks": blocks} if self.attached and blocks else None
 
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
@@ -126,17 +126,19 @@ class CommOptimizer(Optimizer):
         fits = state["world"] == self._ranks.world and all(
             name in blocks and saved["worker"].numel() == blocks[name].numel for name, saved in state["blocks"].items()
         )
-        for name, saved in state["blocks"].items() if fits else ():
-            self._load_block(blocks[name], saved)
+        if fits:
+            self._load(state, blocks)
         return fits
 
-    def _block_state(self, block: Block) -> dict[str, torch.Tensor]:
-        return dict(self._mean(block).errors)
+    def _errors(self, block: Block) -> dict[str, torch.Tensor]:
+        """Return the tensors of a block that differ between ranks."""
+        return self._mean(block).errors
 
-    def _load_block(self, block: Block, saved: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in (self._mean(block).errors | block.kept).items():
-            if name in saved:
-                tensor.copy_(saved[name])
+    def _load(self, state: Mapping[str, Any], blocks: Mapping[str, Block]) -> None:
+        for block_name, saved in state["blocks"].items():
+            for name, tensor in self._errors(blocks[block_name]).items():
+                if name in saved:
+                    tensor.copy_(saved[name])
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 

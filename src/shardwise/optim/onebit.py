@@ -394,25 +394,20 @@ class ZeroOneAdam(_Adam):
         state = super().rank_state()
         return None if state is None else {**state, "apart": self._diverged, "rates": self._rates}
 
-    def _block_state(self, block: Block) -> dict[str, torch.Tensor]:
+    def _errors(self, block: Block) -> dict[str, torch.Tensor]:
         local = ("momentum", "sum") if self._diverged else ()
-        return {**super()._block_state(block), **{name: block.kept[name] for name in local}}
+        return super()._errors(block) | {name: block.kept[name] for name in local}
 
-    @override
-    def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
-        fits = super().load_rank_state(state)
-        if state is not None and fits and state["apart"]:
-            self._rates = [list(rates) for rates in state["rates"]]
-            self._diverged = True
+    def _load(self, state: Mapping[str, Any], blocks: Mapping[str, Block]) -> None:
+        if state["apart"]:
+            self.momenta(self._blocks)
+            for block in self._blocks:
+                self._begin(block)
+            self._diverged, self._rates = True, [list(rates) for rates in state["rates"]]
+        super()._load(state, blocks)
+        if state["apart"]:
             self._place()
             self._written()
-        return fits
-
-    def _load_block(self, block: Block, saved: Mapping[str, torch.Tensor]) -> None:
-        if "sum" in saved:
-            self.momenta([block])
-            self._begin(block)
-        super()._load_block(block, saved)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
