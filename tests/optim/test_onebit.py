@@ -762,7 +762,7 @@ def traffic(name: str, stage: int, steps: int, options: dict[str, Any]) -> list[
         engine.sharded.finish_gathers()
         sent.append({op: totals.sent - before.get(op, 0) for op, totals in engine.ledger.totals.items()})
     blocks = [] if name == "AdamW" else [(block.numel, len(block.tensors)) for block in optimizer._blocks]
-    scales = [] if name == "AdamW" else [reduction._scales for reduction in optimizer._averages.means.values()]
+    scales = [] if name == "AdamW" else [reduction.scales for reduction in optimizer._means.values()]
     engine.destroy()
     return [sent, blocks, scales]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.comm.compression.powersgd import split
+from shardwise.comm.compression.powersgd import elements, split
 from shardwise.errors import UsageError
 from shardwise.memory import Category, track_activations
 from tests.harness import run_ranks
@@ -122,12 +122,12 @@ def simulate(name: str, world: int, steps: int, method: str, sections: Any, lr: 
         if method == "powerSGD":
             shapes = [(0, named[n].shape) for n in named]
             for (_, shape), n in zip(shapes, named, strict=True):
-                place = split([(0, shape)], 2, 1.5).matrices
-                if not place:
+                factor = split([(0, shape)], 2, 1.5).second
+                if not factor:
                     total[n] = sum(g[n] for g in gradients)
                     continue
                 matrices = [g[n].reshape(shape[0], -1) + kept.get((r, n), 0.0) for r, g in enumerate(gradients)]
-                q = factors[n] if n in factors else first_factor(n, place[0], sections)
+                q = factors[n] if n in factors else first_factor(n, factor[0], sections)
                 p = torch.linalg.qr(sum(m @ q for m in matrices)).Q
                 for rank, m in enumerate(matrices):
                     kept[rank, n] = m - p @ (m.t() @ p).t()
@@ -164,8 +164,8 @@ def simulate(name: str, world: int, steps: int, method: str, sections: Any, lr: 
     return {n: p.detach().clone() for n, p in named.items()}
 
 
-def first_factor(name: str, place: Any, found: Any) -> torch.Tensor:
-    return found["factors"][name].double().view(place.columns, place.rank)
+def first_factor(name: str, shape: tuple[int, ...], found: Any) -> torch.Tensor:
+    return found["factors"][name].double().view(shape)
 
 
 def first_factors(name: str, setting: Setting) -> dict[str, torch.Tensor]:
@@ -177,9 +177,11 @@ def first_factors(name: str, setting: Setting) -> dict[str, torch.Tensor]:
         for number, section in enumerate(unit.sections):
             slots = section.layout.slots
             parts = split([(s.offset, torch.Size(registry[s.index].shape)) for s in slots], 2, 1.5)
-            seeded = compressor.seeded(f"{unit.index}.{unit.name}.{number}", parts.second, torch.float32)
+            seeded = compressor.seeded(f"{unit.index}.{unit.name}.{number}", elements(parts.second), torch.float32)
             by_offset = {slot.offset: registry[slot.index].name for slot in slots}
-            found.update({by_offset[m.offset]: m.q_in(seeded).clone() for m in parts.matrices})
+            factors = seeded.split([math.prod(shape) for shape in parts.second])
+            for (offset, _), factor in zip(parts.matrices, factors, strict=True):
+                found[by_offset[offset]] = factor.clone()
     engine.destroy()
     return found
 
@@ -239,9 +241,9 @@ def test_bytes_are_those_of_the_closed_form(method: str, stage: int) -> None:
     ):
         if method == "powerSGD":
             parts = [split(shapes, 2, 1.5) for unit in found["units"] for _, shapes in unit]
-            elements = [-(-size // world) * world for part in parts for size in (part.first, part.second)]
+            sizes = [-(-elements(shapes) // world) * world for part in parts for shapes in (part.first, part.second)]
             # A sum that all ranks get: each sends (world - 1) / world of it twice.
-            assert found["sent"] == 2 * sum(elements) * 4 * (world - 1) // world
+            assert found["sent"] == 2 * sum(sizes) * 4 * (world - 1) // world
             most = {(op, label): 2 for op in ("reduce_scatter", "all_gather") for label in found["labels"]}
             assert all(count <= most[call] for call, count in found["calls"].items())
         else:

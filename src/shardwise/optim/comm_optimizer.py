@@ -13,12 +13,8 @@ from typing import Any
 import torch
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.compression.averaging import Averages, Block, BlockMean, Segment
-from shardwise.errors import UsageError
+from shardwise.comm.compression.averaging import Block, BlockMean, Hold, Segment, average
 from shardwise.optim.base import Optimizer
-
-_CHUNK = {"cpu": 1 << 16}
-_LARGE_CHUNK = 1 << 24
 
 
 class CommOptimizer(Optimizer):
@@ -29,11 +25,11 @@ class CommOptimizer(Optimizer):
     differ between ranks between steps, which rules out sharding.
     """
 
+    shardwise_sharding = "communicates"
     ranks_differ = False
 
     _attached = 0
     _blocks: Sequence[Block] = ()
-    _comm: Communicator | None = None
 
     # -- for subclasses ----------------------------------------------------------------------------------------------
 
@@ -53,35 +49,30 @@ class CommOptimizer(Optimizer):
 
     # -- for the engine ----------------------------------------------------------------------------------------------
 
-    def attach(
-        self,
-        blocks: Sequence[Block],
-        comm: Communicator,
-        *,
-        hold: Callable[[torch.Tensor], None],
-        written: Callable[[], None],
-    ) -> None:
+    def attach(self, blocks: Sequence[Block], comm: Communicator, *, hold: Hold, written: Callable[[], None]) -> None:
         """Attach flat parameters in the order of all ranks; `param_groups` hold their segments.
 
         `comm` spans a mesh dimension. `hold` counts a message buffer. `written` follows changes outside of a step.
         """
         self._attached = id(self)  # a copy of this object is not attached
-        self._blocks, self._comm = blocks, comm
+        self._blocks, self._ranks = blocks, comm
         self._hold, self._written = hold, written
         self.forget()
 
     def detach(self) -> None:
         """Detach from the engine and restart at step 0, because there is no variance to freeze."""
-        self._attached, self._blocks, self._comm = 0, (), None
-        self._hold, self._written = _ignore, _ignore
         self.forget()
+        self._attached, self._blocks = 0, ()
+        for name in ("_ranks", "_hold", "_written"):
+            vars(self).pop(name, None)
         for group in self.param_groups:
             group["step"] = group["variance_step"] = 0
 
     def forget(self) -> None:
         """Drop momenta and compression errors; keep `state` and the groups' options."""
-        self._momenta: dict[str, torch.Tensor] = {}
-        self._averages = Averages(self._method, self._hold)
+        for block in self._blocks:
+            block.kept.clear()
+        self._means: dict[str, BlockMean] = {}
 
     @property
     def attached(self) -> bool:
@@ -99,19 +90,18 @@ class CommOptimizer(Optimizer):
 
     def extra_tensors(self) -> Iterator[torch.Tensor]:
         """Yield tensors that are kept outside of `state`."""
-        yield from self._momenta.values()
-        for mean in self._averages.means.values():
-            yield from mean.state_dict().values()
+        for kept in (*(block.kept for block in self._blocks), *(mean.errors for mean in self._means.values())):
+            yield from kept.values()
 
     def compression_error_norm(self) -> float:
         """Return the L2 norm of this rank's compression error, the unsent part of the momentum; 0 in exact steps.
 
         It stays of the size of the momentum. Growth without end: the variance was frozen too early.
         """
-        errors = [mean.state_dict()["worker"].norm() for mean in self._averages.means.values()] if self.attached else []
+        errors = [mean.errors["worker"].norm() for mean in self._means.values()] if self.attached else []
         return float(torch.stack(errors).norm()) if errors else 0.0
 
-    def synchronized_values(self, segment: Segment) -> torch.Tensor:
+    def synchronized_values(self, block: Block, segment: Segment) -> torch.Tensor:
         """Return the values of a segment that are equal on all ranks; these are saved."""
         return segment.parameter.detach()
 
@@ -120,15 +110,13 @@ class CommOptimizer(Optimizer):
 
     def momentum_was_set(self) -> None:
         """Invalidate momenta after `exp_avg` in `state` was written; other ranks receive it in the next step."""
-        self._momenta = {}
+        for block in self._blocks:
+            block.kept.pop("momentum", None)
 
     def rank_state(self) -> dict[str, Any] | None:
         """Return the state of this rank only, such as compression errors; None if there is none."""
-        means = self._averages.means if self.attached else {}
-        if not means:
-            return None
-        blocks = {block.name: self._block_state(block) for block in self._blocks if block.name in means}
-        return {"world": self._ranks.world, "blocks": blocks}
+        blocks = {block.name: self._errors(block) for block in self._blocks if block.name in self._means}
+        return {"world": self._ranks.world, "blocks": blocks} if self.attached and blocks else None
 
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
         """Load the result of `rank_state` on this rank; return False if the layout differs."""
@@ -138,23 +126,30 @@ class CommOptimizer(Optimizer):
         fits = state["world"] == self._ranks.world and all(
             name in blocks and saved["worker"].numel() == blocks[name].numel for name, saved in state["blocks"].items()
         )
-        for name, saved in state["blocks"].items() if fits else ():
-            self._load_block(blocks[name], saved)
+        if fits:
+            self._load(state, blocks)
         return fits
 
-    def _block_state(self, block: Block) -> dict[str, torch.Tensor]:
-        return self._averages.of(block).state_dict()
+    def _errors(self, block: Block) -> dict[str, torch.Tensor]:
+        """Return the tensors of a block that differ between ranks."""
+        return self._mean(block).errors
 
-    def _load_block(self, block: Block, saved: Mapping[str, torch.Tensor]) -> None:
-        self._averages.of(block).load_state_dict(saved)
+    def _load(self, state: Mapping[str, Any], blocks: Mapping[str, Block]) -> None:
+        for block_name, saved in state["blocks"].items():
+            for name, tensor in self._errors(blocks[block_name]).items():
+                if name in saved:
+                    tensor.copy_(saved[name])
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _ranks(self) -> Communicator:
-        if self._comm is None:
-            raise UsageError(f"{type(self).__name__}: this needs an engine; pass the optimizer to initialize()")
-        return self._comm
+    def average(self, blocks: Sequence[Block], values: Sequence[torch.Tensor]) -> None:
+        """Replace the values of each block by their mean over ranks, by the optimizer's method (all ranks call)."""
+        average([self._mean(block) for block in blocks], values, self._hold)
+
+    def _mean(self, block: Block) -> BlockMean:
+        if block.name not in self._means:
+            self._means[block.name] = self._method(block)
+        return self._means[block.name]
 
     def _step(self) -> None:
         exact = self.exact_gradients()
@@ -166,11 +161,18 @@ class CommOptimizer(Optimizer):
         else:
             self._step_averaged(self._blocks)
 
-    def segments(self, blocks: Sequence[Block]) -> Iterator[tuple[Segment, dict[str, Any]]]:
-        """Yield the segments of blocks, each with its parameter group."""
-        for block in blocks:
+    def segments(self, blocks: Sequence[Block], *tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+        """Yield the segments of blocks, each with its parameter group and views of tensors of the blocks."""
+        for block, *given in zip(blocks, *tensors, strict=True):
             for segment in block.segments:
-                yield segment, self.param_groups[segment.group]
+                views = (tensor[segment.start : segment.stop] for tensor in given)
+                yield segment, self.param_groups[segment.group], *views
+
+    def lanes(self, blocks: Sequence[Block], *tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+        """Yield the number of each parameter group in whole blocks, with views of tensors of the blocks."""
+        for block, *given in zip(blocks, *tensors, strict=True):
+            for number, start, stop in block.lanes:
+                yield number, *(tensor[start:stop] for tensor in given)
 
     def moments(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return momentum and variance of a segment; the first call allocates zeros."""
@@ -180,35 +182,25 @@ class CommOptimizer(Optimizer):
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state["exp_avg"], state["exp_avg_sq"]
 
-    def momentum(self, block: Block) -> torch.Tensor:
-        """Return the momentum of a block; after the first call the segments' states are views of it."""
-        known = self._momenta.get(block.name)
-        if known is None:
-            pieces = [(segment, self.moments(segment.parameter)[0]) for segment in block.segments]
-            known = torch.zeros(block.numel, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
-            for segment, momentum in pieces:
-                place = known[segment.start : segment.stop]
-                place.copy_(momentum)
-                self.state[segment.parameter]["exp_avg"] = place
-            own = known[block.start : block.stop]
-            if own.numel() < block.numel:
-                self._ranks.all_gather([(known, own)], f"{block.name}.momentum", kind="reduce").wait()
-            self._momenta[block.name] = known
-        return known
+    def momenta(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
+        """Return the momenta of blocks; after the first call the segments' states are views of them."""
+        for block in blocks:
+            if "momentum" not in block.kept:
+                like = self.moments(block.segments[0].parameter)[0]
+                known = block.kept["momentum"] = like.new_zeros(block.numel)
+                for segment, _, place in self.segments([block], [known]):
+                    place.copy_(self.moments(segment.parameter)[0])
+                    self.state[segment.parameter]["exp_avg"] = place
+                own = known[block.start : block.stop]
+                if own.numel() < block.numel:
+                    self._ranks.all_gather([(known, own)], f"{block.name}.momentum", kind="reduce").wait()
+        return [block.kept["momentum"] for block in blocks]
 
 
-def _ignore(*_: Any) -> None:
-    """Do nothing."""
-
-
-def parts(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield indices of chunks that fit a cache."""
-    size = _CHUNK.get(tensor.device.type, _LARGE_CHUNK)
-    if tensor.dim() != 1 or tensor.numel() <= size:
-        yield ...
-        return
-    for start in range(0, tensor.numel(), size):
-        yield slice(start, start + size)
+def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield chunks of 1-D tensors that fit a cache."""
+    size = 1 << 16 if tensors[0].device.type == "cpu" else 1 << 24
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def decay_rates(group: Mapping[str, Any]) -> tuple[float, float]:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from shardwise.comm.compression.averaging import Averages, Block, ExactMean, Segment
-from shardwise.comm.compression.onebit import OnebitAllReduce, Scale
+from shardwise.comm.compression.averaging import Block, ExactMean, Segment, average
+from shardwise.comm.compression.onebit import OnebitAllReduce
 from shardwise.config.argument_models import checked
 from shardwise.config.schema import optimizers as schema
 from shardwise.config.schema.base import Arguments
 from shardwise.config.schema_index import keys_of
-from shardwise.optim.comm_optimizer import CommOptimizer, decay_rates, parts
+from shardwise.optim.comm_optimizer import CommOptimizer, chunks, decay_rates
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.layerwise import Layerwise
@@ -37,15 +37,19 @@ _KEPT = ("coefficient", "factor", "momentum_scale")
 
 
 class _Onebit(CommOptimizer):
-    """Base of optimizers that average a momentum with one bit per element."""
+    """Base of optimizers that average a momentum with one bit per element; `order` is of the norm that scales preserve.
 
-    scale: Scale = "norm"
+    Segments are 1-D.
+    """
+
+    order = 2
     joined = False
+    freeze_step: int
 
     def _check(self, model: type[Arguments], given: dict[str, Any]) -> dict[str, Any]:
         """Keep the arguments of the constructor as attributes; return the options of parameter groups."""
-        names = given.keys() - {"self", "params", "ignored", "__class__"}
-        found = checked(model, {**{name: given[name] for name in names}, **given["ignored"]})
+        no_options = ("self", "params", "ignored", "__class__")
+        found = checked(model, {name: given[name] for name in given if name not in no_options} | given["ignored"])
         for name, key in keys_of(model).items():
             value = getattr(found, name)
             if name not in _SHARED:
@@ -55,15 +59,20 @@ class _Onebit(CommOptimizer):
         shared = {name: given[name] for name in _SHARED}
         return {**shared, "betas": tuple(given["betas"]), "step": 0, "variance_step": 0}
 
+    @property
+    def warm_up(self) -> int:
+        """Steps before the variance is frozen."""
+        return self.freeze_step
+
     def _method(self, block: Block) -> OnebitAllReduce:
-        values = block.segments[0].parameter
         runs = [(start, stop) for _, start, stop in block.tensors]
-        how = values.dtype, values.device, block.name
-        return OnebitAllReduce(self._ranks, block.numel, runs, *how, scale=self.scale, joined=self.joined)
+        dtype = block.segments[0].parameter.dtype
+        return OnebitAllReduce(self._ranks, block.numel, runs, dtype, block.name, order=self.order, joined=self.joined)
 
 
 class _Adam(_Onebit, ElementwiseOptimizer):
     state_names = ("exp_avg", "exp_avg_sq")
+    temporaries = 1
 
     @override
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
@@ -72,43 +81,21 @@ class _Adam(_Onebit, ElementwiseOptimizer):
         for values, gradient, (momentum, variance) in zip(batch.values, batch.gradients, moments, strict=True):
             momentum.lerp_(gradient, 1 - first)
             variance.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-            self._descend(values, momentum, variance, group)
-
-    @override
-    def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
-        return 1
-
-    def _descend(
-        self,
-        values: torch.Tensor,
-        momentum: torch.Tensor,
-        variance: torch.Tensor,
-        group: Mapping[str, Any],
-        *,
-        frozen: bool = False,
-    ) -> None:
-        lr, (first, second) = float(group["lr"]), decay_rates(group)
-        if group["weight_decay"]:
-            values.mul_(1 - lr * group["weight_decay"])
-        values.addcdiv_(momentum, _root(variance, second, group["eps"], frozen), value=-lr / first)
+            _descend(values, momentum, _root(variance, group), group)
 
     def _own_momenta(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
-        momenta = [self.momentum(block) for block in blocks]
-        for block, momentum in zip(blocks, momenta, strict=True):
-            assert block.gradient is not None
-            for number, start, stop in block.lanes:
-                beta = self.param_groups[number]["betas"][0]
-                # `gradient` is this rank's summand of the mean; the momentum takes the local gradient.
-                own = (1 - beta) * self._ranks.world
-                momentum[start:stop].mul_(beta).add_(block.gradient[start:stop], alpha=own)
+        momenta = self.momenta(blocks)
+        for number, momentum, gradient in self.lanes(blocks, momenta, [block.gradient for block in blocks]):
+            beta = self.param_groups[number]["betas"][0]
+            # `gradient` is this rank's summand of the mean; the momentum takes the local gradient.
+            momentum.mul_(beta).add_(gradient, alpha=(1 - beta) * self._ranks.world)
         return momenta
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
-        self._averages.average(blocks, self._own_momenta(blocks))
+        self.average(blocks, self._own_momenta(blocks))
         for segment, group in self.segments(blocks):
-            momentum, variance = self.moments(segment.parameter)
-            for part in parts(segment.parameter):
-                self._descend(segment.parameter[part], momentum[part], variance[part], group, frozen=True)
+            for values, momentum, variance in chunks(segment.parameter, *self.moments(segment.parameter)):
+                _descend(values, momentum, _root(variance, group, frozen=True), group)
 
 
 class OnebitAdam(_Adam):
@@ -132,9 +119,6 @@ class OnebitAdam(_Adam):
         [0.9, 0.9, 0.9, 0.9]
     """
 
-    shardwise_sharding = "communicates"
-    freeze_step: int
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -147,11 +131,6 @@ class OnebitAdam(_Adam):
         **ignored: Any,
     ) -> None:
         super().__init__(params, self._check(schema.OnebitAdamArguments, locals()))
-
-    @property
-    def warm_up(self) -> int:
-        """Steps before the variance is frozen."""
-        return self.freeze_step
 
 
 class OnebitLamb(_Onebit, Lamb):
@@ -173,9 +152,7 @@ class OnebitLamb(_Onebit, Lamb):
         [1.98, 1.98, 1.98, 1.98]
     """
 
-    shardwise_sharding = "communicates"
     joined = True
-    freeze_step: int
     coeff_beta: float
     factor_min: float
     factor_max: float
@@ -202,11 +179,6 @@ class OnebitLamb(_Onebit, Lamb):
         limits = {"max_coeff": max_coeff, "min_coeff": min_coeff, "eps_inside_sqrt": False}
         Layerwise.__init__(self, params, {**defaults, **limits, **dict.fromkeys(_KEPT)})
 
-    @property
-    def warm_up(self) -> int:
-        """Steps before the variance is frozen."""
-        return self.freeze_step
-
     @override
     def detach(self) -> None:
         super().detach()
@@ -224,45 +196,40 @@ class OnebitLamb(_Onebit, Lamb):
             self.param_groups[0]["coefficient"] = mean
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
-        momenta = [self.momentum(block) for block in blocks]
+        # The new momentum takes the gradient's memory; the old momentum is kept for the comparison.
+        momenta, fresh = self.momenta(blocks), [block.gradient for block in blocks]
         scales = self._momentum_scales(blocks, momenta)
-        fresh = []
-        for block, momentum, scale in zip(blocks, momenta, scales, strict=True):
-            # The new momentum takes the gradient's memory; the old momentum is kept for the comparison.
-            assert block.gradient is not None
-            for number, start, stop in block.lanes:
-                beta = self.param_groups[number]["betas"][0]
-                own = block.gradient[start:stop].mul_((1 - beta) * self._ranks.world)
-                own.add_(momentum[start:stop], alpha=beta)
-            torch._foreach_mul_(_views(block.gradient, block), scale)
-            fresh.append(block.gradient)
-        self._averages.average(blocks, fresh)
+        for number, new, momentum in self.lanes(blocks, fresh, momenta):
+            beta = self.param_groups[number]["betas"][0]
+            new.mul_((1 - beta) * self._ranks.world).add_(momentum, alpha=beta)
+        for block, new, scale in zip(blocks, fresh, scales, strict=True):
+            torch._foreach_mul_(_views(new, block), scale)
+        self.average(blocks, fresh)
+        for block, new, scale in zip(blocks, fresh, scales, strict=True):
+            torch._foreach_div_(_views(new, block), scale)
         kept = self.param_groups[0]
         coefficient = kept["coefficient"].to(momenta[0].device)
         ratios = torch.zeros_like(coefficient, dtype=torch.float32)
-        for block, momentum, new, scale in zip(blocks, momenta, fresh, scales, strict=True):
-            torch._foreach_div_(_views(new, block), scale)
-            for segment in block.segments:
-                where = slice(segment.start, segment.stop)
-                self._compare(segment, momentum[where], new[where], ratios)
-            momentum.copy_(new)
+        for segment, group, old, new in self.segments(blocks, momenta, fresh):
+            self._compare(segment, group, old, new, ratios)
+        for old, new in zip(momenta, fresh, strict=True):
+            old.copy_(new)
         kept["factor"] = self._next_factors(ratios)
         for segment, group in self.segments(blocks):
             values, (momentum, variance) = segment.parameter.detach(), self.moments(segment.parameter)
             for run in self._runs(segment):
                 rate = coefficient[run.tensor] * kept["factor"][run.tensor] * float(group["lr"])
-                own, along, over = run.of(values), run.of(momentum), run.of(variance)
-                for part in parts(own):
-                    update = _direction(own[part], along[part], over[part], group)
-                    own[part].sub_(update.mul_(rate))
+                for own, along, over in chunks(run.of(values), run.of(momentum), run.of(variance)):
+                    update = (along / decay_rates(group)[0]).div_(_root(over, group, frozen=True))
+                    own.sub_(update.add_(own, alpha=group["weight_decay"]).mul_(rate))
 
     def _momentum_scales(self, blocks: Sequence[Block], momenta: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the factor of each tensor's momentum during communication; the first compressed step fixes it."""
         kept, device = self.param_groups[0], momenta[0].device
         if kept["momentum_scale"] is None:
-            norms = [n for block, m in zip(blocks, momenta, strict=True) for n in torch._foreach_norm(_views(m, block))]
-            counts = [stop - start for block in blocks for _, start, stop in block.tensors]
-            roots = torch.stack(norms).float() / torch.tensor(counts, device=device).clamp(min=1).sqrt()
+            views = [view for block, momentum in zip(blocks, momenta, strict=True) for view in _views(momentum, block)]
+            counts = torch.tensor([view.numel() for view in views], device=device)
+            roots = torch.stack(torch._foreach_norm(views)).float() / counts.clamp(min=1).sqrt()
             moving = roots > 0
             united = roots.sum() / moving.sum().clamp(min=1)
             numbers = torch.tensor([number for block in blocks for number, _, _ in block.tensors], device=device)
@@ -271,34 +238,31 @@ class OnebitLamb(_Onebit, Lamb):
         single = kept["momentum_scale"].to(device).unbind()
         return [[single[number] for number, _, _ in block.tensors] for block in blocks]
 
-    def _compare(self, segment: Segment, old: torch.Tensor, new: torch.Tensor, ratios: torch.Tensor) -> None:
+    def _compare(
+        self, segment: Segment, group: dict[str, Any], old: torch.Tensor, new: torch.Tensor, ratios: torch.Tensor
+    ) -> None:
         """Update the variance with the reconstructed gradient; record the largest ratio of each tensor."""
-        group, state = self.param_groups[segment.group], self.state[segment.parameter]
-        (first, second), eps = group["betas"], group["eps"]
+        (first, second), state = group["betas"], self.state[segment.parameter]
         _, frozen = self.moments(segment.parameter)
         if "exp_avg_sq_fresh" not in state:
             state["exp_avg_sq_fresh"] = frozen.clone()
-        fresh = state["exp_avg_sq_fresh"]
-        _, root = decay_rates(group)
-        _, fresh_root = decay_rates({**group, "variance_step": group["step"]})
-        for part in parts(fresh):
-            gradient = new[part].sub(old[part], alpha=first).div_(1 - first)
-            fresh[part].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        fresh_group = {**group, "variance_step": group["step"]}
+        for fresh, before, after in chunks(state["exp_avg_sq_fresh"], old, new):
+            gradient = after.sub(before, alpha=first).div_(1 - first)
+            fresh.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         for run in self._runs(segment):
-            still, moving = run.of(frozen), run.of(fresh)
-            for part in parts(still):
-                ratio = _root(still[part], root, eps).div_(_root(moving[part], fresh_root, eps))
+            for still, fresh in chunks(run.of(frozen), run.of(state["exp_avg_sq_fresh"])):
+                ratio = _root(still, group).div_(_root(fresh, fresh_group))
                 ratios[run.tensor] = torch.maximum(ratios[run.tensor], ratio.max().float())
 
     def _next_factors(self, ratios: torch.Tensor) -> torch.Tensor:
         if any(block.stop - block.start < block.numel for block in self._blocks):  # ranks step different ranges
-            everyone = torch.empty(self._ranks.world, ratios.numel(), dtype=ratios.dtype, device=ratios.device)
+            everyone = ratios.new_empty(self._ranks.world, ratios.numel())
             self._ranks.all_gather([(everyone.view(-1), ratios)], "lamb.ratios", kind="small").wait()
             ratios = everyone.amax(0)
         before = self.param_groups[0]["factor"]
         before = torch.ones_like(ratios) if before is None else before.to(ratios)
-        change = self.factor_threshold
-        limited = torch.minimum(torch.maximum(ratios, before * (1 - change)), before * (1 + change))
+        limited = ratios.clamp(before * (1 - self.factor_threshold), before * (1 + self.factor_threshold))
         return limited.clamp(self.factor_min, self.factor_max)
 
     def _runs(self, segment: Segment) -> list[TensorRun]:
@@ -328,9 +292,8 @@ class ZeroOneAdam(_Adam):
         [0, 1, 2, 4, 6, 10]
     """
 
-    shardwise_sharding = "communicates"
     ranks_differ = True
-    scale: Scale = "mean"
+    order = 1
     var_freeze_step: int
     var_update_scaler: int
     local_step_scaler: int
@@ -389,34 +352,25 @@ class ZeroOneAdam(_Adam):
     @override
     def forget(self) -> None:
         super().forget()
-        self._anchors: dict[str, torch.Tensor] = {}
-        self._sums: dict[str, torch.Tensor] = {}
         self._agree()
 
     def _agree(self) -> None:
         self._diverged = False
         self._rates = [[0.0, 0.0] for _ in self.param_groups]
-        for total in self._sums.values():
-            total.zero_()
+        for block in self._blocks:
+            if "sum" in block.kept:
+                block.kept["sum"].zero_()
 
     @override
-    def extra_tensors(self) -> Iterator[torch.Tensor]:
-        yield from super().extra_tensors()
-        yield from self._anchors.values()
-        yield from self._sums.values()
-
-    @override
-    def synchronized_values(self, segment: Segment) -> torch.Tensor:
-        for block in self._blocks if self._diverged else ():
-            if any(segment.parameter is own.parameter for own in block.segments):
-                return self._anchors[block.name][segment.start : segment.stop]
-        return super().synchronized_values(segment)
+    def synchronized_values(self, block: Block, segment: Segment) -> torch.Tensor:
+        values = block.kept["anchor"][segment.start : segment.stop] if self._diverged else segment.parameter
+        return values.detach()
 
     @override
     def restore_synchronized(self) -> None:
-        for block in self._blocks if self._diverged else ():
-            for segment in block.segments:
-                segment.parameter.detach().copy_(self._anchors[block.name][segment.start : segment.stop])
+        if self._diverged:
+            for segment, _, anchor in self.segments(self._blocks, self._kept("anchor")):
+                segment.parameter.detach().copy_(anchor)
         self._agree()
 
     @property
@@ -428,10 +382,9 @@ class ZeroOneAdam(_Adam):
     def synchronize(self) -> None:
         """Make parameters equal on all ranks: average local updates since the last average exactly (a collective)."""
         if self.diverged:
-            totals = [self._sums[block.name] for block in self._blocks]
-            exact = Averages(lambda block: ExactMean(self._ranks, f"{block.name}.synchronize"), self._hold)
-            exact.average(self._blocks, totals)
-            self._by_rates(torch.div, totals, [self._momenta[block.name] for block in self._blocks])
+            exact = [ExactMean(self._ranks, f"{block.name}.synchronize") for block in self._blocks]
+            average(exact, self._kept("sum"), self._hold)
+            self._by_rates(torch.div, self._kept("sum"), self._kept("momentum"))
             self._place()
             self._agree()
             self._written()
@@ -441,28 +394,20 @@ class ZeroOneAdam(_Adam):
         state = super().rank_state()
         return None if state is None else {**state, "apart": self._diverged, "rates": self._rates}
 
-    def _block_state(self, block: Block) -> dict[str, torch.Tensor]:
-        state = super()._block_state(block)
-        if self._diverged:
-            state = {**state, "momentum": self._momenta[block.name], "sum": self._sums[block.name]}
-        return state
+    def _errors(self, block: Block) -> dict[str, torch.Tensor]:
+        local = ("momentum", "sum") if self._diverged else ()
+        return super()._errors(block) | {name: block.kept[name] for name in local}
 
-    @override
-    def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
-        fits = super().load_rank_state(state)
-        if state is not None and fits and state["apart"]:
-            self._rates = [list(rates) for rates in state["rates"]]
-            self._diverged = True
+    def _load(self, state: Mapping[str, Any], blocks: Mapping[str, Block]) -> None:
+        if state["apart"]:
+            self.momenta(self._blocks)
+            for block in self._blocks:
+                self._begin(block)
+            self._diverged, self._rates = True, [list(rates) for rates in state["rates"]]
+        super()._load(state, blocks)
+        if state["apart"]:
             self._place()
             self._written()
-        return fits
-
-    def _load_block(self, block: Block, saved: Mapping[str, torch.Tensor]) -> None:
-        super()._load_block(block, saved)
-        if "sum" in saved:
-            self._begin(block)
-            self.momentum(block).copy_(saved["momentum"])
-            self._sums[block.name].copy_(saved["sum"])
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -476,66 +421,59 @@ class ZeroOneAdam(_Adam):
             for block in blocks:
                 self._begin(block)
             self._diverged = True
-        for number, group in enumerate(self.param_groups):
-            self._rates[number][0] += float(group["lr"]) / decay_rates(group)[0]
-            self._rates[number][1] += float(group["lr"])
-        totals = [self._sums[block.name] for block in blocks]
-        for block, momentum, total in zip(blocks, momenta, totals, strict=True):
-            for number, start, stop in block.lanes:
-                group = self.param_groups[number]
-                total[start:stop].add_(momentum[start:stop], alpha=float(group["lr"]) / decay_rates(group)[0])
+        now = [float(group["lr"]) / decay_rates(group)[0] for group in self.param_groups]
+        for rates, rate, group in zip(self._rates, now, self.param_groups, strict=True):
+            rates[:] = rates[0] + rate, rates[1] + float(group["lr"])
+        totals = self._kept("sum")
+        for number, total, momentum in self.lanes(blocks, totals, momenta):
+            total.add_(momentum, alpha=now[number])
         averages = self.averages(step)
         if averages:
             self._by_rates(torch.div, totals, momenta)
-            self._averages.average(blocks, momenta)
+            self.average(blocks, momenta)
             self._by_rates(torch.mul, momenta, totals)
         self._place()
         if averages:
             self._agree()
 
+    def _kept(self, name: str) -> list[torch.Tensor]:
+        return [block.kept[name] for block in self._blocks]
+
     def _by_rates(self, operation: Any, given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
         """Divide or multiply blocks by the sums of learning rates since the last average, unless zero."""
-        for block, values, into in zip(self._blocks, given, out, strict=True):
-            for number, start, stop in block.lanes:
-                rate = self._rates[number][0]
-                if rate or operation is torch.mul:
-                    operation(values[start:stop], rate, out=into[start:stop])
+        for number, values, into in self.lanes(self._blocks, given, out):
+            rate = self._rates[number][0]
+            if rate or operation is torch.mul:
+                operation(values, rate, out=into)
 
     def _begin(self, block: Block) -> None:
-        if block.name not in self._anchors:
-            example = block.segments[0].parameter
-            self._anchors[block.name] = torch.zeros(block.numel, dtype=example.dtype, device=example.device)
-            self._sums[block.name] = torch.zeros_like(self._anchors[block.name])
+        for name in ("anchor", "sum"):
+            if name not in block.kept:
+                block.kept[name] = block.segments[0].parameter.detach().new_zeros(block.numel)
         for segment in block.segments:
-            self._anchors[block.name][segment.start : segment.stop] = segment.parameter.detach()
+            block.kept["anchor"][segment.start : segment.stop] = segment.parameter.detach()
 
     def _place(self) -> None:
-        for block in self._blocks:
-            anchors, sums = self._anchors[block.name], self._sums[block.name]
-            for segment in block.segments:
-                group, values = self.param_groups[segment.group], segment.parameter.detach()
-                _, root = decay_rates(group)
-                _, variance = self.moments(segment.parameter)
-                left = 1 - self._rates[segment.group][1] * group["weight_decay"]
-                own = slice(segment.start, segment.stop)
-                for part in parts(values):
-                    torch.mul(anchors[own][part], left, out=values[part])
-                    values[part].addcdiv_(sums[own][part], _root(variance[part], root, group["eps"], True), value=-1)
+        for segment, group, anchor, total in self.segments(self._blocks, self._kept("anchor"), self._kept("sum")):
+            _, variance = self.moments(segment.parameter)
+            left = 1 - self._rates[segment.group][1] * group["weight_decay"]
+            for values, before, change, over in chunks(segment.parameter.detach(), anchor, total, variance):
+                torch.mul(before, left, out=values)
+                values.addcdiv_(change, _root(over, group, frozen=True), value=-1)
 
 
 def _views(tensor: torch.Tensor, block: Block) -> list[torch.Tensor]:
     return [tensor[start:stop] for _, start, stop in block.tensors]
 
 
-def _root(variance: torch.Tensor, correction: float, eps: float, frozen: bool = False) -> torch.Tensor:
+def _root(variance: torch.Tensor, group: Mapping[str, Any], *, frozen: bool = False) -> torch.Tensor:
     """Return the denominator of updates; infinity where a frozen variance is zero."""
-    root = variance.sqrt().div_(correction).add_(eps)
+    root = variance.sqrt().div_(decay_rates(group)[1]).add_(group["eps"])
     return root.masked_fill_(variance == 0, math.inf) if frozen else root
 
 
-def _direction(
-    values: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, group: Mapping[str, Any]
-) -> torch.Tensor:
-    first, second = decay_rates(group)
-    update = (momentum / first).div_(_root(variance, second, group["eps"], True))
-    return update.add_(values, alpha=group["weight_decay"])
+def _descend(values: torch.Tensor, momentum: torch.Tensor, root: torch.Tensor, group: Mapping[str, Any]) -> None:
+    lr = float(group["lr"])
+    if group["weight_decay"]:
+        values.mul_(1 - lr * group["weight_decay"])
+    values.addcdiv_(momentum, root, value=-lr / decay_rates(group)[0])

@@ -324,7 +324,7 @@ class ShardedModel:
         at_once = norms or stepping.communicates
         segments = SegmentUpdate(*common, self.comm, self.numbering, *state_args, norms=norms, at_once=at_once)
         if stepping.communicates:
-            return CommUpdate(optimizer, segments, domains, self.numbering, self.accountant, self.plan), None
+            return CommUpdate(optimizer, segments, domains, self.accountant, self.plan), None
         if not stepping.whole:
             return Update(optimizer, [segments]), None
         replicated = not self.plan.shard_optimizer

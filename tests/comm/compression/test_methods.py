@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.comm.compression import Flat
-from shardwise.comm.compression.powersgd import PowerSGD, orthogonalize, split
+from shardwise.comm.compression.powersgd import PowerSGD, elements, orthogonalize, split
 from shardwise.comm.compression.sparse import DGC, TopK, largest
 from shardwise.config.schema import gradients
 from tests.comm.compression.loopback import Loopback, on_threads
@@ -104,15 +104,17 @@ def test_power_sgd_loses_nothing(world: int, rank: int, seeds: list[int], epsilo
     dtype = torch.bfloat16 if half else torch.float32
     options = {"matrix_approximation_rank": rank, "min_compression_rate": 0.1, "orthogonalization_epsilon": epsilon}
     parts = split(SHAPES, rank, 0.1)
-    assert [m.offset for m in parts.matrices] == [0, 48]
+    assert parts.matrices == [(0, 30), (48, 24)]
     answers = on_threads(world, lambda comm: rounds(comm, make(PowerSGD, comm, **options), False, seeds, dtype=dtype))
     arrived = sum(whole_sum(answers, step, False) for step in range(len(seeds)))
     given_in = sum(gradient(100 * seed + r, dtype).float() for seed in seeds for r in range(world))
-    for place in parts.matrices:
-        left = sum(kept["unit.0.error"][place.error : place.error + place.numel] for _, kept in answers)
-        own = slice(place.offset, place.offset + place.numel)
+    first = 0
+    for (offset, numel), shape, (_, used) in zip(parts.matrices, parts.kept, parts.second, strict=True):
+        left = sum(kept["unit.0.error"][first : first + numel] for _, kept in answers)
+        first += numel
+        own = slice(offset, offset + numel)
         torch.testing.assert_close(arrived[own] + left, given_in[own], rtol=0, atol=2e-2)
-        if place.rank == min(place.rows, place.columns):
+        if used == min(shape):
             torch.testing.assert_close(arrived[own], given_in[own], rtol=0, atol=2e-2)  # there is nothing to lose
         arrived[own] = given_in[own] = 0
     assert torch.equal(arrived, given_in)  # what is not compressed is exact, and between parameters there is nothing
@@ -175,9 +177,10 @@ def test_which_matrices_are_worth_their_factors() -> None:
         (5184, torch.Size([0, 3])),
     ]
     found = split(shapes, rank=4, min_rate=2.0)
-    assert [(m.rows, m.columns, m.rank) for m in found.matrices] == [(64, 64, 4), (32, 32, 4)]
-    assert found.exact == ((4096, 64, 4 * 96),)
-    assert (found.first, found.second, found.kept) == (4 * 96 + 64, 4 * 96, 4096 + 1024)
+    assert found.kept == [(64, 64), (32, 32)] and found.second == [(64, 4), (32, 4)]
+    assert found.exact == [(4096, 64)]
+    sizes = [elements(shapes) for shapes in (found.first, found.second, found.kept)]
+    assert sizes == [4 * 96 + 64, 4 * 96, 4096 + 1024]
 
 
 @given(

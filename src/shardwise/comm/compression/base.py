@@ -49,12 +49,12 @@ class Kept:
     def __init__(self, device: torch.device, hold: Callable[[torch.Tensor], None]) -> None:
         self._device = device
         self._hold = hold
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self._scales: dict[str, float] = {}
 
     def at(self, name: str, numel: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
         """Return the 1-D tensor of a name, multiplied to a scale; at first zeros."""
-        tensor = self._tensors.get(name)
+        tensor = self.tensors.get(name)
         if tensor is None:
             tensor = self.put(name, torch.zeros(numel, dtype=dtype, device=self._device))
         elif self._scales.get(name, scale) != scale:
@@ -62,31 +62,28 @@ class Kept:
         self._scales[name] = scale
         return tensor
 
-    def get(self, name: str) -> torch.Tensor | None:
-        return self._tensors.get(name)
-
     def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Keep and return a tensor that has no scale."""
         self._hold(tensor)
-        self._tensors[name] = tensor
+        self.tensors[name] = tensor
         return tensor
 
     def clean(self) -> None:
         """Replace non-finite values by zeros."""
-        for tensor in self._tensors.values():
+        for tensor in self.tensors.values():
             torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
 
     def drop(self, chosen: Callable[[str], bool]) -> None:
         """Release the tensors of some names."""
-        self._tensors = {name: tensor for name, tensor in self._tensors.items() if not chosen(name)}
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not chosen(name)}
         self._scales = {name: scale for name, scale in self._scales.items() if not chosen(name)}
 
     def clear(self) -> None:
-        self._tensors, self._scales = {}, {}
+        self.tensors, self._scales = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors themselves (not copies) and their scales."""
-        return {"tensors": dict(self._tensors), "scales": dict(self._scales)}
+        return {"tensors": dict(self.tensors), "scales": dict(self._scales)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load copies of saved tensors."""
@@ -159,24 +156,30 @@ class Compressor:
         self.kept.clear()
 
 
+class Configured(Compressor):
+    """Base of the methods with a section of the configuration, `parameters`."""
+
+    def __init__(self, parameters: Any, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(comm, parameters.start_compressing_after_step, hold)
+        self.parameters = parameters
+
+
 class Running:
     """A reduction under way; `finish` may launch and wait for more. `scratch` is held until `pending` is complete."""
 
     def __init__(
-        self, pending: Sequence[PendingCollective], finish: Callable[[], None], scratch: Sequence[torch.Tensor] = ()
+        self, pending: PendingCollective, finish: Callable[[], None], scratch: Sequence[torch.Tensor] = ()
     ) -> None:
-        self.scratch = [*scratch, *(buffer for handle in pending for buffer in handle.scratch)]
-        self._pending = list(pending)
-        self._finish: Callable[[], None] | None = finish
+        self.scratch = [*scratch, *pending.scratch]
+        self._rest: tuple[PendingCollective, Callable[[], None]] | None = pending, finish
 
     def wait(self) -> None:
         """Block until the sums are in place; later calls do nothing."""
-        for handle in self._pending:
-            handle.wait()
-        self._pending, self.scratch = [], []
-        if self._finish is not None:
-            self._finish()
-        self._finish = None
+        if self._rest is not None:
+            (pending, finish), self._rest = self._rest, None
+            pending.wait()
+            self.scratch = []
+            finish()
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

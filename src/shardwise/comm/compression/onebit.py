@@ -14,18 +14,16 @@ The scales preserve the L2 norm of a run (1-bit Adam, 1-bit LAMB), or the mean o
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
 
 import torch
+from typing_extensions import override
 
-from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.compression.averaging import BlockMean
 from shardwise.compat import has_values
-
-Scale = Literal["norm", "mean"]
-"""Preserved by a scale: the L2 norm of its run, or the mean magnitude."""
 
 _MAGIC = 0x0102040810204080  # factor that collects the lowest bits of eight bytes of a number in its highest byte
 
@@ -63,40 +61,36 @@ def _signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class _Chunk:
-    """The range of one rank, from element `start`; `gaps` are padding, which stays zero.
+    """The range of one rank. `gaps` are padding, which stays zero.
 
     Each run has a length, up to the next run's first value, and a weight, from its norm to its scale (0: no values).
     """
 
-    start: int
     lengths: list[int]
     weights: torch.Tensor
     gaps: list[tuple[int, int]]
 
 
-class OnebitAllReduce:
-    """The mean over ranks of one flat buffer with one bit per element, repeatedly (a `BlockMean`).
+class OnebitAllReduce(BlockMean):
+    """The mean over ranks of one flat buffer with one bit per element.
 
     Args:
         comm: the ranks.
         numel: elements of the buffer: a multiple of 8 times the number of ranks.
         runs: (start, stop) of the ranges with values, in order; the rest is padding.
         dtype: of the values and of the errors.
-        device: of the values.
         label: for records.
-        scale: preserved by scales.
+        order: of the norm of each run that its scale preserves: 2, or 1 (mean magnitude).
         joined: one scale for all runs of a range, instead of one each.
 
-    Attributes:
-        worker_error: error of this rank's values: `numel` elements.
-        server_error: error of the means of its range: `numel / world` elements.
+    The errors are "worker", of this rank's values, and "server", of the means of its range.
 
     Example:
         >>> from shardwise.comm.ledger import Ledger
         >>> single = Communicator(None, Ledger(), torch.device("cpu"))
-        >>> mean = OnebitAllReduce(single, 8, [(0, 4)], torch.float32, torch.device("cpu"), "example")
+        >>> mean = OnebitAllReduce(single, 8, [(0, 4)], torch.float32, "example")
         >>> values = torch.tensor([3.0, -3.0, 3.0, -3.0, 0.0, 0.0, 0.0, 0.0])
-        >>> mean.launch(values); mean.combine(); mean.finish(values)
+        >>> for messages in mean.average(values): pass
         >>> values.tolist()
         [3.0, -3.0, 3.0, -3.0, 0.0, 0.0, 0.0, 0.0]
     """
@@ -107,95 +101,81 @@ class OnebitAllReduce:
         numel: int,
         runs: Sequence[tuple[int, int]],
         dtype: torch.dtype,
-        device: torch.device,
         label: str,
         *,
-        scale: Scale = "norm",
+        order: int = 2,
         joined: bool = False,
     ) -> None:
-        self._comm = comm
-        self._label = label
-        self._order = 2 if scale == "norm" else 1
+        super().__init__()
+        self._comm, self._label, self._order, self._joined = comm, label, order, joined
         self._shard = numel // comm.world
-        starts = range(0, numel, self._shard)
-        self._chunks = [_chunk(start, start + self._shard, runs, scale, joined, dtype, device) for start in starts]
-        self._scales = max(len(chunk.lengths) for chunk in self._chunks)
-        self.message_bytes = message_bytes(self._shard, self._scales)
-        self.worker_error = torch.zeros(numel, dtype=dtype, device=device)
-        self.server_error = torch.zeros(self._shard, dtype=dtype, device=device)
-        self._received: torch.Tensor | None = None
-        self._sent: torch.Tensor | None = None
-        self._handle: Handle | None = None
+        for name, size in (("worker", numel), ("server", self._shard)):
+            self.errors[name] = torch.zeros(size, dtype=dtype, device=comm.device)
+        self._chunks = [self._chunk(start, runs) for start in range(0, numel, self._shard)]
+        self.scales = max(len(chunk.lengths) for chunk in self._chunks)
+        self.message_bytes = message_bytes(self._shard, self.scales)
 
-    @property
-    def scratch(self) -> list[torch.Tensor]:
-        return [message for message in (self._received, self._sent) if message is not None]
+    def _chunk(self, start: int, runs: Sequence[tuple[int, int]]) -> _Chunk:
+        size, server = self._shard, self.errors["server"]
+        inside = [(max(low - start, 0), min(high - start, size)) for low, high in runs]
+        inside = [(low, high) for low, high in inside if low < high]
+        counts = [high - low for low, high in inside]
+        edges = [0, *(edge for run in inside for edge in run), size]
+        gaps = [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
+        lengths = [high - low for low, high in pairwise([0, *(low for low, _ in inside[1:]), size])]
+        if self._joined or not inside:
+            lengths, counts = [size], [sum(counts)]
+        return _Chunk(lengths, server.new_tensor([count and count ** (-1 / self._order) for count in counts]), gaps)
 
-    def launch(self, values: torch.Tensor) -> None:
-        self.worker_error.add_(values)
-        size, world = self.message_bytes, self._comm.world
-        self._sent = torch.zeros(world * size, dtype=torch.uint8, device=values.device)
-        for rank, (chunk, message) in enumerate(zip(self._chunks, self._sent.split(size), strict=True)):
-            self._encode(self.worker_error[rank * self._shard : (rank + 1) * self._shard], chunk, message)
-        self._received = torch.empty_like(self._sent)
-        sizes = [size] * world
-        self._handle = self._comm.all_to_all(self._received, self._sent, sizes, sizes, self._label, kind="reduce")
-
-    def combine(self) -> None:
-        assert self._handle is not None and self._received is not None
-        self._handle.wait()
-        size, world, rank = self.message_bytes, self._comm.world, self._comm.rank
-        chunk = self._chunks[rank]
-        total, term = torch.empty_like(self.server_error), torch.empty_like(self.server_error)
-        for number, message in enumerate(self._received.split(size)):
-            if number:
-                total.add_(self._decode(message, chunk, term))
-            else:
-                self._decode(message, chunk, total)
-        self.server_error.add_(total.div_(world))
-        self._received = torch.empty(world * size, dtype=torch.uint8, device=total.device)
-        self._sent = self._received[rank * size : (rank + 1) * size]
-        self._encode(self.server_error, chunk, self._sent)
-        self._handle = self._comm.all_gather([(self._received, self._sent)], self._label, kind="reduce")
-
-    def finish(self, out: torch.Tensor) -> None:
-        """Write the mean into `out`: 1-D, as long as the values, with zeros in the padding."""
-        assert self._handle is not None and self._received is not None
-        self._handle.wait()
-        for rank, (chunk, message) in enumerate(
-            zip(self._chunks, self._received.split(self.message_bytes), strict=True)
-        ):
-            self._decode(message, chunk, out[rank * self._shard : (rank + 1) * self._shard])
-        self._handle = self._received = self._sent = None
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"worker": self.worker_error, "server": self.server_error}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.worker_error.copy_(state["worker"])
-        self.server_error.copy_(state["server"])
+    @override
+    def average(self, values: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+        size, comm = self.message_bytes, self._comm
+        worker, server = self.errors.values()
+        worker.add_(values)
+        sent = torch.zeros(comm.world * size, dtype=torch.uint8, device=values.device)
+        for part, chunk, message in zip(worker.split(self._shard), self._chunks, sent.split(size), strict=True):
+            self._encode(part, chunk, message)
+        received, sizes = torch.empty_like(sent), [size] * comm.world
+        handle = comm.all_to_all(received, sent, sizes, sizes, self._label, kind="reduce")
+        yield received, sent
+        handle.wait()
+        own = self._chunks[comm.rank]
+        first, *others = received.split(size)
+        total, term = self._decode(first, own, torch.empty_like(server)), torch.empty_like(server)
+        for message in others:
+            total.add_(self._decode(message, own, term))
+        server.add_(total.div_(comm.world))
+        del first, others, message, total, term
+        received = torch.empty_like(sent)
+        sent = received.split(size)[comm.rank]
+        self._encode(server, own, sent)
+        handle = comm.all_gather([(received, sent)], self._label, kind="reduce")
+        yield received, sent
+        handle.wait()
+        for part, chunk, message in zip(values.split(self._shard), self._chunks, received.split(size), strict=True):
+            self._decode(message, chunk, part)
 
     def _encode(self, values: torch.Tensor, chunk: _Chunk, message: torch.Tensor) -> None:
         """Write signs and scales of a range into a message; leave the error in `values`."""
         norms = torch.stack(torch._foreach_norm(list(values.split(chunk.lengths)), self._order))
-        self._scales_in(message, chunk).copy_(norms.mul_(chunk.weights))
-        message[self._head : self._head + values.numel() // 8] = pack_signs(values)
+        scales, signs = self._fields(message, chunk)
+        scales.copy_(norms.mul_(chunk.weights))
+        signs.copy_(pack_signs(values))
         values.sub_(self._decode(message, chunk, torch.empty_like(values)))
 
     def _decode(self, message: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> torch.Tensor:
-        unpack_signs(message[self._head : self._head + out.numel() // 8], out.dtype, out)
-        scales = self._scales_in(message, chunk).to(out.dtype)
-        torch._foreach_mul_(list(out.split(chunk.lengths)), list(scales.unbind()))
+        scales, signs = self._fields(message, chunk)
+        unpack_signs(signs, out.dtype, out)
+        torch._foreach_mul_(list(out.split(chunk.lengths)), list(scales.to(out.dtype).unbind()))
         for start, stop in chunk.gaps:
             out[start:stop].zero_()
         return out
 
-    @property
-    def _head(self) -> int:
-        return _SCALE_BYTES * self._scales
-
-    def _scales_in(self, message: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-        return message[: _SCALE_BYTES * len(chunk.lengths)].view(torch.float32)
+    def _fields(self, message: torch.Tensor, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the views of scales and signs in a message."""
+        head = _SCALE_BYTES * self.scales
+        scales = message[: _SCALE_BYTES * len(chunk.lengths)].view(torch.float32)
+        return scales, message[head : head + self._shard // 8]
 
 
 def message_bytes(shard: int, scales: int) -> int:
@@ -205,31 +185,3 @@ def message_bytes(shard: int, scales: int) -> int:
     131120
     """
     return _SCALE_BYTES * scales + -(-shard // (8 * _SCALE_BYTES)) * _SCALE_BYTES
-
-
-def _chunk(
-    start: int,
-    stop: int,
-    runs: Sequence[tuple[int, int]],
-    scale: Scale,
-    joined: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _Chunk:
-    inside = [(max(low, start) - start, min(high, stop) - start) for low, high in runs if low < stop and high > start]
-    inside = [(low, high) for low, high in inside if low < high]
-    firsts = [low for low, _ in inside]
-    ends = [high for _, high in inside]
-    size = stop - start
-    gaps = [(high, low) for high, low in zip([0, *ends], [*firsts, size], strict=True) if high < low]
-    counts = [high - low for low, high in inside]
-    if not inside:
-        return _Chunk(start, [size], torch.zeros(1, dtype=dtype, device=device), [])
-    if joined:
-        lengths, counts = [size], [sum(counts)]
-    else:
-        borders = [0, *firsts[1:], size]
-        lengths = [high - low for low, high in pairwise(borders)]
-    power = -0.5 if scale == "norm" else -1.0
-    weights = torch.tensor([count**power for count in counts], dtype=dtype, device=device)
-    return _Chunk(start, lengths, weights, gaps)

@@ -13,94 +13,67 @@ rank computes each block of rows of their product alike: all ranks and ZeRO stag
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from typing_extensions import override
 
-from shardwise.comm.compression.base import Compressor, Flat, Running, working_dtype
+from shardwise.comm.compression.base import Configured, Flat, Running, working_dtype
 
 if TYPE_CHECKING:
-    from shardwise.comm.communicator import Communicator
     from shardwise.config.schema import gradients
 
 _BLOCK = 1 << 17  # elements of a product of factors that are computed at a time
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A compressed parameter as a matrix: `rows` by `columns`, with factors of `rank` columns.
+class Split(NamedTuple):
+    """Layout of a flat parameter: (first element, elements) of compressed matrices and of exact parameters.
 
-    First elements: `offset` in the flat parameter, `error` in its error, `p` and `q` in its factors.
+    `kept` has the shapes in the error, the matrices; `first` those in the first message, P of all matrices and the
+    exact parameters; `second` those in the second message, Q of all matrices.
     """
 
-    offset: int
-    rows: int
-    columns: int
-    rank: int
-    error: int
-    p: int
-    q: int
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
-
-    def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the matrix in a flat tensor."""
-        return flat[first : first + self.numel].view(self.rows, self.columns)
-
-    def p_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return its first factor (rows by rank) in a message."""
-        return flat[self.p : self.p + self.rows * self.rank].view(self.rows, self.rank)
-
-    def q_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return its second factor (columns by rank) in a message."""
-        return flat[self.q : self.q + self.columns * self.rank].view(self.columns, self.rank)
+    matrices: list[tuple[int, int]]
+    exact: list[tuple[int, int]]
+    kept: list[tuple[int, ...]]
+    first: list[tuple[int, ...]]
+    second: list[tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Split:
-    """Layout of a flat parameter in messages: the first has P of all `matrices` and the exact parameters, the second Q.
+def elements(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the number of elements of all shapes."""
+    return sum(map(math.prod, shapes))
 
-    `exact` has, of each parameter: first element in the flat parameter, number of elements, first element in the
-    message. `kept`, `first` and `second` are the elements of the error and of the messages.
-    """
 
-    matrices: tuple[Matrix, ...]
-    exact: tuple[tuple[int, int, int], ...]
-    kept: int
-    first: int
-    second: int
+def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    pieces = flat[: elements(shapes)].split([math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def split(shapes: Sequence[tuple[int, torch.Size]], rank: int, min_rate: float) -> Split:
     """Choose the compressed parameters of a flat parameter, at a ratio of matrix to factors of at least `min_rate`.
 
     >>> found = split([(0, torch.Size([64, 32])), (2048, torch.Size([32]))], rank=2, min_rate=2.0)
-    >>> found.matrices[0].rows, found.first, found.second
-    (64, 160, 64)
+    >>> found.kept, found.first, found.second
+    ([(64, 32)], [(64, 2), (32,)], [(32, 2)])
     """
-    matrices: list[Matrix] = []
-    vectors = []
-    error = first = second = 0
+    found = Split([], [], [], [], [])
     for offset, shape in shapes:
         numel = shape.numel()
         rows = shape[0] if len(shape) > 1 else 0
         columns = numel // rows if rows else 0
         used = min(rank, rows, columns)
         if used and (rows + columns) * used * min_rate < numel:
-            matrices.append(Matrix(offset, rows, columns, used, error, first, second))
-            error, first, second = error + numel, first + rows * used, second + columns * used
+            found.matrices.append((offset, numel))
+            found.kept.append((rows, columns))
+            found.first.append((rows, used))
+            found.second.append((columns, used))
         elif numel:
-            vectors.append((offset, numel))
-    exact = []
-    for offset, numel in vectors:
-        exact.append((offset, numel, first))
-        first += numel
-    return Split(tuple(matrices), tuple(exact), error, first, second)
+            found.exact.append((offset, numel))
+    found.first.extend((numel,) for _, numel in found.exact)
+    return found
 
 
 def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -119,49 +92,39 @@ def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
     return basis
 
 
-class PowerSGD(Compressor):
+class PowerSGD(Configured):
     """Reduces matrices as the factors of a low-rank approximation."""
 
-    def __init__(
-        self, parameters: gradients.PowerSGDOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
-    ) -> None:
-        super().__init__(comm, parameters.start_compressing_after_step, hold)
-        self.parameters = parameters
+    parameters: gradients.PowerSGDOptions
 
     @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
         jobs = [_Job(flat, self, scale) for flat in flats]
-        for job in jobs:
-            job.project()
         firsts = [job.first for job in jobs]
         handle = self.comm.reduce_scatter([(self._own(first), first) for first in firsts], label)
 
         def finish() -> None:
             self._spread(firsts, label)
-            rest = [job for job in jobs if job.split.matrices]
-            for job in rest:
-                job.factorize(self.parameters.orthogonalization_epsilon)
+            rest = [job for job in jobs if job.matrices]
             if rest:
-                seconds = [job.second for job in rest]
+                seconds = [job.factorize() for job in rest]
                 owns = [torch.empty_like(self._own(second)) for second in seconds]
                 under_way = self.comm.reduce_scatter(list(zip(owns, seconds, strict=True)), label)
                 for buffer in (*owns, *under_way.scratch):
                     self.hold(buffer)
                 if self.parameters.use_error_feedback:
                     for job in rest:
-                        job.keep_rest()
+                        job.keep_error()
                 under_way.wait()
                 for own, second in zip(owns, seconds, strict=True):
                     self._own(second).copy_(own)
                 self._spread(seconds, label)
             for job in jobs:
-                job.store(self.comm.rank, accumulate)
-                if job.split.matrices and self.parameters.warm_start:
-                    job.keep_factor()
+                job.store(accumulate)
 
-        return Running([handle], finish, firsts)
+        return Running(handle, finish, firsts)
 
     def _own(self, message: torch.Tensor) -> torch.Tensor:
         return message.view(self.comm.world, -1)[self.comm.rank]
@@ -184,88 +147,83 @@ class PowerSGD(Compressor):
 
 
 class _Job:
+    """The reduction of one flat parameter, until the first message is complete: P = M Q of all matrices."""
+
     def __init__(self, flat: Flat, method: PowerSGD, scale: float) -> None:
         chosen = method.parameters
-        parts = split(flat.shapes, chosen.matrix_approximation_rank, chosen.min_compression_rate)
-        self.flat, self.split = flat, parts
+        self.flat, self.method = flat, method
         self.dtype = working_dtype(flat.full.dtype)
-        self._method = method
-        self.first = method.message(parts.first, self.dtype)
-        self._matrices = self._with_what_is_kept(scale)
+        self.split = split(flat.shapes, chosen.matrix_approximation_rank, chosen.min_compression_rate)
+        self.first = method.message(elements(self.split.first), self.dtype)
+        self.matrices = self._with_error(scale) if self.split.matrices else []
+        found = _views(self.first, self.split.first)
+        self.p, self.exact = found[: len(self.matrices)], found[len(self.matrices) :]
+        if self.matrices:
+            for matrix, p, q in zip(self.matrices, self.p, self._factors(), strict=True):
+                torch.mm(matrix, q, out=p)
+        for (offset, numel), place in zip(self.split.exact, self.exact, strict=True):
+            place.copy_(flat.full[offset : offset + numel])
 
-    def _with_what_is_kept(self, scale: float) -> list[torch.Tensor]:
-        flat, method = self.flat, self._method
+    def _with_error(self, scale: float) -> list[torch.Tensor]:
+        flat, method, shapes = self.flat, self.method, self.split.kept
+        given = [
+            flat.full[offset : offset + numel].view(shape)
+            for (offset, numel), shape in zip(self.split.matrices, shapes, strict=True)
+        ]
         if not method.parameters.use_error_feedback:
-            wide = [m.view(flat.full, m.offset).to(self.dtype) for m in self.split.matrices]
-            if flat.full.dtype is not self.dtype:
-                for matrix in wide:
-                    method.hold(matrix)
+            wide = [matrix.to(self.dtype) for matrix in given]
+            for matrix in wide if flat.full.dtype is not self.dtype else ():
+                method.hold(matrix)
             return wide
-        if not self.split.matrices:
-            return []
-        error = method.kept.at(f"{flat.name}.error", self.split.kept, self.dtype, scale)
-        return [m.view(error, m.error).add_(m.view(flat.full, m.offset)) for m in self.split.matrices]
+        errors = _views(method.kept.at(f"{flat.name}.error", elements(shapes), self.dtype, scale), shapes)
+        return [error.add_(matrix) for error, matrix in zip(errors, given, strict=True)]
 
-    @property
-    def _factor(self) -> str:
-        return f"{self.flat.name}.factor"
+    def _factors(self) -> list[torch.Tensor]:
+        """Return Q of the last step; for Gram-Schmidt with random columns in place of zero ones, which would stay."""
+        shapes, method = self.split.second, self.method
+        kept = method.kept.tensors.get(f"{self.flat.name}.factor")
+        factors = [] if kept is None else _views(kept, shapes)
+        if factors and not method.parameters.orthogonalization_epsilon:  # QR recovers from zeros
+            return factors
+        seeded = _views(method.seeded(self.flat.name, elements(shapes), self.dtype), shapes)
+        pairs = zip(factors, seeded, strict=True) if factors else ()
+        return [torch.where(q.any(dim=0), q, other) for q, other in pairs] or seeded
 
-    def project(self) -> None:
-        """Form M Q of all matrices, and copy exact parameters into the message."""
-        if self.split.matrices:
-            start = self._method.kept.get(self._factor)
-            if start is None or self._method.parameters.orthogonalization_epsilon:  # else QR recovers from zeros
-                seeded = self._method.seeded(self.flat.name, self.split.second, self.dtype)
-                start = seeded if start is None else self._revived(start, seeded)
-            for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
-                torch.mm(matrix, place.q_in(start), out=place.p_in(self.first))
-        for offset, numel, place_in in self.split.exact:
-            self.first[place_in : place_in + numel].copy_(self.flat.full[offset : offset + numel])
-
-    def _revived(self, factors: torch.Tensor, seeded: torch.Tensor) -> torch.Tensor:
-        """Return factors with random columns in place of zero columns, because zeros would stay."""
-        pairs = [(place.q_in(factors), place.q_in(seeded)) for place in self.split.matrices]
-        return torch.cat([torch.where(q.any(dim=0), q, other).view(-1) for q, other in pairs])
-
-    def factorize(self, epsilon: float) -> None:
-        """Orthogonalize the summed P in place, and form M^T P."""
-        self.second = self._method.message(self.split.second, self.dtype)
-        for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
-            p = place.p_in(self.first)
+    def factorize(self) -> torch.Tensor:
+        """Orthogonalize the summed P in place; return the second message, with M^T P."""
+        self.second = self.method.message(elements(self.split.second), self.dtype)
+        self.q = _views(self.second, self.split.second)
+        for matrix, p, q in zip(self.matrices, self.p, self.q, strict=True):
             finite = p.isfinite().all()
-            basis = orthogonalize(p.nan_to_num(0.0, 0.0, 0.0), epsilon)
+            basis = orthogonalize(p.nan_to_num(0.0, 0.0, 0.0), self.method.parameters.orthogonalization_epsilon)
             # If any rank's matrix is not finite, only that is sent: the whole matrix stays in the error.
             p.copy_(torch.where(finite, basis, 0.0))
-            torch.mm(matrix.t(), p, out=place.q_in(self.second))
+            torch.mm(matrix.t(), p, out=q)
+        return self.second
 
-    def keep_rest(self) -> None:
-        for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
-            matrix.addmm_(place.p_in(self.first), place.q_in(self.second).t(), alpha=-1)
+    def keep_error(self) -> None:
+        for matrix, p, q in zip(self.matrices, self.p, self.q, strict=True):
+            matrix.addmm_(p, q.t(), alpha=-1)
 
-    def keep_factor(self) -> None:
-        kept = self._method.kept.get(self._factor)
-        summed = self.second[: self.split.second]
-        if kept is None:
-            self._method.kept.put(self._factor, summed.clone())
-        else:
-            kept.copy_(summed)
-
-    def store(self, rank: int, accumulate: bool) -> None:
-        flat = self.flat
+    def store(self, accumulate: bool) -> None:
+        flat, method = self.flat, self.method
         out = flat.own if flat.whole is None else flat.whole
-        start = rank * flat.own.numel() if flat.whole is None else 0
+        start = method.comm.rank * flat.own.numel() if flat.whole is None else 0
         if not accumulate:
             out.zero_()
-        for offset, numel, place_in in self.split.exact:
-            _add(out, start, offset, self.first[place_in : place_in + numel])
-        for place in self.split.matrices:
-            p, q = place.p_in(self.first), place.q_in(self.second)
-            height = max(1, _BLOCK // place.columns)
-            for row in range(0, place.rows, height):
-                offset = place.offset + row * place.columns
-                block = p[row : row + height]
-                if offset < start + out.numel() and start < offset + block.shape[0] * place.columns:
+        for (offset, _), values in zip(self.split.exact, self.exact, strict=True):
+            _add(out, start, offset, values)
+        if not self.matrices:
+            return
+        for (offset, _), p, q in zip(self.split.matrices, self.p, self.q, strict=True):
+            for block in p.split(max(1, _BLOCK // len(q))):
+                numel = len(block) * len(q)
+                if offset < start + out.numel() and start < offset + numel:
                     _add(out, start, offset, torch.mm(block, q.t()).view(-1))
+                offset += numel
+        if method.parameters.warm_start:
+            numel = elements(self.split.second)
+            method.kept.at(f"{flat.name}.factor", numel, self.dtype, 1.0).copy_(self.second[:numel])
 
 
 def _add(out: torch.Tensor, start: int, offset: int, values: torch.Tensor) -> None:

@@ -118,7 +118,7 @@ class QuantizedReduction(Compressor):
                 if flat.whole is not None:
                     self._copy(flat.own, flat.whole, label)
 
-        return Running([handle], finish, [sent, received])
+        return Running(handle, finish, [sent, received])
 
     def _encode(self, values: torch.Tensor, messages: torch.Tensor, error: torch.Tensor | None) -> None:
         memory = self.feedback.memory if self.feedback is not None else 0.0

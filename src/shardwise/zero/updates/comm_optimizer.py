@@ -8,6 +8,8 @@ all-gathered as usual. It cannot use sharded gradients (stages 2 and 3).
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -20,13 +22,10 @@ from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.zero.units.flat_param import FlatParamStorage
-from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
 from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import Update, as_gradient
-
-_ANOTHER = "Take another one"
 
 
 class CommUpdate(Update):
@@ -36,39 +35,25 @@ class CommUpdate(Update):
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        segments: SegmentUpdate,
-        domains: Domains,
-        numbering: GlobalTensorIds,
-        accountant: Accountant,
-        plan: Plan,
+        self, optimizer: Any, segments: SegmentUpdate, domains: Domains, accountant: Accountant, plan: Plan
     ) -> None:
         super().__init__(optimizer, [segments])
         self.optimizer: Any = optimizer
-        self._segments = segments
-        self._numbering = numbering
-        self._comm = domains.main.ranks
-        self._accountant = accountant
-        self._own_gradient: Callable[[FlatParamStorage], torch.Tensor] | None = None
-        self._values_written: Callable[[], None] | None = None
+        self._segments, self._accountant, self._comm = segments, accountant, domains.main.ranks
         self._blocks: list[tuple[FlatParamStorage, Block]] = []
-        self._segment_of: dict[int, Segment] = {}
-        name, most = type(optimizer).__name__, 0 if optimizer.ranks_differ else 1
+        self._segment_of: dict[int, tuple[Block, Segment]] = {}
+        name, most = f"the optimizer {type(optimizer).__name__}", 0 if optimizer.ranks_differ else 1
+        exchanges = f"{name} exchanges gradients among all ranks at once and cannot have"
+        mics = "zero_optimization.mics_shard_size (or the mesh passed to initialize())"
         if plan.stage > most:
-            raise ConflictError(
-                f"zero_optimization.stage: is {plan.stage}, but the optimizer {name} needs "
-                f"{ONEBIT_STAGE_REASONS[most]}. Lower the stage or take another optimizer"
-            )
-        exchanges = "exchanges gradients among all ranks at once and cannot have"
-        mics = "Take another one, or remove zero_optimization.mics_shard_size (or the mesh passed to initialize())"
-        for wrong, reason, advice in (
-            (plan.where != ALL_ON_DEVICE, "cannot have state elsewhere than on the device", _ANOTHER),
-            (bool(domains.others), f"{exchanges} parameters that only some ranks share (declare_part)", _ANOTHER),
-            (domains.main.depth > 1, f"{exchanges} groups of ranks", mics),
-        ):
-            if wrong:
-                raise ConflictError(f"the optimizer {name} {reason}. {advice}")
+            needs = f"is {plan.stage}, but {name} needs {ONEBIT_STAGE_REASONS[most]}"
+            raise ConflictError(f"zero_optimization.stage: {needs}. Lower the stage or take another optimizer")
+        if plan.where != ALL_ON_DEVICE:
+            raise ConflictError(f"{name} cannot have state elsewhere than on the device. Take another one")
+        if domains.others:
+            raise ConflictError(f"{exchanges} parameters that only some ranks share (declare_part). Take another one")
+        if domains.main.depth > 1:
+            raise ConflictError(f"{exchanges} groups of ranks. Take another one, or remove {mics}")
 
     @override
     def stays_local(self) -> bool:
@@ -76,49 +61,36 @@ class CommUpdate(Update):
 
     @override
     def bind(self, own_gradient: Callable[[FlatParamStorage], torch.Tensor], written: Callable[[], None]) -> None:
-        self._own_gradient, self._values_written = own_gradient, written
         super().bind(own_gradient, written)
-        blocks: dict[int, Block] = {}
+        self._own_gradient = own_gradient
+        groups = {id(p): number for number, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        segments = defaultdict[int, list[Segment]](list)
+        for section, where, parameter in self._segments.segments:
+            places = section.master_start + where.start, section.master_start + where.stop
+            segments[id(section)].append(Segment(parameter, groups[id(parameter)], *places))
+        numbers = self._segments.numbering.places
         for unit in self._segments.units:
             for place, section in enumerate(unit.sections):
-                if section.layout.trainable:
-                    block = self._block(f"{unit.index}.{unit.name}.{place}", section)
-                    blocks[id(section)] = block
+                layout, name = section.layout, f"{unit.index}.{unit.name}.{place}"
+                lanes = [(lane.group, lane.start, lane.stop) for lane in layout.lanes if lane.group is not None]
+                tensors = [(numbers[slot.index], slot.offset, slot.offset + slot.numel) for slot in layout.slots]
+                own = section.master_start, section.master_stop
+                if layout.trainable:
+                    block = Block(name, layout.numel, *own, lanes, tensors, segments[id(section)])
                     self._blocks.append((section, block))
-        groups = {id(p): number for number, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        for section, where, parameter in self._segments.segments:
-            segment = Segment(
-                parameter,
-                groups[id(parameter)],
-                section.master_start + where.start,
-                section.master_start + where.stop,
-            )
-            blocks[id(section)].segments.append(segment)
-            self._segment_of[id(parameter)] = segment
-        self.optimizer.attach(
-            [block for _, block in self._blocks], self._comm, hold=self._hold_message, written=self._written
-        )
+                    self._segment_of.update({id(segment.parameter): (block, segment) for segment in block.segments})
 
-    def _block(self, name: str, section: FlatParamStorage) -> Block:
-        layout = section.layout
-        return Block(
-            name,
-            layout.numel,
-            section.master_start,
-            section.master_stop,
-            [(lane.group, lane.start, lane.stop) for lane in layout.lanes if lane.group is not None],
-            [(self._numbering.places[slot.index], slot.offset, slot.offset + slot.numel) for slot in layout.slots],
-        )
+        def changed() -> None:
+            self._publish()
+            written()
 
-    def _hold_message(self, message: torch.Tensor) -> None:
-        self._accountant.hold(Category.BUFFERS, message)
+        hold = functools.partial(self._accountant.hold, Category.BUFFERS)
+        self.optimizer.attach([block for _, block in self._blocks], self._comm, hold=hold, written=changed)
 
-    def _written(self) -> None:
-        assert self._values_written is not None
+    def _publish(self) -> None:
         for section, _ in self._blocks:
             section.publish()
         self._hold_all()
-        self._values_written()
 
     def _hold_all(self) -> None:
         self._segments.hold_state()
@@ -131,7 +103,6 @@ class CommUpdate(Update):
             super().step(factor)
             self._hold_all()
             return
-        assert self._own_gradient is not None
         for section, block in self._blocks:
             given = self._segments.scaled(section, self._own_gradient(section), factor)
             block.gradient = as_gradient(given, block.segments[0].parameter, self._accountant)
@@ -139,10 +110,8 @@ class CommUpdate(Update):
             self.optimizer.step()
         finally:
             for _, block in self._blocks:
-                block.gradient = None
-        for section, _ in self._blocks:
-            section.publish()
-        self._hold_all()
+                del block.gradient
+        self._publish()
 
     @override
     def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
@@ -168,7 +137,7 @@ class CommUpdate(Update):
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         found = []
         for _, piece, parameter in self._segments.runs.get(index, ()):
-            values = self.optimizer.synchronized_values(self._segment_of[id(parameter)])
+            values = self.optimizer.synchronized_values(*self._segment_of[id(parameter)])
             found.append((piece.start, piece.stop, values[piece.offset : piece.offset + piece.stop - piece.start]))
         return found
 

@@ -84,7 +84,7 @@ class SegmentUpdate(UpdatePart):
         self.units = units
         self.registry = registry
         self.comm = job
-        self._numbering = numbering
+        self.numbering = numbering
         self._norms = norms
         self._at_once = at_once
         self._outputs = Outputs(job.device, accountant)
@@ -163,7 +163,7 @@ class SegmentUpdate(UpdatePart):
             if not section.layout.whole
             for slot in section.layout.slots
         ]
-        numbers, counts = self._numbering.places, self._numbering.counts
+        numbers, counts = self.numbering.places, self.numbering.counts
         groups: list[list[int]] = [[] for _ in self.optimizer.param_groups]
         for index in sorted(index for _, index in stepped):
             group = self.registry[index].group
@@ -186,7 +186,7 @@ class SegmentUpdate(UpdatePart):
             groups,
             runs,
             counted,
-            count=len(self._numbering.names),
+            count=len(self.numbering.names),
             wide=[numbers[index] for section, index in stepped if section.master_dtype is torch.float64],
             device=self.segments[0][2].device if self.segments else self.comm.device,
             add=self._add_norms,
