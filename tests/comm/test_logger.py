@@ -79,7 +79,7 @@ def test_times_of_a_device_are_read_when_it_has_got_there(monkeypatch: pytest.Mo
     ledger = Ledger(timed=True)
     ledger.listener = functools.partial(log.put, 0, False)
     for _ in range(3):
-        record = ledger.open("all_gather", "data", 1000, 500, "layers.0", 2)
+        record = ledger.open("all_gather", "data", 1000, 500, "layers.0", ranks=2)
         record.begun = now(True)
         ledger.close(record, 0.0)
         if len(marks) == 4:

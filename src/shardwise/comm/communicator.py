@@ -511,7 +511,9 @@ class Communicator:
         else:
             kind = ""
         sent = sent if self.world > 1 else 0
-        record = ledger.open(op, self.name, size, sent, label, self.world, self._peers, kind, turn)
+        record = ledger.open(
+            op, self.name, size, sent, label, ranks=self.world, members=self._peers, kind=kind, turn=turn
+        )
         streams = None if self.waits_on_host else self.streams
         if streams is not None and ledger.timed:
             record.begun = now(cuda=True)

@@ -79,13 +79,11 @@ class FakeCommunicator(Communicator):
         """Return a communicator of some ranks, as `Communicator.part`."""
         members = list(next((members for members in parts if self.rank in members), parts[0]))
         rank = members.index(self.rank) if self.rank in members else 0
-        part = FakeCommunicator(len(members), self.device, rank=rank, name=name)
+        part = FakeCommunicator(len(members), self.device, rank=rank, like=self, name=name)
         part.members = [self.members[place] for place in members]
         part._connected = self._connected
-        part._on_host, part._ordered = self._on_host, self._ordered
-        part.waits_on_host, part.async_gathers = self.waits_on_host, self.async_gathers
-        like = self._backend if near else self._torch
-        part._backend = _FakeBackend(like.planned(part.world), part.world)
+        if not near:
+            part._backend = _FakeBackend(part._torch, part.world)
         return part
 
     def connect(self, *kinds: str) -> None:

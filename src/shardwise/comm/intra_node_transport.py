@@ -91,11 +91,9 @@ class _Range(ctypes.Structure):
 
 @functools.cache
 def _process_vm_readv() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
     try:
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # of a system other than Linux
         return None
     ranges = ctypes.POINTER(_Range)
     function.argtypes = (ctypes.c_int, ranges, ctypes.c_ulong, ranges, ctypes.c_ulong, ctypes.c_ulong)

@@ -204,37 +204,14 @@ class Ledger:
     def __post_init__(self) -> None:
         self._records = deque(maxlen=self.capacity)
 
-    def open(
-        self,
-        op: str,
-        group: str,
-        size: int,
-        sent: int,
-        label: str,
-        ranks: int = 1,
-        members: Sequence[int] = (),
-        kind: str = "",
-        turn: int = 0,
-    ) -> Record:
-        """Append and return a record; called immediately before the launch of the collective."""
+    def open(self, op: str, group: str, size: int, sent: int, label: str, **given: Any) -> Record:
+        """Append and return a record, with other attributes as `given`; called immediately before the launch."""
         line = user_line() if self.record_lines else ""
         step = 0 if self.step is None else self.step()
         with self._lock:  # chains are continued by threads of their own
+            call = self.call if self.call != line else ""
             record = Record(
-                self.sequence,
-                op,
-                group,
-                size,
-                sent,
-                label,
-                line,
-                time.perf_counter(),
-                kind=kind,
-                turn=turn,
-                ranks=ranks,
-                members=members,
-                call=self.call if self.call != line else "",
-                step=step,
+                self.sequence, op, group, size, sent, label, line, time.perf_counter(), call=call, step=step, **given
             )
             self.sequence += 1
             self._records.append(record)
