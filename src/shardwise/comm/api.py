@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Group = ProcessGroup | None
 P = ParamSpec("P")
 SUM = ReduceOp.SUM
+Tensors = list[Tensor]
 
 _RENAMED = {"all_gather_into_tensor": all_gather_single, "reduce_scatter_tensor": reduce_scatter_single}
 _ALIKE = ("op", "src", "dst")  # arguments other than tensors that are equal on all ranks of a collective
@@ -140,10 +141,9 @@ def _collective(
             launch = _RENAMED.get(name) or getattr(dist, name)
             start = time.perf_counter()
             work = launch(*(given[argument] for argument in passed))
-            pending = hasattr(work, "wait")
             if device is not None:
                 line = line or user_line()
-            if pending:
+            if hasattr(work, "wait"):
                 return _Pending(work, TorchLaunch.of(name, given, line), device, start, record)
             if device is not None:
                 follow(TorchLaunch.of(name, given, line), streams_of(device))
@@ -172,7 +172,7 @@ def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
     """torch's `Work`, with the same methods; the stall watchdog knows its wait. Keeps no tensors."""
 
@@ -216,7 +216,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None, async_op: bool = Fa
 
 @_collective("tensor_list")
 def all_gather(
-    tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False, **log: Unpack[Log]
+    tensor_list: Tensors, tensor: Tensor, group: Group = None, async_op: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Gather equally shaped tensors of all ranks into a list."""
 
@@ -230,12 +230,7 @@ def all_gather_into_tensor(
 
 @_collective("input_list")
 def reduce_scatter(
-    output: Tensor,
-    input_list: list[Tensor],
-    op: Any = SUM,
-    group: Group = None,
-    async_op: bool = False,
-    **log: Unpack[Log],
+    output: Tensor, input_list: Tensors, op: Any = SUM, group: Group = None, async_op: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Reduce a list of tensors over ranks; rank r keeps entry r."""
 
@@ -267,8 +262,8 @@ def all_to_all_single(
 
 @_collective("input_tensor_list", by="each")
 def all_to_all(
-    output_tensor_list: list[Tensor],
-    input_tensor_list: list[Tensor],
+    output_tensor_list: Tensors,
+    input_tensor_list: Tensors,
     group: Group = None,
     async_op: bool = False,
     **log: Unpack[Log],
@@ -279,7 +274,7 @@ def all_to_all(
 @_collective("tensor")
 def gather(
     tensor: Tensor,
-    gather_list: list[Tensor] | None = None,
+    gather_list: Tensors | None = None,
     dst: int = 0,
     group: Group = None,
     async_op: bool = False,
@@ -291,7 +286,7 @@ def gather(
 @_collective("tensor")
 def scatter(
     tensor: Tensor,
-    scatter_list: list[Tensor] | None = None,
+    scatter_list: Tensors | None = None,
     src: int = 0,
     group: Group = None,
     async_op: bool = False,

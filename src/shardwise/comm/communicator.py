@@ -551,11 +551,8 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
 
 def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
     """Return an error that names the differences (all ranks call); one rank sends each of the first versions."""
-    senders: dict[str, int] = {}
-    for rank, version in enumerate(given):
-        senders.setdefault(version, rank)
     versions: dict[int, dict[str, str]] = {}
-    for rank in list(senders.values())[:_MOST_VERSIONS]:
+    for rank in sorted(map(given.index, set(given)))[:_MOST_VERSIONS]:
         versions[rank] = dict(comm.share_object(list(facts.items()), "agreement.facts", src=rank))  # type: ignore[call-overload]
     lines = [
         f"  {name}: "

@@ -136,12 +136,11 @@ class Domain:
         self.arrangement = arrangement
         self.prescale = prescale
         self.names, self.sizes = arrangement.names, arrangement.sizes
-        self._order = arrangement.order
         self._places = {rank: place for place, rank in enumerate(arrangement.order)}
         self.place = self._places[ranks.rank]
         self.world, self.depth = ranks.world, len(self.sizes)
         self.dimensions: tuple[Communicator, ...] = (ranks,)
-        if len(self.sizes) > 1 or self._order != tuple(range(ranks.world)):
+        if len(self.sizes) > 1 or arrangement.order != tuple(range(ranks.world)):
             parts = []
             for number, name in enumerate(self.names):
                 again = self.names[:number].count(name)
@@ -168,7 +167,7 @@ class Domain:
     def holders(self, level: int) -> list[tuple[int, int]]:
         """Return (rank, place) of the nearest ranks that together have all ranges of a level; this rank first."""
         stride = self.world // self.parts(level)
-        found = [(self._order[place], place) for place in range(self.place % stride, self.world, stride)]
+        found = [(self.arrangement.order[place], place) for place in range(self.place % stride, self.world, stride)]
         return sorted(found, key=lambda holder: (holder[0] - self.ranks.rank) % self.world)
 
     def connect(self, levels: int, *, trained: bool) -> None:
@@ -181,10 +180,6 @@ class Domain:
             for kind, needed in (("gather", number < levels), ("reduce", trained)):
                 if needed:
                     dimension.connect(*(kind + suffix for suffix in later))
-
-    def rank_at(self, place: int) -> int:
-        """Return the rank of a range at the finest level."""
-        return self._order[place]
 
     def place_of(self, rank: int) -> int:
         """Return the number of a rank's range at the finest level."""

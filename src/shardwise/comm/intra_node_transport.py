@@ -505,16 +505,12 @@ class IntraNodeTransport(_Buffers, native.TorchBackend):
 
     def serve(self) -> bool:
         """Read offers, unless another thread does; return False when the transport is closed."""
-        if not self._changed.acquire(blocking=False):
-            return True
-        try:
+        with self._changed:
             if not self._polling:
                 self._read()
             if not self._under_way:
                 self._busy.clear()
             return bool(self._sockets)
-        finally:
-            self._changed.release()
 
     def settle(self, limit: timedelta) -> None:
         """Let peers finish reading this rank's data, within a limit."""

@@ -426,10 +426,8 @@ class CommsLogger:
             lines.append(name)
             for size, row in sizes.items():
                 measured = bool(self.comms_dict[name][size][1])
-                cells = ["", readable(size), str(int(row["count"]))] + [
-                    f"{row[key]:.2f}" if measured else UNKNOWN
-                    for key in ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
-                ]
+                count, *values = row.values()
+                cells = ["", readable(size), str(count), *(f"{value:.2f}" if measured else UNKNOWN for value in values)]
                 lines.append("".join(f"{cell:<20}" for cell in cells))
         return "\n".join(lines)
 
