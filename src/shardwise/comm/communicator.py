@@ -29,6 +29,7 @@ from shardwise.comm import groups, intra_node_transport, native
 from shardwise.comm.desync import FailureReports, Position, position_of, ranks_in_words
 from shardwise.comm.groups import PURPOSES, GroupCache
 from shardwise.comm.ledger import WAITING, Ledger, Record, user_line
+from shardwise.comm.native import Pair
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.compat import backend_of, timeout_of
@@ -240,9 +241,7 @@ class Communicator:
         self._parts.append(part)
         return part
 
-    def all_gather(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str = "gather"
-    ) -> Handle:
+    def all_gather(self, pairs: Sequence[Pair], label: str, kind: str = "gather") -> Handle:
         """Launch the all-gather of each 1-D `shard` of S elements into its 1-D `full` of world * S elements.
 
         `shard` may be the view of `full` at this rank's place, which saves a copy.
@@ -254,12 +253,7 @@ class Communicator:
         return self._launch("all_gather", size, sent, label, kind, self._backend.all_gather, pairs)
 
     def reduce_scatter(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        label: str,
-        *,
-        accumulate: bool = False,
-        kind: str = "reduce",
+        self, pairs: Sequence[Pair], label: str, *, accumulate: bool = False, kind: str = "reduce"
     ) -> Handle:
         """Launch the reduce-scatter of each (`out`, `full`) of `pairs`, in rank order, into this rank's range `out`.
 
