@@ -62,7 +62,7 @@ def head_of(text: bytes) -> bytes:
 class Handle:
     """A launched collective (`pending`; None: complete), whose record is closed by the first `wait()`.
 
-    `failures` makes the errors (None: no peers). The device of `streams` waits for the collective (None: the host
+    `failures` makes the errors. The device of `streams` waits for the collective (None: the host
     waits). `scratch` are buffers that the collective has allocated; `wait()` releases them.
     """
 
@@ -73,8 +73,8 @@ class Handle:
         pending: native.PendingCollective | None,
         record: Record,
         ledger: Ledger,
-        failures: FailureReports | None = None,
-        streams: Streams | None = None,
+        failures: FailureReports,
+        streams: Streams | None,
     ) -> None:
         self._pending, self.record, self._ledger, self._failures = pending, record, ledger, failures
         self._streams = streams
@@ -95,8 +95,6 @@ class Handle:
         try:
             pending.wait()
         except PeerLostError as error:
-            if self._failures is None:
-                raise
             here = position_of(self.record, time.perf_counter() - start)
             raise self._failures.explain(error, here) from error.__cause__
         finally:
@@ -142,7 +140,6 @@ class Communicator:
     imagined = False
     _given: dist.ProcessGroup | None = None
     _cache: GroupCache | None = None
-    _failures: FailureReports | None = None
     _peers: Sequence[int] = ()
     _on_host = _is_part = False
 
@@ -166,6 +163,7 @@ class Communicator:
         rank = dist.get_rank() if initialised else 0
         self.members = list(members) or ([rank] if alone else members_of(group))
         self.world, self.rank = len(self.members), list(self.members).index(rank)
+        self._failures = FailureReports(ledger, self.members, self.rank)
         self._given = group
         self._ordered = ordered
         self._parts: list[Communicator] = []
@@ -179,7 +177,6 @@ class Communicator:
             backend = _backend(group if whole is None else whole._given, device)
             self.imagined = backend == "fake"
             self._peers = self.members
-            self._failures = FailureReports(ledger, self.members, self.rank)
             if whole is None and not self.imagined and self.world == dist.get_world_size():
                 groups.enter(call or name, self.timeout)
             self._cache = cache = (whole and whole._cache) or GroupCache(self.timeout, backend, device)
@@ -514,7 +511,6 @@ class Communicator:
         try:
             pending = launch(*given, record)
         except PeerLostError as error:
-            assert self._failures is not None  # there are peers
             raise self._failures.explain(error, position_of(record)) from error.__cause__
         if pending is None:
             ledger.close(record, 0.0)
@@ -522,8 +518,6 @@ class Communicator:
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
         """Add other ranks' places to an error of an exchange outside of this class, which took `waited` seconds."""
-        if self._failures is None:
-            return error
         return self._failures.explain(error, Position(what, line=user_line(), seconds=waited))
 
 

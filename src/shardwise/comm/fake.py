@@ -10,6 +10,7 @@ import torch
 
 from shardwise.comm import native
 from shardwise.comm.communicator import MOST_GATHERED, Communicator, Handle
+from shardwise.comm.desync import FailureReports
 from shardwise.comm.groups import PURPOSES, purposes_of
 from shardwise.comm.ledger import Ledger, Record
 from shardwise.comm.native import Pair, Works
@@ -61,6 +62,7 @@ class FakeCommunicator(Communicator):
         self.world, self.rank = world, rank
         self.imagined = True
         self.members = list(range(world))
+        self._failures = FailureReports(self.ledger, self.members, rank)
         self.timeout = timeout_from_environment()
         self._ordered = like is not None and like._ordered
         # Plans of other world sizes or device types have no communicator to compare with.
