@@ -79,7 +79,7 @@ def test_times_of_a_device_are_read_when_it_has_got_there(monkeypatch: pytest.Mo
     ledger = Ledger(timed=True)
     ledger.listener = functools.partial(log.put, 0, False)
     for _ in range(3):
-        record = ledger.open("all_gather", "data", 1000, 500, "layers.0", 2)
+        record = ledger.open("all_gather", "data", 1000, 500, "layers.0", ranks=2)
         record.begun = now(True)
         ledger.close(record, 0.0)
         if len(marks) == 4:
@@ -147,7 +147,7 @@ def test_what_comes_faster_than_it_can_be_written_is_dropped_and_counted(
     assert file is not None
     for number in range(5):
         log.append("all_reduce", number, None, 2)
-    assert file.dropped == 2
+    assert log.get_total_operations() == 5 and file.dropped == 2
     log.configure(path="")
     assert log.file is None and not file._thread.is_alive()
     assert [json.loads(text)["bytes"] for text in file.path.read_text().splitlines()] == [0, 1, 2]

@@ -118,7 +118,7 @@ def test_ranks_in_the_same_place_share_a_line() -> None:
 
 
 def test_positions_of_this_process() -> None:
-    record = Ledger().open("all_gather", "world", 8, 8, "layers.1", 2, (0, 1))
+    record = Ledger().open("all_gather", "world", 8, 8, "layers.1", ranks=2, members=(0, 1))
     record.kind, record.turn = "gather", 4
     here = Here(facts=lambda: {"step": 7, "loader": "has given 8 batches of epoch 0"})
     with ledgers.waiting(record, time.perf_counter() - 2):
@@ -139,7 +139,7 @@ def test_positions_of_this_process() -> None:
 def test_what_a_rank_has_launched() -> None:
     ledger = Ledger(capacity=50)
     for turn in range(60):
-        record = ledger.open("all_gather", "world", 8, 8, f"layers.{turn % 4}", 2, (0, 1))
+        record = ledger.open("all_gather", "world", 8, 8, f"layers.{turn % 4}", ranks=2, members=(0, 1))
         record.kind, record.turn = "gather", turn
     here, kind = Here(ledger), order_of(record)
     found = here.launched(
@@ -186,7 +186,7 @@ class Event:
 
 def test_collectives_of_a_device_are_followed_until_they_end() -> None:
     ledger = Ledger()
-    records = [ledger.open("all_gather", "world", 8, 8, name, 2, (0, 1)) for name in "abc"]
+    records = [ledger.open("all_gather", "world", 8, 8, name, ranks=2, members=(0, 1)) for name in "abc"]
     events = [Event() for _ in records]
     follow_devices(True)
     try:
@@ -478,7 +478,7 @@ def history(rank: int, ranks: int) -> Ledger:
     ledger, members = Ledger(record_lines=False), range(ranks)
     for turn in range(300):
         label = "layers.9" if turn == 280 and rank == ranks - 1 else f"layers.{turn % 4}"
-        record = ledger.open("all_gather", "world", 1 << 20, 1 << 20, label, ranks, members)
+        record = ledger.open("all_gather", "world", 1 << 20, 1 << 20, label, ranks=ranks, members=members)
         record.line, record.kind, record.turn = f"train.py:{turn % 4}", "gather", turn
     return ledger
 

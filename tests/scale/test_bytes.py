@@ -169,7 +169,7 @@ def test_long_values_that_are_equal_are_sent_once(world: int) -> None:
 def test_stragglers_are_found_in_a_bounded_number_of_collectives(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(record_lines=False)
     for turn in range(4096):
-        record = ledger.open("all_gather", "world", 8, 8, "layers.0", world, range(world))
+        record = ledger.open("all_gather", "world", 8, 8, "layers.0", ranks=world, members=range(world))
         record.kind, record.turn, record.finished, record.waited = "gather", turn, 2e3, 0.5
     comm = Rank(world, 0)
     comm.ledger = ledger

@@ -551,7 +551,7 @@ def fewer_batches(first: int, catch: bool) -> str:
     engine = start(CASES["gpt"], Setting(stage=3))
     step(engine, 0)
     dist.barrier()
-    channel, launched = engine.sharded.channel, engine.job.launched
+    channel, launched = engine.sharded.channel, engine.job.launched()
     deadline = time.monotonic() + 10
     while dist.get_rank() != first and time.monotonic() < deadline:
         if channel._ended if first else channel._where(0, time.monotonic())["launched"] != launched:

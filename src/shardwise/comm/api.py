@@ -9,17 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from shardwise.comm.clocks import measure_by
 from shardwise.comm.desync import check_call
 from shardwise.comm.ledger import follow, followed, user_line, waiting
-from shardwise.comm.logger import comms_logger
+from shardwise.comm.logger import SETTINGS, comms_logger
 from shardwise.comm.rank_status import TorchLaunch
 from shardwise.comm.stragglers import Stragglers, blame
 from shardwise.compat import all_gather_single, reduce_scatter_single
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
 
 Group = ProcessGroup | None
 P = ParamSpec("P")
+SUM = ReduceOp.SUM
+Tensors = list[Tensor]
 
-
+_RENAMED = {"all_gather_into_tensor": all_gather_single, "reduce_scatter_tensor": reduce_scatter_single}
 _ALIKE = ("op", "src", "dst")  # arguments other than tensors that are equal on all ranks of a collective
 
 
@@ -97,51 +101,56 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def _collective(
-    counted: str | None = None, *, asynchronous: bool = False, needed: bool = True, by: str = "all"
+    counted: str | None = None, *, needed: bool = True, by: str = "all"
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
-    """Decorate the launch of a collective: check the call, watch its wait, and record its end if the log wants it.
+    """Return a decorator of a signature, whose function calls torch.distributed's of that name with these arguments.
 
-    `counted` names the argument with recorded bytes. An `asynchronous` function never blocks; else its argument
-    `async_op` decides. Without a process group the function raises if `needed`, else does nothing. `by`: "all" ranks
-    call with the same shapes, "each" rank with its own, or only "two" ranks call.
+    The function checks the call, watches the wait, and records the end if the log wants it. `counted` names the
+    argument with recorded bytes. Without a process group the function raises if `needed`, else does nothing. `by`:
+    "all" ranks call with the same shapes, "each" rank with its own, or only "two" ranks call.
     """
 
-    def decorate(launch: Callable[P, Any]) -> Callable[P, Any]:
-        signature = _spelled_out(inspect.signature(launch))
+    def decorate(declared: Callable[P, Any]) -> Callable[P, Any]:
+        name = declared.__name__
+        passed = [argument for argument in inspect.signature(declared).parameters if argument != "log"]
+        signature = _spelled_out(inspect.signature(declared))
 
-        @functools.wraps(launch)
+        @functools.wraps(declared)
         def collective(*args: P.args, **kwargs: P.kwargs) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            name = given.get("log_name") or launch.__name__
             if not is_initialized():
                 if not needed:
                     return None
                 missing = "there is no process group; call shardwise.init_distributed() first"
-                raise UsageError(f"shardwise.comm.{launch.__name__}: {missing}")
+                raise UsageError(f"shardwise.comm.{name}: {missing}")
+            value = None if counted is None else given[counted]
             if by != "two":
-                alike = given[counted] if counted is not None and by == "all" else None
                 rest = {argument: given[argument] for argument in _ALIKE if argument in given}
-                check_call(launch.__name__, alike, given["group"], rest)
-            pending = asynchronous or bool(given.get("async_op"))
-            requested = bool(given.get("prof"))
-            if not (requested or comms_logger.wants(name)):
-                work = launch(*args, **kwargs)
-                return _after(work, launch.__name__, given, counted, pending)
-            size = _size(given[counted]) if counted is not None else 0
-            world, line = get_world_size(given["group"]), user_line()
-
-            def record(seconds: float | None) -> None:
-                comms_logger.append(name, size, seconds, world, line, requested=requested)
-
+                check_call(name, value if by == "all" else None, given["group"], rest)
+            tensors = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Tensor)]
+            device = tensors[0].device if tensors and followed() is not None and not tensors[0].is_cpu else None
+            logged, requested = given.get("log_name") or name, bool(given.get("prof"))
+            record, line = None, ""
+            if requested or comms_logger.wants(logged):
+                size, world, line = sum(one.nbytes for one in tensors), get_world_size(given["group"]), user_line()
+                record = functools.partial(
+                    comms_logger.append, logged, size, world=world, line=line, requested=requested
+                )
+            launch = _RENAMED.get(name) or getattr(dist, name)
             start = time.perf_counter()
-            work = _after(launch(*args, **kwargs), launch.__name__, given, counted, pending, start, record)
-            if isinstance(work, _Pending):
-                return work
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            record(time.perf_counter() - start)
+            work = launch(*(given[argument] for argument in passed))
+            if device is not None:
+                line = line or user_line()
+            if hasattr(work, "wait"):
+                return _Pending(work, TorchLaunch.of(name, given, line), device, start, record)
+            if device is not None:
+                follow(TorchLaunch.of(name, given, line), streams_of(device))
+            if record is not None:
+                if torch.cuda.is_available() and torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
+                record(time.perf_counter() - start)
             return work
 
         collective.__signature__ = signature  # type: ignore[attr-defined]
@@ -163,56 +172,25 @@ def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-def _size(tensors: torch.Tensor | list[torch.Tensor] | None) -> int:
-    if tensors is None:
-        return 0
-    return sum(t.nbytes for t in (tensors if isinstance(tensors, list) else [tensors]))
-
-
-Recorder = Callable[[float | None], None]
-
-
-def _after(
-    work: Any, name: str, given: Mapping[str, Any], counted: str | None, pending: bool, start: float = 0.0,
-    record: Recorder | None = None,
-) -> Any:  # fmt: skip
-    """Report a launched collective to the stall watchdog; return the script's result. `pending`: the script waits."""
-    waits = pending and work is not None
-    tensors = given[counted] if counted is not None else None
-    tensor = tensors[0] if isinstance(tensors, list) and tensors else tensors
-    device = tensor.device if isinstance(tensor, torch.Tensor) else None
-    on_device = device if device is not None and device.type != "cpu" and followed() is not None else None
-    if waits:
-        launch = TorchLaunch.of(name, given, user_line() if on_device is not None else "")
-        return _Pending(work, launch, on_device, start, record)
-    if on_device is not None:
-        follow(TorchLaunch.of(name, given, user_line()), streams_of(on_device))
-    return work
-
-
+@dataclass(eq=False)
 class _Pending:
     """torch's `Work`, with the same methods; the stall watchdog knows its wait. Keeps no tensors."""
 
-    def __init__(
-        self,
-        work: Any,
-        launch: TorchLaunch,
-        followed: torch.device | None = None,
-        start: float = 0.0,
-        record: Recorder | None = None,
-    ) -> None:
-        self._work, self._launch, self._followed, self._start, self._record = work, launch, followed, start, record
+    _work: Any
+    _launch: TorchLaunch
+    _followed: torch.device | None
+    _start: float
+    _record: Callable[[float | None], None] | None
 
     def wait(self, *args: Any) -> Any:
         with waiting(self._launch, time.perf_counter()):
             result = self._work.wait(*args)
         if self._followed is not None:
             follow(self._launch, streams_of(self._followed))
-            self._followed = None
         if self._record is not None:
             # On a device only the stream has waited.
             self._record(None if torch.cuda.is_initialized() else time.perf_counter() - self._start)
-            self._record = None
+        self._followed = self._record = None
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -220,82 +198,59 @@ class _Pending:
 
 
 @_collective("tensor")
-def all_reduce(
-    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Unpack[Log]
-) -> Any:
+def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False, **log: Unpack[Log]) -> Any:
     """Reduce a tensor over ranks, in place."""
-    return dist.all_reduce(tensor, op, group, async_op)
 
 
 @_collective("tensor")
 def reduce(
-    tensor: torch.Tensor,
-    dst: int,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    **log: Unpack[Log],
+    tensor: Tensor, dst: int, op: Any = SUM, group: Group = None, async_op: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Reduce a tensor to global rank `dst`, in place."""
-    return dist.reduce(tensor, dst, op, group, async_op)
 
 
 @_collective("tensor")
-def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False, **log: Unpack[Log]) -> Any:
+def broadcast(tensor: Tensor, src: int, group: Group = None, async_op: bool = False, **log: Unpack[Log]) -> Any:
     """Copy global rank `src`'s tensor to all ranks, in place."""
-    return dist.broadcast(tensor, src, group, async_op)
 
 
 @_collective("tensor_list")
 def all_gather(
-    tensor_list: list[torch.Tensor],
-    tensor: torch.Tensor,
-    group: Group = None,
-    async_op: bool = False,
-    **log: Unpack[Log],
+    tensor_list: Tensors, tensor: Tensor, group: Group = None, async_op: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Gather equally shaped tensors of all ranks into a list."""
-    return dist.all_gather(tensor_list, tensor, group, async_op)
 
 
 @_collective("output_tensor")
 def all_gather_into_tensor(
-    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Group = None, async_op: bool = False, **log: Unpack[Log]
+    output_tensor: Tensor, tensor: Tensor, group: Group = None, async_op: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Gather equally shaped tensors of all ranks into one, rank-major."""
-    return all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
 
 
 @_collective("input_list")
 def reduce_scatter(
-    output: torch.Tensor,
-    input_list: list[torch.Tensor],
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    **log: Unpack[Log],
+    output: Tensor, input_list: Tensors, op: Any = SUM, group: Group = None, async_op: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Reduce a list of tensors over ranks; rank r keeps entry r."""
-    return dist.reduce_scatter(output, input_list, op, group, async_op)
 
 
 @_collective("tensor")
 def reduce_scatter_tensor(
-    output_tensor: torch.Tensor,
-    tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = SUM,
     group: Group = None,
     async_op: bool = False,
     **log: Unpack[Log],
 ) -> Any:
     """Reduce a tensor over ranks; rank r keeps its r-th part."""
-    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 @_collective("tensor", by="each")
 def all_to_all_single(
-    output: torch.Tensor,
-    tensor: torch.Tensor,
+    output: Tensor,
+    tensor: Tensor,
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
     group: Group = None,
@@ -303,75 +258,66 @@ def all_to_all_single(
     **log: Unpack[Log],
 ) -> Any:
     """Send part r of `tensor` to rank r."""
-    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
 
 @_collective("input_tensor_list", by="each")
 def all_to_all(
-    output_tensor_list: list[torch.Tensor],
-    input_tensor_list: list[torch.Tensor],
+    output_tensor_list: Tensors,
+    input_tensor_list: Tensors,
     group: Group = None,
     async_op: bool = False,
     **log: Unpack[Log],
 ) -> Any:
     """Send entry r of the input list to rank r."""
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
 @_collective("tensor")
 def gather(
-    tensor: torch.Tensor,
-    gather_list: list[torch.Tensor] | None = None,
+    tensor: Tensor,
+    gather_list: Tensors | None = None,
     dst: int = 0,
     group: Group = None,
     async_op: bool = False,
     **log: Unpack[Log],
 ) -> Any:
     """Gather equally shaped tensors on global rank `dst`."""
-    return dist.gather(tensor, gather_list, dst, group, async_op)
 
 
 @_collective("tensor")
 def scatter(
-    tensor: torch.Tensor,
-    scatter_list: list[torch.Tensor] | None = None,
+    tensor: Tensor,
+    scatter_list: Tensors | None = None,
     src: int = 0,
     group: Group = None,
     async_op: bool = False,
     **log: Unpack[Log],
 ) -> Any:
     """Give entry r of global rank `src`'s list to rank r."""
-    return dist.scatter(tensor, scatter_list, src, group, async_op)
 
 
 @_collective("tensor", by="two")
-def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
+def send(tensor: Tensor, dst: int, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Send a tensor to global rank `dst`."""
-    return dist.send(tensor, dst, group, tag)
 
 
 @_collective("tensor", by="two")
-def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
+def recv(tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Receive a tensor from global rank `src` (None: any rank)."""
-    return dist.recv(tensor, src, group, tag)
 
 
-@_collective("tensor", asynchronous=True, by="two")
-def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
+@_collective("tensor", by="two")
+def isend(tensor: Tensor, dst: int, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Send a tensor to global rank `dst` without blocking."""
-    return dist.isend(tensor, dst, group, tag)
 
 
-@_collective("tensor", asynchronous=True, by="two")
-def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
+@_collective("tensor", by="two")
+def irecv(tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Receive a tensor from global rank `src` without blocking."""
-    return dist.irecv(tensor, src, group, tag)
 
 
 @_collective(needed=False)
 def barrier(group: Group = None, async_op: bool = False, device_ids: Any = None, **log: Unpack[Log]) -> Any:
     """Block until all ranks of the group are here."""
-    return dist.barrier(group, async_op, device_ids)
 
 
 @_collective()
@@ -379,19 +325,16 @@ def monitored_barrier(
     group: Group = None, timeout: Any = None, wait_all_ranks: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Barrier (Gloo only) that names missing ranks on failure."""
-    return dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 
 @_collective()
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Gather picklable objects of all ranks (trusted peers only, as in torch)."""
-    dist.all_gather_object(object_list, obj, group)
 
 
 @_collective()
 def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: Any = None) -> None:
     """Copy global rank `src`'s picklable objects to all ranks (trusted peers only, as in torch)."""
-    dist.broadcast_object_list(object_list, src, group, device)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
@@ -403,26 +346,30 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
         return_dict: return the summary as a dictionary.
     """
     barrier(log_name="log_summary_barrier")
-    times: list[Any] = []
+    times: list[float] = []
     found = None
     if show_straggler:
         found = straggler_summary()
-        mine = sum(sum(entry[1]) for sizes in comms_logger.comms_dict.values() for entry in sizes.values())
-        times = [mine] * get_world_size()
-        if is_initialized():
-            # Numbers as objects: torch puts them on a device that the group serves.
-            dist.all_gather_object(times, mine)
+        times = _of_all(sum(sum(entry[1]) for sizes in comms_logger.comms_dict.values() for entry in sizes.values()))
     if get_rank() == 0:
         print(comms_logger.table(), flush=True)
         for rank, value in enumerate(times):
-            print(f"rank {rank}: {float(value):.2f} ms in communication", flush=True)
+            print(f"rank {rank}: {value:.2f} ms in communication", flush=True)
         if found is not None and found.collectives:
             print(found.table(), flush=True)
     barrier(log_name="log_summary_barrier")
-    if return_dict:
-        late = {} if found is None else {"stragglers": found.as_dict()}
-        return {"summary": comms_logger.summary(), "straggler_analysis": [float(t) for t in times], **late}
-    return None
+    if not return_dict:
+        return None
+    late = {} if found is None else {"stragglers": found.as_dict()}
+    return {"summary": comms_logger.summary(), "straggler_analysis": [float(value) for value in times], **late}
+
+
+def _of_all(value: Any) -> list[Any]:
+    # As objects, because torch puts their bytes on a device that the group serves.
+    gathered = [value] * get_world_size()
+    if is_initialized():
+        dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def straggler_summary() -> Stragglers:
@@ -431,18 +378,9 @@ def straggler_summary() -> Stragglers:
     The communication log must be on; `engine.stragglers()` reads an engine's ledger, which always is.
     """
     own = comms_logger.parts()
-    if not is_initialized() or get_world_size() == 1:
-        return blame({get_rank(): own})
-    gathered: list[Any] = [None] * get_world_size()
-
-    def tell(left: float, had: float) -> Sequence[float]:
-        dist.all_gather_object(gathered, (left, had))
-        first: tuple[float, float] = gathered[0]
-        return first
-
-    clock = measure_by(tell, get_rank(), rounds=16)
+    clock = measure_by(lambda left, had: _of_all((left, had))[0], get_rank(), rounds=16)
     own = [part._replace(launched=part.launched + clock.offset, finished=part.finished + clock.offset) for part in own]
-    dist.all_gather_object(gathered, (clock.uncertainty, own))
+    gathered = _of_all((clock.uncertainty, own))
     return blame({rank: parts for rank, (_, parts) in enumerate(gathered)}, max(unknown for unknown, _ in gathered))
 
 
@@ -457,14 +395,7 @@ def configure(
     """Configure the communication log; a configuration's `comms_logger` section is applied first."""
     section = getattr(deepspeed_config, "comms_logger", None)
     if section is not None:
-        comms_logger.configure(
-            enabled=section.enabled,
-            prof_all=section.prof_all,
-            prof_ops=section.prof_ops,
-            verbose=section.verbose,
-            debug=section.debug,
-            path=getattr(section, "path", None),
-        )
+        comms_logger.configure(**{name: getattr(section, name, None) for name in SETTINGS})
     comms_logger.configure(enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
 
 

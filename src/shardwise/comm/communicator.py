@@ -29,6 +29,7 @@ from shardwise.comm import groups, intra_node_transport, native
 from shardwise.comm.desync import FailureReports, Position, position_of, ranks_in_words
 from shardwise.comm.groups import PURPOSES, GroupCache
 from shardwise.comm.ledger import WAITING, Ledger, Record, user_line
+from shardwise.comm.native import Pair
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.compat import backend_of, timeout_of
@@ -36,8 +37,8 @@ from shardwise.device.clock import now
 from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
-_UNCOUNTED = ("gather_on", "reduce_on")
-"""Kinds with counts that differ between ranks in one place, because threads launch them."""
+_COUNTED = tuple(kind for kind in PURPOSES if not kind.endswith("_on"))
+"""Kinds without those of threads, whose counts differ between ranks in one place."""
 _IN_PASSES = ("gather", "reduce", "replicate")
 """Kinds that all parts of a group launch equally often; the number of small ones depends on values."""
 
@@ -61,7 +62,7 @@ def head_of(text: bytes) -> bytes:
 class Handle:
     """A launched collective (`pending`; None: complete), whose record is closed by the first `wait()`.
 
-    `failures` makes the errors (None: no peers). The device of `streams` waits for the collective (None: the host
+    `failures` makes the errors. The device of `streams` waits for the collective (None: the host
     waits). `scratch` are buffers that the collective has allocated; `wait()` releases them.
     """
 
@@ -72,8 +73,8 @@ class Handle:
         pending: native.PendingCollective | None,
         record: Record,
         ledger: Ledger,
-        failures: FailureReports | None = None,
-        streams: Streams | None = None,
+        failures: FailureReports,
+        streams: Streams | None,
     ) -> None:
         self._pending, self.record, self._ledger, self._failures = pending, record, ledger, failures
         self._streams = streams
@@ -94,8 +95,6 @@ class Handle:
         try:
             pending.wait()
         except PeerLostError as error:
-            if self._failures is None:
-                raise
             here = position_of(self.record, time.perf_counter() - start)
             raise self._failures.explain(error, here) from error.__cause__
         finally:
@@ -141,7 +140,6 @@ class Communicator:
     imagined = False
     _given: dist.ProcessGroup | None = None
     _cache: GroupCache | None = None
-    _failures: FailureReports | None = None
     _peers: Sequence[int] = ()
     _on_host = _is_part = False
 
@@ -161,11 +159,11 @@ class Communicator:
         members: Sequence[int] = (),
     ) -> None:
         self.ledger, self.device, self.name = ledger, device, name
-        initialised = not alone and dist.is_available() and dist.is_initialized()
-        own = [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
-        self.members = list(members) or (members_of(group) if initialised else own)
-        self.world = len(self.members)
-        self.rank = list(self.members).index(own[0])
+        initialised = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if initialised else 0
+        self.members = list(members) or ([rank] if alone else members_of(group))
+        self.world, self.rank = len(self.members), list(self.members).index(rank)
+        self._failures = FailureReports(ledger, self.members, self.rank)
         self._given = group
         self._ordered = ordered
         self._parts: list[Communicator] = []
@@ -173,17 +171,15 @@ class Communicator:
         self._nodes = nodes
         self._is_part = whole is not None
         self._backend = native.Backend()
-        limit = whole.timeout if whole is not None else timeout_of(group, device) if initialised else None
+        limit = whole.timeout if whole is not None else timeout_of(group, device) if initialised and not alone else None
         self.timeout = limit or timeout_from_environment()
         if self.sends:
             backend = _backend(group if whole is None else whole._given, device)
             self.imagined = backend == "fake"
             self._peers = self.members
-            self._failures = FailureReports(ledger, self.members, self.rank)
-            inherited = None if whole is None else whole._cache
             if whole is None and not self.imagined and self.world == dist.get_world_size():
                 groups.enter(call or name, self.timeout)
-            self._cache = cache = inherited or groups.GroupCache(self.timeout, backend, device)
+            self._cache = cache = (whole and whole._cache) or GroupCache(self.timeout, backend, device)
             on_host = self._on_host = backend == "gloo"
             # Without a reference to this object, because process groups must end with the last reference to it.
             group_of = functools.partial(cache.get, tuple(self.members))
@@ -242,9 +238,7 @@ class Communicator:
         self._parts.append(part)
         return part
 
-    def all_gather(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str = "gather"
-    ) -> Handle:
+    def all_gather(self, pairs: Sequence[Pair], label: str, kind: str = "gather") -> Handle:
         """Launch the all-gather of each 1-D `shard` of S elements into its 1-D `full` of world * S elements.
 
         `shard` may be the view of `full` at this rank's place, which saves a copy.
@@ -256,12 +250,7 @@ class Communicator:
         return self._launch("all_gather", size, sent, label, kind, self._backend.all_gather, pairs)
 
     def reduce_scatter(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        label: str,
-        *,
-        accumulate: bool = False,
-        kind: str = "reduce",
+        self, pairs: Sequence[Pair], label: str, *, accumulate: bool = False, kind: str = "reduce"
     ) -> Handle:
         """Launch the reduce-scatter of each (`out`, `full`) of `pairs`, in rank order, into this rank's range `out`.
 
@@ -278,12 +267,10 @@ class Communicator:
 
         Each rank gathers a few numbers from all; the received bytes of larger tensors do not grow with the ranks.
         """
-        size = tensor.numel() * tensor.element_size()
-        if size > MOST_GATHERED and self.sends:
-            return self._all_reduce_large(tensor, label)
-        return self._launch("all_reduce", size, size * (self.world - 1), label, kind, self._backend.all_reduce, tensor)
-
-    def _all_reduce_large(self, tensor: torch.Tensor, label: str) -> Handle:
+        size = tensor.nbytes
+        if size <= MOST_GATHERED or not self.sends:
+            sent, launch = size * (self.world - 1), self._backend.all_reduce
+            return self._launch("all_reduce", size, sent, label, kind, launch, tensor)
         if not (self._on_host or self._ordered):
             return self._sum_at_once(tensor, label)
         flat = tensor.detach().reshape(-1)
@@ -303,16 +290,15 @@ class Communicator:
             if out is not None:
                 out.copy_(flat)
             done = self._sum_at_once(flat if out is None else out, label)
-            done.wait()
-            return done
-        length = flat.numel() // self.world
-        half = flat.dtype in (torch.bfloat16, torch.float16)
-        if out is None or half:
-            own = torch.empty(length, dtype=torch.float32 if half else flat.dtype, device=flat.device)
         else:
-            own = out[self.rank * length : (self.rank + 1) * length]
-        self.reduce_scatter([(own, flat)], label, kind="explicit").wait()
-        done = self.all_gather([(flat if out is None else out, own.to(flat.dtype))], label, kind="explicit")
+            length = flat.numel() // self.world
+            half = flat.dtype in (torch.bfloat16, torch.float16)
+            if out is None or half:
+                own = torch.empty(length, dtype=torch.float32 if half else flat.dtype, device=flat.device)
+            else:
+                own = out[self.rank * length : (self.rank + 1) * length]
+            self.reduce_scatter([(own, flat)], label, kind="explicit").wait()
+            done = self.all_gather([(flat if out is None else out, own.to(flat.dtype))], label, kind="explicit")
         done.wait()
         return done
 
@@ -322,9 +308,8 @@ class Communicator:
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str, kind: str = "explicit") -> Handle:
         """Launch the broadcast of a tensor from group rank `src` to all ranks, in place."""
-        size = tensor.numel() * tensor.element_size()
-        sent, launch = size if self.rank == src else 0, self._backend.broadcast if size else _nothing
-        return self._launch("broadcast", size, sent, label, kind, launch, tensor, src)
+        sent = tensor.nbytes if self.rank == src else 0
+        return self._launch("broadcast", tensor.nbytes, sent, label, kind, self._backend.broadcast, tensor, src)
 
     def all_to_all(
         self,
@@ -484,14 +469,10 @@ class Communicator:
         """Return about how many bytes a reduction of `sent` bytes allocates for received values and their sums."""
         return self._backend.received(sent, accumulate=accumulate)
 
-    @property
-    def launched(self) -> list[int]:
-        """Collectives launched of each kind, and in passes of parts: equal on ranks at one place of the program."""
-        return self._launched([kind for kind in PURPOSES if kind not in _UNCOUNTED])
-
-    def _launched(self, kinds: Sequence[str]) -> list[int]:
+    def launched(self, kinds: Sequence[str] = _COUNTED) -> list[int]:
+        """Return the launches of each kind, and in passes of parts: equal on ranks at one place of the program."""
         own = [self._count[kind] for kind in kinds]
-        return own + [number for part in self._parts for number in part._launched(_IN_PASSES)]
+        return own + [number for part in self._parts for number in part.launched(_IN_PASSES)]
 
     def destroy(self) -> None:
         """Destroy the process groups created by this communicator and its parts, but not the group given."""
@@ -521,14 +502,15 @@ class Communicator:
         else:
             kind = ""
         sent = sent if self.world > 1 else 0
-        record = ledger.open(op, self.name, size, sent, label, self.world, self._peers, kind, turn)
+        record = ledger.open(
+            op, self.name, size, sent, label, ranks=self.world, members=self._peers, kind=kind, turn=turn
+        )
         streams = None if self.waits_on_host else self.streams
         if streams is not None and ledger.timed:
             record.begun = now(cuda=True)
         try:
             pending = launch(*given, record)
         except PeerLostError as error:
-            assert self._failures is not None  # there are peers
             raise self._failures.explain(error, position_of(record)) from error.__cause__
         if pending is None:
             ledger.close(record, 0.0)
@@ -536,8 +518,6 @@ class Communicator:
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
         """Add other ranks' places to an error of an exchange outside of this class, which took `waited` seconds."""
-        if self._failures is None:
-            return error
         return self._failures.explain(error, Position(what, line=user_line(), seconds=waited))
 
 
@@ -559,11 +539,8 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
 
 def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
     """Return an error that names the differences (all ranks call); one rank sends each of the first versions."""
-    senders: dict[str, int] = {}
-    for rank, version in enumerate(given):
-        senders.setdefault(version, rank)
     versions: dict[int, dict[str, str]] = {}
-    for rank in list(senders.values())[:_MOST_VERSIONS]:
+    for rank in sorted(map(given.index, set(given)))[:_MOST_VERSIONS]:
         versions[rank] = dict(comm.share_object(list(facts.items()), "agreement.facts", src=rank))  # type: ignore[call-overload]
     lines = [
         f"  {name}: "
@@ -580,10 +557,6 @@ def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str
         + more
         + "\nEvery rank has to build the same model and read the same configuration; only data may differ."
     )
-
-
-def _nothing(*_: object) -> None:
-    """Launch no collective."""
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,7 +67,10 @@ class Arrangement:
         """Return the grid of a mesh [replicate][across][within] without its dimensions of size 1."""
         outer, across, within = len(groups), len(groups[0]), len(groups[0][0])
         order = [groups[r][a][w] for w, a, r in itertools.product(range(within), range(across), range(outer))]
-        dimensions = [(SHARD, within), (SHARD, across), (REPLICATE, outer)]
+        return cls._of_dimensions(((SHARD, within), (SHARD, across), (REPLICATE, outer)), order)
+
+    @classmethod
+    def _of_dimensions(cls, dimensions: Iterable[tuple[str, int]], order: Iterable[int]) -> Arrangement:
         kept = [(name, size) for name, size in dimensions if size > 1] or [(SHARD, 1)]
         return cls(tuple(name for name, _ in kept), tuple(size for _, size in kept), tuple(order))
 
@@ -99,9 +102,8 @@ class Arrangement:
         shape = found.pop()
         if found or not shape:
             return None
-        kept = [(name, size) for name, size in zip(self.names, shape, strict=True) if size > 1] or [(SHARD, 1)]
         order = sorted(range(len(ranks)), key=lambda number: places[ranks[number]])
-        return Arrangement(tuple(name for name, _ in kept), tuple(size for _, size in kept), tuple(order))
+        return self._of_dimensions(zip(self.names, shape, strict=True), order)
 
 
 class Domain:
@@ -134,38 +136,25 @@ class Domain:
         self.arrangement = arrangement
         self.prescale = prescale
         self.names, self.sizes = arrangement.names, arrangement.sizes
-        self._order = arrangement.order
         self._places = {rank: place for place, rank in enumerate(arrangement.order)}
         self.place = self._places[ranks.rank]
         self.world, self.depth = ranks.world, len(self.sizes)
         self.dimensions: tuple[Communicator, ...] = (ranks,)
-        if len(self.sizes) > 1 or self._order != tuple(range(ranks.world)):
-            counts = dict.fromkeys(self.names, 0)
+        if len(self.sizes) > 1 or arrangement.order != tuple(range(ranks.world)):
             parts = []
             for number, name in enumerate(self.names):
-                counts[name] += 1
-                label = name if counts[name] == 1 else f"{name}_{counts[name]}"
+                again = self.names[:number].count(name)
+                label = f"{name}_{again + 1}" if again else name
                 parts.append(ranks.part(arrangement.lines(number), label))
             self.dimensions = tuple(parts)
-        self.gathers: CollectiveQueue
-        self.reductions: CollectiveQueue
-        self.async_gathers: bool
-        self.async_reductions: bool
-        if like is not None:
+        first = ranks if like is None else like.ranks
+        self.async_gathers, self.async_reductions = first.async_gathers, not first.waits_on_host
+        if like is None:
+            queue = functools.partial(CollectiveQueue, ranks.streams, limit=ranks.timeout, imagined=ranks.imagined)
+            self.gathers = queue(waits_on_host=not self.async_gathers, name="gathers")
+            self.reductions = queue(waits_on_host=not self.async_reductions, name="reductions")
+        else:
             self.gathers, self.reductions = like.gathers, like.reductions
-            self.async_gathers, self.async_reductions = like.async_gathers, like.async_reductions
-            return
-        self.async_gathers, self.async_reductions = ranks.async_gathers, not ranks.waits_on_host
-        self.gathers, self.reductions = (
-            CollectiveQueue(
-                ranks.streams,
-                waits_on_host=not on_stream,
-                name=kind,
-                limit=ranks.timeout,
-                imagined=ranks.imagined,
-            )
-            for kind, on_stream in (("gathers", self.async_gathers), ("reductions", self.async_reductions))
-        )
 
     def level(self, over: Sequence[str]) -> int:
         """Return the level at which memory is sharded over some mesh dimensions."""
@@ -178,7 +167,7 @@ class Domain:
     def holders(self, level: int) -> list[tuple[int, int]]:
         """Return (rank, place) of the nearest ranks that together have all ranges of a level; this rank first."""
         stride = self.world // self.parts(level)
-        found = [(self._order[place], place) for place in range(self.place % stride, self.world, stride)]
+        found = [(self.arrangement.order[place], place) for place in range(self.place % stride, self.world, stride)]
         return sorted(found, key=lambda holder: (holder[0] - self.ranks.rank) % self.world)
 
     def connect(self, levels: int, *, trained: bool) -> None:
@@ -186,17 +175,11 @@ class Domain:
 
         `levels`: the finest level from which parameters are gathered; `trained`: gradients are reduced.
         """
-        gathers, reductions = (("gather", "gather_on"), ("reduce", "reduce_on"))
-        chained = 1 if self.depth == 1 else 2
+        later = ("",) if self.depth == 1 else ("", "_on")
         for number, dimension in enumerate(self.dimensions):
-            if number < levels:
-                dimension.connect(*gathers[:chained])
-            if trained:
-                dimension.connect(*reductions[:chained])
-
-    def rank_at(self, place: int) -> int:
-        """Return the rank of a range at the finest level."""
-        return self._order[place]
+            for kind, needed in (("gather", number < levels), ("reduce", trained)):
+                if needed:
+                    dimension.connect(*(kind + suffix for suffix in later))
 
     def place_of(self, rank: int) -> int:
         """Return the number of a rank's range at the finest level."""
@@ -234,7 +217,7 @@ class Domain:
     def reducing(
         self,
         outputs: Sequence[torch.Tensor],
-        first: Callable[[Sequence[torch.Tensor]], PendingCollective],
+        first: Callable[[Sequence[torch.Tensor]], PendingCollective] | None,
         coarse: int,
         fine: int,
         label: str,
@@ -242,14 +225,16 @@ class Domain:
         accumulate: bool,
         wire: torch.dtype | None,
         made: Callable[[torch.Tensor], None],
+        given: Sequence[torch.Tensor] = (),
     ) -> list[Launch]:
         """Return the launches of reduce-scatters from level `coarse` to `fine`: one each dimension, innermost first.
 
         Sums are formed in the dtype of their outputs, in the rank order of each dimension. `first` launches the first
         reduce-scatter into given tensors. Under `accumulate` the last one adds to `outputs`; with one dimension `first`
-        does. Sums are sent on in dtype `wire` (None: their own). `made` is called with each buffer.
+        does. Sums are sent on in dtype `wire` (None: their own). `made` is called with each buffer. Without `first` the
+        sums of an earlier call, `given`, are reduced.
         """
-        sums: list[torch.Tensor] = []
+        sums = list(given)
         launches: list[Launch] = []
         for dimension in range(coarse, fine):
             given, sums = sums, list(outputs)
@@ -259,28 +244,12 @@ class Domain:
                 sums = [torch.empty(out.numel() * more, dtype=out.dtype, device=out.device) for out in outputs]
                 for buffer in sums:
                     made(buffer)
-            if dimension == coarse:
+            if dimension == coarse and first is not None:
                 launches.append(functools.partial(first, sums))
             else:
                 ranks = self.dimensions[dimension]
                 launches.append(functools.partial(_sum_on, ranks, given, label, accumulate and last, wire, made, sums))
         return launches
-
-    def onward(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        coarse: int,
-        label: str,
-        *,
-        accumulate: bool,
-        wire: torch.dtype | None,
-        made: Callable[[torch.Tensor], None],
-    ) -> list[Launch]:
-        """Return the launches that reduce the sums of an earlier `reducing` to the finest level."""
-        ranks, single = self.dimensions[coarse], coarse + 1 == self.depth
-        outputs, given = [out for out, _ in pairs], [total for _, total in pairs]
-        first = functools.partial(_sum_on, ranks, given, label, accumulate and single, wire, made)
-        return self.reducing(outputs, first, coarse, self.depth, label, accumulate=accumulate, wire=wire, made=made)
 
     def close(self) -> None:
         """End the threads of the queues."""

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.comm import native
 from shardwise.comm.communicator import MOST_GATHERED, Communicator, Handle
+from shardwise.comm.desync import FailureReports
 from shardwise.comm.groups import PURPOSES, purposes_of
 from shardwise.comm.ledger import Ledger, Record
 from shardwise.comm.native import Pair, Works
@@ -61,6 +62,7 @@ class FakeCommunicator(Communicator):
         self.world, self.rank = world, rank
         self.imagined = True
         self.members = list(range(world))
+        self._failures = FailureReports(self.ledger, self.members, rank)
         self.timeout = timeout_from_environment()
         self._ordered = like is not None and like._ordered
         # Plans of other world sizes or device types have no communicator to compare with.
@@ -79,13 +81,11 @@ class FakeCommunicator(Communicator):
         """Return a communicator of some ranks, as `Communicator.part`."""
         members = list(next((members for members in parts if self.rank in members), parts[0]))
         rank = members.index(self.rank) if self.rank in members else 0
-        part = FakeCommunicator(len(members), self.device, rank=rank, name=name)
+        part = FakeCommunicator(len(members), self.device, rank=rank, like=self, name=name)
         part.members = [self.members[place] for place in members]
         part._connected = self._connected
-        part._on_host, part._ordered = self._on_host, self._ordered
-        part.waits_on_host, part.async_gathers = self.waits_on_host, self.async_gathers
-        like = self._backend if near else self._torch
-        part._backend = _FakeBackend(like.planned(part.world), part.world)
+        if not near:
+            part._backend = _FakeBackend(part._torch, part.world)
         return part
 
     def connect(self, *kinds: str) -> None:

@@ -38,7 +38,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,12 @@ CHUNK = 1 << 16
 
 _CONNECTING = timedelta(seconds=30)
 _BACKLOG = 128  # connections that wait at a listener
-_AGAIN_S = 0.01
 _LEAVING = timedelta(seconds=10)
 _LISTENING = timedelta(seconds=1)  # longest sleep: messages that another thread could not send are then sent
 _IDLE_S = 0.02  # longest wait of an offer on a rank that neither launches nor waits here, until a thread serves it
 _CARD_BYTES = 512
 _PROOF_BYTES = 32
-_HEADER = struct.Struct("<BQ")
+_HEADER, _TIME, _CREDENTIALS = struct.Struct("<BQ"), struct.Struct("ll"), struct.Struct("3i")
 _OFFER, _RECEIPT = 1, 2
 _MESSAGE_BYTES = 1 << 16
 _MOST_ADDRESSES = 4096  # tensors of one offer, which is one message
@@ -92,11 +91,9 @@ class _Range(ctypes.Structure):
 
 @functools.cache
 def _process_vm_readv() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
     try:
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # of a system other than Linux
         return None
     ranges = ctypes.POINTER(_Range)
     function.argtypes = (ctypes.c_int, ranges, ctypes.c_ulong, ranges, ctypes.c_ulong, ctypes.c_ulong)
@@ -180,16 +177,13 @@ class Exchange:
     def parts(self, full: torch.Tensor, piece: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return each rank's range of 1-D `full`, as views; `piece` may overlap this rank's range only."""
         op, size = self.record.op, piece.numel()
-        for tensor in (full, piece):
-            if not tensor.is_contiguous() or tensor.device != CPU or tensor.dim() != 1:
-                raise UsageError(
-                    f"{op}: expected contiguous 1-D tensors on the CPU, found shape {tuple(tensor.shape)}, strides "
-                    f"{tensor.stride()} on {tensor.device}"
-                )
-        if full.numel() != self.world * size:
+        given = (full, piece)
+        flat = all(one.is_contiguous() and one.device == CPU and one.dim() == 1 for one in given)
+        if not flat or full.numel() != self.world * size:
+            found = (f"shape {tuple(one.shape)}, strides {one.stride()} on {one.device}" for one in given)
             raise UsageError(
-                f"{op}: {self.world} ranks with {size} elements each need a full tensor of {self.world * size}; found "
-                f"{full.numel()}"
+                f"{op}: expected contiguous 1-D tensors on the CPU, a full one of {self.world} ranks' elements and a "
+                f"shard; found {' and '.join(found)}"
             )
         parts = full.view(self.world, size).unbind()
         start, end = full.data_ptr(), full.data_ptr() + full.nbytes
@@ -280,25 +274,33 @@ def _sums_separately(out: torch.Tensor, full: torch.Tensor, accumulate: bool) ->
     return accumulate or share_memory(out, full)
 
 
-class _Scratch:
-    """Memory for chunks of reductions, kept because repeated allocation would fragment the host's memory."""
+class _Buffers(native.Backend):
+    """Allocates the buffers of reductions of `world` ranks, without any exchange.
 
-    def __init__(self, device: torch.device = CPU) -> None:
-        self._chunks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+    They have chunks of terms and of sums, and are kept because repeated allocation would fragment the host's memory.
+    """
 
-    def take(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
-        """Return memory for chunks of terms, and memory for sums."""
-        sizes = [
-            max((_bytes(out.numel(), full.dtype) for out, full in pairs), default=0),
-            max(
-                (_bytes(out.numel(), out.dtype) for out, full in pairs if _sums_separately(out, full, accumulate)),
-                default=0,
-            ),
-        ]
-        for number, (chunk, size) in enumerate(zip(self._chunks, sizes, strict=True)):
-            if chunk.numel() < size:
-                self._chunks[number] = torch.empty(size, dtype=torch.uint8, device=chunk.device)
-        return list(self._chunks)
+    world: int
+    _chunks: Sequence[torch.Tensor] = ()
+
+    def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
+        device = pairs[0][0].device if pairs else CPU
+        chunks = list(self._chunks) or [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        terms = [_bytes(out.numel(), full.dtype) for out, full in pairs]
+        sums = [_bytes(out.numel(), out.dtype) for out, full in pairs if _sums_separately(out, full, accumulate)]
+        for number, sizes in enumerate((terms, sums)):
+            if chunks[number].numel() < (size := max(sizes, default=0)):
+                chunks[number] = torch.empty(size, dtype=torch.uint8, device=device)
+        self._chunks = chunks
+        return chunks
+
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        return min(sent // self.world, CHUNK * torch.float32.itemsize) * (1 + accumulate)
+
+    def planned(self, world: int) -> native.Backend:
+        planned = _Buffers()
+        planned.world = world
+        return planned
 
 
 def _bytes(numel: int, dtype: torch.dtype) -> int:
@@ -306,30 +308,10 @@ def _bytes(numel: int, dtype: torch.dtype) -> int:
     return size + -size % torch.float64.itemsize
 
 
-def _received(sent: int, world: int, *, accumulate: bool) -> int:
-    return min(sent // world, CHUNK * torch.float32.itemsize) * (1 + accumulate)
-
-
-class _Planned(native.Backend):
-    """Allocates the buffers of `IntraNodeTransport` without ranks."""
-
-    def __init__(self, world: int) -> None:
-        self._world = world
-        self._scratch: _Scratch | None = None
-
-    def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
-        if self._scratch is None:
-            self._scratch = _Scratch(pairs[0][0].device if pairs else CPU)
-        return self._scratch.take(pairs, accumulate)
-
-    def received(self, sent: int, *, accumulate: bool = False) -> int:
-        return _received(sent, self._world, accumulate=accumulate)
-
-
 # -- the transport -----------------------------------------------------------------------------------------------------
 
 
-class IntraNodeTransport(native.TorchBackend):
+class IntraNodeTransport(_Buffers, native.TorchBackend):
     """Shared-memory transport of a group, and its exchanges in flight; `backend` runs other collectives."""
 
     transport = "memory"
@@ -358,7 +340,6 @@ class IntraNodeTransport(native.TorchBackend):
         self._unsent: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
         self._gone: set[int] = set()
         self._failure: PeerLostError | None = None
-        self._scratch = _Scratch()
         self._busy = threading.Event()
         weakref.finalize(self, self._busy.set)
         weakref.finalize(self, _hang_up, sockets).atexit = False  # peers may still be reading then
@@ -375,15 +356,6 @@ class IntraNodeTransport(native.TorchBackend):
 
     def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> Exchange:
         return self._launch(_Reduction(self, pairs, record, accumulate))
-
-    def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
-        return self._scratch.take(pairs, accumulate)
-
-    def received(self, sent: int, *, accumulate: bool = False) -> int:
-        return _received(sent, self.world, accumulate=accumulate)
-
-    def planned(self, world: int) -> native.Backend:
-        return _Planned(world)
 
     def _launch(self, exchange: Exchange) -> Exchange:
         if self._failure is not None:
@@ -533,25 +505,23 @@ class IntraNodeTransport(native.TorchBackend):
 
     def serve(self) -> bool:
         """Read offers, unless another thread does; return False when the transport is closed."""
-        if not self._changed.acquire(blocking=False):
-            return True
-        try:
+        with self._changed:
             if not self._polling:
                 self._read()
             if not self._under_way:
                 self._busy.clear()
             return bool(self._sockets)
-        finally:
-            self._changed.release()
 
     def settle(self, limit: timedelta) -> None:
         """Let peers finish reading this rank's data, within a limit."""
-        deadline = Deadline(limit)
         with self._changed:
-            while any(e.unreceipted - self._gone for e in self._under_way.values()) and not deadline.over():
-                self._read()
-                if any(e.unreceipted - self._gone for e in self._under_way.values()):
-                    self._listen(deadline)
+            self._listen_while(lambda: any(e.unreceipted - self._gone for e in self._under_way.values()), limit)
+
+    def _listen_while(self, waiting: Callable[[], bool], limit: timedelta) -> None:
+        deadline = Deadline(limit)
+        self._read()
+        while waiting() and not deadline.over():
+            self._listen(deadline)
 
     def _disconnect(self) -> None:
         for peer in list(self._sockets):
@@ -560,15 +530,11 @@ class IntraNodeTransport(native.TorchBackend):
 
     def close(self) -> None:
         """Close the sockets: ranks that wait for this one from now on get an error."""
-        deadline = Deadline(_LEAVING)
         with self._changed:
             # A peer without its receipts, which a full socket has not taken yet, would report this rank as lost.
-            while self._sockets and any(self._unsent.values()) and not deadline.over():
-                self._read()
-                if any(self._unsent.values()):
-                    self._listen(deadline)
+            self._listen_while(lambda: any(self._unsent.values()), _LEAVING)
             self._disconnect()
-            self._under_way, self._early, self._scratch = {}, {}, _Scratch()
+            self._under_way, self._early, self._chunks = {}, {}, ()
         self._busy.set()  # wakes the thread
         self._thread.join()
         _open.discard(self)
@@ -596,21 +562,20 @@ def connect(backend: native.TorchBackend, group: dist.ProcessGroup, name: str) -
         UsageError: SHARDWISE_TRANSPORT requires memory, which is not possible, or has an unknown value.
     """
     wish = os.environ.get(VARIABLE, "")
-    found, reason = _connect(backend, group, wanted=wish in ("", "memory"))
+    found = _connect(backend, group, wanted=wish in ("", "memory"))
     if wish not in ("", "memory", "messages"):
         raise UsageError(f'{VARIABLE}={wish!r} is not known; use "memory", "messages", or leave it unset')
-    if found is not None:
+    if not isinstance(found, str):
         return found
     if wish == "memory":
-        raise UsageError(f"{VARIABLE}=memory, but the ranks cannot read each other's memory: {reason}")
+        raise UsageError(f"{VARIABLE}=memory, but the ranks cannot read each other's memory: {found}")
     if dist.get_rank(group) == 0:
-        _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
+        _log.info("%s: ranks exchange data through sockets, not memory: %s", name, found)
     return backend
 
 
-def _connect(
-    backend: native.TorchBackend, group: dist.ProcessGroup, *, wanted: bool
-) -> tuple[IntraNodeTransport | None, str]:
+def _connect(backend: native.TorchBackend, group: dist.ProcessGroup, *, wanted: bool) -> IntraNodeTransport | str:
+    """Return the transport, or the reason against it."""
     with contextlib.ExitStack() as until_connected:
         proof = torch.tensor(list(secrets.token_bytes(_PROOF_BYTES)), dtype=torch.uint8, device=CPU)
         listener = _listener() if wanted and _process_vm_readv() is not None else None
@@ -625,21 +590,20 @@ def _connect(
                 "address": proof.data_ptr(),
                 "proof": bytes(proof.tolist()).hex(),
             }
-        cards = _exchange_cards(group, card)
+        cards = _gathered(group, card)
         if not all(cards):
-            return None, f"{VARIABLE}=messages, or the system has no process_vm_readv or no Unix sockets"
+            return f"{VARIABLE}=messages, or the system has no process_vm_readv or no Unix sockets"
         if len({card["machine"] for card in cards}) > 1:
-            return None, "they are on several machines or in several containers"
-        if not _all_agree(group, all(_readable(card) for card in cards)):
-            return None, "the system does not allow it (ptrace restrictions or a seccomp filter)"
+            return "they are on several machines or in several containers"
+        if not all(_gathered(group, all(_readable(card) for card in cards))):
+            return "the system does not allow it (ptrace restrictions or a seccomp filter)"
         assert listener is not None
         sockets = _call_all(dist.get_rank(group), cards, listener)
-        if not _all_agree(group, sockets is not None):
-            for connection in (sockets or {}).values():
-                connection.close()
-            return None, "not all of them could connect to each other"
+        if not all(_gathered(group, sockets is not None)):
+            _hang_up(sockets or {})
+            return "not all of them could connect to each other"
         assert sockets is not None
-        return IntraNodeTransport(backend, group, [card["process"] for card in cards], sockets), ""
+        return IntraNodeTransport(backend, group, [card["process"] for card in cards], sockets)
 
 
 def _machine() -> str:
@@ -658,21 +622,14 @@ def _listener() -> socket.socket | None:
     return listener
 
 
-def _exchange_cards(group: dist.ProcessGroup, card: dict[str, Any]) -> list[dict[str, Any]]:
-    text = json.dumps(card).encode()
+def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Return a small JSON value of each rank."""
+    text = json.dumps(value).encode()
     assert len(text) <= _CARD_BYTES, text
-    own = torch.zeros(_CARD_BYTES, dtype=torch.uint8, device=CPU)
-    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=CPU)
-    world = dist.get_world_size(group)
-    rows = torch.zeros(world * _CARD_BYTES, dtype=torch.uint8, device=CPU)
-    all_gather_single(rows, own, group=group)
-    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows.view(world, -1)]
-
-
-def _all_agree(group: dist.ProcessGroup, here: bool) -> bool:
-    count = torch.tensor([int(here)], dtype=torch.int64, device=CPU)
-    dist.all_reduce(count, group=group)
-    return int(count.item()) == dist.get_world_size(group)
+    own = torch.tensor(list(text.ljust(_CARD_BYTES)), dtype=torch.uint8, device=CPU)
+    rows = torch.zeros(dist.get_world_size(group), _CARD_BYTES, dtype=torch.uint8, device=CPU)
+    all_gather_single(rows.view(-1), own, group=group)
+    return [json.loads(bytes(row)) for row in rows.tolist()]
 
 
 def _readable(card: dict[str, Any]) -> bool:
@@ -694,9 +651,11 @@ def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socke
     deadline = Deadline(_CONNECTING)
     try:
         for peer in range(rank):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            found[peer] = connection
-            _call(connection, cards[peer]["socket"].encode("latin-1"), deadline)
+            connection = found[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            # The kernel waits until the listener has room. With a limit of Python's own it would refuse at once.
+            limit = _TIME.pack(*divmod(int(_CONNECTING.total_seconds() * 1e6), 10**6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connection.connect(cards[peer]["socket"].encode("latin-1"))
             if _caller(connection) != cards[peer]["process"]:
                 raise PermissionError(f"rank {peer} listens under another process number")
         while len(found) < len(cards) - 1:
@@ -710,30 +669,15 @@ def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socke
             else:
                 found[caller] = connection
     except OSError:
-        for connection in found.values():
-            connection.close()
+        _hang_up(found)
         return None
     return found
 
 
-def _call(connection: socket.socket, name: bytes, deadline: Deadline) -> None:
-    while True:
-        connection.settimeout((deadline.left() or _CONNECTING).total_seconds())
-        try:
-            connection.connect(name)
-            return
-        except BlockingIOError:
-            if deadline.over():
-                raise
-            time.sleep(_AGAIN_S)
-
-
 def _caller(connection: socket.socket) -> int:
     """Return the process of this user at the other end of a connection, from the kernel; -1: none."""
-    credentials = struct.Struct("3i")
-    process, user, _ = credentials.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    )
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(credentials)
     return int(process) if user == os.getuid() else -1
 
 

@@ -10,6 +10,7 @@ the rank is stuck in. The ledger is a ring buffer: totals are complete, records 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -25,8 +26,8 @@ from shardwise.device.clock import Instant, now
 from shardwise.device.streams import Mark, Streams
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_ours: dict[str, bool] = {}
-"""By file, whether its frames are passed over; a cache, because every collective walks the stack."""
+_of_script: dict[str, bool] = {}
+"""By file, the result of `is_of_script`; a cache, because every collective walks the stack."""
 _here = threading.local()
 
 
@@ -54,10 +55,10 @@ def line_of(frame: FrameType | None, limit: int = 64) -> str:
         if frame is None:
             return ""
         name = frame.f_code.co_filename
-        ours = _ours.get(name)  # not `is_of_script`, because every collective comes here, with some twenty frames
-        if ours is None:
-            ours = _ours[name] = _is_ours(name)
-        if not ours:
+        of_script = _of_script.get(name)
+        if of_script is None:
+            of_script = _of_script[name] = is_of_script(name)
+        if of_script:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -65,11 +66,7 @@ def line_of(frame: FrameType | None, limit: int = 64) -> str:
 
 def is_of_script(file: str) -> bool:
     """Return True if a file belongs to neither this package nor torch."""
-    return not _is_ours(file)
-
-
-def _is_ours(file: str) -> bool:
-    return file.startswith((_PACKAGE, "<")) or f"{os.sep}torch{os.sep}" in file or file.endswith("contextlib.py")
+    return not (file.startswith((_PACKAGE, "<")) or f"{os.sep}torch{os.sep}" in file or file.endswith("contextlib.py"))
 
 
 @dataclass(slots=True)
@@ -170,6 +167,11 @@ class Totals:
     sent: int = 0
 
 
+def _both(first: Callable[[Record], None], second: Callable[[Record], None], record: Record) -> None:
+    first(record)
+    second(record)
+
+
 @dataclass
 class Ledger:
     """Ring buffer of `Record`, and totals by operation since the last reset.
@@ -202,37 +204,14 @@ class Ledger:
     def __post_init__(self) -> None:
         self._records = deque(maxlen=self.capacity)
 
-    def open(
-        self,
-        op: str,
-        group: str,
-        size: int,
-        sent: int,
-        label: str,
-        ranks: int = 1,
-        members: Sequence[int] = (),
-        kind: str = "",
-        turn: int = 0,
-    ) -> Record:
-        """Append and return a record; called immediately before the launch of the collective."""
+    def open(self, op: str, group: str, size: int, sent: int, label: str, **given: Any) -> Record:
+        """Append and return a record, with other attributes as `given`; called immediately before the launch."""
         line = user_line() if self.record_lines else ""
         step = 0 if self.step is None else self.step()
         with self._lock:  # chains are continued by threads of their own
+            call = self.call if self.call != line else ""
             record = Record(
-                self.sequence,
-                op,
-                group,
-                size,
-                sent,
-                label,
-                line,
-                time.perf_counter(),
-                kind=kind,
-                turn=turn,
-                ranks=ranks,
-                members=members,
-                call=self.call if self.call != line else "",
-                step=step,
+                self.sequence, op, group, size, sent, label, line, time.perf_counter(), call=call, step=step, **given
             )
             self.sequence += 1
             self._records.append(record)
@@ -271,15 +250,7 @@ class Ledger:
     def listen(self, listener: Callable[[Record], None]) -> None:
         """Add a listener, called after the present ones."""
         before = self.listener
-        if before is None:
-            self.listener = listener
-            return
-
-        def both(record: Record) -> None:
-            before(record)
-            listener(record)
-
-        self.listener = both
+        self.listener = listener if before is None else functools.partial(_both, before, listener)
 
     def records(self, since: int = 0) -> Iterator[Record]:
         """Yield the kept records from sequence number `since` on, oldest first."""

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,10 @@ _KEPT = 4096  # least number of kept times of one operation and size; the most i
 UNKNOWN = "-"
 """Printed for an unknown time."""
 
-_WHOLE = ("all_gather", "reduce_scatter")
+SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug", "path")
+"""Of the log, as in the configuration's section `comms_logger`."""
+
+_SHARED = ("all_gather", "reduce_scatter", "all_to_all")  # of the message a rank keeps a part
 _KEPT_RECORDS = 4096  # collectives of engines that are kept one by one
 _AT_ONCE = 256  # collectives that are added up together, in a few milliseconds at most
 _WAITING = 4096  # most queued collectives of engines; older ones that are not known to have ended count without a time
@@ -52,16 +56,10 @@ def bandwidths(op: str, size: int, seconds: float, world: int) -> tuple[float, f
     """Return (algorithm bandwidth, bus bandwidth) in Gbit/s of one call, by the module's conventions."""
     if seconds <= 0:
         return 0.0, 0.0
-    share = (world - 1) / world if world > 1 else 1.0
-    if "all_reduce" in op:
-        return _gbps(2 * size / seconds), _gbps(size / seconds * 2 * share)
-    if op.startswith(_WHOLE) or op.startswith("all_to_all"):
-        return _gbps(size / seconds), _gbps(size / seconds * share)
-    return _gbps(size / seconds), _gbps(size / seconds)
-
-
-def _gbps(bytes_per_second: float) -> float:
-    return bytes_per_second * 8 / 1e9
+    twice = "all_reduce" in op
+    algorithm = (2 if twice else 1) * size / seconds * 8 / 1e9
+    shared = world > 1 and (twice or op.startswith(_SHARED))
+    return algorithm, algorithm * (world - 1) / world if shared else algorithm
 
 
 def trimmed_mean(values: Sequence[float], trim: float = 0.1) -> float:
@@ -89,6 +87,7 @@ class _Entry(list[Any]):
                     del column[:_KEPT]
 
 
+@dataclass(slots=True)
 class Call:
     """A collective that has been waited for; `size` in bytes of the whole message.
 
@@ -96,29 +95,29 @@ class Call:
     an engine's ledger; None: a collective of a script.
     """
 
-    __slots__ = ("_seconds", "line", "op", "record", "size", "time", "world")
-
-    def __init__(
-        self, op: str, size: int, world: int, line: str, seconds: float | None, record: Record | None = None
-    ) -> None:
-        self.op, self.size, self.world, self.line = op, size, world, line
-        self.record = record
-        self.time = time.time()
-        self._seconds = seconds
+    op: str
+    size: int
+    world: int
+    line: str
+    seconds: float | None
+    record: Record | None = None
+    time: float = field(default_factory=time.time)
 
     def known(self) -> bool:
         """Return True if reading the time does not wait for the device."""
         return self.record is None or self.record.ended is None or bool(self.record.ended.query())
 
-    def seconds(self) -> float | None:
-        """Return the duration, waiting for the device; None: unknown."""
-        if self.record is None or self.record.ended is None:
-            return self._seconds
-        return seconds_between(self.record.begun, self.record.ended)
+    def read(self) -> Sequence[float]:
+        """Set the time, waiting for the device; return it in ms and the bandwidths, or nothing if it is unknown."""
+        if self.record is not None and self.record.ended is not None:
+            self.seconds = seconds_between(self.record.begun, self.record.ended)
+        if self.seconds is None:
+            return ()
+        return (self.seconds * 1e3, *bandwidths(self.op, self.size, self.seconds, self.world))
 
-    def as_json(self, rank: int) -> str:
-        """Return the line of the file, waiting for the device."""
-        record, seconds = self.record, self.seconds()
+    def as_json(self, rank: int, measured: Sequence[float]) -> str:
+        """Return the line of the file."""
+        record = self.record
         waited = None if record is None else record.waited
         row = {
             "time": round(self.time, 6),
@@ -130,8 +129,8 @@ class Call:
             "bytes": self.size,
             "sent": None if record is None else record.sent,
             "waited_ms": None if waited is None else round(waited * 1e3, 4),
-            "ms": None if seconds is None else round(seconds * 1e3, 4),
-            "busbw_gbps": None if seconds is None else round(bandwidths(self.op, self.size, seconds, self.world)[1], 4),
+            "ms": round(measured[0], 4) if measured else None,
+            "busbw_gbps": round(measured[2], 4) if measured else None,
             "line": self.line,
         }
         return json.dumps(row) + "\n"
@@ -140,19 +139,18 @@ class Call:
 class LogFile:
     """Appends a line for each collective to `rank_N.jsonl` in a directory (`comms_logger.path`), created if missing.
 
-    The training thread only queues calls. A thread writes whole lines once a second: these outlive the process. Calls
-    beyond the queue's limit are dropped and counted.
+    A thread writes whole lines once a second: these outlive the process. Calls beyond the queue's limit are dropped and
+    counted. `add_up` is called before each writing: the log then gives the calls whose time is known.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
-    def __init__(self, directory: str, rank: int) -> None:
+    def __init__(self, directory: str, rank: int, add_up: Callable[[], None]) -> None:
         self.path = Path(directory) / f"rank_{rank}.jsonl"
         self.dropped = 0
-        self._rank = rank
-        self._failed = False
-        self._queue: deque[Call] = deque()
+        self._rank, self._add_up = rank, add_up
+        self._queue: deque[tuple[Call, Sequence[float]]] = deque()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -162,50 +160,44 @@ class LogFile:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-comms-log", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
 
-    def put(self, call: Call) -> None:
+    def put(self, call: Call, measured: Sequence[float]) -> None:
         """Queue a call."""
         if len(self._queue) < _MOST_LINES:
-            self._queue.append(call)
+            self._queue.append((call, measured))
         else:
             self.dropped += 1
 
-    def flush(self, *, wait: bool = True) -> None:
-        """Write queued calls; a disk error is logged once, and ends the file.
-
-        Without `wait`, calls stay queued from the first one with an unknown time on.
-        """
+    def flush(self) -> None:
+        """Write queued calls; a disk error is logged once, and ends the file."""
         with self._writing:
-            lines = []
-            while self._queue and (wait or self._queue[0].known()):
-                lines.append(self._queue.popleft().as_json(self._rank))
-            if not lines or self._failed:
-                return
-            rest = memoryview("".join(lines).encode())
+            calls = [self._queue.popleft() for _ in range(len(self._queue))]
+            rest = memoryview("".join(call.as_json(self._rank, measured) for call, measured in calls).encode())
             try:
-                while rest:
+                while rest and self._file >= 0:
                     rest = rest[os.write(self._file, rest) :]
             except OSError as error:
-                self._failed = True
+                self._close()
                 logger.warning("comms_logger.path: %s: %s; it is written no further", self.path, error.strerror)
         if self.dropped:
             warn_once(f"comms_logger.path: {self.path}: collectives come faster than lines; some are missing")
 
     def close(self) -> None:
-        """Write queued calls, and close the file. Closing twice does nothing."""
+        """Write queued calls, and close the file."""
         self._end.set()
         self._thread.join()
         self.flush()
-        with self._writing:
-            if self._file >= 0:
-                os.close(self._file)
-            self._file, self._failed = -1, True
-        atexit.unregister(self.close)
+        self._close()
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
     def _run(self) -> None:
         while not self._end.wait(_EVERY_S):
-            self.flush(wait=False)
+            self._add_up()
+            self.flush()
 
 
 class CommsLogger:
@@ -213,13 +205,10 @@ class CommsLogger:
 
     def __init__(self) -> None:
         self._entries: dict[str, dict[int, Entry]] = {}
-        self.enabled = False
-        self.verbose = False
-        self.debug = False
+        self.enabled = self.verbose = self.debug = False
         self.prof_all = True
         self.prof_ops: list[str] = []
         self.file: LogFile | None = None
-        self._lock = threading.Lock()
         self._records: deque[tuple[int, Record]] = deque(maxlen=_KEPT_RECORDS)
         self._sources: list[weakref.ref[Communicator]] = []
         self._waiting: deque[Call] = deque()
@@ -260,59 +249,73 @@ class CommsLogger:
             ConfigError: the file cannot be written.
         """
         self._add_up()
-        self.enabled = self.enabled if enabled is None else enabled
-        self.prof_all = self.prof_all if prof_all is None else prof_all
-        self.prof_ops = self.prof_ops if prof_ops is None else list(prof_ops)
-        self.verbose = self.verbose if verbose is None else verbose
-        self.debug = self.debug if debug is None else debug
+        given = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
+        for name, value in given.items():
+            if value is not None:
+                setattr(self, name, value)
+        if prof_ops is not None:
+            self.prof_ops = list(prof_ops)
         if path is not None:
             self._write_to(path)
 
     def _write_to(self, directory: str) -> None:
         import torch.distributed as dist
 
-        former, rank = self.file, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        made = LogFile(directory, rank) if directory else None
-        self.file = made
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        made = LogFile(directory, rank, self._add_up) if directory else None
+        self._add_up(wait=self.file is not None)
+        former, self.file = self.file, made
         if former is not None:
             former.close()
+        atexit.unregister(self._write_to)
+        if made is not None:
+            atexit.register(self._write_to, "")
 
     def wants(self, op: str) -> bool:
         """Return True if an operation is recorded."""
         return self.enabled and (self.prof_all or op in self.prof_ops)
 
     def append(
-        self,
-        op: str,
-        size: int,
-        seconds: float | None,
-        world: int,
-        line: str = "",
-        *,
-        requested: bool = False,
+        self, op: str, size: int, seconds: float | None, world: int, line: str = "", *, requested: bool = False
     ) -> None:
         """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks; `requested`: in any case.
 
         `seconds` is None where the host does not know the time, because with NCCL only the device waits.
         """
         if requested or self.wants(op):
-            call = Call(op, size, world, line, seconds)
-            self._add(call)
-            if self.file is not None:
-                self.file.put(call)
+            self._enter(Call(op, size, world, line, seconds))
 
-    def _add(self, call: Call, *, wait: bool = True) -> None:
+    def put(self, number: int, on_host: bool, record: Record) -> None:
+        """Record a collective of engine `number` (in the order of creation) after the wait for it.
+
+        Without `on_host` the device has waited; its events give the time without a wait in a step.
+        """
+        if self.wants(record.op):
+            seconds = (record.finished or record.launched) - record.launched if on_host else None
+            self._records.append((number, record))
+            self._enter(Call(record.op, record.size, record.ranks, record.line, seconds, record))
+
+    def _enter(self, call: Call) -> None:
+        self._waiting.append(call)
+        if self.verbose or len(self._waiting) % _AT_ONCE == 0:
+            self._add_up()
+
+    def _add_up(self, *, wait: bool = False) -> None:
+        waiting = self._waiting
+        with self._adding:
+            while waiting and (wait or (known := waiting[0].known()) or len(waiting) > _WAITING):
+                call = waiting.popleft()
+                self._add(call, call.read() if wait or known else ())
+
+    def _add(self, call: Call, measured: Sequence[float]) -> None:
         name = f"{call.op} | {call.line}" if self.debug and call.line else call.op
-        seconds = call.seconds() if wait or call.known() else None
-        measured: Sequence[float] = ()
-        if seconds is not None:
-            measured = (seconds * 1e3, *bandwidths(call.op, call.size, seconds, call.world))
-        with self._lock:
-            sizes = self._entries.setdefault(name, {})
-            entry = sizes.get(call.size)
-            if not isinstance(entry, _Entry):
-                entry = sizes[call.size] = _Entry()
-            entry.add(measured)
+        sizes = self._entries.setdefault(name, {})
+        entry = sizes.get(call.size)
+        if not isinstance(entry, _Entry):
+            entry = sizes[call.size] = _Entry()
+        entry.add(measured)
+        if self.file is not None:
+            self.file.put(call, measured)
         if self.verbose:
             texts = [f"{value:.2f}" for value in measured] or [UNKNOWN] * 3
             log_dist(
@@ -320,28 +323,6 @@ class CommsLogger:
                 f"algbw (Gbps): {texts[1]} | busbw (Gbps): {texts[2]}",
                 [0],
             )
-
-    def put(self, number: int, on_host: bool, record: Record) -> None:
-        """Record a collective of engine `number` (in the order of creation) after the wait for it.
-
-        Without `on_host` the device has waited; its events give the time without a wait in a step.
-        """
-        if not self.wants(record.op):
-            return
-        seconds = (record.finished or record.launched) - record.launched if on_host else None
-        call = Call(record.op, record.size, record.ranks, record.line, seconds, record)
-        self._records.append((number, record))
-        self._waiting.append(call)
-        if self.file is not None:
-            self.file.put(call)
-        if self.verbose or len(self._waiting) % _AT_ONCE == 0:
-            self._add_up()
-
-    def _add_up(self, *, wait: bool = False) -> None:
-        waiting = self._waiting
-        with self._adding:
-            while waiting and (wait or waiting[0].known() or len(waiting) > _WAITING):
-                self._add(waiting.popleft(), wait=wait)
 
     def source(self, comm: Communicator) -> Callable[[Record], None]:
         """Return a listener for the ledger of an engine. Ranks create their engines in the same order."""
@@ -439,36 +420,24 @@ class CommsLogger:
 
     def table(self) -> str:
         """Return the summary as text."""
-        header = (
-            "Comm. Op",
-            "Message Size",
-            "Count",
-            "Total Latency(ms)",
-            "Avg Latency(ms)",
-            "tput_avg (Gbps)",
-            "busbw_avg (Gbps)",
-        )
-        lines = ["".join(f"{column:<20}" for column in header)]
+        units = ("Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")
+        lines = ["".join(f"{column:<20}" for column in ("Comm. Op", "Message Size", "Count", *units))]
         for name, sizes in self.summary().items():
             lines.append(name)
             for size, row in sizes.items():
                 measured = bool(self.comms_dict[name][size][1])
-                cells = ["", readable(size), str(int(row["count"]))] + [
-                    f"{row[key]:.2f}" if measured else UNKNOWN
-                    for key in ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
-                ]
+                count, *values = row.values()
+                cells = ["", readable(size), str(count), *(f"{value:.2f}" if measured else UNKNOWN for value in values)]
                 lines.append("".join(f"{cell:<20}" for cell in cells))
         return "\n".join(lines)
 
 
 def readable(size: int) -> str:
     """Return a size in bytes in the largest unit that keeps it above one (`4.0 KB`)."""
-    value = float(size)
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if value < 1024 or unit == "TB":
-            return f"{size} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    if size < 1024:
+        return f"{size} B"
+    power = min((size.bit_length() - 1) // 10, 4)
+    return f"{size / 1024**power:.2f} {('', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 
 comms_logger = CommsLogger()

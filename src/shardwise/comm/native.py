@@ -184,16 +184,15 @@ class TorchBackend(Backend):
         for out, full in pairs:
             if not full.numel():
                 continue
-            rows, given, total = self._buffers(out, full, accumulate)
+            rows, given, total = buffers = self._buffers(out, full, accumulate)
+            for buffer in buffers:
+                if buffer is not None:
+                    scratch.append(buffer)
             if rows is not None:
-                scratch.append(rows)
                 exchanged.append((rows, full))
                 sums.append(functools.partial(sum_rows, out, rows.view(self.world, -1), accumulate=accumulate))
                 continue
-            if given is not None:
-                scratch.append(given)
             if total is not None:
-                scratch.append(total)
                 sums.append(functools.partial(out.add_, total))
             reductions.append((out if total is None else total, full if given is None else given))
         group, works = self.group(record.kind), list[Any]()
@@ -225,7 +224,8 @@ class TorchBackend(Backend):
 
     def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> PendingCollective:
         flat, group = tensor.contiguous(), self.group(record.kind)
-        works = _launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), [(flat, flat)], group)
+        pairs = [(flat, flat)] if flat.numel() else []
+        works = _launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), pairs, group)
         return Works(works, [] if flat is tensor else [functools.partial(tensor.copy_, flat)])
 
     def all_to_all(
@@ -236,11 +236,9 @@ class TorchBackend(Backend):
         input_sizes: Sequence[int],
         record: Record,
     ) -> PendingCollective:
-        sizes = list(output_sizes), list(input_sizes)
-
-        def exchange(out: torch.Tensor, own: torch.Tensor, **how: Any) -> Any:
-            return dist.all_to_all_single(out, own, *sizes, **how)
-
+        exchange = functools.partial(
+            dist.all_to_all_single, output_split_sizes=list(output_sizes), input_split_sizes=list(input_sizes)
+        )
         return Works(_launch(exchange, [(output, given)], self.group(record.kind)))
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:

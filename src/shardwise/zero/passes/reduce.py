@@ -441,11 +441,12 @@ class Reducer:
 
     def _beyond(self, gradients: UnitGradients) -> list[Launch]:
         gradients.acquire_sums()
-        pairs = [(gradients.unit.sections[place].own_gradient, total) for place, total in gradients.sums.items()]
-        before, gradients.accumulated, gradients.sums = gradients.accumulated, True, {}
-        return gradients.domain.onward(
-            pairs, gradients.level, gradients.unit.name, accumulate=before, wire=self.wire_dtype, made=self._hold
-        )
+        unit, domain = gradients.unit, gradients.domain
+        outputs = [unit.sections[place].own_gradient for place in gradients.sums]
+        given, before = list(gradients.sums.values()), gradients.accumulated
+        gradients.accumulated, gradients.sums = True, {}
+        options: dict[str, Any] = {"accumulate": before, "wire": self.wire_dtype, "made": self._hold, "given": given}
+        return domain.reducing(outputs, None, gradients.level, domain.depth, unit.name, **options)
 
     def _hold(self, buffer: torch.Tensor) -> None:
         self.accountant.hold(Category.BUFFERS, buffer)

@@ -182,7 +182,7 @@ class SideChannel(PeerShards):
         """
         if self.comm.device.type == "cuda" and not cut_short:
             torch.cuda.synchronize(self.comm.device)  # all ranks have launched the same collectives
-        own = {"text": where[:_TEXT_CHARACTERS], "launched": self.comm.launched, "phase": phase}
+        own = {"text": where[:_TEXT_CHARACTERS], "launched": self.comm.launched(), "phase": phase}
         with self._changed:
             self._own_end = own
         # No data is exchanged, so the record is shown by the stall watchdog but is not in the ledger.
@@ -432,7 +432,7 @@ class SideChannel(PeerShards):
             if self._own_end is not None:
                 return {**self._own_end, "ended": True}
         # Read first: the description of the rank must not be older.
-        launched = self.comm.launched
+        launched = self.comm.launched()
         open_ones = [record for record in self.comm.ledger.records() if record.finished is None]
         text = "is outside of collectives"
         if open_ones:

@@ -163,7 +163,7 @@ class SplitTensors:
                         counts = self._counts(slot, ranks)
                         for place, start, stop in laid.runs(slot):
                             run = _Run(slot.place, start, stop, counts, slot.box)
-                            owned.setdefault(ranks[laid.domain.rank_at(place)], []).append(run)
+                            owned.setdefault(ranks[laid.domain.arrangement.order[place]], []).append(run)
         for place, unit in sorted(last.items(), key=lambda found: found[1]):
             if owners[place] == here:
                 self._complete.setdefault(unit, []).append(self._index[place])
