@@ -28,6 +28,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from shardwise.comm.coded import ranks_in_words
 from shardwise.comm.environment import RankPlace, discover, is_loopback
 from shardwise.compat import store_host
 from shardwise.errors import DesyncError, LaunchError, ShardwiseError
@@ -243,7 +244,8 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
         waited = time.monotonic() - began
         if waited < limit and (place > 1 or pause < _SLOWEST_POLL_S):
             continue
-        missing = _missing(store, ranks)
+        here = set(written(store, [_came(one) for one in ranks]))
+        missing = [one for one in ranks if _came(one) not in here]
         why = _why_apart(store, ranks, missing, attempt, what, waited if waited >= limit else None)
         if why is not None:
             store.compare_set(_APART, "", why)
@@ -253,13 +255,12 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
             _log.warning("%s not come to %s after %.0f s; the others wait", _who(missing), what, waited)
 
 
-def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    if store.check([_came(rank) for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return list(ranks)
-    half = len(ranks) // 2
-    return _missing(store, ranks[:half]) + _missing(store, ranks[half:])
+def written(store: dist.Store, keys: list[str]) -> list[str]:
+    """Return the keys that are in a store. Because reading another key would block."""
+    if not keys or store.check(keys):
+        return keys
+    half = len(keys) // 2
+    return written(store, keys[:half]) + written(store, keys[half:]) if half else []
 
 
 def _why_apart(
@@ -287,5 +288,4 @@ def _came(rank: int) -> str:
 
 
 def _who(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+    return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'}"
