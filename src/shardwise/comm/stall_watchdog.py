@@ -405,7 +405,7 @@ class StallWatch:
 def _first_differences(confirmed: Mapping[int, Confirmation]) -> dict[str, tuple[int, list[int]]]:
     """Return, by order, the first collective that ranks have launched differently, and a rank for each way."""
     by_kind: dict[str, dict[int, tuple[int, str]]] = {}
-    for rank, answer in confirmed.items():
+    for rank, answer in sorted(confirmed.items()):
         for kind, recent in answer.recent.items():
             by_kind.setdefault(kind, {})[rank] = recent
     found = {kind: desync.first_difference(recents) for kind, recents in by_kind.items()}
