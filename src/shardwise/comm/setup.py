@@ -102,7 +102,7 @@ def init_distributed(
         store = join(place, place.master_port or distributed_port, timeout)
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
-    meet(store, place.rank, range(place.world_size), timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    meet(store, place.rank, range(place.world_size), timeout)
     device = None
     if _has_nccl(backend):
         if torch.cuda.device_count() == 1:
@@ -117,7 +117,7 @@ def init_distributed(
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
-    made_well(start, lambda _: destroy(), store, place.world_size, "default")
+    made_well(start, lambda _: destroy(), store, range(place.world_size), "default")
     _at_exit(_end_with_process)
     if verbose and place.rank == 0:
         ranks = f"{place.world_size} rank{'s' * (place.world_size > 1)}"
