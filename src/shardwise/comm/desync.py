@@ -304,7 +304,7 @@ def parting_in_words(launches: Mapping[int, Launch]) -> list[str]:
         f"  rank {rank}: {what}{f' of {size} bytes' if sizes else ''} at {line}"
         for rank, (what, line, size, _) in launches.items()
     )
-    return ["They part here:", *lines]
+    return ["They part here:", *lines] if launches else []
 
 
 def _table(places: Positions, silent: Mapping[int, str]) -> list[str]:
@@ -425,7 +425,6 @@ _MOST_READ = 32
 """Ranks that a report reads besides the lost one, because reports on all ranks would grow with ranks squared."""
 _DYING_S = 0.1  # seconds for which sockets of a killed process may outlive one another
 _SILENT = "has not said where it is: it is gone, or busy outside of collectives (data, computing, waiting)"
-_FEWER = "Did it get fewer batches than the others?"
 
 _secret = ""
 
@@ -549,37 +548,35 @@ class FailureReports:
         places = {here.place} | {status.place.place for status in states.values() if status.place is not None}
         unread = len(self._ranks) - 1 - len(others)
         all_wait = not unread and len(states) == len(others) and all(status.place for status in states.values())
-        state = states[peer].state if peer in states else ""
-        at = f" at {here.line}" if here.line else ""
+        apart = all_wait and len(places) > 1
+        status = states.get(peer)
         done = [record for record in self._ledger.records() if record.finished is not None]
         last = max(done, key=lambda record: record.finished or 0.0, default=None)
-        text = f"rank {own} of {len(self._ranks)} has {'waited' if error.timed_out else 'lost'} "
+        completed = f"last completed: {named(last) if last else 'nothing'}."
+        where = f"rank {peer} in {here.what}{f' at {here.line}' if here.line else ''}"
         if error.timed_out:
-            text += (
-                f"{here.seconds:.1f} s for rank {peer} in {here.what}{at}, and rank {peer} has not answered "
-                "(the limit for a collective: SHARDWISE_TIMEOUT, in minutes). Its connection is given up; "
+            text = (
+                f"has waited {here.seconds:.1f} s for {where}, and rank {peer} has not answered "
+                f"(the limit for a collective: SHARDWISE_TIMEOUT, in minutes). Its connection is given up; {completed}"
             )
         else:
-            text += f"rank {peer} in {here.what}{at}, after {here.seconds:.1f} s; "
-        text += f"last completed: {named(last) if last else 'nothing'}."
-        if not error.timed_out:
-            text += f"\nRank {peer}: {_loss(states.get(peer))}"
-        if all_wait and len(places) > 1:
+            text = f"has lost {where}, after {here.seconds:.1f} s; {completed}\nRank {peer}: {_loss(status)}"
+        if apart:
             end = f"The ranks wait for each other in different collectives. {_CHECK}"
-        elif error.timed_out and all_wait:
-            end = "The ranks are in the same collective: the network between them is too slow, or broken."
-        elif error.timed_out and state in ("", "waits"):
-            end = f"If rank {peer} is only slow, raise the limit. {_CHECK}"
-        elif error.timed_out:
-            end = f"Rank {peer}: {_loss(states[peer])}"
-        else:
+        elif not error.timed_out:
             end = f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
+        elif all_wait:
+            end = "The ranks are in the same collective: the network between them is too slow, or broken."
+        elif status is None or status.place is not None:
+            end = f"If rank {peer} is only slow, raise the limit. {_CHECK}"
+        else:
+            end = f"Rank {peer}: {_loss(status)}"
         silent = {rank: states[rank].text if rank in states else _SILENT for rank in others}
         table = _table({rank: states[rank].place if rank in states else None for rank in others}, silent)
-        desync = (all_wait and len(places) > 1) or state == "ends"
         if unread:
             table.append(f"  {unread} more ranks: not read")
-        report = (DesyncError if desync else PeerLostError)("\n".join([text, *table, end]))
+        kind = DesyncError if apart or (status is not None and status.state == "ends") else PeerLostError
+        report = kind("\n".join([f"rank {own} of {len(self._ranks)} {text}", *table, end]))
         if isinstance(report, PeerLostError):
             report.peer, report.timed_out = peer, error.timed_out
         report.__cause__ = error.__cause__
@@ -591,7 +588,8 @@ def _loss(status: RankState | None) -> str:
         return "it has ended or lost its connection. If it ended without an error, did it get fewer batches?"
     if status.place is not None:
         return "it has given up waiting, and with that closed the connection."
-    return f"it {status.text}." if status.state == "failed" else f"it {status.text}. {_FEWER}"
+    fewer = "" if status.state == "failed" else " Did it get fewer batches than the others?"
+    return f"it {status.text}.{fewer}"
 
 
 def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position) -> int:
@@ -607,8 +605,6 @@ def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position
 
 
 # -- comparisons beforehand --------------------------------------------------------------------------------------------
-
-_TEXT = 1024  # bytes of a call that are shown
 
 _compares = False
 
@@ -634,9 +630,10 @@ def check_call(
     call = f"{name}({', '.join(arguments)})"
     if len(set(_gathered(hashlib.sha256(call.encode()).digest(), group))) == 1:
         return
-    texts = _gathered(f"{call} at {user_line()}".encode()[:_TEXT].ljust(_TEXT, b"\0"), group)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    calls = {rank: text.rstrip(b"\0").decode(errors="replace") for rank, text in zip(ranks, texts, strict=True)}
+    texts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(texts, f"{call} at {user_line()}", group)
+    calls = dict(zip(ranks, texts, strict=True))
     table = [f"  {ranks_in_words(alike)}: {text}" for text, alike in _by(calls, calls.__getitem__).items()]
     raise DesyncError(
         "\n".join(["strict_sync: the ranks have called different collectives:", *table])

@@ -110,7 +110,8 @@ def discover(env: Mapping[str, str] = os.environ, *, schedulers: bool = True) ->
     env = {name: value for name, value in env.items() if value != ""}
     place = _from_torch_layout(env) or (_from_scheduler(env) if schedulers else None)
     if place is None:
-        _refuse_leftovers(env)
+        if any(name in env for name in TORCH_LAYOUT):
+            _require(env, ("RANK", "WORLD_SIZE"))
         place = RankPlace(0, 1, 0, 1, LOOPBACK, 0, NO_LAUNCHER)
     return place
 
@@ -258,11 +259,6 @@ def _require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
             f"{', '.join(missing)}. Start it with `shardwise run`, torchrun, srun or mpirun, or set all of "
             f"{', '.join(TORCH_LAYOUT)}; without any of them it runs alone."
         )
-
-
-def _refuse_leftovers(env: Mapping[str, str]) -> None:
-    if any(name in env for name in TORCH_LAYOUT):
-        _require(env, ("RANK", "WORLD_SIZE"))
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

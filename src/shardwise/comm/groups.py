@@ -184,30 +184,19 @@ class GroupCache:
 _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
 
 
-class _Names:
-    """Numbered names, counted since the default group was created: the same on all ranks, and never used before.
+_names: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def _next_name(name: str) -> str:
+    """Return a numbered name, counted since the default group was created: equal on all ranks, and never used before.
 
     Because torch's own names depend on the groups of this process, which may differ between ranks, and a used name
     leads to addresses in the store at which no rank listens any more.
     """
-
-    def __init__(self) -> None:
-        self._default: object = None
-        self._count: Counter[str] = Counter()
-
-    def next(self, name: str) -> str:
-        if self._default is not dist.group.WORLD:
-            self.clear()
-            self._default = dist.group.WORLD
-        self._count[name] += 1
-        return f"{name}/{self._count[name]}"
-
-    def clear(self) -> None:
-        self._default = None
-        self._count.clear()
-
-
-_names = _Names()
+    assert dist.group.WORLD is not None
+    count = _names.setdefault(dist.group.WORLD, Counter())
+    count[name] += 1
+    return f"{name}/{count[name]}"
 
 
 def new_group(
@@ -215,7 +204,7 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Create a group of some ranks (no other rank calls), or raise PeerLostError; arguments as of `GroupCache`."""
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
-    name = _names.next(f"shardwise/{purpose}/{digest}")
+    name = _next_name(f"shardwise/{purpose}/{digest}")
     whole = len(ranks) == dist.get_world_size()
     bound = device if backend == "nccl" else None
 
@@ -260,7 +249,7 @@ def enter(what: str, timeout: timedelta) -> None:
         DesyncError: a rank has entered another call, or has refused its arguments.
         LaunchError: a rank has ended, or has not come within the limit.
     """
-    store, name = compat.default_store(), _names.next("entry")
+    store, name = compat.default_store(), _next_name("entry")
     if store is None:
         return
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -268,9 +257,8 @@ def enter(what: str, timeout: timedelta) -> None:
     first, _, known = own.compare_set("call", "", f"{rank}:{what}").decode().partition(":")
     if known != what:
         _publish(own, f"rank {rank} is in {what}, and rank {first} in {known}. All ranks make the same calls")
-        raise DesyncError(
-            f"{what}: {own.get(REFUSED).decode()}"
-        )  # not counted: the others wait until they read the text
+        # This rank does not count as here, because the others wait until they read the text.
+        raise DesyncError(f"{what}: {own.get(REFUSED).decode()}")
     await_ranks(range(world), timeout, name, f"the meeting in {what}")
 
 
@@ -278,7 +266,7 @@ def refuse(what: str, error: BaseException) -> None:
     """Report to ranks that wait in `enter` that this rank has refused the call, which counts as entered here."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store, name = compat.default_store(), _names.next("entry")
+    store, name = compat.default_store(), _next_name("entry")
     if store is not None:
         text = f"{type(error).__name__}: {error}"[:_TEXT]
         _publish(meeting_store(name, store), f"rank {dist.get_rank()} has refused its arguments with {text}")
@@ -298,5 +286,4 @@ def forget() -> None:
     """Release all references to groups: none then outlives its destruction."""
     for cache in list(_caches):
         cache.forget()
-    _names.clear()
     compat.forget_groups()

@@ -223,31 +223,26 @@ def _proof(key: bytes, side: bytes, asking: int, answering: int, theirs: bytes, 
 
 def _call(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
     while True:
-        try:
-            return _call_once(address, key, rank, peer, deadline)
-        except ConnectionRefusedError:
-            raise  # the peer listens no more
-        except OSError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_RETRY_S)  # dropped among many unproven connections, or too slow
-
-
-def _call_once(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
-    connection = socket.create_connection(address, max(deadline - time.monotonic(), 1e-3))
-    try:
-        theirs, proof = bytearray(_NUMBER_BYTES), bytearray(_NUMBER_BYTES)
-        receive(connection, memoryview(theirs), deadline)
-        ours = secrets.token_bytes(_NUMBER_BYTES)
-        connection.sendall(_HELLO.pack(rank, ours, _proof(key, b"asks", rank, peer, bytes(theirs), ours)))
-        receive(connection, memoryview(proof), deadline)
-        if not hmac.compare_digest(proof, _proof(key, b"answers", rank, peer, bytes(theirs), ours)):
-            raise ConnectionAbortedError(f"what listens at {address} is not rank {peer}")
-        _tune(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        with contextlib.ExitStack() as closing:
+            try:
+                connection = socket.create_connection(address, max(deadline - time.monotonic(), 1e-3))
+                closing.callback(connection.close)
+                theirs, proof = bytearray(_NUMBER_BYTES), bytearray(_NUMBER_BYTES)
+                receive(connection, memoryview(theirs), deadline)
+                ours = secrets.token_bytes(_NUMBER_BYTES)
+                connection.sendall(_HELLO.pack(rank, ours, _proof(key, b"asks", rank, peer, bytes(theirs), ours)))
+                receive(connection, memoryview(proof), deadline)
+                if not hmac.compare_digest(proof, _proof(key, b"answers", rank, peer, bytes(theirs), ours)):
+                    raise ConnectionAbortedError(f"what listens at {address} is not rank {peer}")
+                _tune(connection)
+                closing.pop_all()
+                return connection
+            except ConnectionRefusedError:
+                raise  # the peer listens no more
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise
+        time.sleep(_RETRY_S)  # dropped among many unproven connections, or too slow
 
 
 def _tune(connection: socket.socket) -> None:

@@ -201,7 +201,7 @@ def _work_position(inner: tuple[CodeType, int, int] | None) -> Position | None:
     if default is None or (turn := launched_of(default)) < 1:
         return None
     kind, members = f"{TORCH}{default.group_name}", dist.get_process_group_ranks(default)
-    return Position(f"{_WORK}()", 0, kind, members, number=hash((inner[1:], turn)), turn=turn)
+    return Position("torch.distributed.Work.wait()", 0, kind, members, number=hash((inner[1:], turn)), turn=turn)
 
 
 @functools.lru_cache(64)
@@ -227,18 +227,12 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 
 _PAIRS = ("send", "recv", "isend", "irecv")
-_WORK = "torch.distributed.Work.wait"
 _UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")  # collectives of torch that do not count in their group
 _SAYING_WHICH = ("op", "src", "dst", "group_src", "group_dst", "group", "tag")
 _ALIKE = {
-    "all_reduce": "tensor",
-    "reduce": "tensor",
-    "broadcast": "tensor",
-    "all_gather": "tensor",
-    "gather": "tensor",
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast", "all_gather", "gather"), "tensor"),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), "output"),
     "all_gather_into_tensor": "input_tensor",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "output",
 }
 """Arguments of torch's collectives that have the same size on all ranks."""
 
@@ -273,7 +267,7 @@ class _Script:
             elif file.endswith(_COLLECTIVES) and not ours and not name.startswith(_NO_WAITS):
                 called = inner
             ours = ours or (_PACKAGE in file and not file.endswith(_API))
-        doing = _METHODS.get(method, f"engine.{method}()") if method else loader
+        doing = "a forward pass" if method == "forward" else f"engine.{method}()" if method else loader
         call = None
         if called is not None:
             name = _WAITING.get(called.f_code.co_name, called.f_code.co_name)
@@ -349,7 +343,6 @@ _AUTOGRAD = os.path.join("torch", "autograd", "graph.py")
 _THREADING, _QUEUE = f"{os.sep}threading.py", f"{os.sep}queue.py"
 _FUTURES = tuple(os.path.join("concurrent", "futures", file) for file in ("_base.py", "thread.py"))
 _LOADERS = (os.path.join("torch", "utils", "data", ""), os.path.join(_PACKAGE, "data", ""))
-_METHODS = {"forward": "a forward pass"}
 _NO_WAITS = ("_", "get_", "is_")
 _WAITING = {"unwrap": "wait_tensor", "trigger_wait": "wait_tensor"}
 """Methods of torch that wait for a functional collective, and the public function."""

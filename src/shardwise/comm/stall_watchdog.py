@@ -417,9 +417,8 @@ def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Map
     for kind, (_, ranks) in candidates.items():
         found = {rank: answers.get(rank, {}).get("launches", {}).get(kind) for rank in ranks}
         partings.append({rank: tuple(launch) for rank, launch in found.items() if launch})
-    known = [launches for launches in partings if len(launches) > 1]
-    first = min(known, key=lambda launches: min(one[3] for one in launches.values()), default=None)
-    return [] if first is None else desync.parting_in_words(first)
+    known = (launches for launches in partings if len(launches) > 1)
+    return desync.parting_in_words(min(known, key=lambda one: min(launch[3] for launch in one.values()), default={}))
 
 
 _watching: list[StallWatch] = []
