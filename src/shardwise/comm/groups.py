@@ -57,7 +57,6 @@ class Deadline:
 
 def made_well(
     make: Callable[[int], dist.ProcessGroup],
-    discard: Callable[[dist.ProcessGroup], object],
     store: dist.Store | None,
     ranks: Sequence[int],
     name: str,
@@ -78,15 +77,14 @@ def made_well(
         meet(own, dist.get_rank(), ranks, 2 * _LIMIT, f"the check of a process group of {len(ranks)} ranks")
         if not own.check(["bad"]):
             return group
-        rank = dist.get_rank()
-        discard(group)
         if missing is not None:
             _log.warning(
                 "rank %d: rank %d of a new process group does not answer; another program may have connected to a port "
                 "of the job in its place. The group is made again",
-                rank,
+                dist.get_rank(),
                 missing,
             )
+        dist.destroy_process_group(group)
     raise PeerLostError(
         f"a process group of {len(ranks)} ranks was made {_ATTEMPTS} times, and each time some of its ranks could not "
         "hear each other. Another program may call the ports of the job, or a firewall keeps the ranks apart: see the "
@@ -215,7 +213,7 @@ def new_group(
             return compat.make_group(ranks, f"{name}/{attempt}", timeout, backend, options, bound)
 
     await_ranks(ranks, timeout, name, f"the making of a process group of {len(ranks)} ranks")
-    return made_well(make, dist.destroy_process_group, compat.default_store(), ranks, name)
+    return made_well(make, compat.default_store(), ranks, name)
 
 
 def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) -> None:

@@ -117,7 +117,7 @@ def init_distributed(
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
-    made_well(start, lambda _: destroy(), store, range(place.world_size), "default")
+    made_well(start, store, range(place.world_size), "default")
     _at_exit(_end_with_process)
     if verbose and place.rank == 0:
         ranks = f"{place.world_size} rank{'s' * (place.world_size > 1)}"
