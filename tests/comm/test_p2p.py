@@ -149,11 +149,13 @@ def test_ranks_find_each_other_among_strangers_and_close_the_door(strangers: Str
 
 def test_a_hello_that_was_heard_elsewhere_opens_nothing() -> None:
     """What a rank says to one peer is of no use at another, or a second time."""
-    key, listener = bytes(32), p2p._listen("127.0.0.1")
+    group, key = Group(3), bytes(32)
+    group.meeting, group.secret = threading.Barrier(1), ("name", key.hex())
     found: dict[int, socket.socket] = {}
     selector, ended = selectors.DefaultSelector(), threading.Event()
-    door = p2p._Door(listener, key, 1, 3, selector, found.__setitem__)
-    where = listener.getsockname()
+    with mock.patch.object(p2p, "default_store", lambda: group.store):
+        own = p2p.P2PConnections(group.rank(1), selector, found.__setitem__)
+    where = own._listener.getsockname()
 
     def serve() -> None:
         while not ended.is_set():
@@ -182,7 +184,7 @@ def test_a_hello_that_was_heard_elsewhere_opens_nothing() -> None:
     assert say(lambda now: now, 0, 1) == b""  # it is there already
     ended.set()
     thread.join()
-    door.close()
+    own.close()
     selector.close()
     found[0].close()
 

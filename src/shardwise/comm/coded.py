@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+MOST_SHOWN = 16
+"""Runs of ranks in a text, and lines of different positions in a report."""
 
 
 def coded(ranks: Sequence[int]) -> list[int] | list[list[int]]:
@@ -36,3 +39,20 @@ def decoded(code: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
         assert isinstance(stride, int) and isinstance(size, int)
         ranks = [rank + stride * step for step in range(size) for rank in ranks]
     return ranks
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return a short text that names ranks.
+
+    >>> ranks_in_words([3]), ranks_in_words([0, 2]), ranks_in_words([0, 1, 2, 3, 5, 7, 8])
+    ('rank 3', 'ranks 0, 2', 'ranks 0-3, 5, 7, 8')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    shown = ", ".join(texts[:MOST_SHOWN]) + (f" and {len(texts) - MOST_SHOWN} more" * (len(texts) > MOST_SHOWN))
+    return f"rank{'s' * (sum(map(len, runs)) > 1)} {shown}"

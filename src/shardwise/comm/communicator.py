@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import groups, intra_node_transport, native
-from shardwise.comm.desync import FailureReports, Position, position_of, ranks_in_words
+from shardwise.comm.coded import ranks_in_words
+from shardwise.comm.desync import FailureReports, Position, position_of
 from shardwise.comm.groups import PURPOSES, GroupCache
 from shardwise.comm.ledger import WAITING, Ledger, Record, user_line
 from shardwise.comm.native import Pair

@@ -15,6 +15,8 @@ does not, tensors of different shapes abort the process on Gloo, and wait or ret
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -31,9 +33,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.coded import coded, decoded
+from shardwise.comm.coded import MOST_SHOWN, coded, decoded, ranks_in_words
 from shardwise.comm.ledger import Ledger, Record, is_of_script, user_line
-from shardwise.comm.rendezvous import answers
+from shardwise.comm.rendezvous import answers, written
 from shardwise.compat import all_gather_single, backend_of, default_store
 from shardwise.errors import DesyncError, PeerLostError
 
@@ -134,16 +136,13 @@ def size_of(record: Record) -> int:
 def order_of(record: Record) -> str:
     """Return the order that a collective belongs to: each group of ranks has orders of its own."""
     members = record.members
-    known = _groups.get(id(members))
-    if known is None or known[0] is not members:  # a ledger has thousands of records of a few groups
-        if len(_groups) >= _MOST_GROUPS:
-            _groups.clear()
-        known = _groups[id(members)] = members, zlib.crc32(repr(list(members)).encode())
-    return f"{record.group}/{record.kind}/{known[1]:x}"
+    number = _number_of(members if isinstance(members, range | tuple) else tuple(members))
+    return f"{record.group}/{record.kind}/{number:x}"
 
 
-_groups: dict[int, tuple[Sequence[int], int]] = {}
-_MOST_GROUPS = 256
+@functools.lru_cache(256)  # because a ledger has thousands of records of a few groups
+def _number_of(members: Sequence[int]) -> int:
+    return zlib.crc32(repr(list(members)).encode())
 
 
 Launch = tuple[str, str, int, int]
@@ -180,8 +179,6 @@ def position_of(record: Record, seconds: float = 0.0, **rest: Any) -> Position:
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
-
-_MOST_LINES = 16  # lines of different positions that are shown
 
 Positions = Mapping[int, Position | None]
 """By rank; None: no answer."""
@@ -230,7 +227,7 @@ def judge(
     """
     here = places[own]
     assert here is not None
-    there = {rank: place for rank, place in places.items() if place is not None and place.waits}
+    there = _waiting(places)
     if is_stuck(places, confirmed):
         text = "the ranks wait for each other in different collectives."
         return Report("\n".join([text, *_table(places, {}), *parting, *(_advice(there) or [_CHECK])]), True)
@@ -257,24 +254,27 @@ def _slow(there: Mapping[int, Position]) -> str:
 
 def is_stuck(places: Positions, confirmed: Mapping[int, Confirmation] | None) -> bool:
     """Return True if all ranks still wait in the same collectives, and each collective lacks some of its ranks."""
-    there = {rank: place for rank, place in places.items() if place is not None and place.waits}
+    there = _waiting(places)
     if confirmed is None or len(there) < len(places):
         return False
-    if any(rank not in confirmed or confirmed[rank].number != place.number for rank, place in there.items()):
-        return False
-    return not any(_may_end(place, there, confirmed) for place in waits_of(places))
+    still = all(rank in confirmed and confirmed[rank].number == place.number for rank, place in there.items())
+    return still and not any(_may_end(place, there, confirmed) for place in waits_of(places))
 
 
 def waits_of(places: Positions) -> list[Position]:
     """Return the different collectives that ranks wait for."""
-    return list({place.place: place for place in places.values() if place is not None and place.waits}.values())
+    return list({place.place: place for place in _waiting(places).values()}.values())
+
+
+def _waiting(places: Positions) -> dict[int, Position]:
+    return {rank: place for rank, place in places.items() if place is not None and place.waits}
 
 
 def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping[int, Confirmation]) -> bool:
-    members = [rank for rank in waited.members or there if rank in there]
     return all(
         there[rank].place == waited.place or (rank in confirmed and waited.place in confirmed[rank].launched)
-        for rank in members
+        for rank in waited.members or there
+        if rank in there
     )
 
 
@@ -300,13 +300,11 @@ def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[i
 def parting_in_words(launches: Mapping[int, Launch]) -> list[str]:
     """Describe how ranks of one group have launched the first differing collective."""
     sizes = len({size for _, _, size, _ in launches.values()}) > 1
-    return [
-        "They part here:",
-        *(
-            f"  rank {rank}: {what}{f' of {size} bytes' if sizes else ''} at {line}"
-            for rank, (what, line, size, _) in launches.items()
-        ),
-    ]
+    lines = (
+        f"  rank {rank}: {what}{f' of {size} bytes' if sizes else ''} at {line}"
+        for rank, (what, line, size, _) in launches.items()
+    )
+    return ["They part here:", *lines] if launches else []
 
 
 def _table(places: Positions, silent: Mapping[int, str]) -> list[str]:
@@ -315,11 +313,11 @@ def _table(places: Positions, silent: Mapping[int, str]) -> list[str]:
         return silent.get(rank, "") if place is None else str(replace(place, seconds=0.0))
 
     alike, lines = list(_by(places, text_of).values()), []
-    for ranks in alike[:_MOST_LINES]:
+    for ranks in alike[:MOST_SHOWN]:
         longest = max((place for rank in ranks if (place := places[rank])), key=lambda one: one.seconds, default=None)
         text = silent.get(ranks[0], "has not answered") if longest is None else str(longest)
         lines.append(f"  {ranks_in_words(ranks)}: {text}")
-    rest = [rank for ranks in alike[_MOST_LINES:] for rank in ranks]
+    rest = [rank for ranks in alike[MOST_SHOWN:] for rank in ranks]
     return [*lines, f"  {ranks_in_words(rest)}: elsewhere"] if rest else lines
 
 
@@ -337,7 +335,7 @@ def _advice(places: Mapping[int, Position]) -> list[str]:
             found.append(f"Ranks call {name} with different arguments: {shown}. Pass the same on every rank.")
     doing = _by(places, names.__getitem__)
     for method, ranks in doing.items() if len(doing) > 1 else ():
-        if method in _TOGETHER or method.startswith("torch."):
+        if method.startswith(("engine.", "torch.")) and method not in _EACH_BATCH:
             lines = " and ".join(sorted({places[rank].call or places[rank].line for rank in ranks})[:4])
             others = [rank for rank in places if rank not in set(ranks)]
             found.append(
@@ -363,46 +361,13 @@ def _few(groups: Mapping[T, list[int]], form: str) -> str:
     return ", ".join(form.format(value, ranks_in_words(ranks)) for value, ranks in list(groups.items())[:4])
 
 
-_TOGETHER = tuple(
-    f"engine.{name}()"
-    for name in (
-        "save_checkpoint",
-        "load_checkpoint",
-        "resume",
-        "save_16bit_model",
-        "module_state_dict",
-        "load_module_state_dict",
-        "export",
-        "load_weights",
-        "copy_to_memory",
-        "memory_report",
-        "gathered",
-        "destroy",
-    )
-)
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return a short text that names ranks.
-
-    >>> ranks_in_words([3]), ranks_in_words([0, 2]), ranks_in_words([0, 1, 2, 3, 5, 7, 8])
-    ('rank 3', 'ranks 0, 2', 'ranks 0-3, 5, 7, 8')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    shown = ", ".join(texts[:_MOST_LINES]) + (f" and {len(texts) - _MOST_LINES} more" * (len(texts) > _MOST_LINES))
-    return f"rank{'s' * (sum(map(len, runs)) > 1)} {shown}"
-
+_EACH_BATCH = ("engine.backward()", "engine.step()")
 
 _CHECK = (
-    "Look for a branch (`if rank == 0:`, a condition on data) that leaves out or adds a forward pass, backward(), "
-    "step(), evaluation or save_checkpoint() on some ranks, and for loaders that give ranks different numbers of "
-    "batches."
+    "Check that every rank gets the same number of batches; that no branch (`if rank == 0:`, a condition on data) "
+    "leaves out or adds a forward pass, backward(), step() or evaluation on some ranks; and that all ranks call "
+    "save_checkpoint() and other methods that use collectives. Loops of different length, such as "
+    "generate(synced_gpus=False), belong inside of `with engine.gathered():`."
 )
 
 
@@ -439,14 +404,6 @@ def _code(text: str, secret: str, key: str) -> str:
     return hmac.digest(secret.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hex()[:_LETTERS]
 
 
-def written(store: dist.Store, keys: list[str]) -> list[str]:
-    """Return the keys that are in a store. Because reading another key would block."""
-    if not keys or store.check(keys):
-        return keys
-    half = len(keys) // 2
-    return written(store, keys[:half]) + written(store, keys[half:]) if half else []
-
-
 def read_all(store: dist.Store, keys: list[str]) -> dict[str, bytes]:
     """Return the values of the keys that are in a store."""
     there = written(store, keys)
@@ -468,13 +425,6 @@ _MOST_READ = 32
 """Ranks that a report reads besides the lost one, because reports on all ranks would grow with ranks squared."""
 _DYING_S = 0.1  # seconds for which sockets of a killed process may outlive one another
 _SILENT = "has not said where it is: it is gone, or busy outside of collectives (data, computing, waiting)"
-_FEWER = "Did it get fewer batches than the others?"
-_CHECK_FAILED = (
-    "Check that every rank gets the same number of batches; that no branch (`if rank == 0:`, a condition on data) "
-    "leaves out or adds a forward pass, backward(), step() or evaluation on some ranks; and that all ranks call "
-    "save_checkpoint() and other methods that use collectives. Loops of different length, such as "
-    "generate(synced_gpus=False), belong inside of `with engine.gathered():`."
-)
 
 _secret = ""
 
@@ -503,23 +453,23 @@ class RankState:
             found = json.loads(data)
             place = Position.read({**found["place"], "members": ()}) if found["state"] == "waits" else None
             status = cls(found["state"], found["text"], place)
-            known = status.state in ("ends", "ended", "failed") or (
-                status.state == "waits" and place is not None and place.waits
-            )
-            return status if known and isinstance(status.text, str) and str(status.place) else None
+            known = place.waits if place else status.state in ("ends", "ended", "failed")
+            return status if known and isinstance(status.text, str) and str(place) else None
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def publish(self) -> None:
         """Write this rank's status, if the store can be reached."""
-        store = default_store()
-        if store is not None and answers(store, _DYING_S if self.state == "waits" else 0.0):
-            place = None if self.place is None else replace(self.place, members=()).written()
-            try:
-                text = json.dumps({"state": self.state, "text": self.text, "place": place})
-                store.set(_state_key(dist.get_rank()), text)
-            except RuntimeError:
-                return
+        place = None if self.place is None else replace(self.place, members=()).written()
+        text = json.dumps({"state": self.state, "text": self.text, "place": place})
+        _publish(_state_key(dist.get_rank()), text, _DYING_S if self.state == "waits" else 0.0)
+
+
+def _publish(key: str, text: str, patience: float = 0.0) -> None:
+    store = default_store()
+    if store is not None and answers(store, patience):
+        with contextlib.suppress(RuntimeError):  # it has gone meanwhile
+            store.set(key, text)
 
 
 def publish_end() -> None:
@@ -529,25 +479,13 @@ def publish_end() -> None:
         RankState("ended", "has ended without an exception").publish()
         return
     text = f"has ended with {type(error).__name__}: {error}"
-    line = _raised_at(error)
-    RankState("failed", f"{text}{f' at {line}' if line else ''}").publish()
-    store = default_store()
-    if _secret and store is not None and answers(store):
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if is_of_script(frame.filename)]
+    RankState("failed", text + "".join(lines[-1:])).publish()
+    if _secret:
         trace = "".join(traceback.format_exception(error))[-_TRACEBACK:]
-        try:
-            report = f"rank {dist.get_rank()} {text}. Its traceback:\n{trace}"
-            store.set(key_of(FAILED), seal(report, _secret, key_of(FAILED)))
-        except RuntimeError:
-            return
-
-
-def _raised_at(error: BaseException) -> str:
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        if is_of_script(trace.tb_frame.f_code.co_filename):
-            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
+        report = f"rank {dist.get_rank()} {text}. Its traceback:\n{trace}"
+        _publish(key_of(FAILED), seal(report, _secret, key_of(FAILED)))
 
 
 def inside_of(method: str, failure: BaseException | None) -> str:
@@ -565,7 +503,7 @@ def read_states(ranks: Iterable[int], patience: float) -> dict[int, RankState]:
     if store is None or not answers(store, _DYING_S):
         return found  # it has gone, with the rank that served it
     deadline, pause = time.monotonic() + patience, _POLL_S
-    try:
+    with contextlib.suppress(RuntimeError):  # it has gone meanwhile
         while missing:
             for key, data in read_all(store, list(missing)).items():
                 rank, status = missing.pop(key), RankState.read(data)
@@ -575,8 +513,6 @@ def read_states(ranks: Iterable[int], patience: float) -> dict[int, RankState]:
                 break
             time.sleep(pause if missing else 0)
             pause = min(2 * pause, _SLOWEST_POLL_S)
-    except RuntimeError:
-        pass  # it has gone meanwhile
     return found
 
 
@@ -604,52 +540,47 @@ class FailureReports:
     def _compare(self, error: PeerLostError, here: Position) -> DesyncError | PeerLostError:
         own = self._ranks[self._rank]
         RankState("waits", place=here).publish()
-        others, states = self._read_others(own, self._ranks[error.peer] if error.peer >= 0 else None)
-        peer = self._ranks[error.peer] if error.peer >= 0 else _cause(others, states, here)
+        lost = [self._ranks[error.peer]] if error.peer >= 0 else []
+        following = [*self._ranks[self._rank + 1 :], *self._ranks[: self._rank]][:_MOST_READ]
+        others = list(dict.fromkeys([*lost, *following]))
+        states = read_states(others, PATIENCE_S)
+        peer = lost[0] if lost else _cause(others, states, here)
         places = {here.place} | {status.place.place for status in states.values() if status.place is not None}
         unread = len(self._ranks) - 1 - len(others)
         all_wait = not unread and len(states) == len(others) and all(status.place for status in states.values())
-        state = states[peer].state if peer in states else ""
-        at = f" at {here.line}" if here.line else ""
+        apart = all_wait and len(places) > 1
+        status = states.get(peer)
         done = [record for record in self._ledger.records() if record.finished is not None]
         last = max(done, key=lambda record: record.finished or 0.0, default=None)
-        text = f"rank {own} of {len(self._ranks)} has {'waited' if error.timed_out else 'lost'} "
+        completed = f"last completed: {named(last) if last else 'nothing'}."
+        where = f"rank {peer} in {here.what}{f' at {here.line}' if here.line else ''}"
         if error.timed_out:
-            text += (
-                f"{here.seconds:.1f} s for rank {peer} in {here.what}{at}, and rank {peer} has not answered "
-                "(the limit for a collective: SHARDWISE_TIMEOUT, in minutes). Its connection is given up; "
+            text = (
+                f"has waited {here.seconds:.1f} s for {where}, and rank {peer} has not answered "
+                f"(the limit for a collective: SHARDWISE_TIMEOUT, in minutes). Its connection is given up; {completed}"
             )
         else:
-            text += f"rank {peer} in {here.what}{at}, after {here.seconds:.1f} s; "
-        text += f"last completed: {named(last) if last else 'nothing'}."
-        if not error.timed_out:
-            text += f"\nRank {peer}: {_loss(states.get(peer))}"
-        if all_wait and len(places) > 1:
-            end = f"The ranks wait for each other in different collectives. {_CHECK_FAILED}"
-        elif error.timed_out and all_wait:
-            end = "The ranks are in the same collective: the network between them is too slow, or broken."
-        elif error.timed_out and state in ("", "waits"):
-            end = f"If rank {peer} is only slow, raise the limit. {_CHECK_FAILED}"
-        elif error.timed_out:
-            end = f"Rank {peer}: {_loss(states[peer])}"
-        else:
+            text = f"has lost {where}, after {here.seconds:.1f} s; {completed}\nRank {peer}: {_loss(status)}"
+        if apart:
+            end = f"The ranks wait for each other in different collectives. {_CHECK}"
+        elif not error.timed_out:
             end = f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
+        elif all_wait:
+            end = "The ranks are in the same collective: the network between them is too slow, or broken."
+        elif status is None or status.place is not None:
+            end = f"If rank {peer} is only slow, raise the limit. {_CHECK}"
+        else:
+            end = f"Rank {peer}: {_loss(status)}"
         silent = {rank: states[rank].text if rank in states else _SILENT for rank in others}
         table = _table({rank: states[rank].place if rank in states else None for rank in others}, silent)
-        desync = (all_wait and len(places) > 1) or state == "ends"
         if unread:
             table.append(f"  {unread} more ranks: not read")
-        report = (DesyncError if desync else PeerLostError)("\n".join([text, *table, end]))
+        kind = DesyncError if apart or (status is not None and status.state == "ends") else PeerLostError
+        report = kind("\n".join([f"rank {own} of {len(self._ranks)} {text}", *table, end]))
         if isinstance(report, PeerLostError):
             report.peer, report.timed_out = peer, error.timed_out
         report.__cause__ = error.__cause__
         return report
-
-    def _read_others(self, own: int, peer: int | None) -> tuple[list[int], dict[int, RankState]]:
-        place = self._ranks.index(own) + 1
-        following = [*self._ranks[place:], *self._ranks[: place - 1]][:_MOST_READ]
-        others = list(dict.fromkeys([*([] if peer is None else [peer]), *following]))
-        return others, read_states(others, PATIENCE_S)
 
 
 def _loss(status: RankState | None) -> str:
@@ -657,7 +588,8 @@ def _loss(status: RankState | None) -> str:
         return "it has ended or lost its connection. If it ended without an error, did it get fewer batches?"
     if status.place is not None:
         return "it has given up waiting, and with that closed the connection."
-    return f"it {status.text}." if status.state == "failed" else f"it {status.text}. {_FEWER}"
+    fewer = "" if status.state == "failed" else " Did it get fewer batches than the others?"
+    return f"it {status.text}.{fewer}"
 
 
 def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position) -> int:
@@ -673,8 +605,6 @@ def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position
 
 
 # -- comparisons beforehand --------------------------------------------------------------------------------------------
-
-_TEXT = 1024  # bytes of a call that are shown
 
 _compares = False
 
@@ -700,9 +630,10 @@ def check_call(
     call = f"{name}({', '.join(arguments)})"
     if len(set(_gathered(hashlib.sha256(call.encode()).digest(), group))) == 1:
         return
-    texts = _gathered(f"{call} at {user_line()}".encode()[:_TEXT].ljust(_TEXT, b"\0"), group)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    calls = {rank: text.rstrip(b"\0").decode(errors="replace") for rank, text in zip(ranks, texts, strict=True)}
+    texts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(texts, f"{call} at {user_line()}", group)
+    calls = dict(zip(ranks, texts, strict=True))
     table = [f"  {ranks_in_words(alike)}: {text}" for text, alike in _by(calls, calls.__getitem__).items()]
     raise DesyncError(
         "\n".join(["strict_sync: the ranks have called different collectives:", *table])

@@ -91,15 +91,12 @@ _SCHEDULERS = (
 )
 
 
-def discover(
-    env: Mapping[str, str] = os.environ, *, schedulers: bool = True, local_rank: int | None = None
-) -> RankPlace:
+def discover(env: Mapping[str, str] = os.environ, *, schedulers: bool = True) -> RankPlace:
     """Return this process's place from environment variables; an empty value counts as not set.
 
     Args:
         env: the variables.
         schedulers: also look for MPI and Slurm when the variables of torchrun are not set.
-        local_rank: the script's argument `--local_rank`, compared with the variables; None or negative: none.
 
     Raises:
         LaunchError: variables are missing, are no numbers, or contradict each other.
@@ -113,14 +110,9 @@ def discover(
     env = {name: value for name, value in env.items() if value != ""}
     place = _from_torch_layout(env) or (_from_scheduler(env) if schedulers else None)
     if place is None:
-        _refuse_leftovers(env)
+        if any(name in env for name in TORCH_LAYOUT):
+            _require(env, ("RANK", "WORLD_SIZE"))
         place = RankPlace(0, 1, 0, 1, LOOPBACK, 0, NO_LAUNCHER)
-    if local_rank is not None and local_rank >= 0 and local_rank != place.local_rank:
-        raise LaunchError(
-            f"--local_rank={local_rank} contradicts the environment, in which {place.source} says local "
-            f"rank {place.local_rank}. Start the script with one launcher, and do not pass --local_rank by "
-            "hand."
-        )
     return place
 
 
@@ -152,18 +144,9 @@ def _from_torch_layout(env: Mapping[str, str]) -> RankPlace | None:
     if size_name == "LOCAL_SIZE" and local_size is not None:
         # Scripts set it to the number of devices of the machine, of which they may use some.
         local_size = min(local_size, world_size)
-    if "LOCAL_RANK" in env:
-        local_rank = _number(env, "LOCAL_RANK")
-    elif one_machine:
-        local_rank = rank
-    else:
-        raise LaunchError(
-            f"RANK={rank} and MASTER_ADDR={address} are set but LOCAL_RANK is not, so the device of this "
-            "process is unknown. Set LOCAL_RANK to the process's number on its machine, as torchrun does."
-        )
-    _check_local(local_rank, "LOCAL_RANK", local_size, size_name, world_size, "WORLD_SIZE")
+    own = _local_rank(env, rank, world_size, local_size, ("LOCAL_RANK", size_name, "WORLD_SIZE"), one_machine)
     source = "torchrun or shardwise run" if "TORCHELASTIC_RUN_ID" in env else "the environment"
-    return RankPlace(rank, world_size, local_rank, local_size, address, port, source)
+    return RankPlace(rank, world_size, own, local_size, address, port, source)
 
 
 def _from_scheduler(env: Mapping[str, str]) -> RankPlace | None:
@@ -176,20 +159,11 @@ def _from_scheduler(env: Mapping[str, str]) -> RankPlace | None:
         else:
             size_name = scheme.local_world_size
             local_size = _number(env, size_name) if size_name in env else (1 if world_size == 1 else None)
-        if scheme.local_rank in env:
-            local_rank = _number(env, scheme.local_rank)
-        elif local_size == world_size:
-            local_rank = rank
-        else:
-            raise LaunchError(
-                f"{scheme.source} has set {scheme.rank}={rank} but not {scheme.local_rank}, so the device "
-                "of this process is unknown. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT "
-                "yourself."
-            )
-        _check_local(local_rank, scheme.local_rank, local_size, size_name, world_size, scheme.world_size)
+        names = scheme.local_rank, size_name, scheme.world_size
+        own = _local_rank(env, rank, world_size, local_size, names, local_size == world_size)
         address = _scheduler_master(env, scheme, local_size == world_size)
         port = _port(env) if "MASTER_PORT" in env else None
-        return RankPlace(rank, world_size, local_rank, local_size, address, port, scheme.source)
+        return RankPlace(rank, world_size, own, local_size, address, port, scheme.source)
     return None
 
 
@@ -253,15 +227,27 @@ def _rank_and_size(env: Mapping[str, str], rank_name: str, size_name: str) -> tu
     return rank, size
 
 
-def _check_local(
-    local_rank: int, rank_name: str, local_size: int | None, size_name: str, world_size: int, world_name: str
-) -> None:
-    if local_size is None:
-        return
-    if not 1 <= local_size <= world_size:
+def _local_rank(
+    env: Mapping[str, str],
+    rank: int,
+    world_size: int,
+    local_size: int | None,
+    names: tuple[str, str, str],
+    one_machine: bool,
+) -> int:
+    """Return the rank on this machine. `names`: variables of that rank, of `local_size` and of `world_size`."""
+    name, size_name, world_name = names
+    if name not in env and not one_machine:
+        raise LaunchError(
+            f"Rank {rank} of several machines has no variable {name}, so the device of this process is unknown. Set "
+            f"{', '.join(TORCH_LAYOUT)}, as torchrun does; LOCAL_RANK is the process's number on its machine."
+        )
+    local_rank = _number(env, name) if name in env else rank
+    if local_size is not None and not 1 <= local_size <= world_size:
         raise LaunchError(f"{size_name}={local_size} does not lie between 1 and {world_name}={world_size}.")
-    if local_rank >= local_size:
-        raise LaunchError(f"{rank_name}={local_rank} is not below {size_name}={local_size}: ranks count from 0.")
+    if local_size is not None and local_rank >= local_size:
+        raise LaunchError(f"{name}={local_rank} is not below {size_name}={local_size}: ranks count from 0.")
+    return local_rank
 
 
 def _require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
@@ -273,11 +259,6 @@ def _require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
             f"{', '.join(missing)}. Start it with `shardwise run`, torchrun, srun or mpirun, or set all of "
             f"{', '.join(TORCH_LAYOUT)}; without any of them it runs alone."
         )
-
-
-def _refuse_leftovers(env: Mapping[str, str]) -> None:
-    if any(name in env for name in TORCH_LAYOUT):
-        _require(env, ("RANK", "WORLD_SIZE"))
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

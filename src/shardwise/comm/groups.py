@@ -15,13 +15,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +35,6 @@ _ROUNDING_S = 0.005  # because Gloo counts in whole milliseconds, a wait may end
 _ATTEMPTS = 5
 _LIMIT = timedelta(seconds=10)  # limit for the first messages of a group, whose ranks have just created it
 _TAG = 1
-_POLL_S, _SLOWEST_POLL_S = 0.001, 0.1
 
 _log = logging.getLogger("shardwise")
 
@@ -60,9 +57,8 @@ class Deadline:
 
 def made_well(
     make: Callable[[int], dist.ProcessGroup],
-    discard: Callable[[dist.ProcessGroup], object],
     store: dist.Store | None,
-    ranks: int,
+    ranks: Sequence[int],
     name: str,
 ) -> dist.ProcessGroup:
     """Create a process group, again if another program has taken a connection (all ranks call), or raise PeerLostError.
@@ -72,23 +68,26 @@ def made_well(
     """
     for attempt in range(_ATTEMPTS):
         group = make(attempt)
-        if ranks == 1 or store is None or compat.backend_of(group, CPU) != "gloo":
+        if len(ranks) == 1 or store is None or compat.backend_of(group, CPU) != "gloo":
             return group
         key = f"shardwise/made/{name}/{attempt}"
-        missing = _missing(group, key)
-        if _all_agree(store, key, ranks, missing is None):
+        missing, own = _missing(group, key), dist.PrefixStore(key, store)
+        if missing is not None:
+            own.set("bad", "")
+        meet(own, dist.get_rank(), ranks, 2 * _LIMIT, f"the check of a process group of {len(ranks)} ranks")
+        if not own.check(["bad"]):
             return group
-        discard(group)
         if missing is not None:
             _log.warning(
                 "rank %d: rank %d of a new process group does not answer; another program may have connected to a port "
                 "of the job in its place. The group is made again",
-                dist.get_rank() if dist.is_initialized() else -1,
+                dist.get_rank(),
                 missing,
             )
+        dist.destroy_process_group(group)
     raise PeerLostError(
-        f"a process group of {ranks} ranks was made {_ATTEMPTS} times, and each time some of its ranks could not hear "
-        "each other. Somebody calls the ports of the job, or a network or a firewall keeps the ranks apart: see the "
+        f"a process group of {len(ranks)} ranks was made {_ATTEMPTS} times, and each time some of its ranks could not "
+        "hear each other. Another program may call the ports of the job, or a firewall keeps the ranks apart: see the "
         "warnings of all ranks"
     )
 
@@ -119,20 +118,6 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
     received[rank] = cards[rank]
     wrong = (received != cards).any(dim=1).nonzero()
     return int(wrong[0]) if len(wrong) else None
-
-
-def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
-    if not here:
-        store.set(f"{key}/bad", "")
-    if store.add(key, 1) == ranks:
-        store.set(f"{key}/all", "bad" if store.check([f"{key}/bad"]) else "good")
-    pause, began = _POLL_S, time.monotonic()
-    while not store.check([f"{key}/all"]):
-        if time.monotonic() - began > 2 * _LIMIT.total_seconds():
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _SLOWEST_POLL_S)
-    return bool(store.get(f"{key}/all") == b"good")
 
 
 PURPOSES = {
@@ -197,30 +182,19 @@ class GroupCache:
 _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
 
 
-class _Names:
-    """Numbered names, counted since the default group was created: the same on all ranks, and never used before.
+_names: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def _next_name(name: str) -> str:
+    """Return a numbered name, counted since the default group was created: equal on all ranks, and never used before.
 
     Because torch's own names depend on the groups of this process, which may differ between ranks, and a used name
     leads to addresses in the store at which no rank listens any more.
     """
-
-    def __init__(self) -> None:
-        self._default: object = None
-        self._count: Counter[str] = Counter()
-
-    def next(self, name: str) -> str:
-        if self._default is not dist.group.WORLD:
-            self.clear()
-            self._default = dist.group.WORLD
-        self._count[name] += 1
-        return f"{name}/{self._count[name]}"
-
-    def clear(self) -> None:
-        self._default = None
-        self._count.clear()
-
-
-_names = _Names()
+    assert dist.group.WORLD is not None
+    count = _names.setdefault(dist.group.WORLD, Counter())
+    count[name] += 1
+    return f"{name}/{count[name]}"
 
 
 def new_group(
@@ -228,7 +202,7 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Create a group of some ranks (no other rank calls), or raise PeerLostError; arguments as of `GroupCache`."""
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
-    name = _names.next(f"shardwise/{purpose}/{digest}")
+    name = _next_name(f"shardwise/{purpose}/{digest}")
     whole = len(ranks) == dist.get_world_size()
     bound = device if backend == "nccl" else None
 
@@ -239,7 +213,7 @@ def new_group(
             return compat.make_group(ranks, f"{name}/{attempt}", timeout, backend, options, bound)
 
     await_ranks(ranks, timeout, name, f"the making of a process group of {len(ranks)} ranks")
-    return made_well(make, dist.destroy_process_group, compat.default_store(), len(ranks), name)
+    return made_well(make, compat.default_store(), ranks, name)
 
 
 def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) -> None:
@@ -253,8 +227,7 @@ def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) 
     record = Record(0, "new_group", "", 0, 0, f"of {len(ranks)} ranks", user_line(), time.perf_counter())
     record.kind, record.members = name, list(ranks)
     with waiting(record, record.launched):
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        meet(meeting_store(name, store), dist.get_rank(), ranks, timeout, attempt, what)
+        meet(meeting_store(name, store), dist.get_rank(), ranks, timeout, what)
 
 
 def meeting_store(name: str, store: dist.Store) -> dist.Store:
@@ -274,15 +247,16 @@ def enter(what: str, timeout: timedelta) -> None:
         DesyncError: a rank has entered another call, or has refused its arguments.
         LaunchError: a rank has ended, or has not come within the limit.
     """
-    store, name = compat.default_store(), _names.next("entry")
+    store, name = compat.default_store(), _next_name("entry")
     if store is None:
         return
     rank, world = dist.get_rank(), dist.get_world_size()
     own = meeting_store(name, store)
-    first, _, known = _text(own.compare_set("call", "", f"{rank}:{what}")).partition(":")
+    first, _, known = own.compare_set("call", "", f"{rank}:{what}").decode().partition(":")
     if known != what:
         _publish(own, f"rank {rank} is in {what}, and rank {first} in {known}. All ranks make the same calls")
-        raise DesyncError(f"{what}: {_text(own.get(REFUSED))}")  # not counted: the others wait until they read the text
+        # This rank does not count as here, because the others wait until they read the text.
+        raise DesyncError(f"{what}: {own.get(REFUSED).decode()}")
     await_ranks(range(world), timeout, name, f"the meeting in {what}")
 
 
@@ -290,21 +264,15 @@ def refuse(what: str, error: BaseException) -> None:
     """Report to ranks that wait in `enter` that this rank has refused the call, which counts as entered here."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store, name = compat.default_store(), _names.next("entry")
+    store, name = compat.default_store(), _next_name("entry")
     if store is not None:
         text = f"{type(error).__name__}: {error}"[:_TEXT]
         _publish(meeting_store(name, store), f"rank {dist.get_rank()} has refused its arguments with {text}")
 
 
 def _publish(store: dist.Store, text: str) -> None:
-    try:
+    with contextlib.suppress(RuntimeError):  # the store has gone, with the ranks that would read this
         store.compare_set(REFUSED, "", text)
-    except RuntimeError:
-        return  # the store has gone, with the ranks that would read this
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def give_back(group: dist.ProcessGroup) -> None:
@@ -316,5 +284,4 @@ def forget() -> None:
     """Release all references to groups: none then outlives its destruction."""
     for cache in list(_caches):
         cache.forget()
-    _names.clear()
     compat.forget_groups()

@@ -24,6 +24,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +44,13 @@ _RETRY_S = 0.05
 STEP_S = 0.2
 
 
+@dataclass
+class _Unproven:
+    number: bytes = field(default_factory=functools.partial(secrets.token_bytes, _NUMBER_BYTES))
+    received: bytes = b""
+    since: float = field(default_factory=time.monotonic)
+
+
 class P2PConnections:
     """Connections of this rank to others of a group (all ranks create it together, in one or two small collectives).
 
@@ -56,8 +64,10 @@ class P2PConnections:
         selector: selectors.BaseSelector,
         found: Callable[[int, socket.socket], None],
     ) -> None:
-        self._comm = comm
+        self._comm, self._selector, self._found = comm, selector, found
         self._asking: dict[int, socket.socket] = {}
+        self._known: set[int] = set()
+        self._unproven: dict[socket.socket, _Unproven] = {}
         _allow_files(2 * comm.world)
         one_machine = len(set(comm.fingerprints(machine(), "side_channel.machines"))) == 1
         name, secret = secrets.token_hex(_NAME_BYTES), secrets.token_hex(_NUMBER_BYTES)
@@ -65,9 +75,10 @@ class P2PConnections:
         self.name, self._key = f"shardwise/links/{shared[0]}", bytes.fromhex(shared[1])
         host = LOOPBACK if one_machine else own_address()
         self._listener = _listen(host)
+        self._listener.setblocking(False)
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
         if comm.world > 1:
             self._store().set(f"{self.name}/{comm.rank}", json.dumps([host, self._listener.getsockname()[1]]))
-        self._door = _Door(self._listener, self._key, comm.rank, comm.world, selector, found)
 
     def to(self, peer: int, deadline: float) -> socket.socket:
         """Return the connection for requests to a peer, created at first use (blocking, until `deadline`).
@@ -92,22 +103,75 @@ class P2PConnections:
 
     def leave(self) -> None:
         """Stop listening; the owners of connections keep them."""
-        self._door.close()
-        self._asking = {}
+        for connection in list(self._unproven):
+            self._drop(connection)
+        with contextlib.suppress(KeyError, ValueError):  # the selector is closed
+            self._selector.unregister(self._listener)
+        self._listener.close()
 
     def patience(self) -> float | None:
         """Return the seconds until `expire` is due; None: after incoming data."""
-        return self._door.patience()
+        return STEP_S if self._unproven else None
 
     def expire(self) -> None:
         """Drop connections that have not proven themselves in time."""
-        self._door.expire()
+        for connection, unproven in list(self._unproven.items()):
+            if time.monotonic() - unproven.since > _UNPROVEN_S:
+                self._drop(connection)
 
     def close(self) -> None:
         """Close all connections."""
-        self._door.close()
+        self.leave()
         while self._asking:
             self._asking.popitem()[1].close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the caller has gone, or all descriptors of this process are in use
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            if len(self._unproven) >= _MOST_UNPROVEN:
+                self._drop(next(iter(self._unproven)))
+            unproven = self._unproven[connection] = _Unproven()
+            self._selector.register(connection, selectors.EVENT_READ, functools.partial(self._hear, connection))
+            try:
+                connection.send(unproven.number)
+            except OSError:
+                self._drop(connection)
+
+    def _hear(self, connection: socket.socket) -> None:
+        unproven = self._unproven.get(connection)
+        if unproven is None:
+            return  # dropped while this call was due
+        try:
+            data = connection.recv(_HELLO.size - len(unproven.received))
+            unproven.received += data
+            if len(unproven.received) == _HELLO.size:
+                self._judge(connection, unproven)
+            elif not data:
+                self._drop(connection)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(connection)  # the peer will try again
+
+    def _judge(self, connection: socket.socket, unproven: _Unproven) -> None:
+        peer, theirs, proof = _HELLO.unpack(unproven.received)
+        own = self._comm.rank
+        known = peer < self._comm.world and peer != own and peer not in self._known
+        if not known or not hmac.compare_digest(proof, _proof(self._key, b"asks", peer, own, unproven.number, theirs)):
+            self._drop(connection)
+            return
+        _tune(connection)
+        connection.send(_proof(self._key, b"answers", peer, own, unproven.number, theirs))
+        self._selector.unregister(connection)
+        del self._unproven[connection]
+        self._known.add(peer)
+        self._found(peer, connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        del self._unproven[connection]
+        self._selector.unregister(connection)
+        connection.close()
 
     def _store(self) -> dist.Store:
         store = default_store()
@@ -159,131 +223,28 @@ def _proof(key: bytes, side: bytes, asking: int, answering: int, theirs: bytes, 
 
 def _call(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
     while True:
-        try:
-            return _call_once(address, key, rank, peer, deadline)
-        except ConnectionRefusedError:
-            raise  # the peer listens no more
-        except OSError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_RETRY_S)  # dropped among many unproven connections, or too slow
-
-
-def _call_once(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
-    connection = socket.create_connection(address, max(deadline - time.monotonic(), 1e-3))
-    try:
-        theirs, proof = bytearray(_NUMBER_BYTES), bytearray(_NUMBER_BYTES)
-        receive(connection, memoryview(theirs), deadline)
-        ours = secrets.token_bytes(_NUMBER_BYTES)
-        connection.sendall(_HELLO.pack(rank, ours, _proof(key, b"asks", rank, peer, bytes(theirs), ours)))
-        receive(connection, memoryview(proof), deadline)
-        if not hmac.compare_digest(proof, _proof(key, b"answers", rank, peer, bytes(theirs), ours)):
-            raise ConnectionAbortedError(f"what listens at {address} is not rank {peer}")
-        _tune(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        with contextlib.ExitStack() as closing:
+            try:
+                connection = socket.create_connection(address, max(deadline - time.monotonic(), 1e-3))
+                closing.callback(connection.close)
+                theirs, proof = bytearray(_NUMBER_BYTES), bytearray(_NUMBER_BYTES)
+                receive(connection, memoryview(theirs), deadline)
+                ours = secrets.token_bytes(_NUMBER_BYTES)
+                connection.sendall(_HELLO.pack(rank, ours, _proof(key, b"asks", rank, peer, bytes(theirs), ours)))
+                receive(connection, memoryview(proof), deadline)
+                if not hmac.compare_digest(proof, _proof(key, b"answers", rank, peer, bytes(theirs), ours)):
+                    raise ConnectionAbortedError(f"what listens at {address} is not rank {peer}")
+                _tune(connection)
+                closing.pop_all()
+                return connection
+            except ConnectionRefusedError:
+                raise  # the peer listens no more
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise
+        time.sleep(_RETRY_S)  # dropped among many unproven connections, or too slow
 
 
 def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # nothing may be sent for hours
-
-
-class _Unproven:
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.number = secrets.token_bytes(_NUMBER_BYTES)
-        self.received = b""
-        self.since = time.monotonic()
-        connection.setblocking(False)
-        connection.send(self.number)
-
-
-class _Door:
-    def __init__(
-        self,
-        listener: socket.socket,
-        key: bytes,
-        rank: int,
-        world: int,
-        selector: selectors.BaseSelector,
-        found: Callable[[int, socket.socket], None],
-    ) -> None:
-        self._listener, self._key, self._rank, self._world = listener, key, rank, world
-        self._selector, self._found = selector, found
-        self._known: set[int] = set()
-        self._unproven: dict[int, _Unproven] = {}
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self._accept)
-
-    def patience(self) -> float | None:
-        return STEP_S if self._unproven else None
-
-    def expire(self) -> None:
-        for unproven in list(self._unproven.values()):
-            if time.monotonic() - unproven.since > _UNPROVEN_S:
-                self._drop(unproven)
-
-    def close(self) -> None:
-        for unproven in list(self._unproven.values()):
-            self._drop(unproven)
-        with contextlib.suppress(KeyError, ValueError):  # the selector is closed
-            self._selector.unregister(self._listener)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the caller has gone, or all descriptors of this process are in use
-            connection, _ = self._listener.accept()
-            try:
-                unproven = _Unproven(connection)
-            except OSError:
-                connection.close()
-                return
-            if len(self._unproven) >= _MOST_UNPROVEN:
-                self._drop(next(iter(self._unproven.values())))
-            self._unproven[connection.fileno()] = unproven
-            self._selector.register(connection, selectors.EVENT_READ, functools.partial(self._hear, unproven))
-
-    def _hear(self, unproven: _Unproven) -> None:
-        if unproven.connection.fileno() not in self._unproven:
-            return  # dropped while this call was due
-        try:
-            data = unproven.connection.recv(_HELLO.size - len(unproven.received))
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        unproven.received += data
-        if not data:
-            self._drop(unproven)
-        elif len(unproven.received) == _HELLO.size:
-            self._judge(unproven)
-
-    def _judge(self, unproven: _Unproven) -> None:
-        peer, theirs, proof = _HELLO.unpack(unproven.received)
-        known = peer < self._world and peer != self._rank and peer not in self._known
-        if not known or not hmac.compare_digest(
-            proof, _proof(self._key, b"asks", peer, self._rank, unproven.number, theirs)
-        ):
-            self._drop(unproven)
-            return
-        connection = unproven.connection
-        try:
-            _tune(connection)
-            connection.send(_proof(self._key, b"answers", peer, self._rank, unproven.number, theirs))
-        except OSError:
-            self._drop(unproven)  # the peer will try again
-            return
-        self._forget(unproven)
-        self._known.add(peer)
-        self._found(peer, connection)
-
-    def _forget(self, unproven: _Unproven) -> None:
-        self._selector.unregister(unproven.connection)
-        del self._unproven[unproven.connection.fileno()]
-
-    def _drop(self, unproven: _Unproven) -> None:
-        self._forget(unproven)
-        unproven.connection.close()

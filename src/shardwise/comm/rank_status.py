@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
@@ -24,20 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.desync import (
-    PAIR,
-    RECENT,
-    TORCH,
-    Launch,
-    Place,
-    Position,
-    digest_of,
-    launch_of,
-    named,
-    order_of,
-    position_of,
-    size_of,
-)
+from shardwise.comm import desync
+from shardwise.comm.desync import PAIR, TORCH, Launch, Place, Position, named, order_of
 from shardwise.comm.ledger import WAITING, Ledger, Record, followed, line_of
 from shardwise.comm.rendezvous import machine
 from shardwise.compat import group_named, launched_of, local_of
@@ -86,12 +75,6 @@ def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] |
     return next(((record, launched[-1][2]) for record, mark, _ in launched if not mark.reached()), None)
 
 
-def turn_of(what: str) -> int:
-    """Return the number of a collective in its order from its name; -1: none."""
-    number = what.rpartition("#")[2]
-    return int(number) if number.isdigit() else -1
-
-
 class Here:
     """Finds the position of this process; the script runs on `thread` (None: main), `facts` gives step and loader."""
 
@@ -109,23 +92,18 @@ class Here:
     def __call__(self, quiet: float = 0.0) -> Position:
         """Return the position of this process; `quiet` as in `oldest_under_way`."""
         thread, script = _script_of(self._thread or 0)
-        if script.torch is None and script.inner is not None:
-            code, place, call_of = script.inner
-            if not code.co_filename.startswith(_PACKAGE) and _calls_wait(code, place):
-                script = replace(script, torch=_work_position((call_of, place)))
         default = dist.group.WORLD
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
         rest["collectives"] = -1 if default is None else launched_of(default)
-        wait = self._wait(thread, script.blocked, quiet)
-        if wait is not None and isinstance(record := wait[0], Record):
-            return position_of(record, wait[1], **{**rest, "line": record.line or script.line})
-        call = script.torch
-        if wait is not None and isinstance(launch := wait[0], TorchLaunch):
-            call = _torch_position(launch, id(launch))
-            rest["line"] = launch.line or script.line
-        if call is not None:
-            return replace(call, seconds=self._seen(call.number), **rest)
-        return Position(**rest)
+        call = script.torch or _work_position(script.inner)
+        what, since = self._wait(thread, script.blocked, quiet)
+        if isinstance(what, Record):
+            rest["line"] = what.line or script.line
+            return desync.position_of(what, time.perf_counter() - since, **rest)
+        if what is not None:
+            call = _torch_position(what, id(what))
+            rest["line"] = what.line or script.line
+        return Position(**rest) if call is None else replace(call, seconds=self._seen(call.number), **rest)
 
     def launched_in_torch(self, kind: str, turn: int, here: Position) -> bool:
         """Return True if this rank, at `here`, has launched and left the collective of torch of another rank."""
@@ -135,45 +113,46 @@ class Here:
 
     def launched(self, waits: Sequence[Place]) -> list[bool]:
         """Return, for each collective that a rank waits for, True if this rank has launched it."""
-        kept: dict[str, dict[int, Place]] = {kind: {} for _, kind, _ in waits}
-        for record in self._records():
-            if (kind := order_of(record)) in kept:
-                kept[kind][record.turn] = named(record), kind, size_of(record)
+        launched = self._by_turn([kind for _, kind, _ in waits])
         found = []
         for what, kind, size in waits:
-            turns, turn = kept[kind], turn_of(what)
-            # A turn before those of the ledger was launched long ago.
-            found.append(turns[turn] == (what, kind, size) if turn in turns else bool(turns) and turn < min(turns))
+            turns, number = launched[kind], what.rpartition("#")[2]
+            turn = int(number) if number.isdigit() else -1
+            record = turns.get(turn)
+            if record is not None:
+                found.append((named(record), desync.size_of(record)) == (what, size))
+            else:  # a turn before those of the ledger was launched long ago
+                found.append(bool(turns) and turn < min(turns))
         return found
 
     def recent(self, kinds: Sequence[str]) -> dict[str, tuple[int, str]]:
         """Return, by order, the number of a recent collective, and digests of that one and all later ones."""
-        kept: dict[str, dict[int, Record]] = {}
-        for record in self._records():
-            if (kind := order_of(record)) in kinds:
-                kept.setdefault(kind, {})[record.turn] = record
         found = {}
-        for kind, launched in kept.items():
-            turns = sorted(launched)[-RECENT:]
-            found[kind] = turns[0], "".join(digest_of(launch_of(launched[turn])) for turn in turns)
+        for kind, launched in self._by_turn(kinds).items():
+            if turns := sorted(launched)[-desync.RECENT :]:
+                digests = (desync.digest_of(desync.launch_of(launched[turn])) for turn in turns)
+                found[kind] = turns[0], "".join(digests)
         return found
 
     def launch(self, kind: str, turn: int) -> Launch | None:
         """Return one collective that this rank has launched."""
-        found = (launch_of(one) for one in self._records() if one.turn == turn and order_of(one) == kind)
-        return next(found, None)
+        record = self._by_turn([kind])[kind].get(turn)
+        return None if record is None else desync.launch_of(record)
 
-    def _records(self) -> list[Record]:
-        return [] if self._ledger is None else [record for record in self._ledger.records() if record.kind]
+    def _by_turn(self, kinds: Sequence[str]) -> dict[str, dict[int, Record]]:
+        found: dict[str, dict[int, Record]] = {kind: {} for kind in kinds}
+        for record in () if self._ledger is None else self._ledger.records():
+            if record.kind and (kind := order_of(record)) in found:
+                found[kind][record.turn] = record
+        return found
 
-    def _wait(self, thread: int, blocked: bool, quiet: float) -> tuple[Record | TorchLaunch, float] | None:
+    def _wait(self, thread: int, blocked: bool, quiet: float) -> tuple[Record | TorchLaunch | None, float]:
         waits = dict(WAITING)
         found: tuple[Record | TorchLaunch, float] | None = waits.get(thread)
         if found is None and blocked:  # another thread waits for the collective
             of_engines = [wait for wait in waits.values() if isinstance(wait[0], Record)]
             found = min(of_engines, key=lambda wait: wait[1], default=None)
-        found = found or oldest_under_way(quiet)
-        return None if found is None else (found[0], time.perf_counter() - found[1])
+        return found or oldest_under_way(quiet) or (None, 0.0)
 
     def _seen(self, number: int) -> float:
         now = time.perf_counter()
@@ -211,16 +190,18 @@ def _torch_position(launch: TorchLaunch, place: object) -> Position:
     return Position(what, launch.size, kind, members, number=hash((place, launch.turn)), turn=turn)
 
 
-def _work_position(place: object) -> Position | None:
-    """Return the position of a thread in `Work.wait` of an unknown collective; None: torch has launched none.
+def _work_position(inner: tuple[CodeType, int, int] | None) -> Position | None:
+    """Return the position of a thread in `Work.wait` of an unknown collective; None: not in one.
 
     The last collective of the default group is reported. Ranks that have also launched that one are known to take part.
     """
     default = dist.group.WORLD
+    if inner is None or inner[0].co_filename.startswith(_PACKAGE) or not _calls_wait(*inner[:2]):
+        return None
     if default is None or (turn := launched_of(default)) < 1:
         return None
     kind, members = f"{TORCH}{default.group_name}", dist.get_process_group_ranks(default)
-    return Position(f"{_WORK}()", 0, kind, members, number=hash((place, turn)), turn=turn)
+    return Position("torch.distributed.Work.wait()", 0, kind, members, number=hash((inner[1:], turn)), turn=turn)
 
 
 @functools.lru_cache(64)
@@ -231,15 +212,13 @@ def _calls_wait(code: CodeType, place: int) -> bool:
     >>> [_calls_wait(code, one.offset) for one in dis.get_instructions(code) if one.opname.startswith("CALL")]
     [True]
     """
-    before = ""
-    for instruction in dis.get_instructions(code):
-        if instruction.offset == place:
-            return before == "wait" and instruction.opname.startswith("CALL")
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            before = str(instruction.argval)
-        elif instruction.opname not in ("PRECALL", "CACHE", "PUSH_NULL"):
-            before = ""
-    return False
+    shown = [one for one in dis.get_instructions(code) if one.opname not in ("PRECALL", "CACHE", "PUSH_NULL")]
+    return any(
+        (call.offset, loaded.argval) == (place, "wait")
+        and loaded.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        and call.opname.startswith("CALL")
+        for loaded, call in itertools.pairwise(shown)
+    )
 
 
 def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
@@ -248,18 +227,12 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 
 _PAIRS = ("send", "recv", "isend", "irecv")
-_WORK = "torch.distributed.Work.wait"
 _UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")  # collectives of torch that do not count in their group
 _SAYING_WHICH = ("op", "src", "dst", "group_src", "group_dst", "group", "tag")
 _ALIKE = {
-    "all_reduce": "tensor",
-    "reduce": "tensor",
-    "broadcast": "tensor",
-    "all_gather": "tensor",
-    "gather": "tensor",
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast", "all_gather", "gather"), "tensor"),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), "output"),
     "all_gather_into_tensor": "input_tensor",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "output",
 }
 """Arguments of torch's collectives that have the same size on all ranks."""
 
@@ -285,10 +258,7 @@ class _Script:
         method = loader = ""
         ours = False
         called: FrameType | None = None
-        inner: FrameType | None = frame
-        for _ in range(_DEEP):
-            if inner is None:
-                break
+        for inner in _callers(frame, _DEEP):
             file, name = inner.f_code.co_filename, inner.f_code.co_name
             if file.endswith(_ENGINE) and not name.startswith("_"):
                 method = name  # the outermost, which the script has called
@@ -297,8 +267,7 @@ class _Script:
             elif file.endswith(_COLLECTIVES) and not ours and not name.startswith(_NO_WAITS):
                 called = inner
             ours = ours or (_PACKAGE in file and not file.endswith(_API))
-            inner = inner.f_back
-        doing = _METHODS.get(method, f"engine.{method}()") if method else loader
+        doing = "a forward pass" if method == "forward" else f"engine.{method}()" if method else loader
         call = None
         if called is not None:
             name = _WAITING.get(called.f_code.co_name, called.f_code.co_name)
@@ -328,18 +297,22 @@ def _waited_for(frame: FrameType | None, frames: Mapping[int, FrameType]) -> int
 
     Because a thread of the script may wait for its own peers for long, no other thread counts: the rank is only slow.
     """
-    for _ in range(_WAITING_FRAMES):
-        if frame is None:
-            return 0
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
+    for inner in _callers(frame, _WAITING_FRAMES):
+        file, name = inner.f_code.co_filename, inner.f_code.co_name
         if file.endswith(_AUTOGRAD):
             return _of_autograd(frames)
         if file.endswith(_THREADING) and name == "join":
-            return getattr(local_of(frame, "self"), "ident", None) or 0
+            return getattr(local_of(inner, "self"), "ident", None) or 0
         if file.endswith(_FUTURES[0]) and name == "result":
-            return _working_on(local_of(frame, "self"), frames)
-        frame = frame.f_back
+            return _working_on(local_of(inner, "self"), frames)
     return 0
+
+
+def _callers(frame: FrameType | None, limit: int) -> Iterator[FrameType]:
+    """Yield a frame and its callers, `limit` frames in all."""
+    while frame is not None and limit:
+        yield frame
+        frame, limit = frame.f_back, limit - 1
 
 
 _WAITING_FRAMES = 6
@@ -353,14 +326,10 @@ def _of_autograd(frames: Mapping[int, FrameType]) -> int:
 
 def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:
     for thread, inner in frames.items():
-        frame: FrameType | None = inner
-        for _ in range(_DEEP):
-            if frame is None:
-                break
+        for frame in _callers(inner, _DEEP):
             item = local_of(frame, "self") if frame.f_code.co_filename.endswith(_FUTURES[1]) else None
             if item is not None and getattr(item, "future", None) is future:
                 return thread
-            frame = frame.f_back
     return 0
 
 
@@ -374,7 +343,6 @@ _AUTOGRAD = os.path.join("torch", "autograd", "graph.py")
 _THREADING, _QUEUE = f"{os.sep}threading.py", f"{os.sep}queue.py"
 _FUTURES = tuple(os.path.join("concurrent", "futures", file) for file in ("_base.py", "thread.py"))
 _LOADERS = (os.path.join("torch", "utils", "data", ""), os.path.join(_PACKAGE, "data", ""))
-_METHODS = {"forward": "a forward pass"}
 _NO_WAITS = ("_", "get_", "is_")
 _WAITING = {"unwrap": "wait_tensor", "trigger_wait": "wait_tensor"}
 """Methods of torch that wait for a functional collective, and the public function."""

@@ -28,6 +28,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from shardwise.comm.coded import ranks_in_words
 from shardwise.comm.environment import RankPlace, discover, is_loopback
 from shardwise.compat import store_host
 from shardwise.errors import DesyncError, LaunchError, ShardwiseError
@@ -130,8 +131,7 @@ def answers(store: dist.Store, patience: float = 0.0) -> bool:
 
     The connection is watched for `patience` seconds: the kernel closes the sockets of a killed process one by one.
     """
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = _root(store)
     if not isinstance(store, dist.TCPStore):
         return True
     try:
@@ -140,6 +140,12 @@ def answers(store: dist.Store, patience: float = 0.0) -> bool:
             return not patience or not select.select([probe], [], [], patience)[0]
     except OSError:
         return False
+
+
+def _root(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def machine() -> str:
@@ -200,7 +206,6 @@ def meet(
     rank: int,
     ranks: Sequence[int],
     timeout: timedelta,
-    attempt: str = "0",
     what: str = MEETING,
 ) -> None:
     """Wait until all of `ranks` have come to `what`; `store` has a prefix of this rendezvous only.
@@ -212,7 +217,7 @@ def meet(
     if len(ranks) == 1:
         return
     try:
-        _meet(store, rank, ranks, timeout, attempt, what)
+        _meet(store, rank, ranks, timeout, what)
     except RuntimeError as error:
         if isinstance(error, ShardwiseError):
             raise
@@ -224,7 +229,7 @@ def meet(
         ) from None
 
 
-def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, attempt: str, what: str) -> None:
+def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, what: str) -> None:
     began = time.monotonic()
     store.set(_came(rank), "")
     place = store.add("meeting/number", 1)
@@ -243,8 +248,9 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
         waited = time.monotonic() - began
         if waited < limit and (place > 1 or pause < _SLOWEST_POLL_S):
             continue
-        missing = _missing(store, ranks)
-        why = _why_apart(store, ranks, missing, attempt, what, waited if waited >= limit else None)
+        here = set(written(store, [_came(one) for one in ranks]))
+        missing = [one for one in ranks if _came(one) not in here]
+        why = _why_apart(store, ranks, missing, what, waited if waited >= limit else None)
         if why is not None:
             store.compare_set(_APART, "", why)
             raise LaunchError(why)
@@ -253,22 +259,19 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
             _log.warning("%s not come to %s after %.0f s; the others wait", _who(missing), what, waited)
 
 
-def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    if store.check([_came(rank) for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return list(ranks)
-    half = len(ranks) // 2
-    return _missing(store, ranks[:half]) + _missing(store, ranks[half:])
+def written(store: dist.Store, keys: list[str]) -> list[str]:
+    """Return the keys that are in a store. Because reading another key would block."""
+    if not keys or store.check(keys):
+        return keys
+    half = len(keys) // 2
+    return written(store, keys[:half]) + written(store, keys[half:]) if half else []
 
 
 def _why_apart(
-    store: dist.Store, ranks: Sequence[int], missing: Sequence[int], attempt: str, what: str, limit: float | None
+    store: dist.Store, ranks: Sequence[int], missing: Sequence[int], what: str, limit: float | None
 ) -> str | None:
     """Return why ranks do not meet, or None: one has ended, or the limit is over (`limit` None: not yet)."""
-    job = store
-    while isinstance(job, dist.PrefixStore):
-        job = job.underlying_store
+    job, attempt = _root(store), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     for other in missing:
         if job.check([ended_key(attempt, other)]):
             how = job.get(ended_key(attempt, other)).decode()
@@ -287,5 +290,4 @@ def _came(rank: int) -> str:
 
 
 def _who(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+    return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'}"

@@ -102,9 +102,9 @@ def init_distributed(
         store = join(place, place.master_port or distributed_port, timeout)
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
-    meet(store, place.rank, range(place.world_size), timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    meet(store, place.rank, range(place.world_size), timeout)
     device = None
-    if _has_nccl(backend):
+    if "nccl" in backend:
         if torch.cuda.device_count() == 1:
             _check_own_device(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), place)
         device = _take_own_device(place)
@@ -117,7 +117,7 @@ def init_distributed(
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
-    made_well(start, lambda _: destroy(), store, place.world_size, "default")
+    made_well(start, store, range(place.world_size), "default")
     _at_exit(_end_with_process)
     if verbose and place.rank == 0:
         ranks = f"{place.world_size} rank{'s' * (place.world_size > 1)}"
@@ -194,18 +194,16 @@ def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:
     >>> timeout_from_environment({"DEEPSPEED_TIMEOUT": "30"})
     datetime.timedelta(seconds=1800)
     """
-    for name in TIMEOUT_VARIABLES:
-        text = env.get(name, "")
-        if not text:
-            continue
-        try:
-            minutes = float(text)
-            if minutes > 0:
-                return timedelta(minutes=minutes)
-        except (ValueError, OverflowError):
-            pass
-        raise LaunchError(f"{name}={text!r} is not a positive number of minutes.")
-    return DEFAULT_TIMEOUT
+    name = next((name for name in TIMEOUT_VARIABLES if env.get(name)), None)
+    if name is None:
+        return DEFAULT_TIMEOUT
+    try:
+        limit = timedelta(minutes=float(env[name]))
+    except (ValueError, OverflowError):
+        limit = timedelta(0)
+    if limit <= timedelta(0):
+        raise LaunchError(f"{name}={env[name]!r} is not a positive number of minutes.")
+    return limit
 
 
 def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None) -> RankPlace:
@@ -218,8 +216,7 @@ def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None
                     "Leave the argument out, or unset the variable."
                 )
             env[name] = str(value)
-    host = None if init_method is None else urlsplit(init_method).hostname
-    if init_method in (None, "env://"):
+    if init_method is None or init_method == "env://":
         return discover(env, schedulers=schedulers)
     if not env.get("RANK") or not env.get("WORLD_SIZE"):
         raise LaunchError(
@@ -227,7 +224,8 @@ def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None
             "and world_size=, or set RANK and WORLD_SIZE."
         )
     # Only the address is the URL's; a path (file:///...) may lie on a disk that several machines share.
-    env["MASTER_ADDR"], env["MASTER_PORT"] = host or socket.gethostname(), str(DEFAULT_PORT)
+    host = urlsplit(init_method).hostname or socket.gethostname()
+    env["MASTER_ADDR"], env["MASTER_PORT"] = host, str(DEFAULT_PORT)
     env.setdefault("LOCAL_RANK", env["RANK"])
     return discover(env)
 
@@ -251,10 +249,6 @@ def _backend(requested: str | None, place: RankPlace) -> str:
                 'Leave dist_backend out to take "nccl" on CUDA and "gloo" elsewhere.'
             )
     return requested
-
-
-def _has_nccl(backend: str) -> bool:
-    return any(part.rpartition(":")[2] == "nccl" for part in backend.split(","))
 
 
 def _order_launches() -> None:
@@ -296,13 +290,10 @@ def _check_own_device(store: dist.Store, place: RankPlace) -> None:
 
 def _keep_gloo_on_loopback() -> None:
     """Keep Gloo off the interface of the host's name, which the network can reach."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
     names = {name for _, name in socket.if_nameindex()}
-    for name in ("lo", "lo0"):
-        if name in names:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _check_adopted(rank: int, world_size: int) -> None:

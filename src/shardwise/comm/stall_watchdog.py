@@ -27,23 +27,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.desync import (
-    FAILED,
-    Confirmation,
-    Launch,
-    Position,
-    Positions,
-    first_difference,
-    is_stuck,
-    judge,
-    key_of,
-    parting_in_words,
-    read_all,
-    seal,
-    sign_failures,
-    unsealed,
-    waits_of,
-)
+from shardwise.comm import desync
+from shardwise.comm.desync import FAILED, Confirmation, Launch, Position
 from shardwise.comm.ledger import Ledger, follow_devices
 from shardwise.comm.rank_status import Here, process_word, quiet_for, state_of
 from shardwise.comm.rendezvous import answers
@@ -92,7 +77,7 @@ class _Request:
     answers: dict[int, Any] = field(default_factory=dict)
     places: dict[int, Position | None] = field(default_factory=dict)
     confirmed: dict[int, Confirmation] = field(default_factory=dict)
-    candidates: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    candidates: Mapping[str, tuple[int, list[int]]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -260,34 +245,34 @@ class StallWatch:
         stage, name = request["stage"], request["name"]
         if stage == "stuck":
             self._give_up(DesyncError, request["text"], EXIT_CODE)
-        elif stage == "where":
-            self._write("answer", self._rank, {"to": name, "place": here.written()})
-            if here.waits:  # the report of the requesting rank is about this wait, too
-                self._due = {here.number: max(2 * here.seconds, self._limit)}
-        elif self._rank in request["of"] or not request["of"]:
-            own = self._read("request", self._rank)
-            if own is not None and own["name"] == name:
-                answer = (
-                    self._confirmation(own["waits"], here) if stage == "confirm" else self._launches(own["launches"])
-                )
-                self._write("answer", self._rank, {"to": name, **answer})
+            return
+        if request["of"] and self._rank not in request["of"]:
+            return
+        own = request if stage == "where" else self._read("request", self._rank)
+        if own is None or own["name"] != name:
+            return
+        self._write("answer", self._rank, {"to": name, **self._reply(stage, own, here)})
+        if stage == "where" and here.waits:  # the report of the requesting rank is about this wait, too
+            self._due = {here.number: max(2 * here.seconds, self._limit)}
 
-    def _confirmation(self, waits: Sequence[Any], here: Position) -> dict[str, Any]:
-        places = [(str(what), str(kind), int(size)) for what, kind, size, _ in waits]
-        launched = [place for place, yes in zip(places, self._here.launched(places), strict=True) if yes]
-        for place, (_, kind, _, turn) in zip(places, waits, strict=True):
-            if self._here.launched_in_torch(kind, turn, here):
-                launched.append(place)
-        kinds = [place[1] for place in [*places, here.place]]
+    def _reply(self, stage: str, own: Mapping[str, Any], here: Position) -> dict[str, Any]:
+        if stage == "where":
+            return {"place": here.written()}
+        if stage == "parting":
+            return {"launches": {kind: self._here.launch(kind, turn) for kind, turn in own["launches"].items()}}
+        places = [(what, kind, size) for what, kind, size, _ in own["waits"]]
+        launched = [
+            place
+            for place, yes, wait in zip(places, self._here.launched(places), own["waits"], strict=True)
+            if yes or self._here.launched_in_torch(place[1], wait[3], here)
+        ]
+        kinds = [here.kind, *(kind for _, kind, _ in places)]
         return {"wait": here.number, "launched": launched, "recent": self._here.recent(kinds)}
 
-    def _launches(self, requested: Mapping[str, int]) -> dict[str, Any]:
-        return {"launches": {kind: self._here.launch(kind, turn) for kind, turn in requested.items()}}
-
     def _end_after_failure(self) -> None:
-        if not self._store.check([key_of(FAILED)]):
+        if not self._store.check([desync.key_of(FAILED)]):
             return
-        text = unsealed(self._store.get(key_of(FAILED)), self._secret, key_of(FAILED))
+        text = desync.unsealed(self._store.get(desync.key_of(FAILED)), self._secret, desync.key_of(FAILED))
         if text is None:
             return
         now = self._clock()
@@ -308,23 +293,23 @@ class StallWatch:
             self._due = {here.number: here.seconds + self._patience}  # that rank's request comes, or it has ended
             return
         self._request = _Request(claim, here.number)
-        self._put(self._request, "where", self._ranks)
-        self._request.answers[self._rank] = {"place": here.written()}
-        self._request.missing.discard(self._rank)
+        self._put(self._request, "where", {rank: {} for rank in self._ranks}, here)
 
     @property
     def _patience(self) -> float:
         """Seconds within which a process that runs answers."""
         return self._idle + 3 * self.every + _ANSWERED_S
 
-    def _put(
-        self, request: _Request, stage: str, of: Iterable[int], each: Mapping[int, dict[str, Any]] | None = None
-    ) -> None:
-        request.stage, request.since = stage, self._clock()
-        request.missing, request.answers = set(of), {}
-        for rank, own in (each or {}).items():
-            self._write("request", rank, {"name": request.name, **own})
-        chosen = sorted(request.missing) if len(request.missing) < len(self._ranks) else []
+    def _put(self, request: _Request, stage: str, each: dict[int, dict[str, Any]], here: Position) -> None:
+        """Start a stage, with a value for each rank that shall answer."""
+        request.stage, request.since, request.answers = stage, self._clock(), {}
+        if (own := each.pop(self._rank, None)) is not None:
+            request.answers[self._rank] = self._reply(stage, own, here)
+        request.missing = set(each)
+        for rank, value in each.items():
+            if value:
+                self._write("request", rank, {"name": request.name, **value})
+        chosen = sorted(each) if len(each) + 1 < len(self._ranks) else []
         self._write("request", {"stage": stage, "name": request.name, "by": self._rank, "of": chosen})
         self._last_request = self._store.add(self._key("requests"), 1)
 
@@ -335,11 +320,13 @@ class StallWatch:
         waited = self._clock() - request.since
         if request.stage == "pause":
             if waited >= self._limit * _LATER:
-                self._confirm(request, here)
+                waits = desync.waits_of(request.places)
+                of_rank = {rank: [one for one in waits if rank in (one.members or [rank])] for rank in self._ranks}
+                each = {rank: {"waits": [(*one.place, one.turn) for one in own]} for rank, own in of_rank.items()}
+                self._put(request, "confirm", each, here)
             return
-        for rank, answer in self._answers_to(request.missing, request.name).items():
-            request.answers[rank] = answer
-            request.missing.discard(rank)
+        request.answers |= self._answers_to(request.missing, request.name)
+        request.missing -= request.answers.keys()
         if request.missing and waited < self._patience:
             return
         if request.stage == "where":
@@ -347,58 +334,34 @@ class StallWatch:
             request.places = {rank: found.get(rank) for rank in self._ranks}
             if all(place is not None and place.waits for place in request.places.values()):
                 request.stage, request.since = "pause", self._clock()
-            else:
-                self._report(request)
+                return
         elif request.stage == "confirm":
             request.confirmed = {
                 rank: Confirmation(answer["wait"], frozenset(map(tuple, answer["launched"])), answer["recent"])
                 for rank, answer in request.answers.items()
             }
-            if is_stuck(request.places, request.confirmed) and self._ask_for_parting(request):
+            if desync.is_stuck(request.places, request.confirmed):
+                request.candidates = _first_differences(request.confirmed)
+            if request.candidates:
+                asked: dict[int, dict[str, Any]] = {}
+                for kind, (turn, ranks) in request.candidates.items():
+                    for rank in ranks:
+                        asked.setdefault(rank, {"launches": {}})["launches"][kind] = turn
+                self._put(request, "parting", asked, here)
                 return
-            self._report(request)
-        else:
-            self._report(request)
-
-    def _confirm(self, request: _Request, here: Position) -> None:
-        waits = waits_of(request.places)
-        each = {
-            rank: {"waits": [(*wait.place, wait.turn) for wait in waits if rank in wait.members or not wait.members]}
-            for rank in self._ranks
-        }
-        own = each.pop(self._rank)["waits"]
-        self._put(request, "confirm", self._ranks, each)
-        request.answers[self._rank] = self._confirmation(own, here)
-        request.missing.discard(self._rank)
-
-    def _ask_for_parting(self, request: _Request) -> bool:
-        by_kind: dict[str, dict[int, tuple[int, str]]] = {}
-        for rank, answer in request.confirmed.items():
-            for kind, recent in answer.recent.items():
-                by_kind.setdefault(kind, {})[rank] = recent
-        for kind, recents in by_kind.items():
-            difference = first_difference(recents) if len(recents) > 1 else None
-            if difference is not None:
-                request.candidates[kind] = difference[0], difference[1][:_SHOWN]
-        each: dict[int, dict[str, Any]] = {}
-        for kind, (turn, ranks) in request.candidates.items():
-            for rank in ranks:
-                each.setdefault(rank, {"launches": {}})["launches"][kind] = turn
-        if not each:
-            return False
-        own = each.pop(self._rank, None)
-        self._put(request, "parting", each, each)
-        if own is not None:
-            request.answers[self._rank] = self._launches(own["launches"])
-        return True
+        self._report(request)
 
     def _report(self, request: _Request) -> None:
         self._request = None
         if self._store.compare_set(self._key("claim"), request.claim, request.claim).decode() != request.claim:
             return  # another rank requests, and has got the answers
         parting = _first_parting(request.candidates, request.answers)
-        silent = self._silent(request.places)
-        report = judge(request.places, self._rank, request.confirmed or None, silent, parting)
+        silent = {
+            rank: state_of(self._read("process", rank) or {}, self._patience)
+            for rank, place in request.places.items()
+            if place is None
+        }
+        report = desync.judge(request.places, self._rank, request.confirmed or None, silent, parting)
         if report.stuck:
             self._write("request", {"stage": "stuck", "name": "", "by": self._rank, "text": report.text})
             self._last_request = self._store.add(self._key("requests"), 1)
@@ -407,12 +370,6 @@ class StallWatch:
             what = request.places[self._rank]
             event = {"kind": "stall", "rank": self._rank, "what": what and what.what, "ranks": list(report.absent)}
             logger.warning("%s", report.text, extra={"event": event})
-
-    def _silent(self, places: Positions) -> dict[int, str]:
-        found = {}
-        for rank in [rank for rank, place in places.items() if place is None]:
-            found[rank] = state_of(self._read("process", rank) or {}, self._patience)
-        return found
 
     def _give_up(self, kind: type[Exception], text: str, code: int) -> None:
         who = f"*** shardwise: rank {self._rank} of {len(self._ranks)} ends"
@@ -423,26 +380,36 @@ class StallWatch:
     # -- the store ---------------------------------------------------------------------------------------------------
 
     def _key(self, *parts: object) -> str:
-        return key_of("stalls", *parts)
+        return desync.key_of("stalls", *parts)
 
     def _write(self, *parts: Any) -> None:
         """Write a value, the last argument, under a key that the next write overwrites."""
         *place, value = parts
         key = self._key(*place)
-        self._store.set(key, seal(json.dumps(value, separators=(",", ":")), self._secret, key))
+        self._store.set(key, desync.seal(json.dumps(value, separators=(",", ":")), self._secret, key))
 
     def _read(self, *place: object) -> Any:
         key = self._key(*place)
         return self._checked(key, self._store.get(key)) if self._store.check([key]) else None
 
     def _checked(self, key: str, data: bytes) -> Any:
-        text = unsealed(data, self._secret, key)
+        text = desync.unsealed(data, self._secret, key)
         return None if text is None else json.loads(text)
 
     def _answers_to(self, ranks: Iterable[int], name: str) -> dict[int, Any]:
-        values = read_all(self._store, [self._key("answer", rank) for rank in sorted(ranks)])
+        values = desync.read_all(self._store, [self._key("answer", rank) for rank in sorted(ranks)])
         found = {int(key.rpartition("/")[2]): self._checked(key, data) for key, data in values.items()}
         return {rank: answer for rank, answer in found.items() if answer is not None and answer.get("to") == name}
+
+
+def _first_differences(confirmed: Mapping[int, Confirmation]) -> dict[str, tuple[int, list[int]]]:
+    """Return, by order, the first collective that ranks have launched differently, and a rank for each way."""
+    by_kind: dict[str, dict[int, tuple[int, str]]] = {}
+    for rank, answer in sorted(confirmed.items()):
+        for kind, recent in answer.recent.items():
+            by_kind.setdefault(kind, {})[rank] = recent
+    found = {kind: desync.first_difference(recents) for kind, recents in by_kind.items()}
+    return {kind: (first[0], first[1][:_SHOWN]) for kind, first in found.items() if first is not None}
 
 
 def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Mapping[int, Any]) -> list[str]:
@@ -450,8 +417,8 @@ def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Map
     for kind, (_, ranks) in candidates.items():
         found = {rank: answers.get(rank, {}).get("launches", {}).get(kind) for rank in ranks}
         partings.append({rank: tuple(launch) for rank, launch in found.items() if launch})
-    known = [launches for launches in partings if len(launches) > 1]
-    return parting_in_words(min(known, key=lambda launches: min(one[3] for one in launches.values()))) if known else []
+    known = (launches for launches in partings if len(launches) > 1)
+    return desync.parting_in_words(min(known, key=lambda one: min(launch[3] for launch in one.values()), default={}))
 
 
 _watching: list[StallWatch] = []
@@ -471,7 +438,7 @@ def watch(
     """
     while _watching:
         _watching.pop().close()
-    sign_failures(secret)
+    desync.sign_failures(secret)
     started = StallWatch(ranks, rank, limit, secret, here=Here(ledger, threading.get_ident(), facts))
     _watching.append(started)
     follow_devices(True)

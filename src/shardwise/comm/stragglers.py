@@ -70,14 +70,12 @@ class Stragglers:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for JSON, with text keys."""
-        return {
-            "ranks": {str(rank): asdict(shares) for rank, shares in self.ranks.items()},
-            "by_op": {
-                op: {str(rank): asdict(shares) for rank, shares in ranks.items()} for op, ranks in self.by_op.items()
-            },
-            "collectives": self.collectives,
-            "uncertainty": self.uncertainty,
-        }
+
+        def texts(ranks: Mapping[int, Shares]) -> dict[str, Any]:
+            return {str(rank): asdict(shares) for rank, shares in ranks.items()}
+
+        by_op = {op: texts(ranks) for op, ranks in self.by_op.items()}
+        return {**asdict(self), "ranks": texts(self.ranks), "by_op": by_op}
 
     def table(self) -> str:
         """Return a table of all ranks, in milliseconds."""
@@ -123,15 +121,12 @@ def blame(parts: Mapping[int, Iterable[Part]], uncertainty: float = 0.0) -> Stra
         late = lateness(together)
         for rank, part in together.items():
             blocked = late.blocked.get(rank, 0.0)
-            for shares in (found.ranks, _of(found.by_op, part.op, found.ranks)):
+            by_op = found.by_op.setdefault(part.op, {rank: Shares() for rank in found.ranks})
+            for shares in (found.ranks, by_op):
                 shares[rank].waited += blocked
                 shares[rank].transfer += max(0.0, part.waited - blocked)
                 shares[late.last].caused += blocked
     return found
-
-
-def _of(by_op: dict[str, dict[int, Shares]], op: str, ranks: Iterable[int]) -> dict[int, Shares]:
-    return by_op.setdefault(op, {rank: Shares() for rank in ranks})
 
 
 def key_of(record: Record, members: Sequence[int]) -> Key:

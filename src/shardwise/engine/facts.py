@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.coded import ranks_in_words
 from shardwise.comm.communicator import check_agreement, difference
-from shardwise.comm.desync import ranks_in_words
 from shardwise.config import Resolution, effective
 from shardwise.errors import DesyncError
 from shardwise.moe.exchange import ExpertParallelModule
