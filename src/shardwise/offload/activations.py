@@ -40,11 +40,10 @@ from shardwise.compat import (
     version_counter,
 )
 from shardwise.device import staging
-from shardwise.device.hostbuffers import HostBuffers
+from shardwise.device.hostmemory import HostPool
 from shardwise.device.staging import Copied
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.utils.logging import warn_once
 
 MIN_BYTES = 1 << 20
 """Default minimum bytes of offloaded memory. A smaller copy takes longer to launch than to run."""
@@ -128,13 +127,13 @@ class ActivationOffload:
         """Keep host buffers from pass to pass from now on."""
         self._keeps = True
         for lane in self._lanes.values():
-            lane.buffers.keep = True
+            lane.pool.keep = True
 
     def close(self) -> None:
         """Free the host buffers kept for further passes. Buffers of live graphs are freed with the graphs."""
         with self._lock:
             for lane in self._lanes.values():
-                lane.buffers.close()
+                lane.pool.close()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -372,7 +371,7 @@ class _Lane:
         self.device = device
         self.out = staging.copy_stream(device)
         self.back = staging.copy_stream(device)
-        self.buffers = HostBuffers(device, keep_buffers)
+        self.pool = HostPool(self.out, keep_buffers)
 
 
 class _Moved:
@@ -391,16 +390,10 @@ class _Moved:
         self._arrived: Copied | None = None
         self._copied: Copied | None = None
         self._near: torch.Tensor | None = None
-        with lane.out.use():
-            self._buffer = lane.buffers.take(self.size, real=has_values(tensor))
-        if not lane.buffers.pinned and lane.device.type == "cuda":
-            warn_once(
-                "memory of the host for activations cannot be pinned: copies are slower, and the host waits for them "
-                "(is the limit of locked memory, ulimit -l, too low?)"
-            )
+        self._memory = lane.pool.take(self.size, real=has_values(tensor))
         if offload.accountant is not None:
-            offload.accountant.hold(Category.ACTIVATIONS, self._buffer, Tier.HOST)
-        self._values = self._buffer[: self.size]
+            offload.accountant.hold(Category.ACTIVATIONS, self._memory.bytes, Tier.HOST)
+        self._values = self._memory.bytes[: self.size]
         near = self.stay_near(tensor)
         lane.out.follow()
         lane.out.copy(self._values, near)
@@ -473,7 +466,8 @@ class _Moved:
                 # Host buffers are reused by copies out, which must wait for the last copy back.
                 if self._arrived is not None:
                     self._lane.out.come_behind(self._arrived)
-                self._lane.buffers.give_back(self._buffer, self._arrived or self._copied)
+                self._memory.used(self._arrived or self._copied)
+                self._lane.pool.give_back(self._memory)
 
 
 class _Group:
