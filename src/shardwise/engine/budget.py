@@ -51,7 +51,6 @@ from shardwise.utils.logging import logger
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
-    from shardwise.offload.speed import Speed
 
 NEAR = 0.9
 """Fraction of the available memory above which a plan gets a warning."""
@@ -426,12 +425,12 @@ def _traffic(
     return tuple(found)
 
 
-def _measured(config: Config, device: torch.device, tier: Tier, directory: Path | None) -> Speed | None:
-    from shardwise.offload.speed import MEASURED, copy_speed, disk_speed  # it loads NumPy
+def _measured(config: Config, device: torch.device, tier: Tier, directory: Path | None) -> tuple[float, float] | None:
+    from shardwise.offload.measure import MEASURED, copy_speed, disk_speed  # it loads NumPy
 
     try:
         if tier is Tier.HOST:
-            return copy_speed(device)
+            return copy_speed(device, MEASURED)
         options = Disks.of(config, 0).options
         return None if directory is None or options is None else disk_speed(directory, options, MEASURED)
     except OffloadError as error:
