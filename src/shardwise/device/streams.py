@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -209,7 +209,8 @@ def warn_of_one_queue(env: Mapping[str, str] = os.environ) -> None:
         )
 
 
-_instead: dict[str, Streams] = {}
+overrides: dict[str, Streams] = {}
+"""Streams that tests give a device type."""
 
 
 def streams_of(device: torch.device) -> Streams:
@@ -221,16 +222,5 @@ def streams_of(device: torch.device) -> Streams:
     >>> mark.reached()
     True
     """
-    if device.type in _instead:
-        return _instead[device.type]
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
-
-
-@contextlib.contextmanager
-def standing_in(kind: str, streams: Streams) -> Iterator[None]:
-    """Replace the streams of a device type inside the block."""
-    _instead[kind] = streams
-    try:
-        yield
-    finally:
-        del _instead[kind]
+    default = CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return overrides.get(device.type, default)
