@@ -17,7 +17,9 @@ import torch
 
 from shardwise.device.staging import Copied, CopyStream
 
-_HUGE = 2 << 20
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+
 _LARGER = 2  # a pooled block serves a request if it is at most this many times larger
 
 
@@ -41,11 +43,14 @@ def _succeeds(function: Any, *arguments: int) -> bool:
     return False
 
 
-def _mapped(size: int) -> torch.Tensor:
-    """Return `size` bytes in an own memory mapping, which is unmapped when its last tensor is freed."""
+def mapped(size: int) -> torch.Tensor:
+    """Return `size` zeroed bytes in an own memory mapping, which is unmapped when its last tensor is freed.
+
+    Large memory uses huge pages if available, which mean fewer pages to lock, and to send to a disk one by one.
+    """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE:
-        with contextlib.suppress(OSError, AttributeError):  # huge pages are optional; they mean fewer pages to lock
+    if size >= HUGE:
+        with contextlib.suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -71,7 +76,7 @@ class HostMemory:
         if copies.device.type != "cuda":
             self.bytes = copies.host_bytes(size)
             return
-        self.bytes = _mapped(size)
+        self.bytes = mapped(size)
         if locked and pin(self.bytes.data_ptr(), size):
             self._address = self.bytes.data_ptr()
         elif locked:

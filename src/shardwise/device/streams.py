@@ -74,23 +74,20 @@ class Streams(Protocol):
         """Delay the reuse of a released tensor of another stream until the current stream has finished with it."""
 
 
-class _There:
-    def wait(self) -> None:
+class _Host:
+    """The only stream of the CPU, and the only event, which has been reached."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def wait(self, mark: Mark | None = None) -> None:
         pass
 
     def reached(self) -> bool:
         return True
 
 
-class _Host:
-    def use(self) -> AbstractContextManager[Any]:
-        return _NOTHING
-
-    def wait(self, mark: Mark) -> None:
-        pass
-
-
-_NOTHING, _THERE, _HOST = contextlib.nullcontext(), _There(), _Host()
+_NOTHING, _HOST = contextlib.nullcontext(), _Host()
 
 
 class HostStreams:
@@ -108,7 +105,7 @@ class HostStreams:
 
     def mark(self) -> Mark:
         """Return an event that has been reached."""
-        return _THERE
+        return _HOST
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
         """Return True without waiting."""

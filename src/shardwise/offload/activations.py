@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -351,11 +351,8 @@ class _Open(threading.local):
         self.pairs: list[_Pair | None] = []
 
 
-class _Handed:
-    __slots__ = ("content",)
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
+class _Handed(NamedTuple):
+    content: Any
 
 
 class _Lane:

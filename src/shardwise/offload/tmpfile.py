@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.device.hostmemory import HUGE, mapped
 from shardwise.errors import OffloadError
 
 ALIGNMENT = 4096
@@ -31,8 +31,6 @@ _MEMORY_ALIGNMENTS = (64, 512)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_TAKEN = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 """Errors of file systems that cannot preallocate space."""
-
-_HUGE_PAGE = 2 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -48,16 +46,11 @@ class TmpFile(NamedTuple):
 def paged(size: int) -> Bytes:
     """Return page-aligned zeroed memory, which returns to the system when the last reference ends.
 
-    Large memory uses huge pages if available: a disk receives one page at a time, and scattered pages halve its speed.
+    Large memory is aligned to huge pages: a disk receives one page at a time, and scattered pages halve its speed.
     """
-    large = size >= _HUGE_PAGE
-    memory = mmap.mmap(-1, max(1, size + _HUGE_PAGE * large), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found = np.frombuffer(memory, np.uint8)
-    if not large:
-        return found[:size]
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -found.ctypes.data % _HUGE_PAGE
+    large = size >= HUGE
+    found: Bytes = mapped(max(1, size + HUGE * large)).numpy()
+    first = -found.ctypes.data % HUGE if large else 0
     return found[first : first + size]
 
 
