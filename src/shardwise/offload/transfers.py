@@ -43,7 +43,8 @@ class Transfer:
     def __init__(self, threads: Threads, values: Values, memory: torch.Tensor, writes: bool) -> None:
         self._label = threads.label
         self._ended = threading.Event()
-        self._failure: tuple[str, BaseException | None] | None = None
+        self.failure: tuple[str, BaseException | None] | None = None
+        """Text and cause of the first failure of a block."""
         self.values = values
         self.writes = writes
         self._tensor: torch.Tensor | None = memory
@@ -57,16 +58,11 @@ class Transfer:
         """True if the transfer has ended, with or without error."""
         return self._ended.is_set()
 
-    @property
-    def failed(self) -> bool:
-        """True if a block has failed."""
-        return self._failure is not None
-
     def wait(self) -> None:
         """Wait for the end of the transfer; afterwards no thread uses the memory. Raises OffloadError if it failed."""
         self._ended.wait()
-        if self._failure is not None:
-            text, cause = self._failure
+        if self.failure is not None:
+            text, cause = self.failure
             raise OffloadError(f"{self._label}: {text}. Check the disk, or name another one in nvme_path") from cause
 
     def settle(self) -> None:
@@ -75,8 +71,8 @@ class Transfer:
 
     def fail(self, text: str, cause: BaseException | None = None) -> None:
         """Record a failure; the first one counts."""
-        if self._failure is None:
-            self._failure = text, cause
+        if self.failure is None:
+            self.failure = text, cause
 
     def end(self) -> None:
         """Release the memory and all waiters."""
@@ -176,7 +172,7 @@ class Threads:
                 if values.size < 0:
                     there = "nothing has been written, or a write has failed"
                 transfer.fail(f"{size} bytes are to be read at offset {values.place}, where {there}")
-            transfer.left = 0 if transfer.failed else -(-size // self.block)
+            transfer.left = 0 if transfer.failure is not None else -(-size // self.block)
             for number in range(transfer.left):
                 self._blocks[transfer.writes].append((transfer, number))
                 self._queue.put(True)
@@ -185,7 +181,7 @@ class Threads:
     def _end(self, transfer: Transfer) -> Transfer | None:
         """End a transfer without pending blocks; return its successor."""
         values, size = transfer.values, transfer.memory.size
-        if not transfer.failed:
+        if transfer.failure is None:
             if transfer.writes:
                 values.size = size
                 self.bytes_written += size
@@ -220,7 +216,7 @@ class Threads:
     def _take(self, transfer: Transfer, number: int, bounce: Bytes) -> None:
         if self.closed:
             transfer.fail(_CLOSED)
-        if not transfer.failed:
+        if transfer.failure is None:
             try:
                 self._move(transfer, number, bounce)
             except Exception as error:
