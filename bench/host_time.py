@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from _gpu import imagined_ranks, keep, reason
 from _jobs import parser, read
@@ -118,9 +119,9 @@ class Streams:
 @contextlib.contextmanager
 def as_device() -> Iterator[None]:
     """Have the CPU take the branches of a device: streams."""
-    from shardwise.device import streams
+    from shardwise.device.streams import overrides
 
-    with streams.standing_in("cpu", Streams()):
+    with mock.patch.dict(overrides, {"cpu": Streams()}):
         yield
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, Queue
 from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from shardwise.comm.ledger import follow_devices
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.rank_status import Here
 from shardwise.compat import launched_of
-from shardwise.device.streams import HostStreams, standing_in
+from shardwise.device.streams import HostStreams, overrides
 from shardwise.errors import UsageError
 from tests.harness.pool import run_ranks
 
@@ -232,7 +233,7 @@ def on_device() -> list[str]:
     torch.distributed.all_reduce = _launch
     follow_devices(True)
     try:
-        with standing_in("meta", streams):
+        with mock.patch.dict(overrides, {"meta": streams}):
             api.all_reduce(given)
             api.all_reduce(given, api.ReduceOp.MAX, async_op=True).wait()
         for mark in streams.marks:

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from shardwise.comm import native
 from shardwise.compat import launch_together
-from shardwise.device.streams import Mark, Stream, Streams, standing_in
+from shardwise.device.streams import Mark, Stream, Streams, overrides
 
 WAITING = frozenset(
     {
@@ -381,7 +381,7 @@ def recording() -> Iterator[Recorder]:
     global _current
     recorder = Recorder()
     launches = mock.patch.object(native, "launch_together", _launched)
-    with launches, standing_in("cpu", recorder), _Kernels(recorder), _Reads(recorder):
+    with launches, mock.patch.dict(overrides, {"cpu": recorder}), _Kernels(recorder), _Reads(recorder):
         _current = recorder
         try:
             yield recorder

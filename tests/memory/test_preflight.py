@@ -19,7 +19,7 @@ from shardwise.engine import preflight, traffic
 from shardwise.engine.plans import Offload, Planner, Setting, offloads
 from shardwise.errors import ConfigError
 from shardwise.memory import MemoryLimit, OutOfMemoryError, Tier
-from shardwise.offload import speed
+from shardwise.offload import measure
 from shardwise.offload.files import SwapFile
 from tests.harness import run_ranks
 from tests.memory.test_oom import under_limit
@@ -324,11 +324,11 @@ def test_planned_bytes_are_those_of_the_files(
     file = files[-1]  # before it the disk may have been measured
     for _ in range(2):
         window(engine)
-    before = file.bytes_read, file.bytes_written
+    before = file.threads.bytes_read, file.threads.bytes_written
     window(engine)
     moved = engine.memory_report().moved["disk"]
-    assert moved["read"] == pytest.approx(file.bytes_read - before[0], rel=0.03)
-    assert moved["written"] == pytest.approx(file.bytes_written - before[1], rel=0.03)
+    assert moved["read"] == pytest.approx(file.threads.bytes_read - before[0], rel=0.03)
+    assert moved["written"] == pytest.approx(file.threads.bytes_written - before[1], rel=0.03)
     (check,) = (check for check in engine.memory_budget.checks if check.limit == "memory_limits.disk")
     assert check.needed == pytest.approx(file.size, rel=0.03)
     target = engine._memory._target()
@@ -343,7 +343,7 @@ def test_the_cost_is_told_before_training(tmp_path: Path, caplog: pytest.LogCapt
     limits = {"disk": "1GB"}
     with (
         mock.patch.object(traffic, "WORTH_MEASURING", 1),
-        mock.patch.object(speed, "MEASURED", 1 << 20),
+        mock.patch.object(measure, "MEASURED", 1 << 20),
         caplog.at_level(logging.INFO, "shardwise"),
     ):
         engine = start({"stage": 1, "offload_optimizer": place}, memory_limits=limits)

@@ -21,8 +21,8 @@ def on_disk(engine: Any, *categories: Category) -> int:
 
 def read_and_written(engine: Any) -> tuple[int, int]:
     files = {id(home._file): home._file for home in vars(engine.sharded.homes).values() if home.tier is Tier.DISK}
-    read = sum(file.bytes_read for file in files.values())
-    written = sum(file.bytes_written for file in files.values())
+    read = sum(file.threads.bytes_read for file in files.values())
+    written = sum(file.threads.bytes_written for file in files.values())
     moved = engine.sharded.accountant.moved(Tier.DISK)
     assert (moved.read, moved.written) == (read, written)
     return read, written

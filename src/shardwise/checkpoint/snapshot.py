@@ -22,7 +22,7 @@ import torch
 from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.safetensors_writer import layout_of
-from shardwise.device.pinned import pin, unpin
+from shardwise.device.hostmemory import pin, unpin
 from shardwise.device.staging import Copied, CopyStream, copy_stream, is_far
 from shardwise.errors import CheckpointError
 from shardwise.memory import memory_limit

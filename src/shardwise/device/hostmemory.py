@@ -1,4 +1,4 @@
-"""Persistent host memory of exact size, page-locked (pinned) where a CUDA device copies from it.
+"""Host memory of exact size, page-locked (pinned) where a CUDA device copies from it, and a pool of such memory.
 
 Because torch's pinned-memory allocator rounds sizes up to powers of two and keeps released blocks, long-lived tensors
 on the host would take up to twice their size.
@@ -6,30 +6,57 @@ on the host would take up to twice their size.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import mmap
 import sys
 import threading
+from typing import Any
 
 import torch
 
-from shardwise.device.pinned import pin, unpin
 from shardwise.device.staging import Copied, CopyStream
 
-_HUGE = 2 << 20
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+
+_LARGER = 2  # a pooled block serves a request if it is at most this many times larger
+
+
+def pin(address: int, size: int) -> bool:
+    """Pin mapped memory of this process (needs CUDA and a sufficient locked-memory limit); return True on success."""
+    return torch.cuda.is_available() and _succeeds(torch.cuda.cudart().cudaHostRegister, address, size, 0)
+
+
+def unpin(address: int) -> None:
+    """Unpin memory before it is unmapped."""
+    _succeeds(torch.cuda.cudart().cudaHostUnregister, address)
+
+
+def _succeeds(function: Any, *arguments: int) -> bool:
+    with contextlib.suppress(RuntimeError):
+        if int(function(*arguments)) == 0:
+            return True
+    # CUDA keeps the error for the next kernel launch, which would raise it in an unrelated operation.
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(0)
+    return False
 
 
 def mapped(size: int) -> torch.Tensor:
-    """Return `size` bytes in an own memory mapping, which is unmapped when its last tensor is freed."""
+    """Return `size` zeroed bytes in an own memory mapping, which is unmapped when its last tensor is freed.
+
+    Large memory uses huge pages if available, which mean fewer pages to lock, and to send to a disk one by one.
+    """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE:
-        with contextlib.suppress(OSError, AttributeError):  # huge pages are optional; they mean fewer pages to lock
+    if size >= HUGE:
+        with contextlib.suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class HostMemory:
-    """One block of `size` bytes (above 0) of persistent host memory, of undefined content; without `real`: a dry run.
+    """One block of `size` bytes (above 0) of host memory, of undefined content; without `real`: a dry run.
 
     >>> memory = HostMemory(CopyStream(torch.device("cpu")), 3)
     >>> memory.bytes.numel()
@@ -40,6 +67,9 @@ class HostMemory:
         self._address = 0
         self._noting = threading.Lock()
         self._used: list[Copied] = []
+        self.size = size
+        self.round = 0
+        """Round of a pool in which the block was last released."""
         if not real:
             self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
             return
@@ -68,3 +98,49 @@ class HostMemory:
         if self._address and not sys.is_finalizing():
             self.wait()
             unpin(self._address)
+
+
+class HostPool:
+    """Pool of host memory for the copies of one stream, reused from pass to pass because pinning takes long.
+
+    `keep` keeps released blocks; a CUDA device's are always kept. A block that no pass uses is freed.
+
+    >>> pool = HostPool(CopyStream(torch.device("cpu")), keep=True)
+    >>> memory = pool.take(100)
+    >>> pool.give_back(memory)
+    >>> pool.take(60) is memory, pool.take(60).size
+    (True, 60)
+    """
+
+    def __init__(self, copies: CopyStream, keep: bool | None = None) -> None:
+        self._copies = copies
+        self.keep = keep or copies.device.type == "cuda"
+        self._kept: list[HostMemory] = []  # by size
+        self._out = 0
+        self._round = 0
+
+    def take(self, size: int, *, real: bool = True) -> HostMemory:
+        """Return the smallest kept block of `size` bytes or slightly more, or a new one (not `real`: a dry run)."""
+        if not self._out:  # a new round; the previous round did not use the blocks of earlier ones
+            self._kept = [memory for memory in self._kept if memory.round == self._round]
+            self._round += 1
+        self._out += 1
+        place = bisect.bisect_left(self._kept, size, key=_size)
+        if place < len(self._kept) and self._kept[place].size <= _LARGER * size:
+            return self._kept.pop(place)
+        return HostMemory(self._copies, size, real=real)
+
+    def give_back(self, memory: HostMemory) -> None:
+        """Release a block, which only the recorded copies still use."""
+        self._out -= 1
+        if self.keep:
+            memory.round = self._round
+            bisect.insort_left(self._kept, memory, key=_size)
+
+    def close(self) -> None:
+        """Free all kept blocks."""
+        self._kept.clear()
+
+
+def _size(memory: HostMemory) -> int:
+    return memory.size

@@ -48,36 +48,20 @@ def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[An
     >>> named("gather", "layers.0")
     <contextlib.nullcontext object at ...>
     """
-    if profiler_active():
-        shown = torch.profiler.record_function(f"shardwise::{what} {unit}".rstrip())
-        return _together([shown, *_notified(what, unit, size)])
-    return _together(_notified(what, unit, size)) if _listeners else _NOTHING
-
-
-def _notified(what: str, unit: str, size: int) -> list[AbstractContextManager[Any]]:
-    wanted = [listener for listener in _listeners if listener.ranges is None or what in listener.ranges]
-    return [listener.around(what, unit, size) for listener in wanted]
-
-
-def _together(contexts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    if not contexts:
+    if not watched():
         return _NOTHING
-    return contexts[0] if len(contexts) == 1 else _Nested(contexts)
+    contexts = [each.around(what, unit, size) for each in _listeners if each.ranges is None or what in each.ranges]
+    if profiler_active():
+        contexts.insert(0, torch.profiler.record_function(f"shardwise::{what} {unit}".rstrip()))
+    return _nested(contexts) if contexts else _NOTHING
 
 
-class _Nested:
-    __slots__ = ("_contexts",)
-
-    def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
-        self._contexts = contexts
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
+@contextlib.contextmanager
+def _nested(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def watched() -> bool:
@@ -94,8 +78,6 @@ def launched(what: str, unit: str = "", size: int = 0) -> Callable[[], None]:
 
     Because the ranges of profilers belong to threads, profilers do not show it.
     """
-    if not _listeners:
-        return _landed
     ends = [listener.flight(what, unit, size) for listener in _listeners]
 
     def landed() -> None:

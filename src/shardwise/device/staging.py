@@ -102,7 +102,7 @@ class CopyStream:
         """Return the current stream of this thread."""
         return self._streams.current()
 
-    def lend(self, tensor: torch.Tensor) -> None:
+    def show(self, tensor: torch.Tensor) -> None:
         """Delay the reuse of released device memory until the current stream has finished (if another stream's)."""
         if tensor.device.type == "cuda" and has_values(tensor):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

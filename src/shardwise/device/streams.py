@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -74,23 +74,20 @@ class Streams(Protocol):
         """Delay the reuse of a released tensor of another stream until the current stream has finished with it."""
 
 
-class _There:
-    def wait(self) -> None:
+class _Host:
+    """The only stream of the CPU, and the only event, which has been reached."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def wait(self, mark: Mark | None = None) -> None:
         pass
 
     def reached(self) -> bool:
         return True
 
 
-class _Host:
-    def use(self) -> AbstractContextManager[Any]:
-        return _NOTHING
-
-    def wait(self, mark: Mark) -> None:
-        pass
-
-
-_NOTHING, _THERE, _HOST = contextlib.nullcontext(), _There(), _Host()
+_NOTHING, _HOST = contextlib.nullcontext(), _Host()
 
 
 class HostStreams:
@@ -108,7 +105,7 @@ class HostStreams:
 
     def mark(self) -> Mark:
         """Return an event that has been reached."""
-        return _THERE
+        return _HOST
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
         """Return True without waiting."""
@@ -209,7 +206,8 @@ def warn_of_one_queue(env: Mapping[str, str] = os.environ) -> None:
         )
 
 
-_instead: dict[str, Streams] = {}
+overrides: dict[str, Streams] = {}
+"""Streams that tests give a device type."""
 
 
 def streams_of(device: torch.device) -> Streams:
@@ -221,16 +219,5 @@ def streams_of(device: torch.device) -> Streams:
     >>> mark.reached()
     True
     """
-    if device.type in _instead:
-        return _instead[device.type]
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
-
-
-@contextlib.contextmanager
-def standing_in(kind: str, streams: Streams) -> Iterator[None]:
-    """Replace the streams of a device type inside the block."""
-    _instead[kind] = streams
-    try:
-        yield
-    finally:
-        del _instead[kind]
+    default = CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return overrides.get(device.type, default)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
     from shardwise.engine.dryrun import MemoryPlan
-    from shardwise.offload.speed import Speed
 
 WORTH_MEASURING = 16 << 20
 """Bytes a step from which on the speed of a disk or of copies is measured."""
@@ -74,12 +73,12 @@ def offload_traffic(
     return tuple(found)
 
 
-def _measured(config: Config, device: torch.device, tier: Tier, directory: Path | None) -> Speed | None:
-    from shardwise.offload.speed import MEASURED, copy_speed, disk_speed  # it loads NumPy
+def _measured(config: Config, device: torch.device, tier: Tier, directory: Path | None) -> tuple[float, float] | None:
+    from shardwise.offload.measure import MEASURED, copy_speed, disk_speed  # it loads NumPy
 
     try:
         if tier is Tier.HOST:
-            return copy_speed(device)
+            return copy_speed(device, MEASURED)
         options = Disks.of(config, 0).options
         return None if directory is None or options is None else disk_speed(directory, options, MEASURED)
     except OffloadError as error:

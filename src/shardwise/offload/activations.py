@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,11 +40,10 @@ from shardwise.compat import (
     version_counter,
 )
 from shardwise.device import staging
-from shardwise.device.hostbuffers import HostBuffers
+from shardwise.device.hostmemory import HostPool
 from shardwise.device.staging import Copied
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.utils.logging import warn_once
 
 MIN_BYTES = 1 << 20
 """Default minimum bytes of offloaded memory. A smaller copy takes longer to launch than to run."""
@@ -84,9 +83,9 @@ class ActivationOffload:
         self._known: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()  # by id() of storages
         self._open = _Open()
         self._groups = 0
-        self._last: weakref.ref[_Group] | None = None
-        self._window: dict[int, weakref.ref[_Group]] = {}  # by number, in creation order
-        self._front: weakref.ref[_Group] | None = None  # the earliest prefetched group
+        self._last: _Weak = _none
+        self._window: weakref.WeakValueDictionary[int, _Group] = weakref.WeakValueDictionary()  # by number
+        self._front: _Weak = _none  # the earliest prefetched group
         self._now = self._task = -1
         self.held = 0
         """Bytes that are also on the device."""
@@ -128,13 +127,13 @@ class ActivationOffload:
         """Keep host buffers from pass to pass from now on."""
         self._keeps = True
         for lane in self._lanes.values():
-            lane.buffers.keep = True
+            lane.pool.keep = True
 
     def close(self) -> None:
         """Free the host buffers kept for further passes. Buffers of live graphs are freed with the graphs."""
         with self._lock:
             for lane in self._lanes.values():
-                lane.buffers.close()
+                lane.pool.close()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -189,8 +188,7 @@ class ActivationOffload:
         return self._lanes[device]
 
     def _group(self) -> _Group:
-        last = self._last() if self._last is not None else None
-        node = threading.get_ident(), number_now()
+        last, node = self._last(), (threading.get_ident(), number_now())
         if last is not None and last.node == node:
             return last
         self._groups += 1
@@ -199,15 +197,11 @@ class ActivationOffload:
         return group
 
     def _make_room(self, group: _Group) -> None:
+        """Keep a group near, and let go of others from the earliest on until the window fits."""
         group.hold()
-        for other in self._near():
-            if self.held <= group.room:
-                break
-            if other is not group:
+        for other in list(self._window.values()):
+            if self.held > group.room and other is not group:
                 other.let_go()
-
-    def _near(self) -> list[_Group]:
-        return [group for group in (known() for known in list(self._window.values())) if group is not None]
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -229,27 +223,24 @@ class ActivationOffload:
         elif group.number == self._now:
             return
         self._now = group.number
-        for other in self._near():
+        for other in list(self._window.values()):
             if other.number > group.number:
                 other.let_go()  # already used: later nodes run first
-        front = self._front() if self._front is not None else None
+        front = self._front()
         if front is None or not front.near or not group.near or front.number > group.number:
             front = group
-        group.hold()
-        for other in self._near():
-            if self.held > group.room and other is not group:
-                other.let_go()
-        ahead = front.before
+        self._make_room(group)
+        ahead = front.before()
         while ahead is not None and self.held + ahead.missing() <= group.room:
             ahead.hold()
-            front, ahead = ahead, ahead.before
+            front, ahead = ahead, ahead.before()
         self._front = weakref.ref(front)
 
     def _settle(self) -> None:
         """End a backward pass: free the device memory of nodes that it has not run."""
         with self._lock:
             self._now = self._task = -1
-            for group in self._near():
+            for group in list(self._window.values()):
                 group.let_go()
 
 
@@ -360,11 +351,8 @@ class _Open(threading.local):
         self.pairs: list[_Pair | None] = []
 
 
-class _Handed:
-    __slots__ = ("content",)
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
+class _Handed(NamedTuple):
+    content: Any
 
 
 class _Lane:
@@ -372,7 +360,7 @@ class _Lane:
         self.device = device
         self.out = staging.copy_stream(device)
         self.back = staging.copy_stream(device)
-        self.buffers = HostBuffers(device, keep_buffers)
+        self.pool = HostPool(self.out, keep_buffers)
 
 
 class _Moved:
@@ -391,16 +379,10 @@ class _Moved:
         self._arrived: Copied | None = None
         self._copied: Copied | None = None
         self._near: torch.Tensor | None = None
-        with lane.out.use():
-            self._buffer = lane.buffers.take(self.size, real=has_values(tensor))
-        if not lane.buffers.pinned and lane.device.type == "cuda":
-            warn_once(
-                "memory of the host for activations cannot be pinned: copies are slower, and the host waits for them "
-                "(is the limit of locked memory, ulimit -l, too low?)"
-            )
+        self._memory = lane.pool.take(self.size, real=has_values(tensor))
         if offload.accountant is not None:
-            offload.accountant.hold(Category.ACTIVATIONS, self._buffer, Tier.HOST)
-        self._values = self._buffer[: self.size]
+            offload.accountant.hold(Category.ACTIVATIONS, self._memory.bytes, Tier.HOST)
+        self._values = self._memory.bytes[: self.size]
         near = self.stay_near(tensor)
         lane.out.follow()
         lane.out.copy(self._values, near)
@@ -452,7 +434,7 @@ class _Moved:
         near = self.bring()
         if self._arrived is not None:
             self._arrived.wait()
-        self._lane.out.lend(near)
+        self._lane.out.show(near)
         return near
 
     def leave(self) -> None:
@@ -473,7 +455,8 @@ class _Moved:
                 # Host buffers are reused by copies out, which must wait for the last copy back.
                 if self._arrived is not None:
                     self._lane.out.come_behind(self._arrived)
-                self._lane.buffers.give_back(self._buffer, self._arrived or self._copied)
+                self._memory.used(self._arrived or self._copied)
+                self._lane.pool.give_back(self._memory)
 
 
 class _Group:
@@ -488,17 +471,11 @@ class _Group:
         self._pair = self._size = 0
         self.room = 0
         """Maximum bytes of two consecutive groups, up to this one."""
-        self._before = self._after = None
+        self.before: _Weak = _none
+        self._after: _Weak = _none
         if before is not None:
-            self._before, before._after = weakref.ref(before), weakref.ref(self)
+            self.before, before._after = weakref.ref(before), weakref.ref(self)
             self._pair, self.room = before._size, before.room
-
-    _before: weakref.ref[_Group] | None
-    _after: weakref.ref[_Group] | None
-
-    @property
-    def before(self) -> _Group | None:
-        return self._before() if self._before is not None else None
 
     def _moved(self) -> list[_Moved]:
         return [moved for moved in (member() for member in self._members) if moved is not None]
@@ -506,7 +483,7 @@ class _Group:
     def add(self, moved: _Moved) -> None:
         if moved in self._moved():
             return
-        before = self.before
+        before = self.before()
         self._members.append(weakref.ref(moved))
         self._size += moved.size
         if before is None or moved not in before._moved():
@@ -521,7 +498,7 @@ class _Group:
     def hold(self) -> None:
         if not self.near:
             self.near = True
-            self._offload._window[self.number] = weakref.ref(self)
+            self._offload._window[self.number] = self
             for moved in self._moved():
                 moved.holds += 1
                 moved.bring()
@@ -537,14 +514,21 @@ class _Group:
     def __del__(self) -> None:
         with self._offload._lock:
             self.let_go()
-            before, after = self.before, self._after() if self._after is not None else None
+            before, after = self.before(), self._after()
             if before is not None:
                 before._after = self._after
             if after is not None:
-                after._before = self._before
-            last = self._offload._last() if self._offload._last is not None else None
-            if last is None or last is self:
-                self._offload._last = self._before
+                after.before = self.before
+            if self._offload._last() in (None, self):
+                self._offload._last = self.before
+
+
+_Weak = Callable[[], "_Group | None"]
+"""A weak reference to a group."""
+
+
+def _none() -> None:
+    """Reference to no group."""
 
 
 class _Saved:

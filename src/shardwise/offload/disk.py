@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -21,51 +21,11 @@ from shardwise.memory.places import StateHome, Stored
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.offload.files import DiskOptions
+    from shardwise.offload.files import DiskOptions, SwapFile
+    from shardwise.offload.transfers import Transfer
 
 
-class _Transfer(Protocol):
-    def wait(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-
-class Files(Protocol):
-    """Interface of a rank's swap file (`shardwise.offload.files.SwapFile`)."""
-
-    def reserve(self, size: int) -> Any:
-        """Reserve space."""
-
-    def read(self, extent: Any, memory: torch.Tensor) -> _Transfer:
-        """Start a read into host memory."""
-
-    def write(self, extent: Any, memory: torch.Tensor) -> _Transfer:
-        """Start a write from host memory."""
-
-    def close(self) -> None:
-        """Release all space."""
-
-
-class _Nothing:
-    def read(self, extent: Any, memory: torch.Tensor) -> _Nothing:
-        return self
-
-    def write(self, extent: Any, memory: torch.Tensor) -> _Nothing:
-        return self
-
-    def wait(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class FakeSwapFile(_Nothing):
+class FakeSwapFile:
     """Fake swap file of a dry run, which stores nothing; `size` is that of the real file."""
 
     def __init__(self) -> None:
@@ -82,6 +42,17 @@ class FakeSwapFile(_Nothing):
         """Count reserved space, or released space if negative."""
         self._taken += room
         self.size = max(self.size, self._taken)
+
+    def read(self, extent: Any, memory: torch.Tensor) -> FakeSwapFile:
+        """Return a transfer that has ended."""
+        return self
+
+    write = read
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    settle = close = wait
 
 
 class _FakeExtent:
@@ -108,13 +79,7 @@ class Disks:
     imagined: bool = False
 
     def __post_init__(self) -> None:
-        self.files: dict[Path, Files] = {}
-
-    def _file(self, directory: Path) -> Files:
-        # The import loads NumPy, which an engine without disks does not need.
-        from shardwise.offload.files import DiskOptions, SwapFile
-
-        return SwapFile(directory, self.options or DiskOptions(), label=self.label)
+        self.files: dict[Path, SwapFile | FakeSwapFile] = {}
 
     @classmethod
     def of(cls, config: Config, rank: int, *, imagined: bool = False) -> Disks:
@@ -133,14 +98,19 @@ class Disks:
 
     @property
     def sizes(self) -> dict[Path, int]:
-        """Bytes of the files by directory, in a dry run."""
-        return {directory: file.size for directory, file in self.files.items() if isinstance(file, FakeSwapFile)}
+        """Bytes of the files by directory."""
+        return {directory: file.size for directory, file in self.files.items()}
 
     def place(self, directory: Path | None, device: torch.device, used_on: torch.device | None) -> DiskPlace:
         """Return the tier of a directory, creating its file. Raises OffloadError if that fails."""
         assert directory is not None
-        if directory not in self.files:
-            self.files[directory] = FakeSwapFile() if self.imagined else self._file(directory)
+        if directory not in self.files and self.imagined:
+            self.files[directory] = FakeSwapFile()
+        elif directory not in self.files:
+            # The import loads NumPy, which an engine without disks does not need.
+            from shardwise.offload.files import DiskOptions, SwapFile
+
+            self.files[directory] = SwapFile(directory, self.options or DiskOptions(), label=self.label)
         return DiskPlace(self.files[directory], device, used_on)
 
 
@@ -151,7 +121,7 @@ class DiskPlace(StateHome):
     at_hand = False
     lags = True
 
-    def __init__(self, file: Files, device: torch.device, used_on: torch.device | None) -> None:
+    def __init__(self, file: SwapFile | FakeSwapFile, device: torch.device, used_on: torch.device | None) -> None:
         super().__init__(Tier.DISK, used_on)
         self._file = file
         self._copies = copy_stream(device) if used_on is None and is_far(device) else None
@@ -165,26 +135,28 @@ class DiskPlace(StateHome):
         self._file.close()
 
 
+_Pending = tuple["Transfer | FakeSwapFile", torch.Tensor]
+"""A transfer and its memory, which must stay allocated until the end."""
+
+
 class _Kept(Stored):
-    def __init__(self, file: Files, copies: CopyStream | None, tensor: torch.Tensor) -> None:
+    def __init__(self, file: SwapFile | FakeSwapFile, copies: CopyStream | None, tensor: torch.Tensor) -> None:
         self._file = file
         self._copies = copies
         self._storage = tensor.untyped_storage()
         self._size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
         self.staged = self._size if copies is not None else 0
-        self._reading: _Transfer | None = None
-        self._writing: _Transfer | None = None
-        self._leaving: torch.Tensor | None = None  # memory of the pending write
-        self._near: torch.Tensor | None = None
+        self._read: _Pending | None = None
+        self._write: _Pending | None = None
         self._extent: Any = None
         self._extent = file.reserve(self._size)
 
     def __del__(self) -> None:
         # Memory in use by threads must not be freed. At interpreter exit, modules may be gone already.
-        for transfer in (self._reading, self._writing):
-            if transfer is not None:
-                transfer.settle()
+        for pending in (self._read, self._write):
+            if pending is not None:
+                pending[0].settle()
         if self._extent is not None:  # space was reserved
             self._extent.free()
 
@@ -195,48 +167,45 @@ class _Kept(Stored):
         if read:
             self.look_ahead()
         else:
-            self._forget_near()
+            self._drop_read()
 
     @override
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
-        if self._reading is None:
-            if self._copies is not None:
-                self._near = self._host_bytes()
-            elif target is not None:
-                self._near = target.view(-1).view(torch.uint8)
-            else:
-                self._near = self._bytes if self._storage.nbytes() == self._size else self._host_bytes()
-            self._reading = self._file.read(self._extent, self._near)
+        if self._read is not None:
+            return
+        if self._copies is None and target is not None:
+            memory = target.view(-1).view(torch.uint8)
+        elif self._copies is None and self._storage.nbytes() == self._size:
+            memory = self._bytes
+        else:
+            memory = self._host_bytes()
+        self._read = self._file.read(self._extent, memory), memory
 
     @override
     def finish(self) -> None:
-        if self._reading is not None:
-            near = self._arrived()
-            if near is not self._bytes:
-                self._copy(self._bytes, near)
+        if self._read is not None:
+            self._arrive(self._bytes)
 
     @override
     def give_back(self, *, written: bool) -> None:
-        if not written:
-            self._drop_near()
-        else:
-            self._forget_near()
+        self._drop_read()
+        if written:
             values = self._bytes
             if self._copies is not None:
                 values = self._host_bytes()
                 self._copies.follow()
                 self._copies.copy(values, self._bytes)
                 self._copies.mark().synchronize()
-            self._writing, self._leaving = self._file.write(self._extent, values), values
+            self._write = self._file.write(self._extent, values), values
 
     @override
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
-        writing, self._writing = self._writing, None
+        write, self._write = self._write, None
         try:
-            if writing is not None:
-                writing.wait()
+            if write is not None:
+                write[0].wait()
         finally:
-            self._leaving = None
+            write = None
             if leave is not None:
                 leave(self._storage)
             else:
@@ -245,40 +214,32 @@ class _Kept(Stored):
     def in_place(self) -> torch.Tensor:
         raise NotImplementedError("values on a disk must be fetched")
 
-    def shared(self) -> torch.Tensor:
-        return self.in_place()
+    shared = in_place
 
     @override
     def copy_to(self, target: torch.Tensor) -> None:
         flat = target.view(-1).view(torch.uint8)
-        if self._reading is None and target.device.type == "cpu":
+        if self._read is None and target.device.type == "cpu":
             self._file.read(self._extent, flat).wait()
         else:
             self.look_ahead()
-            near = self._arrived()
-            if near.untyped_storage()._cdata != flat.untyped_storage()._cdata:  # not read into the target directly
-                self._copy(flat, near)
+            self._arrive(flat)
 
-    def _copy(self, target: torch.Tensor, near: torch.Tensor) -> None:
-        target.copy_(near, non_blocking=True)
-        if self._copies is not None:
-            self._copies.keep_host(near)
-
-    def _arrived(self) -> torch.Tensor:
-        reading, near = self._reading, self._near
-        self._reading = self._near = None
-        assert reading is not None and near is not None
+    def _arrive(self, target: torch.Tensor) -> None:
+        """End the pending read and copy its values into `target`, unless it has read them there."""
+        assert self._read is not None
+        (reading, memory), self._read = self._read, None
         reading.wait()
-        return near
+        if memory.untyped_storage()._cdata != target.untyped_storage()._cdata:
+            target.copy_(memory, non_blocking=True)
+            if self._copies is not None:
+                self._copies.keep_host(memory)
 
-    def _forget_near(self) -> None:
-        if self._reading is not None:
-            self._arrived()
-
-    def _drop_near(self) -> None:
-        if self._reading is not None:
-            self._reading.settle()
-            self._reading = self._near = None
+    def _drop_read(self) -> None:
+        """Wait for the end of the pending read, whose values are not needed."""
+        if self._read is not None:
+            self._read[0].settle()
+            self._read = None
 
     def _host_bytes(self) -> torch.Tensor:
         if self._copies is not None:

@@ -24,7 +24,7 @@ class DiskOptions:
 
     Attributes:
         block_size: bytes of one request, rounded up to a multiple of 4096. Memory unsuitable for direct I/O (neither
-            from `aligned_bytes` nor pinned) is copied through as large a buffer for each request in flight. Smaller
+            from `paged` nor pinned) is copied through as large a buffer for each request in flight. Smaller
             blocks often split a huge page of new memory, for which two requests then wait.
         queue_depth: requests in flight for each of `threads`.
         threads: `intra_op_parallelism`.
@@ -65,38 +65,22 @@ class SwapFile:
         file = open_tmpfile(directory, block)
         self.direct = file.direct
         self.size = 0
-        self._descriptor = file.descriptor
-        self._threads = Threads(file, block, options.in_flight, f"{label} in {directory}")
+        self.threads = Threads(file, block, options.in_flight, f"{label} in {directory}")
         self._free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, self._threads.forget)
+        self._finalizer = weakref.finalize(self, self.threads.forget)
         self._finalizer.atexit = False
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of finished reads."""
-        return self._threads.bytes_read
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of finished writes."""
-        return self._threads.bytes_written
-
-    @property
-    def seconds(self) -> float:
-        """Seconds with at least one transfer in flight; bytes divided by it is the bandwidth."""
-        return self._threads.seconds
 
     def reserve(self, size: int) -> Extent:
         """Allocate disk space for at most `size` bytes of values. Raises OffloadError if the disk has too little."""
         room = padded(size)
         with self._lock:
-            if self._threads.closed:
-                raise OffloadError(f"{self._threads.label}: it is closed")
+            if self.threads.closed:
+                raise OffloadError(f"{self.threads.label}: it is closed")
             place = self._reuse(room)
             if place is None:
                 place = self.size  # free extents are before the end: free space at the end is truncated
-                take_space(self._descriptor, self.directory, place, place + room, self._threads.label)
+                take_space(self.threads.file.descriptor, self.directory, place, place + room, self.threads.label)
                 self.size = place + room
         return Extent(self, place, size)
 
@@ -118,7 +102,7 @@ class SwapFile:
     def close(self) -> None:
         """Release the space and stop all threads; pending transfers fail."""
         self._finalizer.detach()
-        self._threads.close()
+        self.threads.close()
 
     def _begin(self, extent: Extent, memory: torch.Tensor, *, writes: bool) -> Transfer:
         if memory.device.type != "cpu" or memory.dtype != torch.uint8 or not memory.is_contiguous():
@@ -127,7 +111,7 @@ class SwapFile:
             raise ValueError(f"{memory.numel()} bytes for an extent of {extent.size}")
         if extent.freed:
             raise ValueError("the extent has been freed")
-        return self._threads.begin(extent.values, memory.detach(), writes=writes)
+        return self.threads.begin(extent.values, memory.detach(), writes=writes)
 
     def _reuse(self, room: int) -> int | None:
         if not room:
@@ -143,7 +127,7 @@ class SwapFile:
     def give_back(self, place: int, room: int) -> None:
         """Mark an extent as free; free space at the end returns to the disk."""
         with self._lock:
-            if self._threads.closed or not room:
+            if self.threads.closed or not room:
                 return
             merged: list[tuple[int, int]] = []
             for start, size in sorted([*self._free, (place, room)]):
@@ -152,7 +136,7 @@ class SwapFile:
                 merged.append((start, size))
             if sum(merged[-1]) == self.size:
                 self.size = merged.pop()[0]
-                os.ftruncate(self._descriptor, self.size)
+                os.ftruncate(self.threads.file.descriptor, self.size)
             self._free = merged
 
 

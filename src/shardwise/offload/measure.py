@@ -1,4 +1,4 @@
-"""Measurement of disk bandwidth by `aio` section, with the engine's transfers and with a plain loop."""
+"""Measurement of disk bandwidth, with the engine's transfers and with a plain loop, and of host-device bandwidth."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +15,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from shardwise.device.staging import copy_stream
 from shardwise.offload.files import DiskOptions
 from shardwise.offload.tmpfile import move_all, open_tmpfile, padded, paged, take_space
 from shardwise.offload.transfers import Threads, Values
 
 TOLERANCE = 0.03
 """Relative slowdown at which a smaller setting is preferred to the fastest; measurements vary by as much."""
+
+MEASURED = 64 << 20
+"""Bytes of a measurement before training."""
 
 _STEP = 16 << 20
 
@@ -148,30 +153,55 @@ class MeasuredFile:
     def _loop(self, one: Way, writes: bool) -> float:
         call = os.pwritev if writes else os.preadv
         whole = self._memory[: self._memory.size - self._memory.size % one.block]
-        failures: list[BaseException] = []
         ended = threading.Event()
 
         def work(number: int) -> None:
-            try:
-                for place in range(number * one.block, whole.size, one.in_flight * one.block):
-                    if ended.is_set():
-                        return
-                    move_all(call, self._file.descriptor, whole[place : place + one.block], place)
-            except OSError as error:
-                failures.append(error)
+            for place in range(number * one.block, whole.size, one.in_flight * one.block):
+                if ended.is_set():
+                    return
+                move_all(call, self._file.descriptor, whole[place : place + one.block], place)
 
-        loops = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(one.in_flight)]
         begun = time.perf_counter()
-        for loop in loops:
-            loop.start()
-        try:
-            for loop in loops:
-                loop.join()
-            seconds = time.perf_counter() - begun
-        finally:  # also after Ctrl-C: no thread may write to the closed file
-            ended.set()
-            for loop in loops:
-                loop.join()
-        if failures:
-            raise failures[0]
-        return seconds * self._memory.size / max(1, whole.size)
+        with ThreadPoolExecutor(one.in_flight) as threads:
+            try:
+                for loop in [threads.submit(work, number) for number in range(one.in_flight)]:
+                    loop.result()
+            finally:  # also after Ctrl-C: no thread may write to the closed file
+                ended.set()
+        return (time.perf_counter() - begun) * self._memory.size / max(1, whole.size)
+
+
+def disk_speed(directory: Path, options: DiskOptions, size: int) -> tuple[float, float]:
+    """Return the bytes a second of reading and of writing a temporary file of `size` bytes.
+
+    Ranks that share a disk must measure together. Raises OffloadError if the disk has no space, or the file cannot be
+    created.
+
+    Example:
+        >>> import tempfile
+        >>> min(disk_speed(Path(tempfile.gettempdir()), DiskOptions(), 1 << 16)) > 0
+        True
+    """
+    file = MeasuredFile(directory, size, options.block_size)
+    try:
+        write, read = file.speeds([way(options)], 1)[0]
+        assert read and write
+        return read, write
+    finally:
+        file.close()
+
+
+def copy_speed(device: torch.device, size: int) -> tuple[float, float]:
+    """Return the bytes a second of copies of `size` bytes of page-locked host memory to a device, and back."""
+    copies = copy_stream(device)
+    host, far = copies.host_bytes(size), torch.empty(size, dtype=torch.uint8, device=device)
+
+    def speed(target: torch.Tensor, source: torch.Tensor) -> float:
+        begun = time.perf_counter()
+        copies.copy(target, source)
+        copies.mark().synchronize()
+        return size / (time.perf_counter() - begun)
+
+    copies.follow()
+    speed(host, far)  # the first copy is slower
+    return speed(far, host), speed(host, far)

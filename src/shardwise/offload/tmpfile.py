@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from shardwise.device.hostmemory import HUGE, mapped
 from shardwise.errors import OffloadError
 
 ALIGNMENT = 4096
@@ -28,14 +28,9 @@ ALIGNMENT = 4096
 _MEMORY_ALIGNMENTS = (64, 512)
 """Smaller memory alignments, tried in this order; torch's allocations have the first."""
 
-_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
-"""Errors of file systems and old kernels without temporary files."""
-
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_TAKEN = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 """Errors of file systems that cannot preallocate space."""
-
-_HUGE_PAGE = 2 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,38 +46,17 @@ class TmpFile(NamedTuple):
 def paged(size: int) -> Bytes:
     """Return page-aligned zeroed memory, which returns to the system when the last reference ends.
 
-    Large memory uses huge pages if available: a disk receives one page at a time, and scattered pages halve its speed.
+    Large memory is aligned to huge pages: a disk receives one page at a time, and scattered pages halve its speed.
     """
-    large = size >= _HUGE_PAGE
-    memory = mmap.mmap(-1, max(1, size + _HUGE_PAGE * large), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found = np.frombuffer(memory, np.uint8)
-    if not large:
-        return found[:size]
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -found.ctypes.data % _HUGE_PAGE
+    large = size >= HUGE
+    found: Bytes = mapped(max(1, size + HUGE * large)).numpy()
+    first = -found.ctypes.data % HUGE if large else 0
     return found[first : first + size]
-
-
-def aligned_bytes(size: int) -> torch.Tensor:
-    """Return zeroed host memory suitable for direct I/O on every disk.
-
-    Example:
-        >>> aligned_bytes(10).data_ptr() % ALIGNMENT
-        0
-    """
-    return torch.from_numpy(paged(size))
 
 
 def padded(size: int) -> int:
     """Round a size or an offset up to a multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
-
-
-def bytes_free(directory: Path) -> int:
-    """Return the free bytes of a directory's disk for this user."""
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
 
 
 def open_tmpfile(directory: Path, block: int) -> TmpFile:
@@ -92,7 +66,8 @@ def open_tmpfile(directory: Path, block: int) -> TmpFile:
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = _open(directory)
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            descriptor = os.dup(file.fileno())
     except OSError as error:
         raise OffloadError(
             f"{directory}: no file for state can be made there: {error.strerror}. Give a directory on a local disk "
@@ -100,18 +75,6 @@ def open_tmpfile(directory: Path, block: int) -> TmpFile:
         ) from error
     alignment = _try(descriptor, block)
     return TmpFile(descriptor, alignment > 0, alignment or 1)
-
-
-def _open(directory: Path) -> int:
-    if hasattr(os, "O_TMPFILE"):
-        try:
-            return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
-    descriptor, name = tempfile.mkstemp(prefix=".shardwise-", dir=directory)
-    os.unlink(name)
-    return descriptor
 
 
 def _try(descriptor: int, block: int) -> int:
@@ -163,7 +126,7 @@ def take_space(descriptor: int, directory: Path, before: int, end: int, label: s
             if error.errno not in _NOT_TAKEN:
                 raise
             # Fallback without preallocation.
-            if bytes_free(directory) < end - before:
+            if disk_usage(directory).free < end - before:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             os.ftruncate(descriptor, end)
     except OSError as error:
@@ -172,7 +135,7 @@ def take_space(descriptor: int, directory: Path, before: int, end: int, label: s
         if error.errno not in _FULL:
             raise OffloadError(message) from error
         raise OffloadError(
-            f"{message}. {end - before} bytes more are needed, {bytes_free(directory)} bytes are free. "
+            f"{message}. {end - before} bytes more are needed, {disk_usage(directory).free} bytes are free. "
             'Give an nvme_path on another disk, or leave the state in the memory of the host with "device": "cpu"',
         ) from error
 

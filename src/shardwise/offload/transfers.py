@@ -15,7 +15,6 @@ import atexit
 import ctypes
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -44,7 +43,8 @@ class Transfer:
     def __init__(self, threads: Threads, values: Values, memory: torch.Tensor, writes: bool) -> None:
         self._label = threads.label
         self._ended = threading.Event()
-        self._failure: tuple[str, BaseException | None] | None = None
+        self.failure: tuple[str, BaseException | None] | None = None
+        """Text and cause of the first failure of a block."""
         self.values = values
         self.writes = writes
         self._tensor: torch.Tensor | None = memory
@@ -58,16 +58,11 @@ class Transfer:
         """True if the transfer has ended, with or without error."""
         return self._ended.is_set()
 
-    @property
-    def failed(self) -> bool:
-        """True if a block has failed."""
-        return self._failure is not None
-
     def wait(self) -> None:
         """Wait for the end of the transfer; afterwards no thread uses the memory. Raises OffloadError if it failed."""
         self._ended.wait()
-        if self._failure is not None:
-            text, cause = self._failure
+        if self.failure is not None:
+            text, cause = self.failure
             raise OffloadError(f"{self._label}: {text}. Check the disk, or name another one in nvme_path") from cause
 
     def settle(self) -> None:
@@ -76,8 +71,8 @@ class Transfer:
 
     def fail(self, text: str, cause: BaseException | None = None) -> None:
         """Record a failure; the first one counts."""
-        if self._failure is None:
-            self._failure = text, cause
+        if self.failure is None:
+            self.failure = text, cause
 
     def end(self) -> None:
         """Release the memory and all waiters."""
@@ -111,26 +106,13 @@ class Threads:
         self.bytes_written = 0
         self._count = count
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[_End | None] = SimpleQueue()  # None: one block is queued
+        self._queue: SimpleQueue[bool] = SimpleQueue()  # True: a block is queued; False: threads end after all blocks
         self._blocks: tuple[deque[_Block], deque[_Block]] = deque(), deque()  # to be read, to be written
         self._wrote = True  # the last taken block was a write
         self._threads: list[threading.Thread] = []
         self._alive = 0
-        self._closing = False  # queued blocks are discarded
-        self._under_way = 0
-        self._since = 0.0
-        self._seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds with at least one transfer in flight."""
-        with self._lock:
-            return self._seconds + (time.perf_counter() - self._since if self._under_way else 0.0)
-
-    @property
-    def closed(self) -> bool:
-        """True if new transfers are refused."""
-        return self._closing
+        self.closed = False
+        """True if new transfers are refused and queued blocks are discarded."""
 
     def begin(self, values: Values, memory: torch.Tensor, *, writes: bool) -> Transfer:
         """Start a transfer of host memory (uint8, contiguous), after the pending one of the same values.
@@ -139,7 +121,7 @@ class Threads:
         """
         transfer = Transfer(self, values, memory, writes)
         with self._lock:
-            if self._closing:
+            if self.closed:
                 raise OffloadError(f"{self.label}: it is closed")
             if not self._threads:
                 bounce = paged(self._count * self.block)  # allocated by the system on first use
@@ -163,10 +145,10 @@ class Threads:
 
         Because a finalizer may call it anywhere, it takes no lock.
         """
-        if not self._closing:
-            self._closing = True
+        if not self.closed:
+            self.closed = True
             if self._threads:
-                self._queue.put(_End(first=True))
+                self._queue.put(False)
             else:
                 os.close(self.file.descriptor)
 
@@ -181,10 +163,7 @@ class Threads:
         """Queue the blocks of a transfer; end transfers without blocks and continue with the next one."""
         while transfer is not None:
             values, size = transfer.values, transfer.memory.size
-            if not self._under_way:
-                self._since = time.perf_counter()
-            self._under_way += 1
-            if self._closing:
+            if self.closed:
                 transfer.fail(_CLOSED)
             elif transfer.writes:
                 values.size, values.sums = -1, [0] * -(-size // self.block)
@@ -193,24 +172,21 @@ class Threads:
                 if values.size < 0:
                     there = "nothing has been written, or a write has failed"
                 transfer.fail(f"{size} bytes are to be read at offset {values.place}, where {there}")
-            transfer.left = 0 if transfer.failed else -(-size // self.block)
+            transfer.left = 0 if transfer.failure is not None else -(-size // self.block)
             for number in range(transfer.left):
                 self._blocks[transfer.writes].append((transfer, number))
-                self._queue.put(None)
+                self._queue.put(True)
             transfer = None if transfer.left else self._end(transfer)
 
     def _end(self, transfer: Transfer) -> Transfer | None:
         """End a transfer without pending blocks; return its successor."""
         values, size = transfer.values, transfer.memory.size
-        if not transfer.failed:
+        if transfer.failure is None:
             if transfer.writes:
                 values.size = size
                 self.bytes_written += size
             else:
                 self.bytes_read += size
-        self._under_way -= 1
-        if not self._under_way:
-            self._seconds += time.perf_counter() - self._since
         if values.last is transfer:
             values.last = None
         after, transfer.next = transfer.next, None
@@ -219,21 +195,17 @@ class Threads:
 
     def _work(self, bounce: Bytes) -> None:
         while True:
-            found = self._queue.get()
-            if found is None:
-                transfer, number = self._next()
-                self._take(transfer, number, bounce)
-                del transfer  # an idle thread keeps no transfer alive
-            elif found.first:
-                with self._lock:  # wait for a caller that is queueing blocks
-                    for _ in self._threads:
-                        self._queue.put(_End())
-            else:
-                break
-        with self._lock:
-            self._alive -= 1
-            if not self._alive:
-                os.close(self.file.descriptor)
+            if self._queue.get():
+                self._take(*self._next(), bounce)  # an idle thread keeps no transfer alive
+                continue
+            self._queue.put(False)  # for the other threads
+            with self._lock:  # held by a caller that is queueing blocks
+                if any(self._blocks):
+                    continue
+                self._alive -= 1
+                if not self._alive:
+                    os.close(self.file.descriptor)
+            return
 
     def _next(self) -> _Block:
         with self._lock:
@@ -242,9 +214,9 @@ class Threads:
         return block
 
     def _take(self, transfer: Transfer, number: int, bounce: Bytes) -> None:
-        if self._closing:
+        if self.closed:
             transfer.fail(_CLOSED)
-        if not transfer.failed:
+        if transfer.failure is None:
             try:
                 self._move(transfer, number, bounce)
             except Exception as error:
@@ -302,13 +274,6 @@ def _close_all() -> None:
     """Stop all threads before interpreter exit, which would kill them inside numpy and crash the process."""
     for threads in list(_RUNNING):
         threads.close()
-
-
-@dataclass(frozen=True)
-class _End:
-    """Stop message of a thread; the first one queues a stop for each thread after all blocks."""
-
-    first: bool = False
 
 
 _CLOSED = "it was closed before the transfer had ended"

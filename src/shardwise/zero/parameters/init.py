@@ -202,7 +202,8 @@ class PartStore(released.Owner):
                 "pass the model to shardwise.initialize() first."
             )
         self._enter(self._home.get(parameter, id(parameter)))
-        self._make_whole(parameter)
+        self._restore(parameter)
+        self._whole[id(parameter)] = parameter
 
     def detached(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return another parameter with the same shard: `state_dict()` gives names and shapes without values."""
@@ -242,10 +243,6 @@ class PartStore(released.Owner):
             with without_overrides():
                 parameter.data = other.data
         return True
-
-    def _make_whole(self, parameter: nn.Parameter) -> None:
-        self._restore(parameter)
-        self._whole[id(parameter)] = parameter
 
     def _restore(self, parameter: nn.Parameter) -> None:
         values = self.values(parameter)
@@ -566,23 +563,22 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
         )
 
 
-_BLANK_INTEGERS = (torch.int64, torch.int32, torch.int16)
+def _sentinel(dtype: torch.dtype) -> float | None:
+    """Return a value that no initialisation leaves (None: the dtype has none)."""
+    if dtype in (torch.int64, torch.int32, torch.int16):
+        return torch.iinfo(dtype).min + 1
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else None
 
 
 def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Allocate memory of a value that no initialisation leaves, because version counters miss writes by `.data`."""
-    shape = part_of(tensor).shape
-    like = tensor.detach() if shape is None else tensor.detach().new_empty(shape)
-    values = torch.empty_like(like, device=device)
-    if tensor.dtype in _BLANK_INTEGERS:
-        return values.fill_(torch.iinfo(tensor.dtype).min + 1)
-    return values.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else values
+    shape, value = part_of(tensor).shape, _sentinel(tensor.dtype)
+    values = torch.empty_like(tensor.detach() if shape is None else tensor.detach().new_empty(shape), device=device)
+    return values if value is None else values.fill_(value)
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
     if tensor._version != version or not tensor.numel():
         return False
-    values = tensor.detach()
-    if tensor.dtype in _BLANK_INTEGERS:
-        return bool((values == torch.iinfo(tensor.dtype).min + 1).all())
-    return bool(values.isnan().all()) if tensor.is_floating_point() or tensor.is_complex() else True
+    value, values = _sentinel(tensor.dtype), tensor.detach()
+    return value is None or bool((values.isnan() if value != value else values == value).all())

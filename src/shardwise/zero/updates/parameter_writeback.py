@@ -13,7 +13,7 @@ import torch
 
 from shardwise.compat import has_values
 from shardwise.device.hostmemory import HostMemory
-from shardwise.device.staging import Copied, copy_stream, is_far
+from shardwise.device.staging import copy_stream, is_far
 from shardwise.memory import Accountant, Category, Tier
 from shardwise.zero.units.flat_param import FlatParamStorage
 
@@ -26,7 +26,6 @@ class Outputs:
         self._copies = copy_stream(device) if self._far else None
         self._accountant = accountant
         self._buffers: list[HostMemory | None] = [None, None]
-        self._sent: list[Copied | None] = [None, None]
         self._turn = 0
         self._staged: list[tuple[FlatParamStorage, torch.Tensor]] = []
 
@@ -41,7 +40,8 @@ class Outputs:
         for turn in range(2):
             have = self._buffers[turn]
             if size and self._copies is not None and (have is None or have.bytes.numel() < size):
-                self._await(turn)
+                if have is not None:
+                    have.wait()
                 self._buffers[turn] = made = HostMemory(self._copies, size, real=real)
                 self._accountant.hold(Category.BUFFERS, made.bytes, Tier.HOST)
 
@@ -60,9 +60,10 @@ class Outputs:
             else:
                 if not taken:
                     self._turn = 1 - self._turn
-                    self._await(self._turn)
                 buffer, size = self._buffers[self._turn], _staged_bytes(section)
                 assert buffer is not None
+                if not taken:
+                    buffer.wait()
                 values = buffer.bytes[taken : taken + size].view(section.layout.dtype)[: section.published.numel()]
                 taken += size
                 found[id(section)] = values
@@ -77,16 +78,11 @@ class Outputs:
             for section, values in staged:
                 self._copies.copy(section.published, values)
                 self._accountant.move(Tier.HOST, read=values.nbytes)
-            self._sent[self._turn] = mark = self._copies.mark()
+            mark = self._copies.mark()
             buffer = self._buffers[self._turn]
             assert buffer is not None
             buffer.used(mark)
             mark.wait()
-
-    def _await(self, turn: int) -> None:
-        mark, self._sent[turn] = self._sent[turn], None
-        if mark is not None:
-            mark.synchronize()
 
 
 def _staged_bytes(section: FlatParamStorage) -> int:
