@@ -16,7 +16,6 @@ from shardwise.absent import COMPILER, ENGINE
 from shardwise.compat import never_compiled, transforming
 from shardwise.device.ranges import named
 from shardwise.engine.advice import explain_dtype
-from shardwise.engine.attributes import of_part
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.exhausted import explained, explaining
@@ -28,7 +27,7 @@ from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.modules import convert_buffers
 from shardwise.engine.refresh import Refreshed, refresh
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
-from shardwise.engine.state_getters import StateGetters
+from shardwise.engine.state_getters import StateGetters, of_part
 from shardwise.engine.states import give_methods, offload_states, reload_states, take_methods
 from shardwise.engine.step import TrainStep
 from shardwise.engine.timelines import Timelines
