@@ -19,12 +19,12 @@ from shardwise.engine.advice import explain_dtype
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.exhausted import explained, explaining
-from shardwise.engine.experts import release_experts
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.modules import convert_buffers
+from shardwise.engine.parallel import OwnSequences, SharedSequences, SharedTensors, release_experts
 from shardwise.engine.refresh import Refreshed, refresh
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
 from shardwise.engine.state_getters import StateGetters, of_part
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from shardwise.engine.following import Following
     from shardwise.engine.observers import Observers
     from shardwise.engine.profiling import Profiling
-    from shardwise.engine.sequence import OwnSequences, SharedSequences
-    from shardwise.engine.tensors import SharedTensors
     from shardwise.moe import ExpertGroup
     from shardwise.monitor import Monitor
     from shardwise.zero.model import ShardedModel

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.following import Following
     from shardwise.engine.memory import MemoryReporting
+    from shardwise.engine.parallel import OwnSequences, SharedSequences, SharedTensors
     from shardwise.engine.profiling import Profiling
-    from shardwise.engine.sequence import OwnSequences, SharedSequences
     from shardwise.engine.step import TrainStep
-    from shardwise.engine.tensors import SharedTensors
     from shardwise.moe import ExpertGroup
     from shardwise.monitor.runlog import RunLog
     from shardwise.profile import ModuleProfile
