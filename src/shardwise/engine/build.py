@@ -30,7 +30,6 @@ from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.device.segments import let_segments_grow
 from shardwise.device.streams import warn_of_one_queue
-from shardwise.engine.activations import Activations
 from shardwise.engine.advice import (
     check_unwrapped,
     warn_of_arguments,
@@ -46,9 +45,7 @@ from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import OomContext, explaining
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
-from shardwise.engine.faults import FaultTolerance
-from shardwise.engine.followed import describe, device_limit, display_of, log_of, shows
-from shardwise.engine.following import Following
+from shardwise.engine.faults import FaultTolerance, note_ready
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.mesh import (
@@ -70,8 +67,7 @@ from shardwise.engine.modules import (
     leaves_of,
     place_buffers,
 )
-from shardwise.engine.monitoring import StepEvents
-from shardwise.engine.observers import Observers
+from shardwise.engine.observers import Activations, Observers, StepEvents
 from shardwise.engine.parallel import (
     OwnSequences,
     SharedSequences,
@@ -82,11 +78,11 @@ from shardwise.engine.parallel import (
 )
 from shardwise.engine.plans import PlanningTarget
 from shardwise.engine.profiling import Profiling
-from shardwise.engine.recovery import note_ready
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
+from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
 from shardwise.engine.timelines import Timelines
 from shardwise.errors import ConfigError, ConflictError, UsageError
@@ -336,7 +332,7 @@ def _build(
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
     shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
-    shows_loss |= shows(settings)
+    shows_loss |= display_mode(settings) != "off"
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
     step.exchanges = exchanges_in_backward(model, lines)
     job.ledger.step = lambda: step.global_steps

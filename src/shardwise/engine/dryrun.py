@@ -17,10 +17,10 @@ from torch import nn
 
 from shardwise.comm.domain import Domain
 from shardwise.comm.fake import FakeCommunicator
-from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
 from shardwise.engine.mesh import RankGrid, domain_of, domains_of, reduction
 from shardwise.engine.modules import leaves_of, place_buffers
+from shardwise.engine.observers import Activations
 from shardwise.engine.parallel import SharedTensors, divide_experts
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import cast_floats, prescale_of, scale_gradients_of, scales_loss

@@ -39,10 +39,9 @@ from shardwise.trees import tensors_in
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
-    from shardwise.engine.activations import Activations
-    from shardwise.engine.following import Following
-    from shardwise.engine.observers import Observers
+    from shardwise.engine.observers import Activations, Observers
     from shardwise.engine.profiling import Profiling
+    from shardwise.engine.step_log import Following
     from shardwise.moe import ExpertGroup
     from shardwise.monitor import Monitor
     from shardwise.zero.model import ShardedModel
@@ -227,7 +226,7 @@ class Engine(ConfigGetters, StateGetters):
                 autocast(self.device, self._autocast_dtype),
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
-                self._observers.forward(own, inputs, kwargs),
+                self._observers.during("forward", inputs, kwargs) if own else contextlib.nullcontext(),
             ):
                 if self._profiling.count is None:
                     outputs = self.module(*inputs, **kwargs)
@@ -296,7 +295,7 @@ class Engine(ConfigGetters, StateGetters):
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
             explained_here,
             self.sharded.noting_disk_errors(),
-            self._observers.backward(),
+            self._observers.during("backward"),
         ):
             self.sharded.backward(roots, retain_graph=retain_graph)
         if self._tensors is not None:
@@ -349,7 +348,7 @@ class Engine(ConfigGetters, StateGetters):
             self._tensors.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
         noting = self.sharded.noting_disk_errors()
-        with explained_here, self._observers.step(), noting, named("boundary"):
+        with explained_here, self._observers.during("step"), noting, named("boundary"):
             ended = self._step.take(lr_kwargs)
         if ended:
             self._observers.after_step()

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.checkpoint.report import LoadReport
 from shardwise.config.gradient_compression import sends_values
 from shardwise.data import EngineDataLoader
-from shardwise.engine.recovery import Resumed
+from shardwise.engine.faults import Resumed
 from shardwise.engine.step import StepReport
 from shardwise.errors import UsageError
 from shardwise.moe.exchange import ExpertParallelModule
@@ -31,12 +31,8 @@ if TYPE_CHECKING:
     from shardwise.engine.anomalies import Anomaly
     from shardwise.engine.batch import Batches
     from shardwise.engine.budget import Budget
-    from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
-    from shardwise.engine.following import Following
-    from shardwise.engine.memory import MemoryReporting
     from shardwise.engine.parallel import OwnSequences, SharedSequences, SharedTensors
-    from shardwise.engine.profiling import Profiling
     from shardwise.engine.step import TrainStep
     from shardwise.moe import ExpertGroup
     from shardwise.monitor.runlog import RunLog
@@ -107,11 +103,7 @@ class StateGetters(nn.Module):
     module: Any
     _step: TrainStep
     _batches: Batches
-    _checkpoints: Checkpoints
     _faults: FaultTolerance
-    _memory: MemoryReporting
-    _profiling: Profiling
-    _following: Following
     _resolution: Resolution
     _sequences: SharedSequences | OwnSequences
     _tensors: SharedTensors | None
@@ -273,17 +265,19 @@ class StateGetters(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
-        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+        return [group["lr"] for group in self._groups]
 
     def get_type(self) -> list[Any]:
         """Return the `type` entry of each parameter group (None if absent)."""
-        return [] if self.optimizer is None else [group.get("type") for group in self.optimizer.param_groups]
+        return [group.get("type") for group in self._groups]
 
     def get_mom(self) -> list[Any]:
         """Return momentum or betas of each parameter group."""
-        if self.optimizer is None:
-            return []
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum")) for group in self._groups]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     cur_scale: float = _at("_step.scale")
     """Current loss scale (1.0 without fp16)."""
