@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -335,7 +336,7 @@ def _build(
     shows_loss |= display_mode(settings) != "off"
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
     step.exchanges = exchanges_in_backward(model, lines)
-    job.ledger.step = lambda: step.global_steps
+    job.ledger.step = functools.partial(getattr, step, "global_steps")  # called for each collective
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     if watched is not None:
         watched.checkpoint = checkpoints.known

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,28 +38,24 @@ _PARTS = {"forward": FORWARD, "backward": BACKWARD, "step": STEP}
 _AFTER = {FORWARD: phases.FORWARD, BACKWARD: phases.BACKWARD, STEP: phases.STEP}
 
 
+@dataclass(eq=False, repr=False)
 class Profiling(StepObserver):
     """Serves the sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
     `profile`: of the profiled step, or None. `count`: its FLOP counter; modules are then called by `counted`.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        config: Config,
-        job: Communicator,
-        batches: Batches,
-        steps: TrainStep,
-        events: StepEvents,
-    ) -> None:
+    _sharded: ShardedModel
+    _config: Config
+    _job: Communicator
+    _batches: Batches
+    _steps: TrainStep
+    _events: StepEvents
+
+    def __post_init__(self) -> None:
+        sharded, config, job = self._sharded, self._config, self._job
         self.profile: ModuleProfile | None = None
         self.count: FlopCount | None = None
         self._options = config.flops_profiler
-        self._sharded = sharded
-        self._job = job
-        self._batches = batches
-        self._steps = steps
-        self._events = events
         self._cuda = sharded.device.type == "cuda"
         self._waits = self._options.enabled and job.rank == 0
         self._parts = Breakdown(self._cuda)  # of the step that is profiled

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,43 +42,36 @@ _UNITS = 8
 """Units of a row: those with the longest waits."""
 
 
+@dataclass(eq=False, repr=False)
 class Following(StepObserver):
-    """Records each step for the run log (every `every` steps) and the progress display (`limit`: of device bytes)."""
+    """Records each step for the run log (every `_every` steps) and the progress display (`_limit`: of device bytes)."""
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        step: TrainStep,
-        ledger: Ledger,
-        ranks: int,
-        log: RunLog | None = None,
-        every: int = 1,
-        display: Progress | None = None,
-        limit: int | None = None,
-    ) -> None:
-        self.log = log
-        self.display = display
-        self.active = log is not None or display is not None
-        self._accountant = sharded.accountant
-        self._cuda = sharded.device.type == "cuda"
-        self._step = step
-        self._ranks = ranks
-        self._limit = limit
+    _sharded: ShardedModel
+    _step: TrainStep
+    _ledger: Ledger
+    _ranks: int
+    log: RunLog | None
+    _every: int
+    display: Progress | None
+    _limit: int | None
+
+    def __post_init__(self) -> None:
+        self.active = self.log is not None or self.display is not None
+        self._accountant = self._sharded.accountant
+        self._cuda = self._sharded.device.type == "cuda"
         self._tokens: int | None = 0  # of this rank since the beginning
-        self._every = every
         self._steps = 0  # since the last row
         self._last = 0.0  # end of the last step
         self._ended: float | None = None  # of the last row, or the beginning of the first step
         self._before = (0, 0)  # samples and tokens at the last row
         self._parts: list[Interval] = []
         self._waits = _Waits()
-        self._ledger = ledger
         self._collectives: dict[str, tuple[int, int, int]] = {}
         self._moved = {tier: self._accountant.moved(tier) for tier in Tier}
-        if log is not None:
+        if self.log is not None:
             self._collectives = self._totals()
             self._accountant.lap()
-            ledger.listen(self._waits.heard)
+            self._ledger.listen(self._waits.heard)
 
     # -- observation -------------------------------------------------------------------------------------------------
 

@@ -77,8 +77,7 @@ class Timelines(StepObserver):
             recording.left -= 1
             if not recording.left:
                 self._end(together=True)
-        if self._until >= 0:
-            self.begin_if_due()
+        self.begin_if_due()
 
     @contextlib.contextmanager
     def record_timeline(
@@ -145,16 +144,14 @@ class Timelines(StepObserver):
             )
         file = path / file_of(self._rank)
         mine = ranks is None or self._rank in ranks
-        refused = ""
         if mine:
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                refused = f"{path}: {error.strerror or error}"
+                why = error.strerror or error
+                logger.warning("timeline: rank %d cannot write %s: %s; it records nothing", self._rank, path, why)
+                mine = False
         clock = measure(self._job)
-        if refused:
-            logger.warning("timeline: rank %d cannot write %s; it records nothing", self._rank, refused)
-            mine = False
         recording = _Recording(file, clock, self._steps.global_steps, steps)
         if mine:
             cuda = self._sharded.device.type == "cuda"
