@@ -19,7 +19,7 @@ from shardwise.comm.ledger import followed
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.rank_status import Here
 from shardwise.compat import all_gather_single
-from shardwise.engine.sequence import SharedSequences
+from shardwise.engine.parallel import SharedSequences
 from tests.device.recorded import imagined
 from tests.device.recording import recording
 from tests.models import CASES

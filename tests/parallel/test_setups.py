@@ -53,6 +53,8 @@ def asked(how: str) -> Any:
         more["mesh_param"] = (2, 2)
     elif how == "mesh":
         more["mesh_param"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
+    elif how == "replicas":
+        more["mesh_param"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "sp"))
     elif how == "unit":
         more["mpu"] = Unit()
     elif how == "begun":
@@ -65,6 +67,7 @@ def asked(how: str) -> Any:
         engine.step()
         counts.append(sum(record.op == "all_to_all" for record in engine.ledger.records()))
     counted = counts[1] - counts[0]
+    assert engine.sharded.domain.names == (("shard", "replicate") if how == "replicas" else ("shard",))
     found = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), engine.train_batch_size(), counted
     engine.destroy()
     assert current() is begun
@@ -72,7 +75,7 @@ def asked(how: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("how", ["pair", "mesh", "unit", "begun"])
+@pytest.mark.parametrize("how", ["pair", "mesh", "replicas", "unit", "begun"])
 def test_ways_to_ask(how: str) -> None:
     sequences = [[0, 2], [1, 3]] if how in ("mesh", "unit") else [[0, 1], [2, 3]]
     for rank, (ranks, batch, counted) in enumerate(run_ranks(asked, 4, how)):

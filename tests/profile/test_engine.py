@@ -86,18 +86,18 @@ def test_switched_off_it_puts_nothing_on_the_model() -> None:
     without = engine_of(1)
     before = (
         hooks(without),
-        without._profiling.forward(True, (), {}),
-        without._profiling.backward(),
-        without._profiling.step(),
+        without._profiling.during("forward", (), {}),
+        without._profiling.during("backward", (), {}),
+        without._profiling.during("step", (), {}),
     )
     without.destroy()
     engine = engine_of(1, flops_profiler={"enabled": True, "profile_step": 7})
     window(engine)
     after = (
         hooks(engine),
-        engine._profiling.forward(True, (), {}),
-        engine._profiling.backward(),
-        engine._profiling.step(),
+        engine._profiling.during("forward", (), {}),
+        engine._profiling.during("backward", (), {}),
+        engine._profiling.during("step", (), {}),
     )
     assert before == after
     engine.destroy()

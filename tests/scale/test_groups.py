@@ -12,8 +12,8 @@ from torch import nn
 import shardwise
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
+from shardwise.engine.parallel import SharedSequences
 from shardwise.engine.reserved import RESERVE, CommunicatorMemory
-from shardwise.engine.sequence import SharedSequences
 from shardwise.memory import Accountant, Category
 from tests.device.recorded import imagined
 

@@ -6,10 +6,11 @@ import functools
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.background import Background, SaveReport, await_all, save_in_background, settle
-from shardwise.engine.ranks import local_ranks
+from shardwise.engine.mesh import local_ranks
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 from shardwise.utils.logging import logger
@@ -25,14 +26,14 @@ _WORTH_TELLING_S = 1.0
 """Seconds of waiting for the previous save from which on a warning is logged."""
 
 
+@dataclass(eq=False, repr=False)
 class BackgroundSaves:
     """Asynchronous checkpoints of a model. `saving` has writer process and snapshot; None before the first save."""
 
-    def __init__(self, sharded: ShardedModel, config: Config, job: Communicator) -> None:
-        self.saving: Background | None = None
-        self._sharded = sharded
-        self._config = config
-        self._job = job
+    _sharded: ShardedModel
+    _config: Config
+    _job: Communicator
+    saving: Background | None = None
 
     @property
     def pending(self) -> bool:

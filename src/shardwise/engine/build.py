@@ -31,7 +31,6 @@ from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.device.segments import let_segments_grow
 from shardwise.device.streams import warn_of_one_queue
-from shardwise.engine.activations import Activations
 from shardwise.engine.advice import (
     check_unwrapped,
     warn_of_arguments,
@@ -39,19 +38,25 @@ from shardwise.engine.advice import (
     warn_of_clipping,
     warn_of_memory_format,
 )
-from shardwise.engine.asked import RequestedParallelism, asked_by, group_of, model_parallel_size, tensor_lines
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
-from shardwise.engine.exchanges import exchanges_in_backward, exchanges_of
-from shardwise.engine.experts import divide_experts
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
-from shardwise.engine.faults import FaultTolerance
-from shardwise.engine.followed import describe, device_limit, display_of, log_of, shows
-from shardwise.engine.following import Following
+from shardwise.engine.faults import FaultTolerance, note_ready
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
-from shardwise.engine.mesh import arrangement_of, domain_of, domains_of, replicas_of
+from shardwise.engine.mesh import (
+    RequestedParallelism,
+    check_shard_size,
+    domain_of,
+    domains_of,
+    grid_of,
+    group_of,
+    local_ranks,
+    model_parallel_size,
+    reduction,
+    requested_by,
+)
 from shardwise.engine.modules import (
     check_lazy,
     check_one_device,
@@ -60,22 +65,25 @@ from shardwise.engine.modules import (
     leaves_of,
     place_buffers,
 )
-from shardwise.engine.monitoring import StepEvents
-from shardwise.engine.observers import Observers
+from shardwise.engine.observers import Activations, Observers, StepEvents
+from shardwise.engine.parallel import (
+    OwnSequences,
+    SharedSequences,
+    SharedTensors,
+    divide_experts,
+    exchanges_in_backward,
+    exchanges_of,
+)
 from shardwise.engine.plans import PlanningTarget
 from shardwise.engine.preflight import has_watchdog, is_wanted, preflight
 from shardwise.engine.profiling import Profiling
-from shardwise.engine.ranks import RankGrid, local_ranks
-from shardwise.engine.recovery import note_ready
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
-from shardwise.engine.sequence import OwnSequences, SharedSequences, sequence_lines
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
+from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
-from shardwise.engine.tensors import SharedTensors
 from shardwise.engine.timelines import Timelines
-from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.memory.oom import OomContext, reporting_oom
@@ -216,17 +224,13 @@ def _build(
         members = members_of(group)
         if dist.get_rank(group) == 0:
             warn_of_memory_format(model)
-        asked = asked_by(mpu, mesh_param, model, members)
+        requested = requested_by(mpu, mesh_param, model, members)
 
         # The configuration before any group, because most mistakes are found here, on every rank alike.
-        resolution = _resolve(source, members, optimizer, asked)
+        resolution = _resolve(source, members, optimizer, requested)
         settings = resolution.config
         check_packages(settings)
-        grid = None
-        if asked is not None and asked.meshed:
-            grid = replicas_of(asked, settings.zero_optimization, len(members))
-        elif mesh_param is not None:
-            grid = arrangement_of(mesh_param, settings.zero_optimization, members)
+        check_shard_size(settings, requested)
 
         # The device before the groups, because each backend serves one device type.
         own_number = local_rank()
@@ -243,20 +247,16 @@ def _build(
         spread_from_first(model, job)
 
     sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
-    lines = RankGrid.of(
-        job.world,
-        tensor=tensor_lines(job, tensor, sequence, asked, mpu),
-        sequence=sequence_lines(job, sequence, tensor, asked),
-    )
+    lines = grid_of(job, sequence, tensor, requested, mpu)
     if sequence * tensor > 1:
         data = job.part(lines.data, "data_parallel")
     sequences = (
-        SharedSequences(job, lines.sequence, data, asked, divided=tensor > 1)
+        SharedSequences(job, lines.sequence, data, requested.group, divided=tensor > 1)
         if sequence > 1
         else OwnSequences(job, data)
     )
     undo.callback(sequences.close)
-    domain = domain_of(settings, job, grid)
+    domain = domain_of(settings, job, requested)
     if job.rank == 0 and domain.async_gathers:
         warn_of_one_queue()
     # Shard tensors and experts before domains are assigned to parameters.
@@ -334,10 +334,10 @@ def _build(
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
     shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
-    shows_loss |= shows(settings)
+    shows_loss |= display_mode(settings) != "off"
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
     step.exchanges = exchanges_in_backward(model, lines)
-    job.ledger.step = lambda: step.global_steps
+    job.ledger.step = functools.partial(getattr, step, "global_steps")  # called for each collective
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     if watchdog is not None:
         watchdog.checkpoint = checkpoints.known
@@ -426,15 +426,13 @@ def refusing(mpu: Any) -> Iterator[None]:
         raise
 
 
-def _resolve(
-    source: Any, ranks: Sequence[int], client_optimizer: Any, asked: RequestedParallelism | None
-) -> Resolution:
+def _resolve(source: Any, ranks: Sequence[int], client_optimizer: Any, requested: RequestedParallelism) -> Resolution:
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
     facts = Facts(
         lr=None if lr is None else float(lr),
-        sequence_parallel_size=None if asked is None else asked.size,
-        tensor_parallel_size=None if asked is None else asked.tensor,
+        sequence_parallel_size=requested.size,
+        tensor_parallel_size=requested.tensor,
     )
     resolution = resolve(source, world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)

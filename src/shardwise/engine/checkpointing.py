@@ -21,8 +21,7 @@ from shardwise.checkpoint.save import SaveRequest, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
 from shardwise.config import effective
 from shardwise.engine.background import BackgroundSaves, check_same_way, size_of, statistics
-from shardwise.engine.importing import check_schedule, opener, schedule_name
-from shardwise.engine.interchange import CustomLoad, load_custom
+from shardwise.engine.interchange import CustomLoad, check_schedule, load_custom, opener, schedule_name
 from shardwise.engine.scaling import on_non_finite
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.utils.logging import logger, warn_once

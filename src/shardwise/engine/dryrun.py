@@ -16,19 +16,16 @@ from torch import nn
 
 from shardwise.comm.domain import Domain
 from shardwise.comm.fake import FakeCommunicator
-from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
-from shardwise.engine.experts import divide_experts
-from shardwise.engine.mesh import domain_of, domains_of
+from shardwise.engine.mesh import RankGrid, domain_of, domains_of, reduction
 from shardwise.engine.modules import leaves_of, place_buffers
-from shardwise.engine.ranks import RankGrid
+from shardwise.engine.observers import Activations
+from shardwise.engine.parallel import SharedTensors, divide_experts
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import cast_floats, prescale_of, scale_gradients_of, scales_loss
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import stepping_of
-from shardwise.engine.tensors import SharedTensors
-from shardwise.engine.zeropp import reduction
 from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, fake_optimizer, track_activations
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
 from shardwise.offload import Disks, homes_of

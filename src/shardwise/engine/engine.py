@@ -16,18 +16,17 @@ from shardwise.absent import COMPILER, ENGINE
 from shardwise.compat import never_compiled, transforming
 from shardwise.device.ranges import named
 from shardwise.engine.advice import explain_dtype
-from shardwise.engine.attributes import of_part
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
-from shardwise.engine.experts import release_experts
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.modules import convert_buffers
+from shardwise.engine.parallel import OwnSequences, SharedSequences, SharedTensors, release_experts
 from shardwise.engine.refresh import Refreshed, refresh
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
-from shardwise.engine.state_getters import StateGetters
+from shardwise.engine.state_getters import StateGetters, of_part
 from shardwise.engine.states import give_methods, offload_states, reload_states, take_methods
 from shardwise.engine.step import TrainStep
 from shardwise.engine.timelines import Timelines
@@ -39,12 +38,9 @@ from shardwise.trees import tensors_in
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
-    from shardwise.engine.activations import Activations
-    from shardwise.engine.following import Following
-    from shardwise.engine.observers import Observers
+    from shardwise.engine.observers import Activations, Observers
     from shardwise.engine.profiling import Profiling
-    from shardwise.engine.sequence import OwnSequences, SharedSequences
-    from shardwise.engine.tensors import SharedTensors
+    from shardwise.engine.step_log import Following
     from shardwise.moe import ExpertGroup
     from shardwise.monitor import Monitor
     from shardwise.zero.model import ShardedModel
@@ -229,7 +225,7 @@ class Engine(ConfigGetters, StateGetters):
                 autocast(self.device, self._autocast_dtype),
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
-                self._observers.forward(own, inputs, kwargs),
+                self._observers.during("forward", inputs, kwargs) if own else contextlib.nullcontext(),
             ):
                 if self._profiling.count is None:
                     outputs = self.module(*inputs, **kwargs)
@@ -297,7 +293,7 @@ class Engine(ConfigGetters, StateGetters):
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
             self._memory.reporting_oom("engine.backward()", graph=True),
             self.sharded.noting_disk_errors(),
-            self._observers.backward(),
+            self._observers.during("backward"),
         ):
             self.sharded.backward(roots, retain_graph=retain_graph)
         if self._tensors is not None:
@@ -350,7 +346,7 @@ class Engine(ConfigGetters, StateGetters):
             self._tensors.step_begins()
         reporting_oom = self._memory.reporting_oom("engine.step()", stepping=True)
         noting = self.sharded.noting_disk_errors()
-        with reporting_oom, self._observers.step(), noting, named("boundary"):
+        with reporting_oom, self._observers.during("step"), noting, named("boundary"):
             ended = self._step.take(lr_kwargs)
         if ended:
             self._observers.after_step()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,12 +20,11 @@ from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.load import NoCompleteCheckpointError, Options
 from shardwise.checkpoint.newest import CheckpointListing, Head, listing
 from shardwise.checkpoint.peer_replicas import VERSIONS, InMemoryCheckpoints, MemoryCopy, Version
-from shardwise.comm.environment import MEMORY_DIRECTORY
+from shardwise.comm.environment import MEMORY_DIRECTORY, RECOVERY_FILE
 from shardwise.comm.stall_watchdog import StallWatch, stop_watching, watch
 from shardwise.config import effective
 from shardwise.engine.anomalies import Anomaly
 from shardwise.engine.background import saved_bytes
-from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
 from shardwise.errors import (
     AnomalyError,
@@ -51,33 +53,26 @@ _engines = count()
 """Numbers of this process's engines with in-memory copies; the same on all ranks and after every restart."""
 
 
+@dataclass(eq=False, repr=False)
 class FaultTolerance:
     """Saves on signals, copies state into memory, and resumes. Methods are collective unless noted."""
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        resolution: Resolution,
-        job: Communicator,
-        step: TrainStep,
-        batches: Batches,
-        checkpoints: Checkpoints,
-        signals: SignalWatch,
-    ) -> None:
+    _sharded: ShardedModel
+    _resolution: Resolution
+    _job: Communicator
+    _step: TrainStep
+    _batches: Batches
+    _checkpoints: Checkpoints
+    _signals: SignalWatch
+
+    def __post_init__(self) -> None:
         self.resumed: Resumed | None = None
         self.copies: InMemoryCheckpoints | None = None
-        self._sharded = sharded
-        self._resolution = resolution
-        self._job = job
-        self._step = step
-        self._batches = batches
-        self._checkpoints = checkpoints
-        self._signals = signals
         self._exit_on: frozenset[int] = frozenset()
         self._save_on_signal_to = ""
         self._copies_wait = False
         self._given_client_state: Callable[[], Mapping[str, Any]] | None = None
-        self._first_step = FirstStep(job.rank)
+        self._first_step = FirstStep(self._job.rank)
         self._stalls: StallWatch | None = None
 
     def guard(self) -> None:
@@ -89,9 +84,9 @@ class FaultTolerance:
             self._stalls = watch(ranks, ranks[self._job.rank], limit, secret, self._job.ledger, self._facts)
         section = self._resolution.config.checkpoint
         if section.on_signal is not None:
-            asked = section.on_signal
-            assert asked.save_dir is not None  # checked with the rest of the configuration
-            self.checkpoint_on_signal(asked.save_dir, exit_on=asked.exit_on, save_on=asked.save_on)
+            signals = section.on_signal
+            assert signals.save_dir is not None  # checked with the rest of the configuration
+            self.checkpoint_on_signal(signals.save_dir, exit_on=signals.exit_on, save_on=signals.save_on)
         if section.memory_copies is not None:
             wanted = section.memory_copies
             self.copies = InMemoryCheckpoints(
@@ -436,7 +431,7 @@ class FaultTolerance:
             self.copies.run = os.path.abspath(parent)
         found = self._resume_newest(parent, on_disk)
         if found is None:
-            self._first_step.found_nothing()
+            self._first_step.found_nothing = True
             return None
         source, path, client = found
         seconds = time.perf_counter() - began
@@ -471,18 +466,16 @@ class FaultTolerance:
                 return "disk", path, {} if client is None else client
             assert copies is not None
             with copies.assembled(versions[index]) as name:
-                if name is not None:
-                    return "memory", copies.path, self._load_version(copies, versions[index], name)
+                if name is None:
+                    continue
+                _, client = self._checkpoints.restore(copies.path, name, Options(verify=False))
+                assert self._step.global_steps == versions[index].steps
+                return "memory", copies.path, {} if client is None else client
         if failure is not None:
             raise CheckpointError(
                 f"{failure}. There are checkpoints, and none of them can be used; remove them to begin anew"
             )
         return None
-
-    def _load_version(self, copies: InMemoryCheckpoints, version: Version, name: str) -> dict[str, Any]:
-        _, client = self._checkpoints.restore(copies.path, name, Options(verify=False))
-        assert self._step.global_steps == version.steps
-        return {} if client is None else client
 
 
 def in_turn(versions: Sequence[Version], heads: Sequence[Head]) -> list[int | tuple[str, ...]]:
@@ -499,3 +492,69 @@ def in_turn(versions: Sequence[Version], heads: Sequence[Head]) -> list[int | tu
             tags = []
         tags.append(head.tag)
     return [*turns, *([tuple(tags)] if tags else []), *waiting]
+
+
+# -- recovery time -----------------------------------------------------------------------------------------------------
+
+_ready: float | None = None
+
+
+def note_ready() -> None:
+    """Record the time at which the process was ready for `initialize`; only the first call counts."""
+    global _ready
+    if _ready is None:
+        _ready = time.time()
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Result of `engine.resume()`; `path`: directory of the in-memory copies or of the checkpoint."""
+
+    source: Literal["memory", "disk"]
+    path: str
+    steps: int
+    seconds: float
+
+
+class FirstStep:
+    """Reports the first step after a restart or `engine.resume()`; rank 0 reports.
+
+    Attributes:
+        awaited: a first step is still to be reported.
+        found_nothing: `engine.resume()` has found no saved state.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.found_nothing = False
+        self._rank = rank
+        self._file = os.environ.get(RECOVERY_FILE) or None
+        self._resumed: Resumed | None = None
+        self._restored: float | None = None
+        self.awaited = self._file is not None
+
+    def restored(self, resumed: Resumed) -> None:
+        """Record that the state has been restored."""
+        self._resumed, self._restored, self.awaited = resumed, time.time(), True
+
+    def taken(self, steps: int) -> None:
+        """Report the first step; `steps` is `global_steps` after it."""
+        now = time.time()
+        if self._rank == 0 and self._restored is not None:
+            logger.info("the first step after resuming ended %.2f s after the state was back", now - self._restored)
+        if self._rank == 0 and self._file is not None:
+            told = {
+                "ready": _ready,
+                "restored": self._restored,
+                "asked": self.found_nothing,
+                "source": None if self._resumed is None else self._resumed.source,
+                "steps": steps - 1,
+                "stepped": now,
+            }
+            # Another engine of this process may have reported already, or the launcher may have exited.
+            temporary = f"{self._file}.{os.getpid()}"
+            with contextlib.suppress(OSError):
+                if not os.path.exists(self._file):
+                    with open(temporary, "w", encoding="utf-8") as stream:
+                        json.dump(told, stream)
+                    os.replace(temporary, self._file)
+        self._file, self._restored, self.awaited = None, None, False

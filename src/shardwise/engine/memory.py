@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.compat import never_compiled, transforming
+from shardwise.engine.mesh import local_ranks
 from shardwise.engine.observers import StepObserver
 from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Room
-from shardwise.engine.ranks import local_ranks
 from shardwise.errors import UsageError
 from shardwise.memory import (
     Call,

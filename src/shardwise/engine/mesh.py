@@ -1,33 +1,344 @@
-"""Mesh and domains of an engine: from the configuration, a client's DeviceMesh, and declared tensor parts."""
+"""Mesh of an engine: groups of ranks and domains, from the configuration, a client's DeviceMesh or an `mpu`.
+
+    8 ranks, tensor parallelism of 2, sequence parallelism of 2
+    tensor     [0 1][2 3][4 5][6 7]    each has a shard of every tensor-parallel matrix
+    sequence   [0 2][1 3][4 6][5 7]    each has a range of the same sequences' tokens
+    data       [0 4][1 5][2 6][3 7]    each gets different samples
+
+Ranks that exchange most are consecutive. State is sharded over all ranks that have the same parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.coded import coded, decoded
+from shardwise.comm.communicator import members_of
+from shardwise.comm.compression import BlockCode, Compressor, Feedback, Hops, QuantizedReduction
+from shardwise.comm.compression.registry import build
 from shardwise.comm.domain import Arrangement, Domain, Domains
+from shardwise.comm.environment import discover
 from shardwise.config.checks import not_in_groups
-from shardwise.engine.asked import NAMES, RequestedParallelism, check_ranks
-from shardwise.engine.zeropp import node_size
-from shardwise.errors import ConfigError, ConflictError, UsageError
+from shardwise.errors import ConfigError, ConflictError, LaunchError, NotBuiltError, UsageError
+from shardwise.parallel.sequence import SequenceGroup, across
+from shardwise.parallel.tensor.dtensors import line_of
+from shardwise.parallel.tensor.entry import divided_over
 from shardwise.registry import DomainKey, part_of
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
-    from shardwise.config.schema import ZeroConfig
+
+_NAMES = {
+    "replicate": ("replicate", "dp_replicate", "ddp", "hsdp_replicate"),
+    "shard": ("shard", "dp_shard", "fsdp", "hsdp_shard", "dp", "data", "data_parallel"),
+    "sequence": ("sp", "seq", "sequence", "ulysses", "sequence_parallel"),
+    "tensor": ("tp", "tensor", "model", "mp", "tensor_parallel", "model_parallel"),
+}
+"""Accepted names of mesh dimensions, by kind, from the outermost to the innermost."""
+
+_MPU = "initialize(mpu=...)"
 
 
-def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = None) -> Domain:
-    """Return the domain of an engine's parameters (all ranks call); `mesh`: the client's, None: as configured."""
+def local_ranks(world: int) -> int:
+    """Return the number of ranks on this machine, from the launcher's variables; `world` if they do not have it."""
+    try:
+        place = discover(os.environ)
+    except LaunchError:  # the script has created the process group
+        return world
+    return (place.local_world_size if place.world_size == world else None) or world
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Groups of each mesh dimension, by ranks in the job.
+
+    >>> RankGrid.of(4, tensor=2).data
+    [[0, 2], [1, 3]]
+    """
+
+    tensor: list[list[int]]
+    sequence: list[list[int]]
+    data: list[list[int]]
+
+    @classmethod
+    def of(cls, world: int, *, tensor: int = 1, sequence: int = 1) -> RankGrid:
+        """Return the grid of `world` consecutive ranks from the sizes, which divide it."""
+        share = tensor * sequence
+        starts = range(0, world, share)
+        return cls(
+            [list(range(first, first + tensor)) for first in range(0, world, tensor)],
+            [list(range(start + place, start + share, tensor)) for start in starts for place in range(tensor)],
+            [list(range(place, world, share)) for place in range(share)],
+        )
+
+
+@dataclass(frozen=True)
+class RequestedParallelism:
+    """Parallelism requested by arguments of `initialize`; None: as configured.
+
+    Attributes:
+        where: source of the request, for messages.
+        size, tensor: ranks of a sequence-parallel group, and of a tensor-parallel group.
+        lines: sequence-parallel groups, by ranks in the job; None: consecutive ranks.
+        own, own_tensor: global ranks of this rank's groups, if the caller has made them.
+        arrangement: HSDP groups of a mesh; None without replicas.
+        shard: ranks over which a mesh shards state.
+    """
+
+    where: str = ""
+    size: int | None = None
+    tensor: int | None = None
+    lines: list[list[int]] | None = None
+    own: list[int] | None = None
+    group: SequenceGroup | None = None
+    own_tensor: list[int] | None = None
+    arrangement: Arrangement | None = None
+    shard: int | None = None
+
+
+def requested_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> RequestedParallelism:
+    """Return the parallelism that arguments of `initialize` and the model's DTensors or layers request.
+    `mesh`: a DeviceMesh, or sizes (data, sequence) or (data, sequence, tensor). `members`: global ranks of the engine.
+    """
+    found = RequestedParallelism() if mesh is None else _of_mesh(mesh, members)
+    if found.size is None and found.tensor is None:
+        found = _of_mpu(mpu, found)
+    line, group = line_of(model), divided_over(model)
+    if line is not None:
+        where, size = "a model of DTensors", len(line)
+    elif group is not None:
+        where, size = "a model that has been divided", group.size
+    else:
+        return found
+    if found.tensor not in (None, size):
+        raise ConflictError(
+            f"{found.where} says that {found.tensor} ranks have a copy of the model, and the model is divided over "
+            f"{size}; pass the mesh that it was divided with"
+        )
+    where = where if found.size is None and found.tensor is None else found.where
+    return replace(found, where=where, tensor=size, own_tensor=line or found.own_tensor)
+
+
+# -- a mesh ------------------------------------------------------------------------------------------------------------
+
+
+def _of_mesh(mesh: Any, members: Sequence[int]) -> RequestedParallelism:
+    if isinstance(mesh, (tuple, list)):
+        return _of_numbers(mesh, len(members))
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            "initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, or a pair of numbers "
+            "(ranks with data of their own, ranks that share a sequence), or three (and ranks that have a copy of the "
+            f"model), got {type(mesh).__name__} {mesh!r}"
+        )
+    ranks = mesh.mesh
+    names = mesh.mesh_dim_names or ("replicate", "shard")[max(0, 2 - ranks.ndim) :]
+    where = f"initialize(mesh_param=...): a mesh of {dict(zip(names, ranks.shape, strict=False))}"
+    kinds = [next((kind for kind, known in _NAMES.items() if name in known), "") for name in names]
+    if "" in kinds or len(set(kinds)) < ranks.ndim:
+        raise UsageError(
+            f"{where} is not supported: it may have one dimension each of "
+            + ", ".join(f"{kind} ({', '.join(known)})" for kind, known in _NAMES.items())
+        )
+    sizes = [ranks.shape[kinds.index(kind)] if kind in kinds else 1 for kind in _NAMES]
+    replicas, _, sequence, tensor = sizes
+    order = [kinds.index(kind) for kind in _NAMES if kind in kinds]
+    flat = ranks.permute(order).flatten().tolist()
+    if kinds == ["tensor"] and tensor < len(members):
+        _check_slice(mesh, where, flat, members)
+        return RequestedParallelism(where, tensor=tensor)
+    if sorted(flat) != sorted(members):
+        raise UsageError(f"{where} has ranks {flat}; the engine has ranks {list(members)}, each once")
+    numbers = {rank: number for number, rank in enumerate(members)}
+    grid = torch.tensor([numbers[rank] for rank in flat], device="cpu").view(sizes)
+    if "tensor" in kinds or {"replicate", "sequence"} <= set(kinds):
+        if flat != list(members):
+            raise UsageError(
+                f"{where}: its ranks {ranks.tolist()} lie otherwise than they have to: the ranks of a copy of the "
+                "model are neighbours, then those that share a sequence, then the others. "
+                + _would_do(mesh, [names[place] for place in order], [ranks.shape[place] for place in order])
+            )
+    elif any(bool((grid.diff(dim=dim) < 0).any()) for dim in ([2] if "sequence" in kinds else [0, 1])):
+        raise UsageError(f"{where}: ranks must ascend along each of its dimensions, found {ranks.tolist()}")
+    arrangement = None if replicas == 1 else Arrangement.of([[row] for row in grid.flatten(1).tolist()])
+    others = {"sequence", "tensor"} & set(kinds)
+    return RequestedParallelism(
+        where,
+        sequence if others else None,
+        tensor if "tensor" in kinds else None,
+        grid.view(-1, sequence).tolist() if others == {"sequence"} else None,
+        arrangement=arrangement,
+        shard=None if others and replicas == 1 else len(members) // replicas,
+    )
+
+
+def _of_numbers(mesh: Sequence[Any], world: int) -> RequestedParallelism:
+    where = f"initialize(mesh_param={tuple(mesh)!r})"
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in mesh)
+    if len(mesh) not in (2, 3) or not whole:
+        raise UsageError(
+            f"{where}: expected two numbers, ranks with data of their own and ranks that share a sequence, or a third: "
+            "ranks that have a copy of the model among them"
+        )
+    if math.prod(mesh) != world:
+        raise ConflictError(f"{where}: {' x '.join(map(str, mesh))} ranks, but there are {world}")
+    return RequestedParallelism(where, mesh[1], mesh[2] if len(mesh) == 3 else None)
+
+
+def _check_slice(mesh: DeviceMesh, where: str, ranks: Sequence[int], members: Sequence[int]) -> None:
+    """Raise a UsageError unless the ranks of a tensor-parallel dimension, taken from a larger mesh, are consecutive."""
+    world, tensor = len(members), len(ranks)
+    if not any(list(ranks) == list(members[first : first + tensor]) for first in range(0, world, tensor)):
+        raise UsageError(
+            f"{where} has ranks {list(ranks)} of {world}, which have to be neighbours, from a multiple of {tensor} on. "
+            f"{_would_do(mesh, ['dp', 'tp'], [max(1, world // tensor), tensor])}"
+        )
+
+
+def _would_do(mesh: DeviceMesh, names: Sequence[str], sizes: Sequence[int]) -> str:
+    return f"This would do: init_device_mesh({mesh.device_type!r}, {tuple(sizes)}, mesh_dim_names={tuple(names)})"
+
+
+# -- a model-parallel unit ---------------------------------------------------------------------------------------------
+
+_MODEL_PARALLEL = ("tensor_model_parallel", "slice_parallel", "model_parallel")
+"""Names of the tensor-parallel group in an mpu's methods; the first existing one is used."""
+
+_PIPELINE = ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size")
+
+
+def _of_mpu(mpu: Any, mesh: RequestedParallelism) -> RequestedParallelism:
+    sequence, tensor = _sequence_size(mpu), model_parallel_size(mpu)
+    if sequence > 1 and tensor > 1:
+        raise NotBuiltError(
+            f"{_MPU}: ranks share sequences ({sequence}) and a copy of the model ({tensor}), which an mpu cannot say "
+            "here. Pass a mesh with the dimensions dp, sp and tp as mesh_param"
+        )
+    if tensor > 1:
+        return replace(mesh, where=_MPU, tensor=tensor, own_tensor=members_of(_of_unit(mpu, "group")()))
+    if sequence == 1:
+        return mesh
+    group = mpu if isinstance(mpu, SequenceGroup) else None
+    own = members_of(mpu.get_sequence_parallel_group()) if group is None else group.members
+    return replace(mesh, where=_MPU, size=sequence, own=own, group=group)
+
+
+def model_parallel_size(mpu: Any) -> int:
+    """Return the number of ranks of an mpu's tensor-parallel group; a NotBuiltError for pipeline stages."""
+    for name in _PIPELINE if mpu is not None else ():
+        size = getattr(mpu, name, lambda: 1)()
+        if size > 1:
+            raise NotBuiltError(
+                f"{_MPU}: mpu.{name}() is {size}: this version does not have pipeline parallelism. Pass an mpu with "
+                "one stage, or none; ZeRO stage 3 divides large layers over all ranks"
+            )
+    size = int(_of_unit(mpu, "world_size", lambda: 1)())
+    if size > 1 and not all(map(callable, (_of_unit(mpu, "group"), getattr(mpu, "get_data_parallel_group", None)))):
+        raise UsageError(
+            f"{_MPU}: {size} ranks have a copy of the model, and the unit does not say which: it needs "
+            "get_tensor_model_parallel_group() (or get_model_parallel_group()) and get_data_parallel_group()"
+        )
+    return size
+
+
+def _of_unit(mpu: Any, what: str, default: Any = None) -> Any:
+    methods = [f"get_{name}_{what}" for name in _MODEL_PARALLEL]
+    return next((getattr(mpu, method) for method in methods if hasattr(mpu, method)), default)
+
+
+def _sequence_size(mpu: Any) -> int:
+    return int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
+
+
+def group_of(mpu: Any) -> Any:
+    """Return the process group of all ranks of an mpu; None: the default group."""
+    if mpu is None or model_parallel_size(mpu) > 1:
+        return None
+    if _sequence_size(mpu) > 1 or not hasattr(mpu, "get_data_parallel_group"):
+        return getattr(mpu, "get_sequence_data_parallel_group", lambda: None)()
+    return mpu.get_data_parallel_group()
+
+
+# -- the groups --------------------------------------------------------------------------------------------------------
+
+
+def grid_of(job: Communicator, sequence: int, tensor: int, requested: RequestedParallelism, mpu: Any) -> RankGrid:
+    """Return the groups of each mesh dimension: those that a caller has made, otherwise consecutive ranks (all ranks
+    call).
+    """
+    where, grid = requested.where, RankGrid.of(job.world, tensor=tensor, sequence=sequence)
+    alone = [[rank] for rank in range(job.world)]
+    if tensor > 1 and requested.own_tensor is not None:
+        copies = _tensor_lines(job, requested.own_tensor, where, mpu)
+        if copies != grid.tensor:
+            if sequence > 1:
+                raise UsageError(
+                    f"{where}: the ranks that have a copy of the model among them are {copies}; with sequences that "
+                    f"{sequence} ranks share (sequence_parallel_size) they have to be neighbours: {grid.tensor}"
+                )
+            return RankGrid(copies, alone, across(copies))
+    lines = requested.lines
+    if sequence > 1 and requested.own is not None:
+        lines = _exchanged_lines(job, requested.own, where, "share sequences")
+    if sequence == 1 or lines is None:
+        return grid
+    if tensor == 1:
+        return RankGrid(alone, lines, across(lines))
+    if sorted(lines) != sorted(grid.sequence):
+        raise UsageError(
+            f"{where}: the ranks that share sequences are {lines}; with {tensor} ranks to a copy of the model, "
+            f"which are neighbours, they have to be {grid.sequence}"
+        )
+    return grid
+
+
+def _tensor_lines(job: Communicator, own: Sequence[int], where: str, mpu: Any) -> list[list[int]]:
+    lines = _exchanged_lines(job, own, where, "have a copy of the model among them")
+    if any(line != sorted(line) for line in lines):
+        raise UsageError(f"{where}: ranks of a copy of the model must ascend, found {lines}")
+    if where == _MPU:
+        place = next(line for line in lines if job.rank in line).index(job.rank)
+        column, data = [job.members[line[place]] for line in lines], members_of(mpu.get_data_parallel_group())
+        if column != data:
+            raise UsageError(
+                f"{_MPU}: get_data_parallel_group() has ranks {data} here, and the ranks at this place of all copies "
+                f"of the model are {column}, by the groups that all ranks name: expected {job.world} ranks to be "
+                "model-parallel groups x data-parallel groups (without further dimensions, such as context)"
+            )
+    return lines
+
+
+def _exchanged_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> list[list[int]]:
+    """Exchange each rank's group `own` (global ranks); return all groups by ranks in the job, ordered by first rank."""
+    numbers = {rank: number for number, rank in enumerate(job.members)}
+    given = job.exchange(coded([numbers.get(rank, -1) for rank in own]), "groups_of_ranks")
+    lines = sorted(decoded(code) for code in {repr(code): code for code in given}.values())
+    if sorted(rank for line in lines for rank in line) != list(range(job.world)) or len({*map(len, lines)}) != 1:
+        raise UsageError(
+            f"{where}: the ranks that {what} are {lines} by what all ranks say; expected groups of one size that have "
+            f"each of {job.world} ranks once"
+        )
+    return lines
+
+
+# -- domains -----------------------------------------------------------------------------------------------------------
+
+
+def domain_of(config: Config, comm: Communicator, requested: RequestedParallelism | None = None) -> Domain:
+    """Return the domain of an engine's parameters (all ranks call)."""
     zero = config.zero_optimization
     shard = int(zero.mics_shard_size)
-    if mesh is not None:
+    if requested is not None and requested.arrangement is not None:
         for path, reason in not_in_groups(config):
             raise ConflictError(f"{path}: cannot be combined with the mesh passed to initialize(): {reason}")
         if zero.mics_hierarchical_params_gather:
@@ -35,19 +346,28 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
                 "zero_optimization.mics_hierarchical_params_gather: a mesh passed to initialize() has no nodes within "
                 "its groups; leave the mesh out and set zero_optimization.mics_shard_size, or switch this key off"
             )
-        return Domain(comm, mesh)
+        return Domain(comm, requested.arrangement)
     if comm.world == 1 or shard < 1:
         return Domain(comm)
     near = shard
     if zero.mics_hierarchical_params_gather:
-        size = int(zero.zero_node_size) if zero.zero_node_size is not None else node_size(comm)
-        near = min(size, shard)
+        near = min(_configured_node_size(config, comm), shard)
         if shard % near:
             raise ConfigError(
                 f"zero_optimization.mics_hierarchical_params_gather: groups of mics_shard_size = {shard} ranks are not "
                 f"whole nodes of {near}; choose a multiple of {near}, or switch it off"
             )
     return Domain(comm, Arrangement.of_groups(comm.world, shard, near))
+
+
+def check_shard_size(config: Config, requested: RequestedParallelism) -> None:
+    """Raise a UsageError if configuration and mesh shard state over different numbers of ranks."""
+    size = int(config.zero_optimization.mics_shard_size)
+    if requested.shard is not None and 0 < size != requested.shard:
+        raise UsageError(
+            f"initialize(mesh_param=...) divides parameters over {requested.shard} ranks, "
+            f"zero_optimization.mics_shard_size over {size}; remove one of them"
+        )
 
 
 def domains_of(model: nn.Module, domain: Domain) -> Domains:
@@ -94,50 +414,46 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
     return Domains(domain, found)
 
 
-def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Arrangement | None:
-    """Return the arrangement of a DeviceMesh with the dimensions (shard) or (replicate, shard), as for `fully_shard`.
-    None for one dimension, over which all state is sharded. `members`: the engine's ranks, as numbered by the mesh.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise UsageError(
-            "initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, or a pair of numbers "
-            "(ranks with data of their own, ranks that share a sequence), or three (and ranks that have a copy of the "
-            f"model), got {type(mesh).__name__} {mesh!r}"
+def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> Compressor | None:
+    """Return the configured lossy gradient reduction, or None (all ranks call); `hold` counts each buffer."""
+    zero = config.zero_optimization
+    if not zero.zero_quantized_gradients or comm.world == 1:
+        return build(config, comm, hold)
+    size = _configured_node_size(config, comm)
+    hops = None
+    if 1 < size < comm.world:
+        hops = Hops(comm.run_of(size, "node"), comm.across_runs(size, "across_nodes"))
+        hops.node.connect("reduce")
+        hops.across.connect("reduce")
+    loco = zero.zeropp_loco_param
+    feedback = Feedback(loco.err_beta, int(loco.reset_T)) if loco is not None else None
+    return QuantizedReduction(comm, BlockCode(4), hold, hops=hops, feedback=feedback)
+
+
+def _configured_node_size(config: Config, comm: Communicator) -> int:
+    size = config.zero_optimization.zero_node_size
+    return _node_size(comm) if size is None else int(size)
+
+
+def _node_size(comm: Communicator) -> int:
+    """Return the number of ranks of a node (all ranks call); a ConfigError unless it is the same for all nodes."""
+    if comm.imagined:
+        local = _local_world() or comm.world
+        return comm.world if comm.world % local else local
+    nodes = comm.nodes()
+    runs = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
+    sizes = [size for _, size in runs]
+    if len(set(sizes)) > 1 or len({node for node, _ in runs}) < len(runs):
+        raise ConfigError(
+            "zero_optimization.zero_quantized_gradients: nodes must have as many ranks each, numbered node by node; "
+            f"found runs of {', '.join(map(str, sizes))} ranks on {len(set(nodes))} nodes. Start as many ranks on each "
+            "node, or set zero_optimization.zero_node_size to a size that divides all of these (1: no hop within nodes)"
         )
-    ranks = mesh.mesh
-    names = mesh.mesh_dim_names or ("replicate", "shard")[2 - ranks.ndim :] if ranks.ndim <= 2 else mesh.mesh_dim_names
-    what = f"initialize(mesh_param=...): a mesh of {dict(zip(names or (), ranks.shape, strict=False))}"
-    found = {kind: [n for n in names or () if n in NAMES[kind]] for kind in ("replicate", "shard")}
-    if ranks.ndim > 2 or sum(map(len, found.values())) != ranks.ndim or max(map(len, found.values())) > 1:
-        raise UsageError(
-            f"{what} is not supported: it may have a dimension named replicate (or {', '.join(NAMES['replicate'][1:])}"
-            f") and one named shard (or {', '.join(NAMES['shard'][1:])}), as HSDP has"
-        )
-    check_ranks(what, ranks.flatten().tolist(), members)
-    if ranks.ndim == 1:
-        grid = ranks.view(1, -1) if found["shard"] else ranks.view(-1, 1)
-    else:
-        grid = ranks if names is not None and names[0] in NAMES["replicate"] else ranks.T
-    own = {rank: number for number, rank in enumerate(members)}
-    grid = torch.tensor([[own[rank] for rank in row] for row in grid.tolist()], device="cpu")
-    if any(bool((grid.diff(dim=dim) < 0).any()) for dim in (0, 1)):
-        raise UsageError(f"{what}: ranks must ascend along each of its dimensions, found {ranks.tolist()}")
-    _check_size(what, grid.shape[1], zero)
-    return None if grid.shape[0] == 1 else Arrangement.of([[row] for row in grid.tolist()])
+    return sizes[0]
 
 
-def replicas_of(asked: RequestedParallelism, zero: ZeroConfig, world: int) -> Arrangement | None:
-    """Return the HSDP arrangement of a parsed mesh (`shardwise.engine.asked`); None without replicas."""
-    if asked.replicas == 1:
-        return None
-    _check_size(asked.where, world // asked.replicas, zero)
-    return Arrangement.of_groups(world, world // asked.replicas)
-
-
-def _check_size(what: str, ranks: int, zero: ZeroConfig) -> None:
-    size = int(zero.mics_shard_size)
-    if 0 < size != ranks:
-        raise UsageError(
-            f"{what} divides parameters over {ranks} ranks, zero_optimization.mics_shard_size over {size}; remove one "
-            "of them"
-        )
+def _local_world() -> int | None:
+    try:
+        return discover(os.environ).local_world_size
+    except LaunchError:
+        return None  # the script has created the process group

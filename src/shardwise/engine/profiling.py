@@ -6,13 +6,14 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from shardwise.compat import never_compiled
-from shardwise.engine.observers import NOTHING, StepObserver
+from shardwise.engine.observers import NOTHING, Phase, StepObserver
 from shardwise.memory import phases
 from shardwise.memory.phases import MemoryPhases
 from shardwise.precision.autocast import autocast_dtype
@@ -29,35 +30,32 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
     from shardwise.engine.batch import Batches
-    from shardwise.engine.monitoring import StepEvents
+    from shardwise.engine.observers import StepEvents
     from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
 
+_PARTS = {"forward": FORWARD, "backward": BACKWARD, "step": STEP}
 _AFTER = {FORWARD: phases.FORWARD, BACKWARD: phases.BACKWARD, STEP: phases.STEP}
 
 
+@dataclass(eq=False, repr=False)
 class Profiling(StepObserver):
     """Serves the sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
     `profile`: of the profiled step, or None. `count`: its FLOP counter; modules are then called by `counted`.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        config: Config,
-        job: Communicator,
-        batches: Batches,
-        steps: TrainStep,
-        events: StepEvents,
-    ) -> None:
+    _sharded: ShardedModel
+    _config: Config
+    _job: Communicator
+    _batches: Batches
+    _steps: TrainStep
+    _events: StepEvents
+
+    def __post_init__(self) -> None:
+        sharded, config, job = self._sharded, self._config, self._job
         self.profile: ModuleProfile | None = None
         self.count: FlopCount | None = None
         self._options = config.flops_profiler
-        self._sharded = sharded
-        self._job = job
-        self._batches = batches
-        self._steps = steps
-        self._events = events
         self._cuda = sharded.device.type == "cuda"
         self._waits = self._options.enabled and job.rank == 0
         self._parts = Breakdown(self._cuda)  # of the step that is profiled
@@ -86,28 +84,38 @@ class Profiling(StepObserver):
     # -- observation -------------------------------------------------------------------------------------------------
 
     @override
-    def forward(self, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        if not training:
-            return NOTHING
-        if self._rates is not None:
+    def during(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        forward = phase == "forward"
+        if forward and self._rates is not None:
             self._rates.saw(args, kwargs)
-        if self._waits:
+        if forward and self._waits:
             self._begin_count()
-        return self._clocked(FORWARD) if self._held_now is None else self._part(FORWARD)
+        if phase == "step":
+            self._samples = self._steps.global_samples
+        held = None if self._held is None or (self._steps.global_steps + 1) % self._interval else self._held
+        # Most steps read only a clock.
+        if held is None and (forward or self.count is None):
+            return self._clocked(_PARTS[phase])
+        return self._watched(_PARTS[phase], held)
 
-    @property
-    def _held_now(self) -> MemoryPhases | None:
-        return None if self._held is None or (self._steps.global_steps + 1) % self._interval else self._held
+    def _clocked(self, part: str) -> AbstractContextManager[Any]:
+        if self._times is None:
+            return NOTHING
+        return self._times.backward() if part == BACKWARD else self._times.part(part)
 
     @contextlib.contextmanager
-    def _part(self, part: str) -> Iterator[None]:
-        held = self._held_now
-        assert held is not None
-        if part == FORWARD:
+    def _watched(self, part: str, held: MemoryPhases | None) -> Iterator[None]:
+        if held is not None and part == FORWARD:
             held.look(phases.BEFORE)
-        with self._clocked(part):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._clocked(part))
+            if self.count is not None and part != FORWARD:
+                stack.enter_context(self._parts.part(part))
+                if part == BACKWARD:
+                    stack.enter_context(self.count.counting())
             yield
-        held.look(_AFTER[part])
+        if held is not None:
+            held.look(_AFTER[part])
 
     @never_compiled
     def counted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -115,34 +123,6 @@ class Profiling(StepObserver):
         assert self.count is not None
         with self.count.counting() if torch.is_grad_enabled() else NOTHING:
             return self._sharded.module(*args, **kwargs)
-
-    @override
-    def backward(self) -> AbstractContextManager[Any]:
-        return self._around(BACKWARD)
-
-    @override
-    def step(self) -> AbstractContextManager[Any]:
-        self._samples = self._steps.global_samples
-        return self._around(STEP)
-
-    def _around(self, part: str) -> AbstractContextManager[Any]:
-        # Most steps read only a clock.
-        return self._clocked(part) if self.count is None and self._held_now is None else self._watched(part)
-
-    @contextlib.contextmanager
-    def _watched(self, part: str) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._clocked(part) if self._held_now is None else self._part(part))
-            if self.count is not None:
-                stack.enter_context(self._parts.part(part))
-                if part == BACKWARD:
-                    stack.enter_context(self.count.counting())
-            yield
-
-    def _clocked(self, part: str) -> AbstractContextManager[Any]:
-        if self._times is None:
-            return NOTHING
-        return self._times.backward() if part == BACKWARD else self._times.part(part)
 
     @override
     def after_step(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,7 @@ from torch import nn
 from shardwise.checkpoint.report import LoadReport
 from shardwise.config.gradient_compression import sends_values
 from shardwise.data import EngineDataLoader
-from shardwise.engine.attributes import Held, OfOptimizer
-from shardwise.engine.recovery import Resumed
+from shardwise.engine.faults import Resumed
 from shardwise.engine.step import StepReport
 from shardwise.errors import UsageError
 from shardwise.moe.exchange import ExpertParallelModule
@@ -29,19 +30,67 @@ if TYPE_CHECKING:
     from shardwise.config import Resolution
     from shardwise.engine.anomalies import Anomaly
     from shardwise.engine.batch import Batches
-    from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
-    from shardwise.engine.following import Following
-    from shardwise.engine.memory import MemoryReporting
+    from shardwise.engine.parallel import OwnSequences, SharedSequences, SharedTensors
     from shardwise.engine.preflight import Budget
-    from shardwise.engine.profiling import Profiling
-    from shardwise.engine.sequence import OwnSequences, SharedSequences
     from shardwise.engine.step import TrainStep
-    from shardwise.engine.tensors import SharedTensors
     from shardwise.moe import ExpertGroup
     from shardwise.monitor.runlog import RunLog
     from shardwise.profile import ModuleProfile
     from shardwise.zero.model import ShardedModel
+
+
+Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
+
+
+def of_part(
+    part: str, method: Callable[Concatenate[Any, Arguments], Value]
+) -> Callable[Concatenate[Any, Arguments], Value]:
+    """Return an engine method that calls a part's method, with its signature and documentation."""
+
+    @functools.wraps(method)
+    def call(engine: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        return method(getattr(engine, part), *args, **kwargs)
+
+    # Because tracebacks and reports of stalls name the method that a script has called by its frame.
+    function: Any = call
+    function.__code__ = function.__code__.replace(co_name=method.__name__)
+    return call
+
+
+class Held(Generic[Value]):
+    """Attribute delegated to a part's attribute of the same name; scripts may set it."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: Any, owner: type | None = None) -> Value:
+        return cast(Value, self if engine is None else getattr(getattr(engine, self._part), self._name))
+
+    def __set__(self, engine: Any, value: Value) -> None:
+        setattr(getattr(engine, self._part), self._name, value)
+
+
+class OfOptimizer:
+    """Attribute delegated to the optimizer, unless the module has one; no setter, because a script may set its own."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: Any, owner: type | None = None) -> Any:
+        if engine is None:
+            return self
+        holder = engine.module if hasattr(engine.module, self._name) else engine.optimizer
+        return getattr(holder, self._name)  # an AttributeError falls back to `Engine.__getattr__`
+
+
+def _at(path: str) -> Any:
+    """Return a read-only property: the attribute of the engine at a dotted path."""
+    return property(attrgetter(path))
 
 
 class StateGetters(nn.Module):
@@ -54,11 +103,7 @@ class StateGetters(nn.Module):
     module: Any
     _step: TrainStep
     _batches: Batches
-    _checkpoints: Checkpoints
     _faults: FaultTolerance
-    _memory: MemoryReporting
-    _profiling: Profiling
-    _following: Following
     _resolution: Resolution
     _sequences: SharedSequences | OwnSequences
     _tensors: SharedTensors | None
@@ -80,45 +125,33 @@ class StateGetters(nn.Module):
     last_load = Held[LoadReport | None]("_checkpoints")
     resumed = Held[Resumed | None]("_faults")
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.job.world
+    world_size: int = _at("job.world")
+    """Number of ranks."""
 
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel ranks, which get different samples."""
-        return self.data.world
+    dp_world_size: int = _at("data.world")
+    """Number of data-parallel ranks, which get different samples."""
 
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Number of ranks of a sequence-parallel group."""
-        return self._sequences.group.size
+    sequence_parallel_size: int = _at("_sequences.group.size")
+    """Number of ranks of a sequence-parallel group."""
 
     @property
     def mp_world_size(self) -> int:
         """Number of ranks of a tensor-parallel group."""
         return self.get_tensor_parallel_world_size()
 
-    @property
-    def seq_dp_world_size(self) -> int:
-        """Number of ranks over which gradients are averaged."""
-        return self.sharded.domain.world
+    seq_dp_world_size: int = _at("sharded.domain.world")
+    """Number of ranks over which gradients are averaged."""
 
     @property
     def global_rank(self) -> int:
         """Rank of this process in the default process group."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
-    @property
-    def data_parallel_group(self) -> Any:
-        """Process group of the data-parallel ranks (None: the default group)."""
-        return self.data.process_group
+    data_parallel_group: Any = _at("data.process_group")
+    """Process group of the data-parallel ranks (None: the default group)."""
 
-    @property
-    def seq_data_parallel_group(self) -> Any:
-        """Process group over which gradients are averaged."""
-        return self.sharded.comm.process_group
+    seq_data_parallel_group: Any = _at("sharded.comm.process_group")
+    """Process group over which gradients are averaged."""
 
     @property
     def has_moe_layers(self) -> bool:
@@ -180,20 +213,14 @@ class StateGetters(nn.Module):
 
     get_model_parallel_world_size = get_tensor_parallel_world_size
 
-    @property
-    def ledger(self) -> Ledger:
-        """Flight recorder of this engine's collectives."""
-        return self.job.ledger
+    ledger: Ledger = _at("job.ledger")
+    """Flight recorder of this engine's collectives."""
 
-    @property
-    def run_log(self) -> RunLog | None:
-        """Log of this rank's steps, read by `shardwise report`; None if disabled."""
-        return self._following.log
+    run_log: RunLog | None = _at("_following.log")
+    """Log of this rank's steps, read by `shardwise report`; None if disabled."""
 
-    @property
-    def config(self) -> Any:
-        """The configuration as the user gave it."""
-        return self._resolution.written
+    config: Any = _at("_resolution.written")
+    """The configuration as the user gave it."""
 
     @property
     def gradient_average(self) -> bool:
@@ -227,10 +254,8 @@ class StateGetters(nn.Module):
         masters = described(section.master_dtype for section in sections)
         return f"compute {computed}; gradients sent in {sent}, added up in {sums}; optimizer steps {masters} weights"
 
-    @property
-    def gas_boundary_ctr(self) -> int:
-        """Accumulation boundaries passed so far."""
-        return self.global_steps
+    gas_boundary_ctr: int = _at("_step.global_steps")
+    """Accumulation boundaries passed so far."""
 
     @property
     def param_names(self) -> dict[torch.nn.Parameter, str]:
@@ -240,22 +265,22 @@ class StateGetters(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
-        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+        return [group["lr"] for group in self._groups]
 
     def get_type(self) -> list[Any]:
         """Return the `type` entry of each parameter group (None if absent)."""
-        return [] if self.optimizer is None else [group.get("type") for group in self.optimizer.param_groups]
+        return [group.get("type") for group in self._groups]
 
     def get_mom(self) -> list[Any]:
         """Return momentum or betas of each parameter group."""
-        if self.optimizer is None:
-            return []
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum")) for group in self._groups]
 
     @property
-    def cur_scale(self) -> float:
-        """Current loss scale (1.0 without fp16)."""
-        return self._step.scale
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    cur_scale: float = _at("_step.scale")
+    """Current loss scale (1.0 without fp16)."""
 
     def train_batch_size(self) -> int:
         """Return the number of samples of all ranks in a step."""
@@ -305,17 +330,13 @@ class StateGetters(nn.Module):
         """Whether `compile` has been called."""
         return self._compiled_call_impl is not None
 
-    @property
-    def checkpoint_pending(self) -> bool:
-        """Whether this rank's asynchronous save is being written; on rank 0, whether it is unpublished. Does not block.
-        Collective decisions must not depend on it, because ranks see the end of a save in different steps.
-        """
-        return self._checkpoints.background.pending
+    checkpoint_pending: bool = _at("_checkpoints.background.pending")
+    """Whether this rank's asynchronous save is being written; on rank 0, whether it is unpublished. Does not block.
+    Collective decisions must not depend on it, because ranks see the end of a save in different steps.
+    """
 
-    @property
-    def last_async_save(self) -> SaveReport | None:
-        """Report of this rank's last asynchronous save so far; None without one."""
-        return self._checkpoints.background.report
+    last_async_save: SaveReport | None = _at("_checkpoints.background.report")
+    """Report of this rank's last asynchronous save so far; None without one."""
 
     @property
     def last_memory_copy(self) -> MemoryCopy | None:
@@ -323,17 +344,13 @@ class StateGetters(nn.Module):
         copies = self._faults.copies
         return None if copies is None else copies.last
 
-    @property
-    def last_profile(self) -> ModuleProfile | None:
-        """Profile by module that rank 0 measured in the step of `flops_profiler`; None before and on other ranks."""
-        return self._profiling.profile
+    last_profile: ModuleProfile | None = _at("_profiling.profile")
+    """Profile by module that rank 0 measured in the step of `flops_profiler`; None before and on other ranks."""
 
-    @property
-    def memory_budget(self) -> Budget | None:
-        """Planned and available memory, and offload traffic of a step, when the engine was built. None if all state is
-        on the device and `memory_limits` sets no limit.
-        """
-        return self._memory.budget
+    memory_budget: Budget | None = _at("_memory.budget")
+    """Planned and available memory, and offload traffic of a step, when the engine was built. None if all state is
+    on the device and `memory_limits` sets no limit.
+    """
 
     def communication(self, step: int | None = None) -> dict[str, dict[str, Totals]]:
         """Return totals of this rank's collectives in a step: by operation, then by unit or purpose.

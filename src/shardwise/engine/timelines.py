@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 
+@dataclass
 class _Recording:
     """A timeline being recorded. `recorder` None: not on this rank. `left` None: until the block ends."""
 
-    def __init__(self, recorder: Recorder | None, file: Path, clock: Clock, first: int, left: int | None) -> None:
-        self.recorder = recorder
-        self.file = file
-        self.clock = clock
-        self.first = first
-        self.left = left
-        self.installed = contextlib.ExitStack()
+    file: Path
+    clock: Clock
+    first: int
+    left: int | None
+    recorder: Recorder | None = None
+    installed: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 class Timelines(StepObserver):
@@ -76,8 +77,7 @@ class Timelines(StepObserver):
             recording.left -= 1
             if not recording.left:
                 self._end(together=True)
-        if self._until >= 0:
-            self.begin_if_due()
+        self.begin_if_due()
 
     @contextlib.contextmanager
     def record_timeline(
@@ -144,17 +144,15 @@ class Timelines(StepObserver):
             )
         file = path / file_of(self._rank)
         mine = ranks is None or self._rank in ranks
-        refused = ""
         if mine:
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                refused = f"{path}: {error.strerror or error}"
+                why = error.strerror or error
+                logger.warning("timeline: rank %d cannot write %s: %s; it records nothing", self._rank, path, why)
+                mine = False
         clock = measure(self._job)
-        if refused:
-            logger.warning("timeline: rank %d cannot write %s; it records nothing", self._rank, refused)
-            mine = False
-        recording = _Recording(None, file, clock, self._steps.global_steps, steps)
+        recording = _Recording(file, clock, self._steps.global_steps, steps)
         if mine:
             cuda = self._sharded.device.type == "cuda"
             sizes = {unit.name: unit.nbytes for unit in self._sharded.units}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.config import resolve
-from shardwise.engine.exchanges import exchanges_of
-from shardwise.engine.ranks import RankGrid
+from shardwise.engine.mesh import RankGrid
+from shardwise.engine.parallel import exchanges_of
 from shardwise.errors import ConflictError
 from shardwise.parallel import split
 from shardwise.parallel.data import complete

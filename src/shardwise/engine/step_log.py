@@ -1,24 +1,39 @@
-"""Step log: values of each step for the run log and the progress display."""
+"""Run log and progress display: values of each step, the description of the run, and the mode of the display."""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import override
 
+from shardwise._version import __version__
+from shardwise.comm.environment import PROGRESS
+from shardwise.config.export import effective
 from shardwise.device.clock import Interval, Timed, add_up
-from shardwise.engine.observers import NOTHING, StepObserver
+from shardwise.engine.observers import NOTHING, Phase, StepObserver
 from shardwise.memory import Tier, resident_bytes
 from shardwise.memory.accountant import Lap
+from shardwise.memory.report import MemoryReport
 from shardwise.monitor.pending import Pending
-from shardwise.monitor.progress import Memory, Progress, State
+from shardwise.monitor.progress import Memory, Mode, Progress, State, mode_of
 from shardwise.profile.rates import tokens_in
 
 if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Ledger, Record
+    from shardwise.config import Config, Resolution
+    from shardwise.engine.memory import MemoryReporting
+    from shardwise.engine.state_getters import StateGetters
     from shardwise.engine.step import StepReport, TrainStep
     from shardwise.monitor.runlog import RunLog
     from shardwise.zero.model import ShardedModel
@@ -27,70 +42,51 @@ _UNITS = 8
 """Units of a row: those with the longest waits."""
 
 
+@dataclass(eq=False, repr=False)
 class Following(StepObserver):
-    """Records each step for the run log (every `every` steps) and the progress display (`limit`: of device bytes)."""
+    """Records each step for the run log (every `_every` steps) and the progress display (`_limit`: of device bytes)."""
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        step: TrainStep,
-        ledger: Ledger,
-        ranks: int,
-        log: RunLog | None = None,
-        every: int = 1,
-        display: Progress | None = None,
-        limit: int | None = None,
-    ) -> None:
-        self.log = log
-        self.display = display
-        self.active = log is not None or display is not None
-        self._accountant = sharded.accountant
-        self._cuda = sharded.device.type == "cuda"
-        self._step = step
-        self._ranks = ranks
-        self._limit = limit
+    _sharded: ShardedModel
+    _step: TrainStep
+    _ledger: Ledger
+    _ranks: int
+    log: RunLog | None
+    _every: int
+    display: Progress | None
+    _limit: int | None
+
+    def __post_init__(self) -> None:
+        self.active = self.log is not None or self.display is not None
+        self._accountant = self._sharded.accountant
+        self._cuda = self._sharded.device.type == "cuda"
         self._tokens: int | None = 0  # of this rank since the beginning
-        self._every = every
         self._steps = 0  # since the last row
         self._last = 0.0  # end of the last step
         self._ended: float | None = None  # of the last row, or the beginning of the first step
         self._before = (0, 0)  # samples and tokens at the last row
         self._parts: list[Interval] = []
         self._waits = _Waits()
-        self._ledger = ledger
         self._collectives: dict[str, tuple[int, int, int]] = {}
         self._moved = {tier: self._accountant.moved(tier) for tier in Tier}
-        if log is not None:
+        if self.log is not None:
             self._collectives = self._totals()
             self._accountant.lap()
-            ledger.listen(self._waits.heard)
+            self._ledger.listen(self._waits.heard)
 
     # -- observation -------------------------------------------------------------------------------------------------
 
     @override
-    def forward(self, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        if not training:
-            return NOTHING
-        if self._tokens is not None:
-            found = tokens_in(args, kwargs)
-            self._tokens = None if found is None else self._tokens + found
-        if self._ended is None:
-            self._ended = time.perf_counter()
-            self._before = self._step.global_samples, 0
-            if self.log is not None:
-                self._collectives = self._totals()  # excludes `initialize` and earlier evaluations
-        return self._part("forward")
-
-    @override
-    def backward(self) -> AbstractContextManager[Any]:
-        return self._part("backward")
-
-    @override
-    def step(self) -> AbstractContextManager[Any]:
-        return self._part("step")
-
-    def _part(self, name: str) -> AbstractContextManager[Any]:
-        return NOTHING if self.log is None else Timed(name, self._parts, self._cuda)
+    def during(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        if phase == "forward":
+            if self._tokens is not None:
+                found = tokens_in(args, kwargs)
+                self._tokens = None if found is None else self._tokens + found
+            if self._ended is None:
+                self._ended = time.perf_counter()
+                self._before = self._step.global_samples, 0
+                if self.log is not None:
+                    self._collectives = self._totals()  # excludes `initialize` and earlier evaluations
+        return NOTHING if self.log is None else Timed(phase, self._parts, self._cuda)
 
     @override
     def after_step(self) -> None:
@@ -238,3 +234,113 @@ def _since(after: tuple[int, int, int], before: tuple[int, int, int]) -> tuple[i
     if after[0] < before[0]:
         return after
     return after[0] - before[0], after[1] - before[1], after[2] - before[2]
+
+
+# -- description of the run --------------------------------------------------------------------------------------------
+
+
+def log_of(config: Config, job: Communicator, step: TrainStep) -> tuple[RunLog, list[Any]] | None:
+    """Return this rank's run log, and host and process of each rank (all ranks call); None if disabled."""
+    section = config.run_log
+    if not section.enabled:
+        return None
+    from shardwise.monitor.runlog import RunLog
+
+    own = {"host": socket.gethostname(), "process": os.getpid(), "path": section.path or _new_directory()}
+    ranks = job.exchange(own, "run_log")
+    path = Path(ranks[0]["path"]).expanduser()
+    return RunLog(path, job.rank, lambda: step.global_steps), [
+        {"host": each["host"], "process": each["process"]} for each in ranks
+    ]
+
+
+def _new_directory() -> str:
+    named = f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
+    names = [named, *(f"{named}-{number}" for number in range(2, 100))]
+    return next((name for name in names if not os.path.lexists(name)), named)
+
+
+def describe(
+    engine: StateGetters, resolution: Resolution, memory: MemoryReporting, log: RunLog, ranks: Sequence[Any]
+) -> None:
+    """Write the description of the run on rank 0; `ranks` are host and process of each rank."""
+    if engine.job.rank != 0:
+        return
+    settings = resolution.config
+    log.write_run(
+        {
+            "time": time.time(),
+            "step": engine.global_steps,
+            "world": engine.job.world,
+            "ranks": ranks,
+            "versions": {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "device": _device(engine.sharded.device),
+            "waits_on_host": engine.job.waits_on_host,
+            "model": type(engine.module).__name__,
+            "parameters": sum(tensor.numel for tensor in engine.sharded.registry),
+            "optimizer": None if engine.optimizer is None else type(engine.optimizer).__name__,
+            "stage": engine.sharded.plan.stage,
+            "precision": engine.precision_in_words(),
+            "batch": dict(zip(("total", "micro", "accumulation"), engine.get_batch_info(), strict=True)),
+            "total_steps": total_steps(settings),
+            "limits": {
+                name: limit
+                for name in ("device", "host", "disk")
+                if (limit := getattr(settings.memory_limits, name)) is not None
+            },
+            "plan": _planned(memory.memory_report()) if settings.run_log.plan else None,
+            "warnings": [str(warning) for warning in resolution.warnings],
+            "configuration": effective(resolution),
+        }
+    )
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _planned(report: MemoryReport) -> dict[str, Any] | None:
+    if report.total.planned is None:
+        return None
+    tiers = {"device": report.total.planned, **{row.name: row.planned for row in report.elsewhere}}
+    return {
+        "tiers": {name: size for name, size in tiers.items() if size is not None},
+        "categories": {row.name: row.planned for row in report.rows if row.planned is not None},
+    }
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def display_mode(config: Config) -> Mode:
+    """Return the mode of rank 0's progress display: scripts and frameworks for DeepSpeed print their own progress."""
+    return mode_of(
+        config.progress.mode,
+        os.environ.get(PROGRESS, ""),
+        own_output="deepspeed" in sys.modules,
+        terminal=sys.stderr.isatty(),
+    )
+
+
+def display_of(config: Config, rank: int) -> Progress | None:
+    """Return the progress display of a rank, or None."""
+    mode = display_mode(config)
+    if rank != 0 or mode == "off":
+        return None
+    return Progress(mode, total_steps(config), config.progress.interval)
+
+
+def device_limit(config: Config, device: torch.device) -> int | None:
+    """Return the most bytes that a rank may hold on its device, for display; None if unknown."""
+    if config.memory_limits.device is not None:
+        return config.memory_limits.device
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def total_steps(config: Config) -> int | None:
+    """Return the number of steps of the run, if known."""
+    given = config.progress.total_steps
+    scheduled = config.scheduler.params.get("total_num_steps")
+    if given is not None:
+        return given
+    return int(scheduled) if isinstance(scheduled, int | float) and scheduled >= 1 else None
