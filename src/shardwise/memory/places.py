@@ -62,13 +62,13 @@ class StateHome:
     """A memory tier for tensors of one device; in this class each tensor stays in place.
 
     Attributes:
-        lends: tensors have memory only while acquired.
+        offloads: tensors have memory only while acquired.
         at_hand: the host can use the stored values in place.
         lags: memory released dirty is free only after its store, for which the host waits.
         used_on: device on which tensors are used; None: the engine's device.
     """
 
-    lends = False
+    offloads = False
     at_hand = True
     lags = False
 
@@ -138,7 +138,7 @@ ALL_AT_HAND = Homes()
 
 
 @dataclass
-class _Loan:
+class _Tiered:
     """A tensor stored in a tier. `fresh`: before its first store. `given`: the current memory was allocated here."""
 
     tensor: torch.Tensor
@@ -200,31 +200,31 @@ class Spare:
             size -= freed
 
 
-class Loans:
+class TieredTensors:
     """Tensors of one tier that are acquired together; nested acquisition transfers nothing.
 
-    `away`: tensors must be acquired before use. `lent`: current number of nested acquisitions. `spare`: pool of host
+    `away`: tensors must be acquired before use. `acquisitions`: current number of nested ones. `spare`: pool of host
     memory, if any; see `in_turn`.
 
-    >>> loans = Loans(ON_DEVICE, Accountant())
-    >>> loans.keep(Category.MASTER, torch.zeros(4))
-    >>> with loans.lent_out(written=True):
-    ...     loans.away
+    >>> tiered = TieredTensors(ON_DEVICE, Accountant())
+    >>> tiered.keep(Category.MASTER, torch.zeros(4))
+    >>> with tiered.acquired(written=True):
+    ...     tiered.away
     False
     """
 
     def __init__(self, home: StateHome, accountant: Accountant, label: str = "") -> None:
         self.home = home
-        self.away = home.lends
-        self.lent = 0
+        self.away = home.offloads
+        self.acquisitions = 0
         self._label = label
         self._on_its_way: list[Callable[[], None]] = []  # callbacks for the end of transfers
         self.spare: Spare | None = None
         self.accountant = accountant
         self._tier = tier_in_use(home)
         self._written = False
-        self._kept: dict[int, _Loan] = {}  # by storage
-        self._unsettled: list[_Loan] = []
+        self._kept: dict[int, _Tiered] = {}  # by storage
+        self._unsettled: list[_Tiered] = []
 
     def keep(self, category: Category, tensor: torch.Tensor) -> None:
         """Count a tensor and store it in the tier, at once or at the end of the current acquisition."""
@@ -234,44 +234,44 @@ class Loans:
         if id(tensor.untyped_storage()) in self._kept:
             return
         size = tensor.untyped_storage().nbytes()
-        alone = tensor.is_contiguous() and tensor.nbytes == size
+        separate = tensor.is_contiguous() and tensor.nbytes == size
         with self.accountant.owning(None):
-            stored = self.home.keep(tensor) if alone and size else None
+            stored = self.home.keep(tensor) if separate and size else None
         if stored is None:
             self.accountant.hold(category, tensor, self._tier)
             return
         self.accountant.disregard(tensor)  # its bytes are reported by number
         self.accountant.add(category, size, self._tier)
         self.accountant.add(category, size, self.home.tier)
-        loan = _Loan(tensor, stored, category)
-        self._kept[id(tensor.untyped_storage())] = loan
-        if not self.lent:
-            self._return(loan, written=True)
+        entry = _Tiered(tensor, stored, category)
+        self._kept[id(tensor.untyped_storage())] = entry
+        if not self.acquisitions:
+            self._return(entry, written=True)
             self.settle()
 
     def keep_only(self, category: Category, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the tensors of a category."""
         wanted = {id(tensor.untyped_storage()) for tensor in tensors}
-        for key, loan in list(self._kept.items()):
-            if loan.category is category and key not in wanted:
-                self.forget(loan.tensor)
+        for key, entry in list(self._kept.items()):
+            if entry.category is category and key not in wanted:
+                self.forget(entry.tensor)
         for tensor in tensors:
             self.keep(category, tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Remove a tensor, which keeps its current memory; ignore unknown tensors."""
         self.settle()
-        loan = self._kept.pop(id(tensor.untyped_storage()), None)
-        if loan is not None:
-            self._arrived(loan)
-            self.accountant.remove(loan.category, tensor.nbytes, self.home.tier)
-            if self.lent:
-                self.accountant.remove(loan.category, tensor.nbytes, self._tier)
+        entry = self._kept.pop(id(tensor.untyped_storage()), None)
+        if entry is not None:
+            self._arrived(entry)
+            self.accountant.remove(entry.category, tensor.nbytes, self.home.tier)
+            if self.acquisitions:
+                self.accountant.remove(entry.category, tensor.nbytes, self._tier)
 
     def clear(self) -> None:
         """Remove all tensors."""
-        for loan in list(self._kept.values()):
-            self.forget(loan.tensor)
+        for entry in list(self._kept.values()):
+            self.forget(entry.tensor)
 
     @property
     def storages(self) -> Collection[int]:
@@ -282,32 +282,32 @@ class Loans:
         """Start to acquire all tensors; their content is undefined unless `read` or acquired already. If memory runs
         out, all are released again.
         """
-        if self.lent:
-            self.lent += 1
+        if self.acquisitions:
+            self.acquisitions += 1
             return
         self.settle()
         with self._shown("lend"), contextlib.ExitStack() as undo:
             undo.callback(self._land)
             if read:
                 self._set_out("bring")
-            for loan in self._kept.values():
-                self._start(loan, undo, read=read)
+            for entry in self._kept.values():
+                self._start(entry, undo, read=read)
             undo.pop_all()
-        self.lent = 1
+        self.acquisitions = 1
 
-    def _start(self, loan: _Loan, undo: contextlib.ExitStack, *, read: bool) -> None:
-        loan.given = True
-        spare = self._spare_of(loan)
+    def _start(self, entry: _Tiered, undo: contextlib.ExitStack, *, read: bool) -> None:
+        entry.given = True
+        spare = self._spare_of(entry)
         if spare is not None:
-            spare.give(loan.tensor.untyped_storage(), loan.tensor.nbytes)
-        self.accountant.add(loan.category, loan.tensor.nbytes, self._tier)
-        undo.callback(self._return, loan, written=False)
+            spare.give(entry.tensor.untyped_storage(), entry.tensor.nbytes)
+        self.accountant.add(entry.category, entry.tensor.nbytes, self._tier)
+        undo.callback(self._return, entry, written=False)
         if read:
-            self._coming(loan, loan.stored.staged)
+            self._coming(entry, entry.stored.staged)
         with self.accountant.owning(None):
-            loan.stored.start(read=read)
+            entry.stored.start(read=read)
         if read:
-            self._move(read=loan.tensor.nbytes)
+            self._move(read=entry.tensor.nbytes)
 
     def acquire(self, *, read: bool = True) -> None:
         """Acquire all tensors, for the current stream; none if an error ends it."""
@@ -322,7 +322,7 @@ class Loans:
 
     @property
     def _size(self) -> int:
-        return sum(loan.tensor.nbytes for loan in self._kept.values())
+        return sum(entry.tensor.nbytes for entry in self._kept.values())
 
     def _set_out(self, what: str) -> None:
         if self._kept and watched():
@@ -335,34 +335,34 @@ class Loans:
     def finish(self) -> None:
         """Make the current stream wait for all values."""
         with self._shown("wait for loan"):
-            for loan in self._kept.values():
-                if not loan.fresh:
-                    loan.stored.finish()
-                    self._arrived(loan)
+            for entry in self._kept.values():
+                if not entry.fresh:
+                    entry.stored.finish()
+                    self._arrived(entry)
         self._land()
 
     def give_back(self, *, written: bool) -> None:
         """Release all tensors. The last release stores them if any acquisition has written; see `settle`."""
-        self.lent -= 1
+        self.acquisitions -= 1
         self._written |= written
-        if not self.lent:
+        if not self.acquisitions:
             self._land()
             written, self._written = self._written, False
             with self._shown("store"), contextlib.ExitStack() as all_of_them:
                 if written:
                     self._set_out("take")
-                for loan in reversed(self._kept.values()):
-                    all_of_them.callback(self._return, loan, written=written or loan.fresh)
+                for entry in reversed(self._kept.values()):
+                    all_of_them.callback(self._return, entry, written=written or entry.fresh)
 
-    def _return(self, loan: _Loan, *, written: bool) -> None:
-        self._arrived(loan)
+    def _return(self, entry: _Tiered, *, written: bool) -> None:
+        self._arrived(entry)
         if written:
-            self._coming(loan, loan.stored.staged)
-            self._move(written=loan.tensor.nbytes)
-        self._unsettled.append(loan)
+            self._coming(entry, entry.stored.staged)
+            self._move(written=entry.tensor.nbytes)
+        self._unsettled.append(entry)
         with self.accountant.owning(None):
-            loan.stored.give_back(written=written)
-        loan.fresh = False
+            entry.stored.give_back(written=written)
+        entry.fresh = False
         if not (self.home.lags and written):
             self.settle()
 
@@ -373,47 +373,47 @@ class Loans:
         with self._shown("wait for store"), contextlib.ExitStack() as all_of_them:
             all_of_them.callback(self._land)
             while self._unsettled:
-                loan = self._unsettled.pop()
-                spare = self._spare_of(loan)
+                entry = self._unsettled.pop()
+                spare = self._spare_of(entry)
                 if spare is not None:
                     all_of_them.callback(spare.count)
-                all_of_them.callback(self.accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
-                all_of_them.callback(self._arrived, loan)
-                all_of_them.callback(loan.stored.settle, *(() if spare is None else (spare.leave,)))
+                all_of_them.callback(self.accountant.remove, entry.category, entry.tensor.nbytes, self._tier)
+                all_of_them.callback(self._arrived, entry)
+                all_of_them.callback(entry.stored.settle, *(() if spare is None else (spare.leave,)))
 
-    def _spare_of(self, loan: _Loan) -> Spare | None:
+    def _spare_of(self, entry: _Tiered) -> Spare | None:
         """Return None for state made in the optimizer's first step: its memory would exceed the pool's bound."""
-        return self.spare if self.home.lags and loan.given and not loan.stored.staged else None
+        return self.spare if self.home.lags and entry.given and not entry.stored.staged else None
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's stored values for the host to read and write (if `home.at_hand`)."""
-        loan = self._kept.get(id(tensor.untyped_storage()))
-        if loan is None or self.lent:
+        entry = self._kept.get(id(tensor.untyped_storage()))
+        if entry is None or self.acquisitions:
             return tensor
-        values = loan.stored.in_place()
-        if loan.view is None:
-            loan.view = values.view(tensor.dtype).view(tensor.shape)
-        return loan.view
+        values = entry.stored.in_place()
+        if entry.view is None:
+            entry.view = values.view(tensor.dtype).view(tensor.shape)
+        return entry.view
 
     def shared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's stored values for the host to keep; see `Stored.shared`."""
-        loan = self._kept.get(id(tensor.untyped_storage()))
-        return tensor if loan is None else loan.stored.shared().view(tensor.dtype).view(tensor.shape)
+        entry = self._kept.get(id(tensor.untyped_storage()))
+        return tensor if entry is None else entry.stored.shared().view(tensor.dtype).view(tensor.shape)
 
-    def lent_out(self, *, read: bool = True, written: bool) -> AbstractContextManager[None]:
+    def acquired(self, *, read: bool = True, written: bool) -> AbstractContextManager[None]:
         """Acquire all tensors inside the block; without `read` the block overwrites them."""
-        return borrowed([(self, written if read else None)])
+        return acquired([(self, written if read else None)])
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Allow the creation of views inside the block: torch creates none of empty storages, so memory is allocated
         and never touched.
         """
-        storages = [] if self.lent else [loan.tensor.untyped_storage() for loan in self._kept.values()]
+        storages = [] if self.acquisitions else [entry.tensor.untyped_storage() for entry in self._kept.values()]
         self.settle()
         try:
-            for loan, storage in zip(self._kept.values(), storages, strict=False):
-                storage.resize_(loan.tensor.nbytes)
+            for entry, storage in zip(self._kept.values(), storages, strict=False):
+                storage.resize_(entry.tensor.nbytes)
             yield
         finally:
             for storage in storages:
@@ -421,52 +421,52 @@ class Loans:
 
     def read(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return a tensor's values: the tensor itself if available, else a copy, in `into` if given."""
-        loan = self._kept.get(id(tensor.untyped_storage()))
-        if loan is None or self.lent:
+        entry = self._kept.get(id(tensor.untyped_storage()))
+        if entry is None or self.acquisitions:
             return tensor if into is None else into.copy_(tensor)
         target = torch.empty_like(tensor) if into is None else into
         self._move(read=tensor.nbytes)
-        self._coming(loan, loan.stored.staged)
+        self._coming(entry, entry.stored.staged)
         with named("copy", self._label, tensor.nbytes), self.accountant.owning(None):
-            loan.stored.copy_to(target)
-        self._arrived(loan)
+            entry.stored.copy_to(target)
+        self._arrived(entry)
         return target
 
     def look_ahead(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
         """Prefetch a tensor for the next `read` (into the same memory), if fetching takes time."""
-        loan = self._kept.get(id(tensor.untyped_storage()))
-        if loan is not None and self.home.lags and not (self.lent or loan.staged):
-            self._coming(loan, loan.stored.staged if into is not None else tensor.nbytes)
+        entry = self._kept.get(id(tensor.untyped_storage()))
+        if entry is not None and self.home.lags and not (self.acquisitions or entry.staged):
+            self._coming(entry, entry.stored.staged if into is not None else tensor.nbytes)
             with self.accountant.owning(None):
-                loan.stored.look_ahead(into)
+                entry.stored.look_ahead(into)
 
     def _move(self, *, read: int = 0, written: int = 0) -> None:
         self.accountant.move(self.home.tier, read=read, written=written)
         if self.home.tier is Tier.DISK and self.home.used_on is None:
             self.accountant.move(Tier.HOST, read=read, written=written)  # through host memory
 
-    def _coming(self, loan: _Loan, staged: int) -> None:
-        if staged and not loan.staged:
-            loan.staged = staged
+    def _coming(self, entry: _Tiered, staged: int) -> None:
+        if staged and not entry.staged:
+            entry.staged = staged
             self.accountant.add(Category.BUFFERS, staged, Tier.HOST)
 
-    def _arrived(self, loan: _Loan) -> None:
-        if loan.staged:
-            self.accountant.remove(Category.BUFFERS, loan.staged, Tier.HOST)
-            loan.staged = 0
+    def _arrived(self, entry: _Tiered) -> None:
+        if entry.staged:
+            self.accountant.remove(Category.BUFFERS, entry.staged, Tier.HOST)
+            entry.staged = 0
 
 
-Borrowed = tuple[Loans, bool | None]
+Acquisition = tuple[TieredTensors, bool | None]
 """Tensors to acquire, and whether they are written; None: completely overwritten, without fetching the values."""
 
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
+def acquired(wanted: Sequence[Acquisition]) -> Iterator[None]:
     """Acquire tensors inside the block."""
     try:
-        with _lent(wanted) as finish:
+        with _acquired(wanted) as finish:
             finish()
             yield
     finally:
@@ -474,72 +474,72 @@ def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lent(wanted: Sequence[Borrowed]) -> Iterator[Callable[[], None]]:
+def _acquired(wanted: Sequence[Acquisition]) -> Iterator[Callable[[], None]]:
     """After an error, tensors that were not fetched or not overwritten are not stored, to keep their good values."""
     come = done = False
 
     def finish() -> None:
         nonlocal come
-        for loans, _ in wanted:
-            loans.finish()
+        for tiered, _ in wanted:
+            tiered.finish()
         come = True
 
-    started: list[Borrowed] = []
+    started: list[Acquisition] = []
     try:
-        for borrows in wanted:
-            borrows[0].start(read=borrows[1] is not None)
-            started.append(borrows)
+        for acquisition in wanted:
+            acquisition[0].start(read=acquisition[1] is not None)
+            started.append(acquisition)
         yield finish
         done = True
     finally:
         with contextlib.ExitStack() as all_of_them:
-            for loans, written in reversed(started):
-                all_of_them.callback(loans.give_back, written=done if written is None else written and come)
+            for tiered, written in reversed(started):
+                all_of_them.callback(tiered.give_back, written=done if written is None else written and come)
 
 
-def settle(wanted: Sequence[Borrowed]) -> None:
+def settle(wanted: Sequence[Acquisition]) -> None:
     """Free the memory of released tensors."""
     with contextlib.ExitStack() as all_of_them:
-        for loans, _ in reversed(wanted):
-            all_of_them.callback(loans.settle)
+        for tiered, _ in reversed(wanted):
+            all_of_them.callback(tiered.settle)
 
 
 @contextlib.contextmanager
-def _sparing(wanted: Sequence[Borrowed]) -> Iterator[Spare | None]:
-    lagging = [loans for loans, _ in wanted if loans.home.lags and loans.spare is None]
+def _sparing(wanted: Sequence[Acquisition]) -> Iterator[Spare | None]:
+    lagging = [tiered for tiered, _ in wanted if tiered.home.lags and tiered.spare is None]
     if not (lagging and can_hand_memory_on):
         yield None
         return
     spare = Spare(lagging[0].accountant)
     try:
-        for loans in lagging:
-            loans.spare = spare
+        for tiered in lagging:
+            tiered.spare = spare
         yield spare
     finally:
-        for loans in lagging:
-            loans.spare = None
+        for tiered in lagging:
+            tiered.spare = None
         spare.clear()
 
 
 def in_turn(
-    parts: Sequence[tuple[T, Sequence[Borrowed]]],
+    parts: Sequence[tuple[T, Sequence[Acquisition]]],
     use: Callable[[T], None],
 ) -> None:
     """Process parts in order, each acquired for `use`, as a pipeline: the next part is fetched meanwhile, and the
     previous one may still be stored. It needs memory for three parts, and reuses each part's host memory for the third
     after it.
     """
-    everything = [borrows for _, wanted in parts for borrows in wanted]
+    everything = [acquisition for _, wanted in parts for acquisition in wanted]
     with _sparing(everything) as spare:
         try:
             with contextlib.ExitStack() as ahead:
                 for number, (part, wanted) in enumerate(parts):
-                    with ahead.pop_all(), _lent(wanted) as finish:
+                    with ahead.pop_all(), _acquired(wanted) as finish:
                         if number >= 2:
                             settle(parts[number - 2][1])
-                        for loans, written in parts[number + 1][1] if number + 1 < len(parts) else ():
-                            loans.start(read=written is not None)
-                            ahead.callback(loans.give_back, written=False)
+                        for tiered, written in parts[number + 1][1] if number + 1 < len(parts) else ():
+                            tiered.start(read=written is not None)
+                            ahead.callback(tiered.give_back, written=False)
                         if spare is not None:
                             spare.clear()  # left-over memory of other sizes
                         finish()

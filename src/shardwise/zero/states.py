@@ -147,14 +147,14 @@ class MovingStates:
             for unit in self._model.units:
                 for section in unit.sections:
                     if section.sharded:
-                        yield _Part(section.shard, section.shard_loans.home)
+                        yield _Part(section.shard, section.tiered_shard.home)
                     if section.second is not None:
-                        yield _Part(section.second, section.second_loans.home)
+                        yield _Part(section.second, section.tiered_second.home)
         elif kind is OffloadStateTypeEnum.hp_params:
             for unit in self._model.units:
                 for section in unit.trainable:
                     if section.master is not None and not section.master_is_parameter:
-                        yield _Part(section.master, section.optimizer_loans.home)
+                        yield _Part(section.master, section.tiered_optimizer.home)
             if self._model.update is not None:
                 yield from (_Part(*own) for own in self._model.update.own_masters())
         elif kind is OffloadStateTypeEnum.optim_states:
@@ -164,7 +164,7 @@ class MovingStates:
             for gradients in self._gradients:
                 for section in gradients.unit.trainable:
                     if section.gradient is not None:
-                        yield _Part(section.gradient, section.gradient_loans.home, Category.GRADIENTS)
+                        yield _Part(section.gradient, section.tiered_gradient.home, Category.GRADIENTS)
                 for total in gradients.sums.values():
                     yield _Part(total, ON_DEVICE)
         else:
@@ -176,7 +176,7 @@ class MovingStates:
             for place, buffer in gradients.buffers.items():
                 # The buffer may be the accumulator.
                 if buffer.flat is not None and buffer.flat is not sections[place].gradient:
-                    yield _Part(buffer.flat, gradients.loans.home)
+                    yield _Part(buffer.flat, gradients.tiered.home)
 
     def _free_spent_gradients(self) -> None:
         for gradients in self._gradients:
