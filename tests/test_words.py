@@ -42,26 +42,22 @@ WORDS = {
     "unheard": "ignored",
 }
 REMAINING = {
-    "architecture.md": "imagined loan said stash told twin whereabouts",
+    "architecture.md": "imagined loan said told twin whereabouts",
     "comm": "alone apart aside beside imagined patience said somebody",
     "communication.md": "asked nobody said whatever",
     "compat.py": "alone",
     "device": "beside lend loan",
-    "engine": "alone asked beside heard imagined lent neighbours said told twin unnamed",
+    "engine": "alone asked beside heard imagined lent neighbours said told twin",
     "gpu.md": "asked imagined",
-    "memory": "alone asked borrowed borrows lends lent loan loans stash told twin",
-    "memory.md": "asked",
+    "memory": "loan",
     "moe": "imagined",
     "numbers.md": "alone beside imagined",
-    "offload": "imagined lend lends",
+    "offload": "imagined lend",
     "parallel": "alone apart beside imagined neighbours said told",
     "profile": "loan",
     "registry": "aside",
     "timeline.md": "lend loan",
-    "zero": (
-        "alone apart aside asked beside borrow borrowed borrowing borrows imagined lending lends lent loans patience "
-        "stash"
-    ),
+    "zero": "alone apart aside asked beside imagined lent patience",
 }
 """Words that packages and pages still have; they are removed here as these are rewritten."""
 
