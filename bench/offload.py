@@ -41,7 +41,7 @@ from _jobs import ROOT, parser, read
 from _machine import save
 
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import ON_HOST, StateHome, TieredTensors, acquired, in_turn
+from shardwise.memory.places import ON_HOST, Loans, StateHome, borrowed, in_turn
 from shardwise.offload import DiskPlace, Disks
 from shardwise.offload.files import DiskOptions, SwapFile
 from shardwise.offload.tmpfile import Bytes, move_all, open_tmpfile, paged, take_space
@@ -86,13 +86,13 @@ class Parts:
         accountant = Accountant()
         self.parts = []
         for _ in range(count):
-            tiered, master = TieredTensors(home, accountant), torch.nn.Parameter(torch.randn(elements))
+            loans, master = Loans(home, accountant), torch.nn.Parameter(torch.randn(elements))
             optimizer = AdamW([master], lr=1e-3)
             moments = {"exp_avg": torch.zeros(elements), "exp_avg_sq": torch.zeros(elements)}
             optimizer.state[master] = {"step": torch.tensor(10.0), **moments}
             for tensor in (master.detach(), *moments.values()):
-                tiered.keep(Category.OPTIMIZER, tensor)
-            self.parts.append(((optimizer, master), [(tiered, True)]))
+                loans.keep(Category.OPTIMIZER, tensor)
+            self.parts.append(((optimizer, master), [(loans, True)]))
 
     def step(self, part: tuple[AdamW, torch.nn.Parameter]) -> None:
         """Step one part."""
@@ -114,7 +114,7 @@ class Parts:
     @contextlib.contextmanager
     def at_hand(self) -> Iterator[None]:
         """Have everything in memory: `in_turn` moves nothing inside of the block."""
-        with acquired([tiered for _, wanted in self.parts for tiered in wanted]):
+        with borrowed([loans for _, wanted in self.parts for loans in wanted]):
             yield
 
 

@@ -42,22 +42,26 @@ WORDS = {
     "unheard": "ignored",
 }
 REMAINING = {
-    "architecture.md": "imagined loan said told twin whereabouts",
+    "architecture.md": "imagined loan said stash told twin whereabouts",
     "comm": "alone apart aside beside imagined patience said somebody",
     "communication.md": "asked nobody said whatever",
     "compat.py": "alone",
     "device": "beside lend loan",
-    "engine": "alone asked beside heard imagined lent neighbours said told twin",
+    "engine": "alone asked beside heard imagined lent neighbours said told twin unnamed",
     "gpu.md": "asked imagined",
-    "memory": "loan",
+    "memory": "alone asked borrowed borrows lends lent loan loans stash told twin",
+    "memory.md": "asked",
     "moe": "imagined",
     "numbers.md": "alone beside imagined",
-    "offload": "imagined lend",
+    "offload": "imagined lend lends",
     "parallel": "alone apart beside imagined neighbours said told",
     "profile": "loan",
     "registry": "aside",
     "timeline.md": "lend loan",
-    "zero": "alone apart aside asked beside imagined lent patience",
+    "zero": (
+        "alone apart aside asked beside borrow borrowed borrowing borrows imagined lending lends lent loans patience "
+        "stash"
+    ),
 }
 """Words that packages and pages still have; they are removed here as these are rewritten."""
 

@@ -13,7 +13,7 @@ import torch
 import shardwise
 from shardwise.device.staging import CopyStream
 from shardwise.memory import Category
-from shardwise.memory.places import TieredTensors
+from shardwise.memory.places import Loans
 from shardwise.offload.host import HostPlace
 from shardwise.optim.rounding import random_bits
 from shardwise.precision.norms import SMALL, Runs
@@ -100,9 +100,9 @@ def test_random_numbers_for_rounding_on_the_host() -> None:
 @pytest.mark.parametrize("pinned", [True, False])
 def test_memory_of_the_host_is_there(pinned: bool) -> None:
     assert CopyStream(CPU).host_bytes(3).device == CPU
-    tiered = TieredTensors(HostPlace(CPU, pinned=pinned), shardwise.memory.Accountant())
+    loans = Loans(HostPlace(CPU, pinned=pinned), shardwise.memory.Accountant())
     tensor = torch.arange(4.0, device=CPU)
-    tiered.keep(Category.MASTER, tensor)
-    assert tiered.in_place(tensor).tolist() == [0, 1, 2, 3]
-    with tiered.acquired(written=False):
+    loans.keep(Category.MASTER, tensor)
+    assert loans.in_place(tensor).tolist() == [0, 1, 2, 3]
+    with loans.lent_out(written=False):
         assert tensor.tolist() == [0, 1, 2, 3]

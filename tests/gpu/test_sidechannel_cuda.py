@@ -29,12 +29,12 @@ class OneUnit:
         self._rank, self._shard = rank, shard
 
     @property
-    def tiered_shard(self) -> Any:
-        """See `shardwise.memory.places.TieredTensors`: the shard lies on the device."""
+    def shard_loans(self) -> Any:
+        """See `shardwise.memory.places.Loans`: the shard lies on the device."""
         return self
 
     def read(self, shard: torch.Tensor) -> torch.Tensor:
-        """See `shardwise.memory.places.TieredTensors`."""
+        """See `shardwise.memory.places.Loans`."""
         return shard
 
     def bring_shard(self) -> None:

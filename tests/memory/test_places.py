@@ -1,4 +1,4 @@
-"""TieredTensors: what is lent when, what is stored, and what is counted."""
+"""Loans: what is lent when, what is stored, and what is counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.memory.places import ON_DEVICE, ON_HOST, Stored, TieredTensors, acquired, in_turn
+from shardwise.memory.places import ON_DEVICE, ON_HOST, Loans, Stored, borrowed, in_turn
 
 M = Category.MASTER
 
@@ -17,7 +17,7 @@ class Shelf:
     """A place that writes down what it is asked for."""
 
     tier = Tier.DISK
-    offloads = True
+    lends = True
     at_hand = False
     lags = False
     used_on = None
@@ -61,20 +61,20 @@ class Kept:
         target.copy_(self._values)
 
 
-def three() -> tuple[Shelf, Accountant, list[TieredTensors]]:
+def three() -> tuple[Shelf, Accountant, list[Loans]]:
     shelf, accountant = Shelf(), Accountant()
-    tiered = [TieredTensors(shelf, accountant) for _ in range(3)]
-    for number, one in enumerate(tiered):
+    loans = [Loans(shelf, accountant) for _ in range(3)]
+    for number, one in enumerate(loans):
         one.keep(M, torch.full((4,), float(number)))
     assert shelf.said == ["store 0", "store 1", "store 2"]
     shelf.said.clear()
     accountant.reset_peak()
-    return shelf, accountant, tiered
+    return shelf, accountant, loans
 
 
 def test_the_next_is_on_its_way_while_one_is_used() -> None:
-    shelf, accountant, tiered = three()
-    in_turn([(n, [(one, n > 0)]) for n, one in enumerate(tiered)], lambda n: shelf.said.append(f"use {n}"))
+    shelf, accountant, loans = three()
+    in_turn([(n, [(one, n > 0)]) for n, one in enumerate(loans)], lambda n: shelf.said.append(f"use {n}"))
     assert shelf.said == [
         "start 0", "start 1", "finish 0", "use 0", "drop 0",
         "start 2", "finish 1", "use 1", "store 1",
@@ -85,63 +85,63 @@ def test_the_next_is_on_its_way_while_one_is_used() -> None:
 
 
 def test_what_fails_gives_back_what_was_on_its_way() -> None:
-    shelf, accountant, tiered = three()
+    shelf, accountant, loans = three()
 
     def fail(number: int) -> None:
         raise ValueError
 
     with pytest.raises(ValueError):
-        in_turn([(n, [(one, True)]) for n, one in enumerate(tiered)], fail)
+        in_turn([(n, [(one, True)]) for n, one in enumerate(loans)], fail)
     assert shelf.said[-2:] == ["store 0", "drop 1"]
-    assert [one.acquisitions for one in tiered] == [0, 0, 0] and accountant.live[M] == 0
+    assert [one.lent for one in loans] == [0, 0, 0] and accountant.live[M] == 0
 
 
 def test_what_comes_before_the_one_that_fails_is_given_back() -> None:
     shelf, accountant = Shelf(), Accountant()
-    tiered = TieredTensors(shelf, accountant)
+    loans = Loans(shelf, accountant)
     for number in range(3):
-        tiered.keep(M, torch.full((4,), float(number)))
+        loans.keep(M, torch.full((4,), float(number)))
     shelf.said.clear()
     moved = accountant.moved(Tier.DISK)
-    second = list(tiered._kept.values())[1].stored
+    second = list(loans._kept.values())[1].stored
     with mock.patch.object(second, "start", side_effect=MemoryError), pytest.raises(MemoryError):
-        tiered.start()
+        loans.start()
     assert shelf.said == ["start 0", "drop 1", "drop 0"]
-    assert tiered.acquisitions == 0 and accountant.live[M] == 0 and accountant.live_in(Tier.DISK)[M] == 3 * 16
+    assert loans.lent == 0 and accountant.live[M] == 0 and accountant.live_in(Tier.DISK)[M] == 3 * 16
     assert accountant.moved(Tier.DISK).read == moved.read + 16
 
 
 def test_a_loan_inside_of_another_brings_nothing_and_what_one_writes_is_stored() -> None:
-    shelf, _, (tiered, *_) = three()
-    with acquired([(tiered, True)]), tiered.acquired(written=False):
+    shelf, _, (loans, *_) = three()
+    with borrowed([(loans, True)]), loans.lent_out(written=False):
         pass
     assert shelf.said == ["start 0", "finish 0", "finish 0", "store 0"]
 
 
 def test_reading_and_what_is_kept_and_forgotten_in_a_loan() -> None:
     shelf, accountant = Shelf(), Accountant()
-    tiered = TieredTensors(shelf, accountant)
+    loans = Loans(shelf, accountant)
     first, second = torch.full((4,), 1.0), torch.full((4,), 2.0)
-    tiered.keep(M, first)
-    assert first.isnan().all() and tiered.read(first).tolist() == [1.0] * 4
-    with tiered.acquired(written=False):
+    loans.keep(M, first)
+    assert first.isnan().all() and loans.read(first).tolist() == [1.0] * 4
+    with loans.lent_out(written=False):
         first.add_(6)
-        tiered.keep(M, second)
-        tiered.keep_only(M, [second])
-        assert tiered.read(first) is first
+        loans.keep(M, second)
+        loans.keep_only(M, [second])
+        assert loans.read(first) is first
     assert shelf.said == ["store 1", "start 1", "finish 1", "store 2"]
     assert first.tolist() == [7.0] * 4 and second.isnan().all()  # who has it keeps its memory
     assert (accountant.live[M], accountant.live_in(Tier.DISK)[M]) == (0, 16)
-    tiered.clear()
+    loans.clear()
     assert accountant.live_in(Tier.DISK)[M] == 0
 
 
 def test_what_has_no_memory_of_its_own_and_what_is_on_the_device_stays_there() -> None:
     accountant = Accountant()
     rows = torch.zeros(2, 4)
-    TieredTensors(Shelf(), accountant).keep(M, rows[0])
-    TieredTensors(ON_HOST, accountant).keep(Category.MASTER, there := torch.ones(8))
+    Loans(Shelf(), accountant).keep(M, rows[0])
+    Loans(ON_HOST, accountant).keep(Category.MASTER, there := torch.ones(8))
     assert accountant.live_in(Tier.HOST)[Category.MASTER] == there.nbytes
-    TieredTensors(ON_DEVICE, accountant).keep(Category.OPTIMIZER, values := torch.ones(4))
+    Loans(ON_DEVICE, accountant).keep(Category.OPTIMIZER, values := torch.ones(4))
     assert values.sum() == 4 and not rows.isnan().any()
     assert (accountant.live[M], accountant.live[Category.OPTIMIZER]) == (32, 16)

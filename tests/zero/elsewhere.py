@@ -32,7 +32,7 @@ class Elsewhere:
     """
 
     tier = Tier.HOST
-    offloads = True
+    lends = True
     at_hand = False
     lags = False
     used_on = None

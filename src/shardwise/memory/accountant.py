@@ -115,7 +115,7 @@ class _Counts:
         return (highest, self.at_peak, self.peak_total) if self.peak_total > total else (highest, at_peak, total)
 
 
-class _Reported:
+class _Told:
     __slots__ = ("category", "evaluated", "tier")
 
     def __init__(self, category: Category, tier: Tier) -> None:
@@ -179,9 +179,9 @@ class Accountant:
         self._moved = dict.fromkeys(Tier, Moved())
         self._moving = threading.Lock()
         # Because finalizers of tensors may run anywhere, they only append to the log.
-        self._log: list[tuple[_Reported | _Held, int]] = []
+        self._log: list[tuple[_Told | _Held, int]] = []
         self._evaluating = threading.Lock()  # threads of collective queues also report buffers
-        self._reported = {tier: {category: _Reported(category, tier) for category in Category} for tier in Tier}
+        self._told = {tier: {category: _Told(category, tier) for category in Category} for tier in Tier}
         self._held: dict[int, _Held] = {}
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -248,15 +248,15 @@ class Accountant:
             self._evaluate_log()
             return {tier: counts.lap() for tier, counts in self._counts.items()}
 
-    # -- reporting ---------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------------------------
 
     def add(self, category: Category, size: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `size` more bytes."""
-        self._note(self._reported[tier][category], size)
+        self._note(self._told[tier][category], size)
 
     def remove(self, category: Category, size: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `size` fewer bytes."""
-        self._note(self._reported[tier][category], -size)
+        self._note(self._told[tier][category], -size)
 
     def move(self, tier: Tier, *, read: int = 0, written: int = 0) -> None:
         """Count bytes read from a tier or written to it."""
@@ -353,7 +353,7 @@ class Accountant:
         self._held.pop(entry.key, None)
         self._log.append((entry, -entry.size))
 
-    def _note(self, entry: _Reported | _Held, delta: int) -> None:
+    def _note(self, entry: _Told | _Held, delta: int) -> None:
         log = self._log
         log.append((entry, delta))
         # Skipped during an evaluation: by another thread, or by this one, inside which a finalizer runs.

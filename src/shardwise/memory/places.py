@@ -62,13 +62,13 @@ class StateHome:
     """A memory tier for tensors of one device; in this class each tensor stays in place.
 
     Attributes:
-        offloads: tensors have memory only while acquired.
+        lends: tensors have memory only while acquired.
         at_hand: the host can use the stored values in place.
         lags: memory released dirty is free only after its store, for which the host waits.
         used_on: device on which tensors are used; None: the engine's device.
     """
 
-    offloads = False
+    lends = False
     at_hand = True
     lags = False
 
@@ -138,7 +138,7 @@ ALL_AT_HAND = Homes()
 
 
 @dataclass
-class _Tiered:
+class _Loan:
     """A tensor stored in a tier. `fresh`: before its first store. `given`: the current memory was allocated here."""
 
     tensor: torch.Tensor
@@ -200,31 +200,31 @@ class Spare:
             size -= freed
 
 
-class TieredTensors:
+class Loans:
     """Tensors of one tier that are acquired together; nested acquisition transfers nothing.
 
-    `away`: tensors must be acquired before use. `acquisitions`: current number of nested ones. `spare`: pool of host
+    `away`: tensors must be acquired before use. `lent`: current number of nested acquisitions. `spare`: pool of host
     memory, if any; see `in_turn`.
 
-    >>> tiered = TieredTensors(ON_DEVICE, Accountant())
-    >>> tiered.keep(Category.MASTER, torch.zeros(4))
-    >>> with tiered.acquired(written=True):
-    ...     tiered.away
+    >>> loans = Loans(ON_DEVICE, Accountant())
+    >>> loans.keep(Category.MASTER, torch.zeros(4))
+    >>> with loans.lent_out(written=True):
+    ...     loans.away
     False
     """
 
     def __init__(self, home: StateHome, accountant: Accountant, label: str = "") -> None:
         self.home = home
-        self.away = home.offloads
-        self.acquisitions = 0
+        self.away = home.lends
+        self.lent = 0
         self._label = label
         self._on_its_way: list[Callable[[], None]] = []  # callbacks for the end of transfers
         self.spare: Spare | None = None
         self.accountant = accountant
         self._tier = tier_in_use(home)
         self._written = False
-        self._kept: dict[int, _Tiered] = {}  # by storage
-        self._unsettled: list[_Tiered] = []
+        self._kept: dict[int, _Loan] = {}  # by storage
+        self._unsettled: list[_Loan] = []
 
     def keep(self, category: Category, tensor: torch.Tensor) -> None:
         """Count a tensor and store it in the tier, at once or at the end of the current acquisition."""
@@ -234,44 +234,44 @@ class TieredTensors:
         if id(tensor.untyped_storage()) in self._kept:
             return
         size = tensor.untyped_storage().nbytes()
-        separate = tensor.is_contiguous() and tensor.nbytes == size
+        alone = tensor.is_contiguous() and tensor.nbytes == size
         with self.accountant.owning(None):
-            stored = self.home.keep(tensor) if separate and size else None
+            stored = self.home.keep(tensor) if alone and size else None
         if stored is None:
             self.accountant.hold(category, tensor, self._tier)
             return
         self.accountant.disregard(tensor)  # its bytes are reported by number
         self.accountant.add(category, size, self._tier)
         self.accountant.add(category, size, self.home.tier)
-        entry = _Tiered(tensor, stored, category)
-        self._kept[id(tensor.untyped_storage())] = entry
-        if not self.acquisitions:
-            self._return(entry, written=True)
+        loan = _Loan(tensor, stored, category)
+        self._kept[id(tensor.untyped_storage())] = loan
+        if not self.lent:
+            self._return(loan, written=True)
             self.settle()
 
     def keep_only(self, category: Category, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the tensors of a category."""
         wanted = {id(tensor.untyped_storage()) for tensor in tensors}
-        for key, entry in list(self._kept.items()):
-            if entry.category is category and key not in wanted:
-                self.forget(entry.tensor)
+        for key, loan in list(self._kept.items()):
+            if loan.category is category and key not in wanted:
+                self.forget(loan.tensor)
         for tensor in tensors:
             self.keep(category, tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Remove a tensor, which keeps its current memory; ignore unknown tensors."""
         self.settle()
-        entry = self._kept.pop(id(tensor.untyped_storage()), None)
-        if entry is not None:
-            self._arrived(entry)
-            self.accountant.remove(entry.category, tensor.nbytes, self.home.tier)
-            if self.acquisitions:
-                self.accountant.remove(entry.category, tensor.nbytes, self._tier)
+        loan = self._kept.pop(id(tensor.untyped_storage()), None)
+        if loan is not None:
+            self._arrived(loan)
+            self.accountant.remove(loan.category, tensor.nbytes, self.home.tier)
+            if self.lent:
+                self.accountant.remove(loan.category, tensor.nbytes, self._tier)
 
     def clear(self) -> None:
         """Remove all tensors."""
-        for entry in list(self._kept.values()):
-            self.forget(entry.tensor)
+        for loan in list(self._kept.values()):
+            self.forget(loan.tensor)
 
     @property
     def storages(self) -> Collection[int]:
@@ -282,32 +282,32 @@ class TieredTensors:
         """Start to acquire all tensors; their content is undefined unless `read` or acquired already. If memory runs
         out, all are released again.
         """
-        if self.acquisitions:
-            self.acquisitions += 1
+        if self.lent:
+            self.lent += 1
             return
         self.settle()
         with self._shown("lend"), contextlib.ExitStack() as undo:
             undo.callback(self._land)
             if read:
                 self._set_out("bring")
-            for entry in self._kept.values():
-                self._start(entry, undo, read=read)
+            for loan in self._kept.values():
+                self._start(loan, undo, read=read)
             undo.pop_all()
-        self.acquisitions = 1
+        self.lent = 1
 
-    def _start(self, entry: _Tiered, undo: contextlib.ExitStack, *, read: bool) -> None:
-        entry.given = True
-        spare = self._spare_of(entry)
+    def _start(self, loan: _Loan, undo: contextlib.ExitStack, *, read: bool) -> None:
+        loan.given = True
+        spare = self._spare_of(loan)
         if spare is not None:
-            spare.give(entry.tensor.untyped_storage(), entry.tensor.nbytes)
-        self.accountant.add(entry.category, entry.tensor.nbytes, self._tier)
-        undo.callback(self._return, entry, written=False)
+            spare.give(loan.tensor.untyped_storage(), loan.tensor.nbytes)
+        self.accountant.add(loan.category, loan.tensor.nbytes, self._tier)
+        undo.callback(self._return, loan, written=False)
         if read:
-            self._coming(entry, entry.stored.staged)
+            self._coming(loan, loan.stored.staged)
         with self.accountant.owning(None):
-            entry.stored.start(read=read)
+            loan.stored.start(read=read)
         if read:
-            self._move(read=entry.tensor.nbytes)
+            self._move(read=loan.tensor.nbytes)
 
     def acquire(self, *, read: bool = True) -> None:
         """Acquire all tensors, for the current stream; none if an error ends it."""
@@ -322,7 +322,7 @@ class TieredTensors:
 
     @property
     def _size(self) -> int:
-        return sum(entry.tensor.nbytes for entry in self._kept.values())
+        return sum(loan.tensor.nbytes for loan in self._kept.values())
 
     def _set_out(self, what: str) -> None:
         if self._kept and watched():
@@ -335,34 +335,34 @@ class TieredTensors:
     def finish(self) -> None:
         """Make the current stream wait for all values."""
         with self._shown("wait for loan"):
-            for entry in self._kept.values():
-                if not entry.fresh:
-                    entry.stored.finish()
-                    self._arrived(entry)
+            for loan in self._kept.values():
+                if not loan.fresh:
+                    loan.stored.finish()
+                    self._arrived(loan)
         self._land()
 
     def give_back(self, *, written: bool) -> None:
         """Release all tensors. The last release stores them if any acquisition has written; see `settle`."""
-        self.acquisitions -= 1
+        self.lent -= 1
         self._written |= written
-        if not self.acquisitions:
+        if not self.lent:
             self._land()
             written, self._written = self._written, False
             with self._shown("store"), contextlib.ExitStack() as all_of_them:
                 if written:
                     self._set_out("take")
-                for entry in reversed(self._kept.values()):
-                    all_of_them.callback(self._return, entry, written=written or entry.fresh)
+                for loan in reversed(self._kept.values()):
+                    all_of_them.callback(self._return, loan, written=written or loan.fresh)
 
-    def _return(self, entry: _Tiered, *, written: bool) -> None:
-        self._arrived(entry)
+    def _return(self, loan: _Loan, *, written: bool) -> None:
+        self._arrived(loan)
         if written:
-            self._coming(entry, entry.stored.staged)
-            self._move(written=entry.tensor.nbytes)
-        self._unsettled.append(entry)
+            self._coming(loan, loan.stored.staged)
+            self._move(written=loan.tensor.nbytes)
+        self._unsettled.append(loan)
         with self.accountant.owning(None):
-            entry.stored.give_back(written=written)
-        entry.fresh = False
+            loan.stored.give_back(written=written)
+        loan.fresh = False
         if not (self.home.lags and written):
             self.settle()
 
@@ -373,47 +373,47 @@ class TieredTensors:
         with self._shown("wait for store"), contextlib.ExitStack() as all_of_them:
             all_of_them.callback(self._land)
             while self._unsettled:
-                entry = self._unsettled.pop()
-                spare = self._spare_of(entry)
+                loan = self._unsettled.pop()
+                spare = self._spare_of(loan)
                 if spare is not None:
                     all_of_them.callback(spare.count)
-                all_of_them.callback(self.accountant.remove, entry.category, entry.tensor.nbytes, self._tier)
-                all_of_them.callback(self._arrived, entry)
-                all_of_them.callback(entry.stored.settle, *(() if spare is None else (spare.leave,)))
+                all_of_them.callback(self.accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
+                all_of_them.callback(self._arrived, loan)
+                all_of_them.callback(loan.stored.settle, *(() if spare is None else (spare.leave,)))
 
-    def _spare_of(self, entry: _Tiered) -> Spare | None:
+    def _spare_of(self, loan: _Loan) -> Spare | None:
         """Return None for state made in the optimizer's first step: its memory would exceed the pool's bound."""
-        return self.spare if self.home.lags and entry.given and not entry.stored.staged else None
+        return self.spare if self.home.lags and loan.given and not loan.stored.staged else None
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's stored values for the host to read and write (if `home.at_hand`)."""
-        entry = self._kept.get(id(tensor.untyped_storage()))
-        if entry is None or self.acquisitions:
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        if loan is None or self.lent:
             return tensor
-        values = entry.stored.in_place()
-        if entry.view is None:
-            entry.view = values.view(tensor.dtype).view(tensor.shape)
-        return entry.view
+        values = loan.stored.in_place()
+        if loan.view is None:
+            loan.view = values.view(tensor.dtype).view(tensor.shape)
+        return loan.view
 
     def shared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's stored values for the host to keep; see `Stored.shared`."""
-        entry = self._kept.get(id(tensor.untyped_storage()))
-        return tensor if entry is None else entry.stored.shared().view(tensor.dtype).view(tensor.shape)
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        return tensor if loan is None else loan.stored.shared().view(tensor.dtype).view(tensor.shape)
 
-    def acquired(self, *, read: bool = True, written: bool) -> AbstractContextManager[None]:
+    def lent_out(self, *, read: bool = True, written: bool) -> AbstractContextManager[None]:
         """Acquire all tensors inside the block; without `read` the block overwrites them."""
-        return acquired([(self, written if read else None)])
+        return borrowed([(self, written if read else None)])
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Allow the creation of views inside the block: torch creates none of empty storages, so memory is allocated
         and never touched.
         """
-        storages = [] if self.acquisitions else [entry.tensor.untyped_storage() for entry in self._kept.values()]
+        storages = [] if self.lent else [loan.tensor.untyped_storage() for loan in self._kept.values()]
         self.settle()
         try:
-            for entry, storage in zip(self._kept.values(), storages, strict=False):
-                storage.resize_(entry.tensor.nbytes)
+            for loan, storage in zip(self._kept.values(), storages, strict=False):
+                storage.resize_(loan.tensor.nbytes)
             yield
         finally:
             for storage in storages:
@@ -421,52 +421,52 @@ class TieredTensors:
 
     def read(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return a tensor's values: the tensor itself if available, else a copy, in `into` if given."""
-        entry = self._kept.get(id(tensor.untyped_storage()))
-        if entry is None or self.acquisitions:
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        if loan is None or self.lent:
             return tensor if into is None else into.copy_(tensor)
         target = torch.empty_like(tensor) if into is None else into
         self._move(read=tensor.nbytes)
-        self._coming(entry, entry.stored.staged)
+        self._coming(loan, loan.stored.staged)
         with named("copy", self._label, tensor.nbytes), self.accountant.owning(None):
-            entry.stored.copy_to(target)
-        self._arrived(entry)
+            loan.stored.copy_to(target)
+        self._arrived(loan)
         return target
 
     def look_ahead(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
         """Prefetch a tensor for the next `read` (into the same memory), if fetching takes time."""
-        entry = self._kept.get(id(tensor.untyped_storage()))
-        if entry is not None and self.home.lags and not (self.acquisitions or entry.staged):
-            self._coming(entry, entry.stored.staged if into is not None else tensor.nbytes)
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        if loan is not None and self.home.lags and not (self.lent or loan.staged):
+            self._coming(loan, loan.stored.staged if into is not None else tensor.nbytes)
             with self.accountant.owning(None):
-                entry.stored.look_ahead(into)
+                loan.stored.look_ahead(into)
 
     def _move(self, *, read: int = 0, written: int = 0) -> None:
         self.accountant.move(self.home.tier, read=read, written=written)
         if self.home.tier is Tier.DISK and self.home.used_on is None:
             self.accountant.move(Tier.HOST, read=read, written=written)  # through host memory
 
-    def _coming(self, entry: _Tiered, staged: int) -> None:
-        if staged and not entry.staged:
-            entry.staged = staged
+    def _coming(self, loan: _Loan, staged: int) -> None:
+        if staged and not loan.staged:
+            loan.staged = staged
             self.accountant.add(Category.BUFFERS, staged, Tier.HOST)
 
-    def _arrived(self, entry: _Tiered) -> None:
-        if entry.staged:
-            self.accountant.remove(Category.BUFFERS, entry.staged, Tier.HOST)
-            entry.staged = 0
+    def _arrived(self, loan: _Loan) -> None:
+        if loan.staged:
+            self.accountant.remove(Category.BUFFERS, loan.staged, Tier.HOST)
+            loan.staged = 0
 
 
-Acquisition = tuple[TieredTensors, bool | None]
+Borrowed = tuple[Loans, bool | None]
 """Tensors to acquire, and whether they are written; None: completely overwritten, without fetching the values."""
 
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def acquired(wanted: Sequence[Acquisition]) -> Iterator[None]:
+def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
     """Acquire tensors inside the block."""
     try:
-        with _acquired(wanted) as finish:
+        with _lent(wanted) as finish:
             finish()
             yield
     finally:
@@ -474,72 +474,72 @@ def acquired(wanted: Sequence[Acquisition]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _acquired(wanted: Sequence[Acquisition]) -> Iterator[Callable[[], None]]:
+def _lent(wanted: Sequence[Borrowed]) -> Iterator[Callable[[], None]]:
     """After an error, tensors that were not fetched or not overwritten are not stored, to keep their good values."""
     come = done = False
 
     def finish() -> None:
         nonlocal come
-        for tiered, _ in wanted:
-            tiered.finish()
+        for loans, _ in wanted:
+            loans.finish()
         come = True
 
-    started: list[Acquisition] = []
+    started: list[Borrowed] = []
     try:
-        for acquisition in wanted:
-            acquisition[0].start(read=acquisition[1] is not None)
-            started.append(acquisition)
+        for borrows in wanted:
+            borrows[0].start(read=borrows[1] is not None)
+            started.append(borrows)
         yield finish
         done = True
     finally:
         with contextlib.ExitStack() as all_of_them:
-            for tiered, written in reversed(started):
-                all_of_them.callback(tiered.give_back, written=done if written is None else written and come)
+            for loans, written in reversed(started):
+                all_of_them.callback(loans.give_back, written=done if written is None else written and come)
 
 
-def settle(wanted: Sequence[Acquisition]) -> None:
+def settle(wanted: Sequence[Borrowed]) -> None:
     """Free the memory of released tensors."""
     with contextlib.ExitStack() as all_of_them:
-        for tiered, _ in reversed(wanted):
-            all_of_them.callback(tiered.settle)
+        for loans, _ in reversed(wanted):
+            all_of_them.callback(loans.settle)
 
 
 @contextlib.contextmanager
-def _sparing(wanted: Sequence[Acquisition]) -> Iterator[Spare | None]:
-    lagging = [tiered for tiered, _ in wanted if tiered.home.lags and tiered.spare is None]
+def _sparing(wanted: Sequence[Borrowed]) -> Iterator[Spare | None]:
+    lagging = [loans for loans, _ in wanted if loans.home.lags and loans.spare is None]
     if not (lagging and can_hand_memory_on):
         yield None
         return
     spare = Spare(lagging[0].accountant)
     try:
-        for tiered in lagging:
-            tiered.spare = spare
+        for loans in lagging:
+            loans.spare = spare
         yield spare
     finally:
-        for tiered in lagging:
-            tiered.spare = None
+        for loans in lagging:
+            loans.spare = None
         spare.clear()
 
 
 def in_turn(
-    parts: Sequence[tuple[T, Sequence[Acquisition]]],
+    parts: Sequence[tuple[T, Sequence[Borrowed]]],
     use: Callable[[T], None],
 ) -> None:
     """Process parts in order, each acquired for `use`, as a pipeline: the next part is fetched meanwhile, and the
     previous one may still be stored. It needs memory for three parts, and reuses each part's host memory for the third
     after it.
     """
-    everything = [acquisition for _, wanted in parts for acquisition in wanted]
+    everything = [borrows for _, wanted in parts for borrows in wanted]
     with _sparing(everything) as spare:
         try:
             with contextlib.ExitStack() as ahead:
                 for number, (part, wanted) in enumerate(parts):
-                    with ahead.pop_all(), _acquired(wanted) as finish:
+                    with ahead.pop_all(), _lent(wanted) as finish:
                         if number >= 2:
                             settle(parts[number - 2][1])
-                        for tiered, written in parts[number + 1][1] if number + 1 < len(parts) else ():
-                            tiered.start(read=written is not None)
-                            ahead.callback(tiered.give_back, written=False)
+                        for loans, written in parts[number + 1][1] if number + 1 < len(parts) else ():
+                            loans.start(read=written is not None)
+                            ahead.callback(loans.give_back, written=False)
                         if spare is not None:
                             spare.clear()  # left-over memory of other sizes
                         finish()

@@ -147,7 +147,7 @@ class Disks:
 class DiskPlace(StateHome):
     """Disk tier; tensors are used on `used_on` (None: on the engine's device)."""
 
-    offloads = True
+    lends = True
     at_hand = False
     lags = True
 

@@ -21,7 +21,7 @@ from shardwise.memory.places import StateHome, Stored
 class HostPlace(StateHome):
     """Host tier; `pinned` page-locks the memory on a CUDA device, for asynchronous copies."""
 
-    offloads = True
+    lends = True
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         super().__init__(Tier.HOST)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.comm.domain import Domain, Domains
 from shardwise.errors import ConflictError, UsageError
-from shardwise.memory.places import ON_DEVICE, Homes, acquired
+from shardwise.memory.places import ON_DEVICE, Homes, borrowed
 from shardwise.registry import Registry
 from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.init import PartStore, whole_values
@@ -143,7 +143,7 @@ class UnitBuilder:
         for section in sections:
             self._fill(unit, section)
         unit.attach()
-        with acquired(unit.acquisitions()):
+        with borrowed(unit.borrowing()):
             for section in sections:
                 section.settle(keep_master=not self._owned(section.layout) and self._update is not None)
             if self._update is not None:

@@ -622,7 +622,7 @@ class ShardedModel:
         if self.update is not None:
             self.update.detach()
         if self.owners is not None:
-            self.owners.tiered.clear()
+            self.owners.loans.clear()
         self.update = self.owners = None
         if self.optimizer is not None:
             vars(self.optimizer).pop(NORMS, None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.boxes import Region
-from shardwise.memory.places import Acquisition, acquired, in_turn
+from shardwise.memory.places import Borrowed, borrowed, in_turn
 from shardwise.registry import HeldPart, LogicalTensor
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import ShardSlice
@@ -244,15 +244,15 @@ class ShardedState:
     def is_offloaded(self) -> bool:
         """Whether state is offloaded from the device."""
         return any(section.away for unit in self._model.units for section in unit.sections) or bool(
-            self._model.owners is not None and self._model.owners.acquisitions()
+            self._model.owners is not None and self._model.owners.borrowing()
         )
 
     def fetch(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
         """Read (key, view) pairs in order, and prefetch the next from their tiers; `use` gets keys on the device."""
-        away = [tiered for unit in self._model.units for section in unit.sections for tiered in section.away]
-        away += [tiered for tiered, _ in self._model.owners.acquisitions()] if self._model.owners is not None else []
-        lenders = {storage: tiered for tiered in away for storage in tiered.storages}
-        groups: list[tuple[list[T], list[Acquisition]]] = []
+        away = [loans for unit in self._model.units for section in unit.sections for loans in section.away]
+        away += [loans for loans, _ in self._model.owners.borrowing()] if self._model.owners is not None else []
+        lenders = {storage: loans for loans in away for storage in loans.storages}
+        groups: list[tuple[list[T], list[Borrowed]]] = []
         for key, tensor in tensors:
             lender = lenders.get(id(tensor.untyped_storage())) if lenders else None
             if not groups or (lender is not None and groups[-1][1] and groups[-1][1][0][0] is not lender):
@@ -264,7 +264,7 @@ class ShardedState:
 
     def iter_resident(self) -> Iterator[Collection[int]]:
         """Yield sets of parameters with their state on the device meanwhile, for reading and writing."""
-        if not self.is_offloaded or (self._model.owners is not None and self._model.owners.acquisitions()):
+        if not self.is_offloaded or (self._model.owners is not None and self._model.owners.borrowing()):
             with self.lent():  # whole tensors are acquired together
                 yield range(len(self._model.registry))
             return
@@ -278,22 +278,22 @@ class ShardedState:
         State of tensors that are stepped unsharded is acquired all at once.
         """
         self._model.presence.require("the engine's state cannot be read or written")
-        wanted: list[Acquisition] = []
+        wanted: list[Borrowed] = []
         for unit in self._model.units if units is None else units:
-            wanted += unit.acquisitions()
+            wanted += unit.borrowing()
             gradients = None if self._model.reducer is None else self._model.reducer.gradients.get(unit.index)
-            if gradients is not None and gradients.tiered.away:
-                wanted.append((gradients.tiered, True))
+            if gradients is not None and gradients.loans.away:
+                wanted.append((gradients.loans, True))
         if self._model.owners is not None:
-            wanted += self._model.owners.acquisitions()
-        return acquired([(tiered, written and writes) for tiered, writes in wanted])
+            wanted += self._model.owners.borrowing()
+        return borrowed([(loans, written and writes) for loans, writes in wanted])
 
     @contextlib.contextmanager
     def materialized(self, index: int) -> Iterator[None]:
         """Permit views of a parameter's offloaded values and state in the block, without valid content."""
         with contextlib.ExitStack() as stack:
-            for tiered in self._model.section_of(index).away:
-                stack.enter_context(tiered.shown())
-            for tiered, _ in self._model.owners.acquisitions() if self._model.owners is not None else ():
-                stack.enter_context(tiered.shown())
+            for loans in self._model.section_of(index).away:
+                stack.enter_context(loans.shown())
+            for loans, _ in self._model.owners.borrowing() if self._model.owners is not None else ():
+                stack.enter_context(loans.shown())
             yield

@@ -14,8 +14,8 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.memory import Category, Tier, give_back_freed_memory
-from shardwise.memory.host_copies import HostCopies
 from shardwise.memory.places import ON_DEVICE, StateHome
+from shardwise.memory.stash import Stash
 from shardwise.zero.passes.order import Phase
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.presence import OffloadStateTypeEnum
@@ -41,7 +41,7 @@ class MovingStates:
         self._model: ShardedModel = weakref.proxy(model)  # because the model keeps this object
         self._gradients = () if model.reducer is None else model.reducer.gradients.values()
         self._device, self._accountant, self._presence = model.device, model.accountant, model.presence
-        self._host_copies: HostCopies | None = None
+        self._stash: Stash | None = None
         self._whole: list[tuple[FlatParamStorage, torch.Tensor]] = []
 
     def offload(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool, wait: bool) -> None:
@@ -67,8 +67,8 @@ class MovingStates:
             self._barrier("offload_states()")
         self._move(kinds, pinned=pinned)
         if wait:
-            assert self._host_copies is not None
-            self._host_copies.synchronize()
+            assert self._stash is not None
+            self._stash.synchronize()
             give_back_freed_memory()
 
     def _barrier(self, where: str) -> None:
@@ -77,9 +77,9 @@ class MovingStates:
             self._model.comm.barrier(where)
 
     def _move(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool) -> None:
-        if self._host_copies is None:
-            self._host_copies = HostCopies(self._device, self._accountant, pinned=pinned)
-        copies = self._host_copies
+        if self._stash is None:
+            self._stash = Stash(self._device, self._accountant, pinned=pinned)
+        stash = self._stash
         new = [kind for kind in OffloadStateTypeEnum if kind in kinds and kind not in self._presence.away]
         for kind in new:
             self._presence.away |= {kind}
@@ -87,11 +87,11 @@ class MovingStates:
                 self._free_spent_gradients()
             for tensor, home, counted in self._parts(kind):
                 if home.tier is Tier.DEVICE and tensor.device.type == self._device.type:
-                    copies.put(tensor, counted)
+                    stash.put(tensor, counted)
             if kind is OffloadStateTypeEnum.lp_params:
                 for unit in self._model.units:
                     if not unit.sharded:
-                        self._move_replicated(unit, copies)
+                        self._move_replicated(unit, stash)
                 self._take_new_views()
 
     def reload(self, *, wait: bool) -> None:
@@ -104,14 +104,14 @@ class MovingStates:
 
     def bring_back(self, *, wait: bool = False) -> None:
         """Move all state back on this rank only."""
-        if self._host_copies is None:
+        if self._stash is None:
             return
-        self._host_copies.bring()
+        self._stash.bring()
         while self._whole:
             section, values = self._whole[-1]
             full = torch.empty(section.layout.numel, dtype=section.layout.dtype, device=self._device)
             self._accountant.hold(Category.PARAMETERS, full)
-            self._host_copies.fill(full, values)
+            self._stash.fill(full, values)
             section.lie_in(full)
             self._accountant.remove(Category.PARAMETERS, values.numel(), Tier.HOST)
             self._whole.pop()
@@ -121,9 +121,9 @@ class MovingStates:
                 if not unit.sharded:
                     unit.show()
         if wait:
-            self._host_copies.synchronize()
+            self._stash.synchronize()
         self._presence.away = frozenset()
-        self._host_copies = None
+        self._stash = None
 
     def close(self) -> None:
         """Drop the gradients of the closed model."""
@@ -133,7 +133,7 @@ class MovingStates:
         """Return the tiers of the state of a kind; empty if there is none."""
         found = set()
         for tensor, home, _ in self._parts(kind):
-            if self._host_copies is not None and self._host_copies.has(tensor):
+            if self._stash is not None and self._stash.has(tensor):
                 found.add(Tier.HOST)
             elif home.tier is not Tier.DEVICE or tensor.untyped_storage().nbytes():
                 found.add(home.tier)
@@ -147,14 +147,14 @@ class MovingStates:
             for unit in self._model.units:
                 for section in unit.sections:
                     if section.sharded:
-                        yield _Part(section.shard, section.tiered_shard.home)
+                        yield _Part(section.shard, section.shard_loans.home)
                     if section.second is not None:
-                        yield _Part(section.second, section.tiered_second.home)
+                        yield _Part(section.second, section.second_loans.home)
         elif kind is OffloadStateTypeEnum.hp_params:
             for unit in self._model.units:
                 for section in unit.trainable:
                     if section.master is not None and not section.master_is_parameter:
-                        yield _Part(section.master, section.tiered_optimizer.home)
+                        yield _Part(section.master, section.optimizer_loans.home)
             if self._model.update is not None:
                 yield from (_Part(*own) for own in self._model.update.own_masters())
         elif kind is OffloadStateTypeEnum.optim_states:
@@ -164,7 +164,7 @@ class MovingStates:
             for gradients in self._gradients:
                 for section in gradients.unit.trainable:
                     if section.gradient is not None:
-                        yield _Part(section.gradient, section.tiered_gradient.home, Category.GRADIENTS)
+                        yield _Part(section.gradient, section.gradient_loans.home, Category.GRADIENTS)
                 for total in gradients.sums.values():
                     yield _Part(total, ON_DEVICE)
         else:
@@ -176,7 +176,7 @@ class MovingStates:
             for place, buffer in gradients.buffers.items():
                 # The buffer may be the accumulator.
                 if buffer.flat is not None and buffer.flat is not sections[place].gradient:
-                    yield _Part(buffer.flat, gradients.tiered.home)
+                    yield _Part(buffer.flat, gradients.loans.home)
 
     def _free_spent_gradients(self) -> None:
         for gradients in self._gradients:
@@ -184,10 +184,10 @@ class MovingStates:
                 for section in gradients.unit.trainable:
                     section.free_gradient()
 
-    def _move_replicated(self, unit: Unit, copies: HostCopies) -> None:
+    def _move_replicated(self, unit: Unit, stash: Stash) -> None:
         unit.hide()
         for section in unit.sections:
-            values = copies.copy(section.full)
+            values = stash.copy(section.full)
             self._accountant.add(Category.PARAMETERS, values.numel(), Tier.HOST)
             self._whole.append((section, values))
             section.lie_in(blank(section.full))

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwise.compat import number_of_pass, will_run, without_overrides
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import TieredTensors
+from shardwise.memory.places import Loans
 from shardwise.zero.passes.calls import UnitCalls
 from shardwise.zero.units.gradient_buffers import GradientBuffer
 from shardwise.zero.units.unit import Unit
@@ -26,7 +26,7 @@ class UnitGradients:
 
     Attributes:
         comm: ranks of the innermost dimension.
-        tiered: offloaded buffers in which micro-batches are added.
+        loans: offloaded buffers in which micro-batches are added.
         resting: these buffers are on their tier, and not on the device.
         task: number of the backward pass whose first gradient of the unit has arrived; -1: none.
         buffers, sums: buffers of this pass or window, and sums over the inner dimensions.
@@ -43,10 +43,10 @@ class UnitGradients:
         self.level = level
         self._calls = calls
         self._accountant = accountant
-        self.tiered = TieredTensors(unit.trainable[0].tiered_gradient.home, accountant, unit.name)
-        self._acquired: Sequence[TieredTensors] = ()
-        self._offloaded = [section.tiered_gradient for section in unit.trainable if self.tiered.away]
-        self.resting = self.tiered.away
+        self.loans = Loans(unit.trainable[0].gradient_loans.home, accountant, unit.name)
+        self._lent: Sequence[Loans] = ()
+        self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
+        self.resting = self.loans.away
         self.parameters = sum(len(section.layout.slots) for section in unit.trainable)
         self.buffers: dict[int, GradientBuffer] = {}
         self._ends: list[dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
@@ -99,31 +99,31 @@ class UnitGradients:
 
     def keep(self, buffer: torch.Tensor) -> None:
         """Place a buffer in which micro-batches are added on the tier of gradients."""
-        self.tiered.keep(Category.GRADIENTS, buffer)
+        self.loans.keep(Category.GRADIENTS, buffer)
 
     def bring(self) -> None:
         """Bring the offloaded buffers to the device."""
         if self.resting:
-            self.tiered.acquire()
+            self.loans.acquire()
             self.resting = False
 
     def rest(self) -> None:
         """Return the offloaded buffers to their tier."""
-        if self.tiered.away and not self.resting:
-            self.tiered.give_back(written=True)
+        if self.loans.away and not self.resting:
+            self.loans.give_back(written=True)
             self.resting, self.task = True, -1
 
     def settle(self) -> None:
         """Wait until the copies of `rest` and `return_sums` have ended, and free their memory."""
-        for tiered in (self.tiered, *self._offloaded):
-            tiered.settle()
+        for loans in (self.loans, *self._borrowed):
+            loans.settle()
 
     def free(self) -> None:
         """Drop the buffers."""
-        if self.tiered.away:
+        if self.loans.away:
             for buffer in self.buffers.values():
                 if buffer.flat is not None:
-                    self.tiered.forget(buffer.flat)
+                    self.loans.forget(buffer.flat)
             self.rest()
         for buffer in self.buffers.values():
             buffer.free()
@@ -140,28 +140,28 @@ class UnitGradients:
             if present
         }
 
-    def acquire_sums(self) -> None:
+    def borrow_sums(self) -> None:
         """Bring offloaded accumulators to the device until `return_sums`, because a reduction adds to them."""
-        if self._offloaded and not self._acquired:
+        if self._borrowed and not self._lent:
             with contextlib.ExitStack() as undo:
-                for tiered in self._offloaded:
-                    tiered.start(read=self.accumulated)
-                    undo.callback(tiered.give_back, written=False)
-                for tiered in self._offloaded:
-                    tiered.finish()
+                for loans in self._borrowed:
+                    loans.start(read=self.accumulated)
+                    undo.callback(loans.give_back, written=False)
+                for loans in self._borrowed:
+                    loans.finish()
                 undo.pop_all()
-            self._acquired = self._offloaded
+            self._lent = self._borrowed
 
     @property
-    def has_sums(self) -> bool:
+    def lends(self) -> bool:
         """Whether offloaded accumulators are on the device."""
-        return bool(self._acquired)
+        return bool(self._lent)
 
     def return_sums(self) -> None:
         """Return offloaded accumulators to their tier, after the reduction."""
-        acquired, self._acquired = self._acquired, ()
-        for tiered in acquired:
-            tiered.give_back(written=True)
+        lent, self._lent = self._lent, ()
+        for loans in lent:
+            loans.give_back(written=True)
 
     @property
     def complete(self) -> bool:

@@ -227,7 +227,7 @@ class Reducer:
             return flat
 
         buffer: GradientBuffer
-        if not (separate or gradients.accumulated or section.tiered_gradient.away) and section.keeps_whole_gradient:
+        if not (separate or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
             # The accumulator is free and as large as the sum. One copy per unit has fewer launches, but takes memory.
             if self._launches and section.domain.world == 1 and self._single and not self.local:
                 buffer = GradientList(section.places, dtype, lambda: section.whole_gradient, self.accountant)
@@ -330,7 +330,7 @@ class Reducer:
     def launch_complete(self, unit: Unit) -> None:
         """Launch the next complete reductions, after the gradients of a unit have become complete."""
         gradients = self.gradients.get(unit.index)
-        if gradients is not None and gradients.tiered.away and not self.reducing:
+        if gradients is not None and gradients.loans.away and not self.reducing:
             gradients.rest()
         while self.reducing and self.order.reduced < len(self._queue) and self._queue[self.order.reduced].complete:
             self._launch(self._queue[self.order.reduced])
@@ -355,7 +355,7 @@ class Reducer:
     def _in_place(self, gradients: UnitGradients) -> bool:
         unit = gradients.unit
         return (
-            not gradients.tiered.away
+            not gradients.loans.away
             and self._prescale(unit.domain) == 1.0
             and all(
                 section.gradient is not None
@@ -394,7 +394,7 @@ class Reducer:
 
     def _lossily(self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor]) -> Launch:
         unit = gradients.unit
-        gradients.acquire_sums()
+        gradients.borrow_sums()
         flats = [_flat(unit, unit.sections[place], buffer) for place, buffer in buffers.items()]
         before, gradients.accumulated = gradients.accumulated, True
         return lambda: compressor.reduce(
@@ -417,7 +417,7 @@ class Reducer:
         if inside:
             fine, outputs = level, [self._sum_of(gradients, place, kept=not ends) for place in places]
         else:
-            gradients.acquire_sums()
+            gradients.borrow_sums()
             fine, outputs = depth, [section.own_gradient for section in sections]
         launches = gradients.domain.reducing(
             outputs, first, 0, fine, unit.name, accumulate=adds, wire=self.wire_dtype, made=self._hold
@@ -440,7 +440,7 @@ class Reducer:
         return known
 
     def _beyond(self, gradients: UnitGradients) -> list[Launch]:
-        gradients.acquire_sums()
+        gradients.borrow_sums()
         pairs = [(gradients.unit.sections[place].own_gradient, total) for place, total in gradients.sums.items()]
         before, gradients.accumulated, gradients.sums = gradients.accumulated, True, {}
         return gradients.domain.onward(
@@ -503,7 +503,7 @@ class Reducer:
             moves = [(s.whole_gradient, s.own_gradient, depth) for s in own_only if s.levels.optimizer == level]
             launches = domain.gathering(moves, level, gradients.unit.name, kind="replicate")
             links.append(domain.reductions.start(launches))
-        if not gradients.has_sums:
+        if not gradients.lends:
             self._replicating += links
             return
         with self._unsharder.blocked():
@@ -552,7 +552,7 @@ class Reducer:
         """Zero accumulators that no backward pass of this window has written (no collective). Raises OffloadError."""
         for gradients in self.gradients.values() if not self.local else ():
             if not gradients.accumulated:
-                gradients.acquire_sums()
+                gradients.borrow_sums()
                 for section in gradients.unit.trainable:
                     section.whole_gradient.zero_()
                 gradients.return_sums()

@@ -443,7 +443,7 @@ class SideChannel(PeerShards):
         """Yield a unit's shards in chunks; a chunk is valid until the next one is yielded."""
         for section in unit.sections:
             with self._copying.use():
-                shard = section.tiered_shard.read(section.shard)
+                shard = section.shard_loans.read(section.shard)
             if shard.device.type == "cpu":
                 yield _bytes_of(shard)
                 continue

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm.communicator import Communicator
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import Acquisition, in_turn
+from shardwise.memory.places import Borrowed, in_turn
 from shardwise.precision.norms import Runs, total_of
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.units.flat_param import FlatParamStorage
@@ -49,14 +49,14 @@ class GradientSums:
         self._accountant = accountant
         self._reducer = reducer
         # Offloaded gradients are acquired unit by unit; the others are read at once on each device.
-        self._parts: list[tuple[_Part, list[Acquisition]]] = []
+        self._parts: list[tuple[_Part, list[Borrowed]]] = []
         by_device: dict[torch.device, list[FlatParamStorage]] = {}
         for unit in units:
-            offloaded = [section for section in unit.trainable if section.offloads_gradient]
-            if offloaded:
-                self._parts.append((_Part(offloaded), [(section.tiered_gradient, False) for section in offloaded]))
+            lent = [section for section in unit.trainable if section.lends_gradient]
+            if lent:
+                self._parts.append((_Part(lent), [(section.gradient_loans, False) for section in lent]))
             for section in unit.trainable:
-                if not section.offloads_gradient:
+                if not section.lends_gradient:
                     by_device.setdefault(section.steps_on, []).append(section)
         self._parts += [(_Part(sections), []) for sections in by_device.values()]
 

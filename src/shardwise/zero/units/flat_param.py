@@ -23,7 +23,7 @@ import torch
 from shardwise.comm.domain import Domain
 from shardwise.compat import is_shared, storage_users
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.memory.places import ALL_AT_HAND, Acquisition, Homes, StateHome, TieredTensors
+from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, Loans, StateHome
 from shardwise.zero.units.gradient_buffers import GradientPlaces
 from shardwise.zero.units.layout import FlatParam
 from shardwise.zero.units.plan import Levels
@@ -33,7 +33,7 @@ class FlatParamStorage:
     """Memory of one flat parameter of a unit; see the module docstring.
 
     If the optimizer does not step the master here (`stepped`), ranges at the finest level get new values. `steps_on` is
-    the device of a step. The four `TieredTensors` are those of the state.
+    the device of a step. The four `Loans` are tiered tensors of the state.
 
     Attributes:
         written_level: level at which this rank's range gets new values.
@@ -63,13 +63,13 @@ class FlatParamStorage:
         self._accountant = accountant
         home = homes.whole if layout.whole else homes.optimizer
         self.steps_on = home.used_on or device
-        self.tiered_optimizer = TieredTensors(home, accountant, label)
-        self.tiered_gradient = TieredTensors(homes.gradients, accountant, label)
-        self.tiered_shard, self.tiered_second = (TieredTensors(homes.parameters, accountant, label) for _ in range(2))
+        self.optimizer_loans = Loans(home, accountant, label)
+        self.gradient_loans = Loans(homes.gradients, accountant, label)
+        self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant, label) for _ in range(2))
         alike = not layout.whole and levels.optimizer == levels.parameters
-        self._shares = alike and self._in_place(self.tiered_shard)
+        self._shares = alike and self._in_place(self.shard_loans)
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-        self.sharded = levels.parameters > 0 or self.tiered_shard.away
+        self.sharded = levels.parameters > 0 or self.shard_loans.away
         self.master_start, self.master_stop = layout.range_of(domain.place, levels.optimizer)
         self.master_dtype = master_dtype
         self.shard = self.full[self.shard_range]
@@ -82,17 +82,17 @@ class FlatParamStorage:
         accountant.hold(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full)
 
     @cached_property
-    def away(self) -> list[TieredTensors]:
+    def away(self) -> list[Loans]:
         """Tiered tensors of offloaded state, except the secondary shard."""
-        return [tiered for tiered in (self.tiered_optimizer, self.tiered_gradient, self.tiered_shard) if tiered.away]
+        return [loans for loans in (self.optimizer_loans, self.gradient_loans, self.shard_loans) if loans.away]
 
     @property
-    def stepping(self) -> list[Acquisition]:
+    def stepping(self) -> list[Borrowed]:
         """Tiered tensors that a step acquires."""
-        found = [tiered for tiered in self.away if not self._in_place(tiered)]
-        wanted = [x for x in found if x is not self.tiered_gradient or not self._fetches]
+        found = [loans for loans in self.away if not self._in_place(loans)]
+        wanted = [x for x in found if x is not self.gradient_loans or not self._fetches]
         return [
-            (x, None if x is self.tiered_shard and self._is_overwritten else x is not self.tiered_gradient)
+            (x, None if x is self.shard_loans and self._is_overwritten else x is not self.gradient_loans)
             for x in wanted
         ]
 
@@ -105,14 +105,14 @@ class FlatParamStorage:
         stepped = sum(lane.stop - lane.start for lane in self.layout.segments(first, last))
         return self.shard_range == slice(first, last) and stepped == last - first
 
-    def _in_place(self, tiered: TieredTensors) -> bool:
+    def _in_place(self, loans: Loans) -> bool:
         """Whether offloaded state is used on its tier, because the optimizer steps there."""
-        return self.steps_apart and tiered.away and tiered.home.at_hand
+        return self.steps_apart and loans.away and loans.home.at_hand
 
     @property
     def _fetches(self) -> bool:
-        tiered = self.tiered_gradient
-        return self.steps_apart and tiered.away and not tiered.home.at_hand and tiered.home.used_on is None
+        loans = self.gradient_loans
+        return self.steps_apart and loans.away and not loans.home.at_hand and loans.home.used_on is None
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -146,12 +146,12 @@ class FlatParamStorage:
         if self.gradient is None:
             where = self._gradients.used_on or self.device
             self.gradient = torch.empty(size, dtype=self.accumulate_dtype, device=where)
-            if self.tiered_gradient.away:
-                self.tiered_gradient.keep(Category.GRADIENTS, self.gradient)
+            if self.gradient_loans.away:
+                self.gradient_loans.keep(Category.GRADIENTS, self.gradient)
                 return self.gradient
             self._accountant.disregard(self.gradient)  # its storage is freed and allocated again: bytes are counted
             self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
-        elif size and not self.tiered_gradient.away and not self.gradient.untyped_storage().nbytes():
+        elif size and not self.gradient_loans.away and not self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(self.gradient.nbytes)
             self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
         return self.gradient
@@ -160,18 +160,18 @@ class FlatParamStorage:
     def stepped_gradient(self) -> torch.Tensor:
         """Gradient for `master` on the tier of the optimizer; each access may copy it."""
         gradient = self.whole_gradient
-        if self._in_place(self.tiered_gradient):
-            return self.tiered_gradient.in_place(gradient)
-        if self._fetches and not self.tiered_gradient.acquisitions:
+        if self._in_place(self.gradient_loans):
+            return self.gradient_loans.in_place(gradient)
+        if self._fetches and not self.gradient_loans.lent:
             fetched = torch.empty(gradient.shape, dtype=gradient.dtype, device=self.steps_on)
             self._accountant.hold(Category.GRADIENTS, fetched, Tier.HOST)
-            return self.tiered_gradient.read(gradient, fetched)
+            return self.gradient_loans.read(gradient, fetched)
         return gradient
 
     @property
-    def offloads_gradient(self) -> bool:
+    def lends_gradient(self) -> bool:
         """Whether `stepped_gradient` is offloaded to another tier."""
-        return self.tiered_gradient.away and not self._in_place(self.tiered_gradient)
+        return self.gradient_loans.away and not self._in_place(self.gradient_loans)
 
     @property
     def measured_gradient(self) -> torch.Tensor:
@@ -180,14 +180,14 @@ class FlatParamStorage:
 
     def free_gradient(self) -> None:
         """Free the memory of the gradient. Views of it, which only the engine has, show the next gradient."""
-        if self.tiered_gradient.away:
+        if self.gradient_loans.away:
             return
         if self.gradient is not None and self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(0)
             self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
 
     @contextlib.contextmanager
-    def acquired_gradient(self) -> Iterator[torch.Tensor]:
+    def lending_gradient(self) -> Iterator[torch.Tensor]:
         """Yield the gradient for an optimizer; if the optimizer keeps a reference, leave the memory to it.
 
         Not after an exception, whose frames refer to the gradient: the step may be tried again.
@@ -198,8 +198,8 @@ class FlatParamStorage:
         gradient = self.whole_gradient
         if not self._fetches and (users is None or storage_users(shown) != users):
             self.gradient = None
-            if self.tiered_gradient.away:
-                self.tiered_gradient.forget(gradient)
+            if self.gradient_loans.away:
+                self.gradient_loans.forget(gradient)
             else:
                 self._accountant.remove(Category.GRADIENTS, gradient.nbytes, self._gradients.tier)
 
@@ -226,11 +226,11 @@ class FlatParamStorage:
     @property
     def steps_apart(self) -> bool:
         """Whether the optimizer steps on another tier than the device."""
-        return self.tiered_optimizer.home.used_on is not None
+        return self.optimizer_loans.home.used_on is not None
 
     @property
     def _gradients(self) -> StateHome:
-        return self.tiered_gradient.home
+        return self.gradient_loans.home
 
     def widen_source(self, dtype: torch.dtype) -> None:
         """Keep the initial values in a wider dtype than the parameters', for master weights."""
@@ -243,14 +243,14 @@ class FlatParamStorage:
             self.full.copy_(self.source)
         if self.sharded:
             self.shard = self.shard.clone()
-            self.tiered_shard.keep(Category.PARAMETERS, self.shard)
+            self.shard_loans.keep(Category.PARAMETERS, self.shard)
         if self.layout.trainable and keep_master:
             if not self.master_is_parameter:
                 initial = self.source[self.master_start : self.master_stop]
                 self.master = initial.to(self.steps_on, self.master_dtype, copy=True)
-                self.tiered_optimizer.keep(Category.MASTER, self.master)
+                self.optimizer_loans.keep(Category.MASTER, self.master)
             else:
-                self.master = self.tiered_shard.shared(self.shard) if self.steps_apart else self.published
+                self.master = self.shard_loans.shared(self.shard) if self.steps_apart else self.published
 
     def forget_source(self) -> None:
         """Drop the wide initial values."""
@@ -279,21 +279,21 @@ class FlatParamStorage:
         size = self.layout.numel // world
         self._second_range = slice(rank * size, (rank + 1) * size)
         self.second = torch.empty(size, dtype=self.layout.dtype, device=self.device)
-        self.tiered_second.keep(Category.PARAMETERS, self.second)
+        self.second_loans.keep(Category.PARAMETERS, self.second)
 
     def store_second(self) -> None:
         """Copy the unsharded values to the secondary shard."""
         if self.second is not None:
-            with self.tiered_second.acquired(read=False, written=True):
+            with self.second_loans.lent_out(read=False, written=True):
                 self.second.copy_(self.full[self._second_range])
 
     def bring_shard(self) -> None:
         """Copy an offloaded shard into its range of the unsharded buffer."""
-        self.tiered_shard.read(self.shard, self.full[self.shard_range])
+        self.shard_loans.read(self.shard, self.full[self.shard_range])
 
     def begin_to_bring_shard(self) -> None:
         """Prefetch the copy of `bring_shard`."""
-        self.tiered_shard.look_ahead(self.shard, self.full[self.shard_range])
+        self.shard_loans.look_ahead(self.shard, self.full[self.shard_range])
 
     def free(self) -> None:
         """Drop the unsharded buffer."""
@@ -312,8 +312,8 @@ class FlatParamStorage:
         self.free_gradient()
         self.shard = self.full
         self.master = self.gradient = self.second = None
-        for tiered in (*self.away, self.tiered_second):
-            tiered.clear()
+        for loans in (*self.away, self.second_loans):
+            loans.clear()
 
     @property
     def published(self) -> torch.Tensor:
@@ -323,12 +323,12 @@ class FlatParamStorage:
     @property
     def written_in_place(self) -> bool:
         """Whether an optimizer on another tier writes `published` there."""
-        return self._in_place(self.tiered_shard)
+        return self._in_place(self.shard_loans)
 
     @property
     def published_in_place(self) -> torch.Tensor:
         """`published` on the tier of the optimizer (`written_in_place`)."""
-        shard = self.tiered_shard.in_place(self.shard)
+        shard = self.shard_loans.in_place(self.shard)
         return self.domain.within(shard, self.levels.parameters, self.levels.optimizer)
 
     def publish(self) -> None:
@@ -339,7 +339,7 @@ class FlatParamStorage:
     def await_copies(self) -> None:
         """Wait until no copy reads the values that the host is going to update."""
         if self.master_is_stored:
-            self.tiered_shard.in_place(self.shard)
+            self.shard_loans.in_place(self.shard)
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -138,7 +138,7 @@ class UnitCodes(GatherSource):
         self._accountant.hold(Category.BUFFERS, messages)
         own = messages[self._rank : self._rank + 1]
         for part in self._parts:
-            self._encode(part, part.memory.tiered_shard.read(part.memory.shard), own, self._rank)
+            self._encode(part, part.memory.shard_loans.read(part.memory.shard), own, self._rank)
         self._messages = messages
         return self._comm.all_gather([(messages.view(-1), own.view(-1))], label, kind=kind)
 

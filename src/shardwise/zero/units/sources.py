@@ -57,7 +57,7 @@ class ShardSource(GatherSource):
         self._sections = sections
         self._domain = domain
         self._level = max((section.levels.parameters for section in sections), default=0)
-        self._away = any(section.tiered_shard.away for section in sections)
+        self._away = any(section.shard_loans.away for section in sections)
 
     @override
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
@@ -90,5 +90,5 @@ class SecondShardSource(GatherSource):
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
         seconds = [(s, s.second) for s in self._sections if s.second is not None]
         return [
-            lambda: self._comm.all_gather([(s.full, s.tiered_second.read(own)) for s, own in seconds], label, kind=kind)
+            lambda: self._comm.all_gather([(s.full, s.second_loans.read(own)) for s, own in seconds], label, kind=kind)
         ]

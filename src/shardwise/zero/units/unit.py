@@ -15,7 +15,7 @@ from shardwise.comm.domain import Domain
 from shardwise.compat import is_shared, never_compiled, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
-from shardwise.memory.places import Acquisition, acquired
+from shardwise.memory.places import Borrowed, borrowed
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
 from shardwise.zero.units.flat_param import FlatParamStorage, same_bits
@@ -175,9 +175,9 @@ class Unit:
         sections = [section for section in sections if section.written_level > level]
         if not sections:
             return
-        shards = [(section.tiered_shard, True) for section in sections if section.tiered_shard.away]
+        shards = [(section.shard_loans, True) for section in sections if section.shard_loans.away]
         if shards:
-            with acquired(shards):
+            with borrowed(shards):
                 self._all_gather_update(sections, kind)
                 self.wait_for_update()
         else:
@@ -402,7 +402,7 @@ class Unit:
         """
         names = self._changed_in_place()
         for section in self.sections:
-            if not section.sharded or section.tiered_shard.away:
+            if not section.sharded or section.shard_loans.away:
                 continue
             own = section.full[section.shard_range]
             if same_bits(own, section.shard):
@@ -416,10 +416,10 @@ class Unit:
                     names.append(name)
         return names
 
-    def acquisitions(self) -> list[Acquisition]:
+    def borrowing(self) -> list[Borrowed]:
         """Return the tiered tensors needed to write any of the unit's state that is not stepped on its own tier."""
-        wanted = [(section, tiered) for section in self.sections for tiered in section.away]
-        return [(x, True) for section, x in wanted if x is not section.tiered_shard or not section.master_is_stored]
+        wanted = [(section, loans) for section in self.sections for loans in section.away]
+        return [(x, True) for section, x in wanted if x is not section.shard_loans or not section.master_is_stored]
 
     def keep_second(self, group: Communicator) -> None:
         """Keep secondary shards over the ranks of `group`, for backward passes."""
@@ -445,7 +445,7 @@ class Unit:
             self._await_copies()
         for section in self.sections:
             if section.sharded:
-                with section.tiered_shard.acquired(read=False, written=True):
+                with section.shard_loans.lent_out(read=False, written=True):
                     section.shard.copy_(section.full[section.shard_range])
         self.domain.gathers.follow()
 
@@ -453,7 +453,7 @@ class Unit:
         """Prefetch an offloaded shard for the all-gather that is launched next."""
         if self.state is UnitState.SHARDED and (self.level or self.domain.async_gathers):
             for section in self.sections:
-                section.tiered_shard.look_ahead(section.shard)
+                section.shard_loans.look_ahead(section.shard)
 
     def segments(self) -> Iterator[tuple[FlatParamStorage, GroupRange]]:
         """Yield the ranges of optimizer groups that this rank's optimizer updates."""

@@ -20,7 +20,7 @@ from shardwise.comm.domain import Domains
 from shardwise.comm.native import await_release, users_of
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import ON_DEVICE, Acquisition, StateHome, TieredTensors, acquired, tier_in_use
+from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units.flat_param import FlatParamStorage
@@ -63,7 +63,7 @@ class WholeUpdate(UpdatePart):
     """Steps unsharded tensors, each on its owner.
 
     `parts` has tensors of which ranks have different parts, or None. `replicated`: every rank steps all tensors. `home`
-    is the tier of master weights and state that belong to no flat parameter; `tiered` has that state. `owner` is a rank
+    is the tier of master weights and state that belong to no flat parameter; `loans` has that state. `owner` is a rank
     of the tensor's domain, or any rank if ranks have parts, by index. `cut` has the indices of these.
     """
 
@@ -87,7 +87,7 @@ class WholeUpdate(UpdatePart):
         self.units = units
         self.registry = registry
         self.replicated = replicated or domains.main.world == 1
-        self.tiered = TieredTensors(home, accountant, "whole tensors")
+        self.loans = Loans(home, accountant, "whole tensors")
         self._tier = tier_in_use(home)
         self._is_elementwise = is_elementwise
         self._parts = parts
@@ -146,11 +146,11 @@ class WholeUpdate(UpdatePart):
                     values = section.source[slot.offset : slot.offset + slot.numel].to(section.master_dtype, copy=True)
                 self.masters[slot.index] = nn.Parameter(values.detach().view(shape))
                 if not self.replicated:
-                    self.tiered.keep(Category.MASTER, values)
+                    self.loans.keep(Category.MASTER, values)
 
     def _own(self, index: int, values: torch.Tensor) -> None:
         self.masters[index] = nn.Parameter(values.view(self.registry[index].global_shape))
-        self.tiered.keep(Category.MASTER, values)
+        self.loans.keep(Category.MASTER, values)
 
     def _gather(
         self,
@@ -217,27 +217,27 @@ class WholeUpdate(UpdatePart):
             if state:
                 hold(state, self._accountant, self._tier)
 
-    def stepping(self) -> list[Acquisition]:
+    def stepping(self) -> list[Borrowed]:
         """Return the tiered tensors needed to step all tensors."""
         sections = [section for unit in self.units for section in _whole(unit)]
-        away = [(tiered, tiered is not section.tiered_gradient) for section in sections for tiered in section.away]
-        return [*self.acquisitions(), *away]
+        away = [(loans, loans is not section.gradient_loans) for section in sections for loans in section.away]
+        return [*self.borrowing(), *away]
 
-    def acquisitions(self) -> list[Acquisition]:
+    def borrowing(self) -> list[Borrowed]:
         """Return the tiered tensors of master weights and state that belong to no flat parameter."""
-        return [(self.tiered, True)] if self.tiered.away else []
+        return [(self.loans, True)] if self.loans.away else []
 
     def keep_state(self) -> None:
         """Move elementwise optimizer state to its tier."""
-        if self.tiered.away:
+        if self.loans.away:
             states = [(master.numel(), self.optimizer.state.get(master, {})) for master in self.masters.values()]
             kept = [v for numel, state in states for key, v in state.items() if self._is_elementwise(v, numel, key)]
-            self.tiered.keep_only(Category.OPTIMIZER, kept)
+            self.loans.keep_only(Category.OPTIMIZER, kept)
 
     @contextlib.contextmanager
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
         """Send gradients to owners, let the optimizer step in the block, and send results back; acquires all state."""
-        with acquired(self.stepping()):
+        with borrowed(self.stepping()):
             with self._gradients_there(factor):
                 yield
             for unit in self.units:
@@ -247,11 +247,11 @@ class WholeUpdate(UpdatePart):
 
     @contextlib.contextmanager
     def _gradients_there(self, factor: float | torch.Tensor) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as lent:
             if self.replicated:
                 for unit in self.units:
                     for section in _uncut(unit):
-                        stack.enter_context(section.acquired_gradient())
+                        lent.enter_context(section.lending_gradient())
             try:
                 for unit in self.units:
                     self._collect(unit, factor)
@@ -284,8 +284,8 @@ class WholeUpdate(UpdatePart):
         changed, loaded = self._parts.agreed(self._changed, self._loaded)
         self._changed, self._loaded = set(), set()
         units = [self.units[number] for number in self._parts.units_of(changed)]
-        acquisitions = [(tiered, False) for unit in units for section in _whole(unit) for tiered in section.away]
-        with acquired([*self.acquisitions(), *acquisitions] if units else []):
+        borrowing = [(loans, False) for unit in units for section in _whole(unit) for loans in section.away]
+        with borrowed([*self.borrowing(), *borrowing] if units else []):
             for unit in units:
                 label = f"{unit.name}.changes"
                 for index, values in self._gather(unit, self._parts, _own_values, _as_it_is, label, Category.BUFFERS):
@@ -429,13 +429,13 @@ class WholeUpdate(UpdatePart):
         # Master weights of replicated tensors belong to flat parameters.
         for index, master in self.masters.items():
             if not self.replicated or index in self.cut:
-                yield master.detach(), self.tiered.home
+                yield master.detach(), self.loans.home
 
     @override
     def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
         for master in self.masters.values():
             for value in tensors_of(self.optimizer.state.get(master, {})):
-                yield value, self.tiered.home
+                yield value, self.loans.home
 
     @override
     def take_new_views(self) -> None:

@@ -23,7 +23,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.device.ranges import named
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import Acquisition, StateHome, acquired, in_turn, tier_in_use
+from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.flat_param import FlatParamStorage
@@ -93,7 +93,7 @@ class SegmentUpdate(UpdatePart):
         self._origins: dict[int, list[tuple[int, int, int, int]]] = {}
         self.runs: dict[int, list[tuple[FlatParamStorage, ShardSlice, nn.Parameter]]] = {}
         self._everything = Part([], self.segments)
-        self._parts: list[tuple[Part, list[Acquisition]]] = []  # `_everything` by unit, with its tiered tensors
+        self._parts: list[tuple[Part, list[Borrowed]]] = []  # `_everything` by unit, with its loans
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
         """Add the segments to the members of each group, with the old state of their parameters."""
@@ -104,14 +104,14 @@ class SegmentUpdate(UpdatePart):
         counts = self._counts_of(of_parts)
         for unit in self.units:
             first = len(self.segments)
-            with acquired(unit.acquisitions()):
+            with borrowed(unit.borrowing()):
                 for section, lane in unit.segments():
                     if not section.layout.whole:
                         self._place_lane(section, lane, members, of_parts, counts)
                 sections = [section for section in unit.trainable if not section.layout.whole]
                 part = Part(sections, self.segments[first:])
                 self._everything.sections += sections
-                self._parts.append((part, [tiered for section in sections for tiered in section.stepping]))
+                self._parts.append((part, [loans for section in sections for loans in section.stepping]))
                 self._keep_state(part)
         if self._norms:
             setattr(self.optimizer, NORMS, self._tensor_norms())
@@ -259,7 +259,7 @@ class SegmentUpdate(UpdatePart):
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
         """Let the optimizer step all segments in the block, and move new state to its tier."""
         self._outputs.make_room([self._everything.sections])
-        with acquired(self.away):
+        with borrowed(self.away):
             with self._stepping(self._everything, factor):
                 yield
             for part, _ in self._parts if self.away else ():
@@ -267,9 +267,9 @@ class SegmentUpdate(UpdatePart):
         self.hold_state()
 
     @cached_property
-    def away(self) -> list[Acquisition]:
+    def away(self) -> list[Borrowed]:
         """Tiered tensors that a step of all segments acquires."""
-        return [acquisition for _, wanted in self._parts for acquisition in wanted]
+        return [borrows for _, wanted in self._parts for borrows in wanted]
 
     @cached_property
     def _in_turn(self) -> bool:
@@ -308,10 +308,10 @@ class SegmentUpdate(UpdatePart):
     @contextlib.contextmanager
     def _stepping(self, part: Part, factor: float | torch.Tensor) -> Iterator[None]:
         written = self._outputs.of(part.sections)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as lent:
             try:
                 shown = {
-                    id(section): self.scaled(section, stack.enter_context(section.acquired_gradient()), factor)
+                    id(section): self.scaled(section, lent.enter_context(section.lending_gradient()), factor)
                     for section in part.sections
                 }
                 self._show_gradients(part.segments, shown)
@@ -329,13 +329,13 @@ class SegmentUpdate(UpdatePart):
         for section, _, segment in self.segments:
             state = self.optimizer.state.get(segment)
             if state:
-                hold(state, self._accountant, tier_in_use(section.tiered_optimizer.home))
+                hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
     def _keep_state(self, part: Part) -> None:
         for section in part.sections:
-            if section.tiered_optimizer.away:
+            if section.optimizer_loans.away:
                 states = [(s, self.optimizer.state.get(s, {})) for other, _, s in part.segments if other is section]
-                section.tiered_optimizer.keep_only(
+                section.optimizer_loans.keep_only(
                     Category.OPTIMIZER,
                     [
                         value
@@ -424,15 +424,15 @@ class SegmentUpdate(UpdatePart):
             add_state(self.optimizer, tensor, segment, state, elementwise, whole, filled=filled)
             if filled and made:
                 self._zero_padding(segment, [state[key] for key in made])
-            for key in elementwise if section.tiered_optimizer.away else ():
-                section.tiered_optimizer.keep(Category.OPTIMIZER, state[key])
-            hold(state, self._accountant, tier_in_use(section.tiered_optimizer.home))
+            for key in elementwise if section.optimizer_loans.away else ():
+                section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
+            hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
     @override
     def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
         for section, _, segment in self.segments:
             for value in tensors_of(self.optimizer.state.get(segment, {})):
-                yield value, section.tiered_optimizer.home
+                yield value, section.optimizer_loans.home
 
     @override
     def take_new_views(self) -> None:

@@ -83,7 +83,7 @@ class UpdatePart:
         wide.mul_(factor)
         if wide is not gradient:
             self._accountant.hold(Category.GRADIENTS, wide)
-        elif not section.offloads_gradient:
+        elif not section.lends_gradient:
             self._scaled[id(section)] = factor
         return wide
 

@@ -8,19 +8,19 @@ from shardwise.device.staging import copy_stream
 from shardwise.memory.accountant import Accountant, Category, Tier
 
 
-class HostCopies:
+class Stash:
     """Host copies of tensors that are unused for a while.
 
     A tensor and its views stay, but have no memory and must not be used. Copies run concurrently with compute, after
     earlier work of the current stream. Device memory is reused only after the copies. `pinned`: on a CUDA device
     page-lock the host memory, for asynchronous copies.
 
-    >>> copies = HostCopies(torch.device("cpu"), Accountant())
+    >>> stash = Stash(torch.device("cpu"), Accountant())
     >>> tensor = torch.arange(4)
-    >>> copies.put(tensor)
+    >>> stash.put(tensor)
     >>> tensor.untyped_storage().nbytes()
     0
-    >>> copies.bring()
+    >>> stash.bring()
     >>> tensor
     tensor([0, 1, 2, 3])
     """
