@@ -248,11 +248,22 @@ class SegmentUpdate(UpdatePart):
             return
         self._outputs.make_room([part.sections for part, _ in self._parts])
 
+        stepped = 0
+
         def step(number: int) -> None:
+            nonlocal stepped
             with named("step", self.units[number].name):
                 self._step_alone(factor, self._parts[number][0])
+            stepped += 1
 
-        in_turn([(number, wanted) for number, (_, wanted) in enumerate(self._parts)], step)
+        try:
+            in_turn([(number, wanted) for number, (_, wanted) in enumerate(self._parts)], step)
+        except BaseException as error:
+            if stepped:
+                self.partial = (
+                    f"{stepped} of {len(self._parts)} units were stepped, then {type(error).__name__} was raised"
+                )
+            raise
         self.hold_state()
 
     @contextlib.contextmanager
