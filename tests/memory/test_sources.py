@@ -116,7 +116,7 @@ def test_tied_frozen_and_shared() -> None:
     assert found.activation_saved == 40 + 3 * 5 * 6 * 4
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_outputs() -> None:
     class Sparse(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

@@ -204,11 +204,9 @@ def test_the_error_names_the_rank(tmp_path: Path) -> None:
     assert not healthy and said.startswith(f"rank 1's swap file in {tmp_path}: ") and said.endswith(RESTART)
 
 
-def short_of_memory(place: str, directory: str, after: int) -> str:
-    """Train, with a step in which memory runs out while state is fetched, and which is taken again."""
-    engine = made(offload(place, directory))
-    steps(engine, 0, 2)
-    engine.backward(CASE.loss(engine, CASE.data(2, 0, 0, torch.bfloat16)))
+@contextlib.contextmanager
+def without_memory(after: int) -> Iterator[None]:
+    """Have memory run out when state is fetched once more than `after` times."""
     left, real = after, disk._Kept.start
 
     def start(stored: Any, *, read: bool) -> None:
@@ -219,12 +217,39 @@ def short_of_memory(place: str, directory: str, after: int) -> str:
         real(stored, read=read)
 
     with mock.patch.object(disk._Kept, "start", start), pytest.raises(OutOfMemoryError):
+        yield
+
+
+def short_of_memory(place: str, directory: str, after: int) -> str:
+    """Train, with a step in which memory runs out while state is fetched, and which is taken again."""
+    engine = made(offload(place, directory))
+    steps(engine, 0, 2)
+    backward(engine, 2)
+    with without_memory(after):
         engine.step()
     engine.step()
     steps(engine, 3, 4)
     found = masters_digest(engine)
     engine.destroy()
     return found
+
+
+def cut_short(directory: str) -> list[str]:
+    engine = made(offload("optimizer on disk", directory))
+    steps(engine, 0, 2)
+    backward(engine, 2)
+    with without_memory(9):
+        engine.step()
+    refusals = refused(engine)
+    engine.destroy()
+    return refusals
+
+
+def test_after_a_step_of_some_units_the_engine_refuses_to_go_on(tmp_path: Path) -> None:
+    (refusals,) = run_ranks(cut_short, 1, str(tmp_path))
+    for refusal in refusals:
+        assert "a step was cut short before" in refusal and refusal.endswith(RESTART)
+        assert "units were stepped, then MemoryError was raised" in refusal
 
 
 @pytest.mark.parametrize("after", [0, 1])

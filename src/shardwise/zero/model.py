@@ -400,18 +400,25 @@ class ShardedModel:
         """Raise UsageError if the engine is destroyed, or state (`values`: parameters) is incomplete or elsewhere."""
         self.check_open(what)
         if self.failed:
-            raise UsageError(f"{what}: the state is incomplete, because a disk has failed before. {self.failed}")
+            cause = "a step was cut short" if self.update is not None and self.update.partial else "a disk has failed"
+            raise UsageError(f"{what}: the state is incomplete, because {cause} before. {self.failed}")
         self.presence.require(what, values=values)
 
     @contextlib.contextmanager
     def noting_disk_errors(self) -> Iterator[None]:
-        """Mark the state as incomplete after an OffloadError in the block; its message then advises a restart."""
+        """Mark the state as incomplete after an OffloadError in the block, whose message then advises a restart, and
+        after any error that has ended a step between two units.
+        """
         try:
             yield
         except OffloadError as error:
             if not self.failed:
                 self.failed = f"{error}. {_RESTART}"
                 error.args = (self.failed,)
+            raise
+        except BaseException:
+            if self.update is not None and self.update.partial and not self.failed:
+                self.failed = f"{self.update.partial}. {_RESTART}"
             raise
 
     def check_can_step(self) -> None:

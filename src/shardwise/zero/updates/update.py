@@ -50,6 +50,7 @@ class UpdatePart:
 
     def __init__(self, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
         self.optimizer = optimizer
+        self.partial = ""  # see `Update.partial`
         self._accountant = accountant
         self._scaled: dict[int, float | torch.Tensor] = {}  # factors of scaled gradients, by flat parameter
         self._factors: dict[torch.device, torch.Tensor] = {}  # factor of this step, by device
@@ -165,6 +166,11 @@ class Update:
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[UpdatePart]) -> None:
         self.optimizer = optimizer
         self.parts = list(parts)
+
+    @property
+    def partial(self) -> str:
+        """How far a step came that an error has ended after some units; "" if none has."""
+        return next((part.partial for part in self.parts if part.partial), "")
 
     def part_of(self, index: int) -> UpdatePart:
         """Return the part that steps a parameter."""
