@@ -199,6 +199,7 @@ def test_requests_that_end_together_are_not_followed_by_as_many_of_one_kind(
     """Eight requests at a time begin and end together, of which half read and half write."""
     count, moves = 8, list[str]()
     together = threading.Barrier(count, timeout=60)
+    asked = threading.Event()  # both transfers are queued
     calls = {"w": os.pwritev, "r": os.preadv}
     file = SwapFile(tmp_path, DiskOptions(BLOCK, count), label="it")
     first, second = file.reserve(4 * count * BLOCK), file.reserve(4 * count * BLOCK)
@@ -207,6 +208,7 @@ def test_requests_that_end_together_are_not_followed_by_as_many_of_one_kind(
     def noted(kind: str) -> Callable[..., int]:
         def call(*arguments: Any) -> int:
             moves.append(kind)
+            asked.wait()
             together.wait()
             return calls[kind](*arguments)
 
@@ -216,6 +218,7 @@ def test_requests_that_end_together_are_not_followed_by_as_many_of_one_kind(
     monkeypatch.setattr(os, "preadv", noted("r"))
     values = random(4 * count * BLOCK)
     transfers = [file.write(second, values), file.read(first, torch.empty_like(values))]
+    asked.set()
     for transfer in transfers:
         transfer.wait()
     file.close()
