@@ -125,7 +125,8 @@ class OnebitAllReduce(BlockMean):
         lengths = [high - low for low, high in pairwise([0, *(low for low, _ in inside[1:]), size])]
         if self._joined or not inside:
             lengths, counts = [size], [sum(counts)]
-        return _Chunk(lengths, server.new_tensor([count and count ** (-1 / self._order) for count in counts]), gaps)
+        weights = [count and count ** (-1 / self._order) for count in counts]
+        return _Chunk(lengths, torch.tensor(weights, dtype=server.dtype, device=server.device), gaps)
 
     @override
     def average(self, values: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:

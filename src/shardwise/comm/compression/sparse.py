@@ -44,7 +44,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
         sample = values[:: size >> 14].abs()
         wanted = min(math.ceil(1.25 * count / size * sample.numel()) + 16, sample.numel())
         threshold = float(sample.topk(wanted).values[-1])
-        scratch = torch.empty(_CHUNK, dtype=values.dtype)
+        scratch = torch.empty(_CHUNK, dtype=values.dtype, device=values.device)
         found = []
         for number, chunk in enumerate(values.split(_CHUNK)):
             large = (torch.abs(chunk, out=scratch[: chunk.numel()]) < threshold).logical_not_()
