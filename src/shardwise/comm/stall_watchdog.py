@@ -343,11 +343,11 @@ class StallWatch:
             if desync.is_stuck(request.places, request.confirmed):
                 request.candidates = _first_differences(request.confirmed)
             if request.candidates:
-                asked: dict[int, dict[str, Any]] = {}
+                requests: dict[int, dict[str, Any]] = {}
                 for kind, (turn, ranks) in request.candidates.items():
                     for rank in ranks:
-                        asked.setdefault(rank, {"launches": {}})["launches"][kind] = turn
-                self._put(request, "parting", asked, here)
+                        requests.setdefault(rank, {"launches": {}})["launches"][kind] = turn
+                self._put(request, "parting", requests, here)
                 return
         self._report(request)
 
