@@ -249,7 +249,7 @@ def test_after_a_step_of_some_units_the_engine_refuses_to_go_on(tmp_path: Path) 
     (refusals,) = run_ranks(cut_short, 1, str(tmp_path))
     for refusal in refusals:
         assert "a step was cut short before" in refusal and refusal.endswith(RESTART)
-        assert "units were stepped, then MemoryError was raised" in refusal
+        assert "optimizer state were stepped, then MemoryError was raised" in refusal
 
 
 @pytest.mark.parametrize("after", [0, 1])

@@ -98,9 +98,9 @@ class CommUpdate(Update):
             self._accountant.hold(Category.OPTIMIZER, tensor)
 
     @override
-    def step(self, factor: float | torch.Tensor) -> None:
+    def _step(self, factor: float | torch.Tensor) -> None:
         if not self.stays_local():
-            super().step(factor)
+            super()._step(factor)
             self._hold_all()
             return
         for section, block in self._blocks:

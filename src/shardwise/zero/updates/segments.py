@@ -22,7 +22,6 @@ from typing_extensions import override
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.device.ranges import named
-from shardwise.errors import OffloadError
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Acquisition, StateHome, acquiring, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
@@ -268,21 +267,11 @@ class SegmentUpdate(UpdatePart):
             return
         self._outputs.make_room([part.sections for part, _ in self._parts])
 
-        stepped = 0
-
         def step(number: int) -> None:
-            nonlocal stepped
             with named("step", self.units[number].name):
                 self._step_alone(factor, self._parts[number][0])
-            stepped += 1
 
-        try:
-            in_turn([(number, wanted) for number, (_, wanted) in enumerate(self._parts)], step)
-        except BaseException as error:
-            if stepped and not isinstance(error, OffloadError):  # the model notes errors of disks itself
-                name = type(error).__name__
-                self.partial = f"{stepped} of {len(self._parts)} units were stepped, then {name} was raised"
-            raise
+        in_turn([(number, wanted) for number, (_, wanted) in enumerate(self._parts)], step)
         self.hold_state()
 
     @contextlib.contextmanager

@@ -50,7 +50,6 @@ class UpdatePart:
 
     def __init__(self, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
         self.optimizer = optimizer
-        self.partial = ""  # see `Update.partial`
         self._accountant = accountant
         self._scaled: dict[int, float | torch.Tensor] = {}  # factors of scaled gradients, by flat parameter
         self._factors: dict[torch.device, torch.Tensor] = {}  # factor of this step, by device
@@ -166,11 +165,7 @@ class Update:
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[UpdatePart]) -> None:
         self.optimizer = optimizer
         self.parts = list(parts)
-
-    @property
-    def partial(self) -> str:
-        """How far a step came that an error has ended after some units; "" if none has."""
-        return next((part.partial for part in self.parts if part.partial), "")
+        self.partial = ""
 
     def part_of(self, index: int) -> UpdatePart:
         """Return the part that steps a parameter."""
@@ -195,7 +190,28 @@ class Update:
         assign_groups(self.optimizer, members)
 
     def step(self, factor: float | torch.Tensor) -> None:
-        """Step with the accumulated gradients times `factor`, and write the parameters."""
+        """Step with the accumulated gradients times `factor`, and write the parameters.
+
+        After an error, `partial` tells whether some tensors have been stepped, so that a second try would step them
+        twice.
+        """
+        before = self._versions()
+        try:
+            self._step(factor)
+        except BaseException as error:
+            if self._versions() != before:
+                self.partial = (
+                    f"some parameters or optimizer state were stepped, then {type(error).__name__} was raised"
+                )
+            raise
+
+    def _versions(self) -> list[int]:
+        state = self.optimizer.state
+        stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        entries = (value for parameter in stepped for value in state.get(parameter, {}).values())
+        return [tensor._version for tensor in (*stepped, *entries) if isinstance(tensor, torch.Tensor)]
+
+    def _step(self, factor: float | torch.Tensor) -> None:
         if len(self.parts) == 1:
             self.parts[0].step(factor)
             return

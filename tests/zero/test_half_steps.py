@@ -1,0 +1,89 @@
+"""Optimizers that raise in `step()`: before anything is stepped the step can be taken again, and later it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.errors import UsageError
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import parameters_digest
+
+CASE = CASES["odd_mlp"]
+
+
+class Raising(torch.optim.SGD):
+    """Raises in its second step, before or after it has stepped the first parameter."""
+
+    late = False
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.calls == 2 and not self.late:
+                    raise MemoryError("no memory")
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+                if self.calls == 2:
+                    raise MemoryError("no memory")
+
+
+class RaisingByElement(Raising):
+    """The same, in segments."""
+
+    shardwise_sharding = "elementwise"
+
+
+def train(kind: type[Raising], stage: int, late: bool) -> tuple[str, str]:
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    engine = shardwise.initialize(model=CASE.make(), optimizer=lambda ps: kind(ps, lr=0.1), config=config)[0]
+    engine.optimizer.late = late
+    refusal = ""
+    for step in range(3):
+        engine.backward(CASE.loss(engine, CASE.data(step, 0, dist.get_rank(), torch.float32)))
+        if step != 1:
+            engine.step()
+            continue
+        with pytest.raises(MemoryError):
+            engine.step()
+        try:
+            engine.step()
+        except UsageError as error:
+            refusal = str(error)
+            break
+    digest = "" if refusal else parameters_digest(engine.module)
+    engine.destroy()
+    return refusal, digest
+
+
+def undisturbed(kind: type[Raising], stage: int) -> str:
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    engine = shardwise.initialize(model=CASE.make(), optimizer=lambda ps: kind(ps, lr=0.1), config=config)[0]
+    engine.optimizer.calls = 10
+    for step in range(3):
+        engine.backward(CASE.loss(engine, CASE.data(step, 0, dist.get_rank(), torch.float32)))
+        engine.step()
+    digest = parameters_digest(engine.module)
+    engine.destroy()
+    return digest
+
+
+@pytest.mark.parametrize("kind", [Raising, RaisingByElement])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_that_has_stepped_nothing_is_taken_again(kind: type[Raising], stage: int) -> None:
+    found = run_ranks(train, 2, kind, stage, False)
+    assert found == [("", digest) for digest in run_ranks(undisturbed, 2, kind, stage)]
+
+
+@pytest.mark.parametrize("kind", [Raising, RaisingByElement])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_after_half_a_step_the_engine_refuses_to_go_on(kind: type[Raising], stage: int) -> None:
+    for refusal, _ in run_ranks(train, 2, kind, stage, True):
+        assert "a step was cut short before" in refusal and "Restart the job from the last checkpoint" in refusal
