@@ -26,8 +26,8 @@ def test_every_entry_of_every_list_occurs() -> None:
 
 def test_few_cases_of_slow_tests_and_all_of_quick_ones() -> None:
     assert sample("zero/test_loops.py", [()]) == [0]
-    assert sample("zero/test_loops.py", [(place,) for place in range(9)]) == [4, 8]
-    assert sample("zero/test_loops.py", [(0,), (1,)]) == [0, 1]
+    assert sample("zero/test_loops.py", [(place,) for place in range(9)]) == [8]
+    assert sample("zero/test_loops.py", [(0,), (1,)]) == [1]
     assert sample("zero/test_gathered.py", [(place,) for place in range(9)]) == list(range(9))
     assert sample("config/test_load.py", list(itertools.product(range(3), range(3)))) == list(range(9))
 

@@ -68,7 +68,7 @@ def another_device() -> Iterator[None]:
         yield
 
 
-def planned(place: str, stage: int, kind: str, precision: str, accumulation: int) -> tuple[int, dict[Tier, int]]:
+def planned(place: str, stage: int, kind: str, precision: str, accumulation: int) -> tuple[int, dict[str, int]]:
     model = Net()
     zero = offload(place, "unused")
     if kind == "torch":
@@ -102,7 +102,7 @@ def plan_all(place: str, precisions: Sequence[str]) -> None:
         for number, kind in enumerate(KINDS):
             for precision in precisions or [PRECISIONS[(number + stage) % 3]]:
                 _, elsewhere = planned(place, stage, kind, precision, accumulation=1 + number % 2)
-                assert elsewhere[Tier.DISK if "on disk" in place else Tier.HOST], (stage, kind, precision)
+                assert elsewhere[(Tier.DISK if "on disk" in place else Tier.HOST).value], (stage, kind, precision)
 
 
 def run(place: str, *precisions: str) -> None:

@@ -50,11 +50,12 @@ def spoiled(directory: str, how: str) -> str:
     steps(engine, 0, 1)
     file = swap_file(engine)
     if how == "damaged":
-        with open(f"/proc/self/fd/{file._descriptor}", "r+b") as other:  # not past the page cache, which asks for more
+        # Not past the page cache, which asks for more.
+        with open(f"/proc/self/fd/{file.threads.file.descriptor}", "r+b") as other:
             other.seek(8192)
             other.write(b"\x55" * 4096)
     else:
-        os.ftruncate(file._descriptor, 4096)
+        os.ftruncate(file.threads.file.descriptor, 4096)
     with pytest.raises(OffloadError) as error:
         steps(engine, 1, 2)
     engine.destroy()

@@ -26,7 +26,8 @@ RESTART = "Restart the job from the last checkpoint"
 @contextlib.contextmanager
 def failing(engine: Any, call: str, code: int, after: int) -> Iterator[None]:
     """Let one call of the system on the engine's swap files fail."""
-    files = {home._file._descriptor for home in vars(engine.sharded.homes).values() if home.tier is Tier.DISK}
+    homes = vars(engine.sharded.homes).values()
+    files = {home._file.threads.file.descriptor for home in homes if home.tier is Tier.DISK}
     real, count = getattr(os, call), 0
 
     def called(descriptor: int, *args: Any) -> int | None:

@@ -199,8 +199,10 @@ class ModuleTracer:
     def follow(self) -> None:
         """Trace the modules that the model has now, between windows."""
         if self.handles:
+            window = self._window
             self.remove()
             self._install()
+            self._window = window
 
     def _install(self) -> None:
         if self.handles:
