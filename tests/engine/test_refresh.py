@@ -298,6 +298,27 @@ def test_a_unit_of_real_size() -> None:
     assert run_ranks(of_real_size, 2) == [True, True]
 
 
+def copied(directory: str) -> tuple[int, int, str, str]:
+    engine = begin(2, checkpoint={"memory_copies": {"every": 3, "directory": directory}})
+    train(engine, 0, 3)
+    before = engine._faults.copies.last.steps
+    unfreeze(engine.module)
+    engine.refresh()
+    after, digest = engine._faults.copies.last.steps, parameters_digest(engine.module)
+    train(engine, 3, 1)
+    engine._step.rewinding = "as a test asks"
+    engine._faults.rewind()
+    found = parameters_digest(engine.module)
+    engine.destroy()
+    return before, after, digest, found
+
+
+def test_copies_in_memory_are_those_of_the_changed_model(tmp_path: Path) -> None:
+    for before, after, digest, found in run_ranks(copied, 2, str(tmp_path / "copies")):
+        assert (before, after) == (3, 3)
+        assert found == digest
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

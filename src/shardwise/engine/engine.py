@@ -531,7 +531,7 @@ class Engine(ConfigGetters, StateGetters):
             "tensor parallelism": self._tensors is not None,
             "expert parallelism": bool(self._expert_groups),
         }
-        return refresh(
+        found = refresh(
             self.sharded,
             self._resolution,
             self.job,
@@ -541,6 +541,9 @@ class Engine(ConfigGetters, StateGetters):
             directory,
             [way for way, used in ways.items() if used],
         )
+        if any(found):
+            self._faults.update_copy()  # because earlier copies are of another model
+        return found
 
     def destroy(self) -> None:
         """Remove hooks from model and optimizer and free the engine's memory (all ranks call).

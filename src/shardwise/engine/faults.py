@@ -313,8 +313,13 @@ class FaultTolerance:
                 torch.cuda.synchronize(self._sharded.device)
             self._first_step.taken(self._step.global_steps)
         self._act_on_signals()
+        if self.copies is not None and self._step.global_steps % self.copies.every == 0:
+            self.update_copy()
+
+    def update_copy(self) -> None:
+        """Copy the state into memory, if configured; after a first copy, log errors (all ranks call)."""
         copies = self.copies
-        if copies is None or self._step.global_steps % copies.every:
+        if copies is None:
             return
         try:
             self.copy_to_memory()
