@@ -289,8 +289,8 @@ def match_optimizer(
                     f"{path}: optimizer state {sorted(by_name[found].whole)} of {tensor.name!r} belongs to the whole "
                     f"tensor, and this rank has the box {tensor.box} of it; {_FRESH}"
                 )
-        else:
-            without.append(tensor.name)
+        elif found not in owner or not owner[found].trainable:
+            without.append(tensor.name)  # the others were trained, and had not been stepped since they were added
     # No state at all: saved before the first step, or the optimizer has none (SGD without momentum).
     if without and states:
         raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {_FRESH}")
