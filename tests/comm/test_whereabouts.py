@@ -6,6 +6,7 @@ import json
 import re
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import shardwise
-from shardwise.comm import desync
+from shardwise.comm import desync, rank_status
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.groups import PURPOSES
 from shardwise.comm.intra_node_transport import IntraNodeTransport
@@ -209,3 +210,8 @@ def test_an_engine_on_other_ways_than_the_others_says_where_each_rank_is(how: st
     assert own in messages[0]
     assert "all_gather '" in messages[0]
     assert messages[0].count("test_whereabouts.py:") == 2
+
+
+def test_the_files_whose_frames_are_methods_of_the_engine_exist() -> None:
+    root = Path(shardwise.__file__).parents[1]
+    assert all((root / file).is_file() for file in (*rank_status._ENGINE, rank_status._API))

@@ -170,7 +170,7 @@ def shared(
         held = {tier: engine.accountant.live_in(tier) for tier in Tier}
         report = engine.memory_report()
         for row in report.elsewhere:
-            assert writes or reports.close(row.planned, row.measured), row.name
+            assert writes or reports.close(row.planned, row.measured), row
         engine.destroy()
     return found, held[Tier.DEVICE], held[Tier.HOST]
 

@@ -334,7 +334,7 @@ def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_ENGINE = tuple(os.path.join("shardwise", "engine", file) for file in ("engine.py", "attributes.py", "states.py"))
+_ENGINE = tuple(os.path.join("shardwise", "engine", file) for file in ("engine.py", "state_getters.py", "states.py"))
 _API = os.path.join("shardwise", "comm", "api.py")
 _COLLECTIVES = tuple(
     os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")

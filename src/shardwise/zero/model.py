@@ -400,7 +400,8 @@ class ShardedModel:
         """Raise UsageError if the engine is destroyed, or state (`values`: parameters) is incomplete or elsewhere."""
         self.check_open(what)
         if self.failed:
-            cause = "a step was cut short" if self.update is not None and self.update.partial else "a disk has failed"
+            partial = "" if self.update is None else self.update.partial
+            cause = "a step was cut short" if partial and self.failed.startswith(partial) else "a disk has failed"
             raise UsageError(f"{what}: the state is incomplete, because {cause} before. {self.failed}")
         self.presence.require(what, values=values)
 
