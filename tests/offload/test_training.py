@@ -166,9 +166,9 @@ def shared(
             with shardwise.zero.GatheredParameters([first], modifier_rank=0):
                 first.data.mul_(0.5)
         train(range(4, 6))
+        report = engine.memory_report()  # before `masters` fetches all state at once
         found = Outcome(masters(model), losses=losses)
         held = {tier: engine.accountant.live_in(tier) for tier in Tier}
-        report = engine.memory_report()
         for row in report.elsewhere:
             assert writes or reports.close(row.planned, row.measured), row
         engine.destroy()
