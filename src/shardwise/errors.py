@@ -104,6 +104,10 @@ class PeerLostError(ShardwiseError, RuntimeError):
     timed_out: bool = False
 
 
+class PipelineError(UsageError):
+    """A pipeline cannot be built from the layers, or its batch cannot be run."""
+
+
 class SyncError(UsageError, AssertionError):
     """Gradients would be stepped without having been reduced."""
 

@@ -38,8 +38,8 @@ from shardwise.device.clock import now
 from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
-_COUNTED = tuple(kind for kind in PURPOSES if not kind.endswith("_on"))
-"""Kinds without those of threads, whose counts differ between ranks in one place."""
+_COUNTED = ("gather", "reduce", "replicate", "small", "explicit")
+"""Kinds of which ranks at one place of the program have launched equally many."""
 _IN_PASSES = ("gather", "reduce", "replicate")
 """Kinds that all parts of a group launch equally often; the number of small ones depends on values."""
 
@@ -80,6 +80,11 @@ class Handle:
         self._pending, self.record, self._ledger, self._failures = pending, record, ledger, failures
         self._streams = streams
         self.scratch: Sequence[torch.Tensor] = () if pending is None else pending.scratch
+
+    @property
+    def completed(self) -> bool:
+        """Whether the transport has ended, without waiting; `wait` follows."""
+        return self._pending is None or self._pending.completed
 
     def wait(self) -> None:
         """Block until the result is there; later calls do nothing.

@@ -128,11 +128,13 @@ PURPOSES = {
     "explicit": "small",
     "gather_on": "gather_on",
     "reduce_on": "reduce_on",
+    **{name: name for name in ("activations_up", "activations_down", "gradients_up", "gradients_down")},
 }
 """By kind of collective, the purpose of the process group that carries the kind.
 
 Kinds: parameter all-gathers, reduce-scatters, all-gathers of reduced gradients, small sums, collectives of scripts and
-checkpoints, and later collectives of a chain (`collective_queue`). All ranks launch the collectives of one group in one
+checkpoints, later collectives of a chain (`collective_queue`), and messages between two ranks (`links`), up from the
+lower rank to the higher, and down. All ranks launch the collectives of one group in one
 order, on one stream. A chain's later collectives have own groups only where the host waits: a thread launches them.
 """
 

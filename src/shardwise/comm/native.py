@@ -35,6 +35,10 @@ class PendingCollective(Protocol):
     def scratch(self) -> Sequence[torch.Tensor]:
         """Buffers made for the collective; `wait()` releases them."""
 
+    @property
+    def completed(self) -> bool:
+        """Whether the transport has ended, without waiting."""
+
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait)."""
 
@@ -49,6 +53,11 @@ class Works:
         scratch: Sequence[torch.Tensor] = (),
     ) -> None:
         self._works, self._finish, self.scratch = works, finish, scratch
+
+    @property
+    def completed(self) -> bool:
+        """Whether torch's collectives have ended; on a device this queries events."""
+        return all(work is None or work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Wait (on CUDA: the current stream waits) and do the local rest; collectives' errors become PeerLostError."""

@@ -149,6 +149,7 @@ def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple
             return world_size, [Problem(path, message, ConflictError)]
     sequence = config.sequence_parallel_size = facts.sequence_parallel_size or config.sequence_parallel_size
     tensor = config.tensor_parallel.autotp_size = facts.tensor_parallel_size or config.tensor_parallel.size
+    world_size //= facts.pipeline_stages
     share = sequence * tensor
     path = "sequence_parallel_size" if tensor == 1 else _TENSOR
     if world_size % share:

@@ -19,6 +19,7 @@ class Facts:
         warmup_num_steps: optimizer steps of the warm-up.
         sequence_parallel_size: from the arguments of `initialize`.
         tensor_parallel_size: from the arguments of `initialize`.
+        pipeline_stages: ranks of a pipeline, from the model.
         precision: dtype in which the caller trains.
     """
 
@@ -33,4 +34,5 @@ class Facts:
     warmup_num_steps: int | None = None
     sequence_parallel_size: int | None = None
     tensor_parallel_size: int | None = None
+    pipeline_stages: int = 1
     precision: Literal["fp32", "fp16", "bf16"] | None = None

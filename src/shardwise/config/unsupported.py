@@ -138,8 +138,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "write the number of ranks as `tensor_parallel.autotp_size`: adjacent ranks form a group; or pass "
         "shardwise.initialize(mpu=...)",
     ),
-    Unsupported("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
-    Unsupported("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
     *(
         Unsupported(
             f"expert_parallel.{name}",

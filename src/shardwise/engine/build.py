@@ -66,6 +66,7 @@ from shardwise.engine.modules import (
     place_buffers,
 )
 from shardwise.engine.observers import Activations, Observers, StepEvents
+from shardwise.engine.pipeline import PipelineEngine, PipelineRanks, positions_of
 from shardwise.engine.parallel import (
     OwnSequences,
     SharedSequences,
@@ -91,6 +92,8 @@ from shardwise.memory.watchdog import Watchdog
 from shardwise.monitor import Monitor, check_packages, switched_on
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
+from shardwise.pipeline.module import PipelineModule
+from shardwise.pipeline.schedules import placement_of
 from shardwise.precision.autocast import wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
@@ -227,7 +230,9 @@ def _build(
         requested = requested_by(mpu, mesh_param, model, members)
 
         # The configuration before any group, because most mistakes are found here, on every rank alike.
-        resolution = _resolve(source, members, optimizer, requested)
+        pipeline = model if isinstance(model, PipelineModule) else None
+        positions = 1 if pipeline is None else positions_of(pipeline, source, len(members))
+        resolution = _resolve(source, members, optimizer, requested, positions)
         settings = resolution.config
         check_packages(settings)
         check_shard_size(settings, requested)
@@ -246,27 +251,38 @@ def _build(
     if agree_on_arguments(job, model, facts_of_arguments(model, resolution, mesh_param, mpu)):
         spread_from_first(model, job)
 
+    # The ranks of one pipeline position run the same layers, and form a pass group. Each builds its own layers.
+    whole, place, pipe = job, None, None
+    if pipeline is not None:
+        rank_of = placement_of(settings.pipeline.schedule, positions, settings.pipeline.chunks)
+        place = PipelineRanks.of(job.rank, job.world, positions, rank_of)
+        pipeline.build(place.stages, len(rank_of))
+        if positions > 1:
+            whole = job.part(place.stage_ranks, "stage")
+            pipe = job.part([list(ranks) for ranks in zip(*place.stage_ranks, strict=True)], "pipeline")
+            data = whole
+
     sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
-    lines = grid_of(job, sequence, tensor, requested, mpu)
+    lines = grid_of(whole, sequence, tensor, requested, mpu)
     if sequence * tensor > 1:
-        data = job.part(lines.data, "data_parallel")
+        data = whole.part(lines.data, "data_parallel")
     sequences = (
-        SharedSequences(job, lines.sequence, data, requested.group, divided=tensor > 1)
+        SharedSequences(whole, lines.sequence, data, requested.group, divided=tensor > 1)
         if sequence > 1
-        else OwnSequences(job, data)
+        else OwnSequences(whole, data)
     )
     undo.callback(sequences.close)
-    domain = domain_of(settings, job, requested)
+    domain = domain_of(settings, whole, requested)
     if job.rank == 0 and domain.async_gathers:
         warn_of_one_queue()
     # Shard tensors and experts before domains are assigned to parameters.
     tensors = None
     if tensor > 1:
         client = model_parallel_size(mpu) > 1 and "tensor_parallel.autotp_size" not in resolution.given
-        tensors = SharedTensors(job, lines.tensor, model, settings, data=data, client=client)
+        tensors = SharedTensors(whole, lines.tensor, model, settings, data=data, client=client)
         undo.callback(tensors.close)
         model_parameters = tensors.exchange(optimizer, model_parameters)
-    groups = job.together("dividing experts", lambda: divide_experts(model, settings, job, lines))
+    groups = job.together("dividing experts", lambda: divide_experts(model, settings, whole, lines))
     domains = domains_of(model, domain)
 
     # The plan: sharding, domains and dtypes.
@@ -294,7 +310,7 @@ def _build(
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     # Sizes of later exchanges depend on each rank's model.
-    check_agreement(job, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
+    check_agreement(whole, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
 
     # Memory preflight before weights are sharded; the watchdog starts here.
     target = PlanningTarget.of(model, stepped, resolution, domain)
@@ -323,6 +339,7 @@ def _build(
                 homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
                 wires=wire_dtypes(model, settings),
                 plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
+                norm_group=job,
             ),
         )
 
@@ -334,7 +351,7 @@ def _build(
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
     shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
-    shows_loss |= display_mode(settings) != "off"
+    shows_loss |= display_mode(settings) != "off" or place is not None
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
     step.exchanges = exchanges_in_backward(model, lines)
     job.ledger.step = functools.partial(getattr, step, "global_steps")  # called for each collective
@@ -368,7 +385,10 @@ def _build(
         None if tensors is None else tensors.group,
         step if job.rank == 0 else None,
     )
-    engine = Engine(
+    make = Engine
+    if place is not None:
+        make = functools.partial(PipelineEngine, place=place, pipe=pipe or whole, schedule=settings.pipeline.schedule)
+    engine = make(
         sharded=sharded,
         step=step,
         batches=batches,
@@ -426,13 +446,16 @@ def refusing(mpu: Any) -> Iterator[None]:
         raise
 
 
-def _resolve(source: Any, ranks: Sequence[int], client_optimizer: Any, requested: RequestedParallelism) -> Resolution:
+def _resolve(
+    source: Any, ranks: Sequence[int], client_optimizer: Any, requested: RequestedParallelism, positions: int
+) -> Resolution:
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
     facts = Facts(
         lr=None if lr is None else float(lr),
         sequence_parallel_size=requested.size,
         tensor_parallel_size=requested.tensor,
+        pipeline_stages=positions,
     )
     resolution = resolve(source, world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)

@@ -130,6 +130,7 @@ class TrainStep:
         self._shows_loss = shows_loss
         self._boundary: bool | None = None
         self._loss_is_scaled = self._scale_entered = self._unscaled = False
+        self._in_batch = self._continues = False
         self._prepared: _Prepared | None = None
         watch = config.anomaly_watch
         self.anomalies = Anomalies(job.rank)
@@ -223,6 +224,20 @@ class TrainStep:
             self._loss_is_scaled = False
             self._pass_weight = None
 
+    def begin_batch(self) -> None:
+        """Begin a batch in which ranks run their backward passes one after the other: weights are in units of 1."""
+        self._reference_agreed = self._in_batch = True
+
+    @contextlib.contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """Run a backward pass of scaled gradients that come from other ranks, which count the micro-batch."""
+        self._sharded.hooks.settle()
+        self._loss_is_scaled = self._scale_entered = self._continues = True
+        try:
+            yield
+        finally:
+            self._loss_is_scaled = self._continues = False
+
     def _weight_of(self, weight: Any, scale_wrt_gas: bool) -> Weight:
         if not scale_wrt_gas:
             raise UsageError(
@@ -247,7 +262,9 @@ class TrainStep:
 
     def backward_ended(self, brought: bool) -> None:
         """Record the weight of the pass, and whether its gradients lack the loss scale; `step` exchanges both."""
-        if brought or self._loss_is_scaled:  # not torch.autograd.grad, which accumulates nothing
+        if self._continues:
+            self.new_micro_batch = True
+        elif brought or self._loss_is_scaled:  # not torch.autograd.grad, which accumulates nothing
             self.new_micro_batch = True
             self._window.count(self._pass_weight, brought=brought)
             self._warn_of_missing_step()
@@ -588,7 +605,7 @@ class TrainStep:
             self.loss_scaler.reference_weight = reference_for(float(weight / reduced[1])) if float(weight) else None
         applied = overflow is None and (spike is None or spike.action == "warn")
         clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
-        loss = reduced[_LOSS] / reduced[_LOSS + 1] if self._window.shown else None
+        loss = reduced[_LOSS] / reduced[_LOSS + 1] if self._window.shown or self._in_batch else None
         report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow, spike, loss=loss)
         return _Prepared(report, reducer.passes, multiplier)
 

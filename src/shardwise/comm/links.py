@@ -1,0 +1,70 @@
+"""Links: messages from one rank to another one, in one order, as the stages of a pipeline exchange them.
+
+A message is a broadcast in a group of two ranks, so it has a number and a record in the ledger, and the watchdog and the
+errors of lost peers know it. Each direction, and each of activations and gradients, has a process group of its own:
+messages of one link arrive in the order of sending, and links do not wait for each other. A rank that sends all that it
+has computed, and receives in the order in which the peer sends, can therefore not cause a deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from shardwise.comm.communicator import Communicator, Handle
+
+
+class Link:
+    """Messages of one kind from rank `source` to rank `target` of a communicator (both ranks create it).
+
+    Args:
+        whole: communicator of all ranks of the job.
+        source, target: ranks in `whole`; one of them is this rank.
+        what: kind of the messages.
+    """
+
+    def __init__(
+        self, whole: Communicator, source: int, target: int, what: Literal["activations", "gradients"]
+    ) -> None:
+        low, high = sorted((source, target))
+        nodes = whole.nodes() if not whole.waits_on_host else None
+        self._comm = Communicator(
+            None,
+            whole.ledger,
+            whole.device,
+            name=f"ranks {low} and {high}",
+            near=False,
+            nodes=None if nodes is None else [nodes[low], nodes[high]],
+            whole=whole,
+            members=[whole.members[low], whole.members[high]],
+        )
+        self._kind = f"{what}_{'up' if source < target else 'down'}"
+        self._source = int(source > target)
+        self._sent: deque[tuple[list[Handle], Sequence[torch.Tensor]]] = deque()
+
+    def connect(self) -> None:
+        """Create the process group (both ranks call, in one order of links)."""
+        self._comm.connect(self._kind)
+
+    def send(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+        """Launch the sending of tensors, which keep their memory until the peer has them."""
+        while self._sent and all(handle.completed for handle in self._sent[0][0]):
+            self._end_oldest()
+        handles = [self._comm.broadcast(tensor, self._source, label, self._kind) for tensor in tensors]
+        self._sent.append((handles, tensors))
+
+    def _end_oldest(self) -> None:
+        for handle in self._sent.popleft()[0]:
+            handle.wait()
+
+    def flush(self) -> None:
+        """Wait until the peer has all messages."""
+        while self._sent:
+            self._end_oldest()
+
+    def receive(self, tensors: Sequence[torch.Tensor], label: str) -> list[Handle]:
+        """Launch the receiving of the next message into tensors of its shapes; the caller waits for the handles."""
+        return [self._comm.broadcast(tensor, self._source, label, self._kind) for tensor in tensors]

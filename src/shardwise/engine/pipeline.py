@@ -1,0 +1,335 @@
+"""Engine of a pipeline: a call of `train_batch` runs all micro-batches of a step through the stages of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from shardwise.engine.engine import Engine
+from shardwise.errors import PipelineError, UsageError
+from shardwise.pipeline.messages import form_of
+from shardwise.pipeline.runtime import Runtime
+from shardwise.pipeline.schedules import make_schedule
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.pipeline.module import PipelineModule
+
+
+@dataclass(frozen=True)
+class PipelineRanks:
+    """Position of a rank in its pipeline.
+
+    Attributes:
+        ranks: ranks of this pipeline in the job, by position.
+        position: of this rank.
+        stage_ranks: ranks of the job at each position: the pass groups.
+        rank_of: position of each stage.
+    """
+
+    ranks: Sequence[int]
+    position: int
+    stage_ranks: Sequence[Sequence[int]]
+    rank_of: Sequence[int]
+
+    @classmethod
+    def of(cls, rank: int, world: int, positions: int, rank_of: Sequence[int]) -> PipelineRanks:
+        """Return the position of a rank where the ranks at one position are consecutive."""
+        size = world // positions
+        lines = [list(range(place * size, (place + 1) * size)) for place in range(positions)]
+        return cls([line[rank % size] for line in lines], rank // size, lines, rank_of)
+
+    @property
+    def stages(self) -> list[int]:
+        """Stages of this rank."""
+        return [stage for stage, position in enumerate(self.rank_of) if position == self.position]
+
+
+class PipelineEngine(Engine):
+    """Engine of a `PipelineModule`; `shardwise.initialize` returns it.
+
+    Every rank of a pipeline calls `train_batch` and `eval_batch`, and gets the same loss.
+    """
+
+    pipeline_parallelism = True
+
+    def __init__(self, *, place: PipelineRanks, pipe: Communicator, schedule: str, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._place, self._pipe, self._schedule = place, pipe, schedule
+        self._model: PipelineModule = self.module  # type: ignore[assignment]
+        self._runtime = Runtime(self.job, place.ranks, place.position, place.rank_of, self._stage_name)
+        self._chunks = len(place.rank_of) // len(place.ranks)
+        self._iterator: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._last_forms = ""
+        if self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Take micro-batches from a data loader, again from its begin after its end."""
+        from shardwise.data import RepeatingLoader
+
+        self._iterator = iter(RepeatingLoader(loader)) if self._reads_data else None
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches from an iterator; on ranks without the first or last stage it may be None."""
+        self._iterator = iterator if self._reads_data else None
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Set a function that makes (inputs, labels) of each item of the data iterator."""
+        self._batch_fn = fn
+
+    @property
+    def _reads_data(self) -> bool:
+        return self.is_first_stage() or self.is_last_stage()
+
+    # -- places --------------------------------------------------------------------------------------------------------
+
+    def is_first_stage(self) -> bool:
+        """Return True if this rank has the first stage."""
+        return self._place.rank_of[0] == self._place.position
+
+    def is_last_stage(self) -> bool:
+        """Return True if this rank has the last stage, where losses are computed."""
+        return self._place.rank_of[-1] == self._place.position
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Return this rank's position in its pipeline."""
+        return self._place.position
+
+    def _stage_name(self, stage: int) -> str:
+        return f"stage {stage} of {len(self._place.rank_of)} ({self._model.layers_of(stage)})"
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Run one step: all micro-batches forward and backward, and the update (all ranks call).
+
+        Args:
+            data_iter: yields (inputs, labels) for each micro-batch, on ranks with the first or last stage; default: the
+                data loader or iterator that has been set.
+
+        Returns:
+            The mean loss of all micro-batches and data-parallel ranks, a 0-D tensor, the same on all ranks.
+
+        Raises:
+            PipelineError: the data iterators of some ranks have ended, or a loss is missing.
+        """
+        steps = self._batches.steps
+        schedule = self._made(self._schedule, steps)
+        batches = self._fetch(data_iter, steps, "train_batch()")
+        self._step.begin_batch()
+        with torch.enable_grad():
+            work = _Work(self, batches, trains=True)
+            self._runtime.run(schedule, work, fixed=self._agree(batches, steps, "train_batch()"))
+        self._step.micro_steps += steps - 1
+        self._step.set_gradient_accumulation_boundary(True)
+        try:
+            super().step()
+        finally:
+            self._step.set_gradient_accumulation_boundary(None)
+        report = self.last_step
+        assert report is not None and report.loss is not None
+        return report.loss.float()
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run micro-batches forward without gradients; training state is not changed (all ranks call).
+
+        Args:
+            data_iter: as of `train_batch`.
+            return_logits: return (loss, outputs of the last stage by micro-batch; None on ranks without it).
+            compute_loss: False: return the outputs instead of losses.
+            reduce_output: "avg": mean over micro-batches and data-parallel ranks; None: the losses by micro-batch.
+            bcast_loss: give the loss to all ranks; without, ranks without the last stage get None.
+            num_micro_batches: default: as many as in training.
+        """
+        if reduce_output not in ("avg", None):
+            raise UsageError(f"eval_batch(reduce_output={reduce_output!r}): expected 'avg' or None")
+        count = self._batches.steps if num_micro_batches is None else num_micro_batches
+        schedule = self._made("inference", count)
+        batches = self._fetch(data_iter, count, "eval_batch()")
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                work = _Work(self, batches, trains=False)
+                found = self._runtime.run(schedule, work, fixed=self._agree(batches, count, "eval_batch()"))
+        finally:
+            self.module.train(was_training)
+        outputs = [found[number] for number in sorted(found)]
+        if not compute_loss:
+            return outputs or None
+        losses = [self._loss(output, batches[number][1]) for number, output in enumerate(outputs)]
+        loss = self._mean_loss(losses, count) if reduce_output == "avg" else self._all_losses(losses, count)
+        if not bcast_loss and not self.is_last_stage():
+            loss = None
+        return (loss, outputs or None) if return_logits else loss
+
+    def inference_batch(self, data_iter: Iterator[Any] | None = None, num_micro_batches: int | None = None) -> Any:
+        """Return the outputs of the last stage by micro-batch, on ranks that have it; None on others."""
+        return self.eval_batch(data_iter, compute_loss=False, num_micro_batches=num_micro_batches)
+
+    def _made(self, name: str, count: int) -> Any:
+        schedule = make_schedule(name, len(self._place.ranks), count, self._chunks)
+        if tuple(schedule.rank_of) != tuple(self._place.rank_of):
+            raise PipelineError(f"schedule {name}: it places stages on ranks {schedule.rank_of}, not {self._place.rank_of}")
+        return schedule
+
+    def _fetch(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[Any]:
+        """Return (inputs, labels) of all micro-batches, fewer at the end of the data; [] on ranks that read none."""
+        if not self._reads_data:
+            return []
+        iterator = data_iter if data_iter is not None else self._iterator
+        if iterator is None:
+            return []
+        found = []
+        for _ in range(count):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                break
+            batch = item if self._batch_fn is None else self._batch_fn(item)
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                raise PipelineError(
+                    f"{call}: the data iterator has given a {type(batch).__name__}; expected a pair (inputs, labels). Set "
+                    "a function that makes pairs with engine.set_batch_fn()"
+                )
+            found.append(batch)
+        return found
+
+    def _agree(self, batches: Sequence[Any], count: int, call: str) -> bool:
+        """Check on all ranks of the pipeline that all data is there; return True if messages have the forms of before.
+
+        One small exchange for a batch.
+        """
+        forms = ""
+        if self.is_first_stage():
+            texts = [f"{form_of(inputs, 'the data iterator')[0]}" for inputs, _ in batches]
+            forms = hashlib.sha256("\n".join(texts).encode()).hexdigest() if len(set(texts)) == 1 else ""
+        same = bool(forms) and forms == self._last_forms and torch.is_grad_enabled()
+        self._last_forms = forms if torch.is_grad_enabled() else ""
+        told = self._pipe.exchange([len(batches) if self._reads_data else -1, same], "pipeline_batch")
+        missing = [(self._place.ranks[place], had) for place, (had, _) in enumerate(told) if 0 <= had < max(1, count)]
+        if missing:
+            texts = ", ".join(f"rank {rank} has {had}" for rank, had in missing)
+            raise PipelineError(
+                f"{call}: {count} micro-batches are needed, and {texts}. Every rank with the first or the last stage needs "
+                "a data iterator (initialize(training_data=...), engine.set_dataloader() or data_iter=), of the same length"
+            )
+        return any(flag for _, flag in told)
+
+    def _loss(self, output: Any, labels: Any) -> Any:
+        return output if self._model.loss_fn is None else self._model.loss_fn(output, labels)
+
+    def _mean_loss(self, losses: Sequence[Any], count: int) -> torch.Tensor:
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for loss in losses:
+            value, weight = loss if isinstance(loss, tuple) else (loss, 1.0)
+            total[0] += value.double() * weight
+            total[1] += weight
+        self.job.all_reduce(total, "eval_loss").wait()
+        return (total[0] / total[1]).float()
+
+    def _all_losses(self, losses: Sequence[Any], count: int) -> torch.Tensor:
+        values = torch.zeros(count, dtype=torch.float64, device=self.device)
+        for number, loss in enumerate(losses):
+            values[number] = (loss[0] if isinstance(loss, tuple) else loss).double()
+        self._pipe.all_reduce(values, "eval_loss").wait()
+        return values.float()
+
+    # -- calls that a pipeline does not have ---------------------------------------------------------------------------
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Raise PipelineError: `train_batch` and `eval_batch` run the model."""
+        raise PipelineError("engine(...): a pipeline runs whole batches. Call engine.train_batch() or engine.eval_batch()")
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise PipelineError: `train_batch` differentiates."""
+        raise PipelineError("engine.backward(): a pipeline runs whole batches. Call engine.train_batch()")
+
+    @override
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Raise PipelineError: `train_batch` steps."""
+        raise PipelineError("engine.step(): a pipeline runs whole batches. Call engine.train_batch()")
+
+    # -- computations of a stage ---------------------------------------------------------------------------------------
+
+    def run_stage(self, stage: int, value: Any) -> Any:
+        """Return the outputs of a stage of this rank."""
+        return super().forward(value, stage=stage)
+
+    def differentiate(
+        self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool
+    ) -> None:
+        """Run a backward pass from outputs with their gradients; None: from a loss, or (loss, weight)."""
+        self._step.set_gradient_accumulation_boundary(last)
+        with contextlib.ExitStack() as around:
+            if gradients is None:
+                loss, weight = roots[0] if isinstance(roots[0], tuple) else (roots[0], None)
+                roots = around.enter_context(self._step.passing(loss, weight))
+            else:
+                around.enter_context(self._step.passing_on())
+            around.enter_context(self._memory.reporting_oom("engine.train_batch()", graph=True))
+            around.enter_context(self.sharded.noting_disk_errors())
+            around.enter_context(self._observers.during("backward"))
+            self.sharded.backward(roots, gradients)
+
+
+class _Work:
+    """Work of a rank's stages in one batch (`shardwise.pipeline.runtime.StageWork`)."""
+
+    def __init__(self, engine: PipelineEngine, batches: Sequence[Any], *, trains: bool) -> None:
+        self._engine, self._batches, self._trains = engine, batches, trains
+
+    def inputs(self, micro_batch: int) -> Any:
+        """Return the inputs of the first stage."""
+        return self._batches[micro_batch][0]
+
+    def forward(self, stage: int, micro_batch: int, value: Any) -> Any:
+        """Return the outputs of a stage; in training the loss of the last one."""
+        engine = self._engine
+        output = engine.run_stage(stage, value)
+        if not self._trains or stage < len(engine._place.rank_of) - 1:
+            return output
+        return engine._loss(output, self._batches[micro_batch][1])
+
+    def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool) -> None:
+        """Differentiate."""
+        self._engine.differentiate(roots, gradients, last=last)
+
+
+def positions_of(model: PipelineModule, source: Any, world: int) -> int:
+    """Return the number of positions of a pipeline, from the configuration or the model.
+
+    Raises PipelineError if the model has none, the two differ, or the number does not divide the ranks.
+    """
+    section = source.get("pipeline") if isinstance(source, dict) else None
+    wanted = section.get("stages", "auto") if isinstance(section, dict) else "auto"
+    positions = model.num_stages if wanted == "auto" else int(wanted)
+    if not positions:
+        raise PipelineError("the pipeline has no number of stages: set `pipeline.stages`, or PipelineModule(num_stages=...)")
+    if model.num_stages not in (None, positions):
+        raise PipelineError(f"pipeline.stages is {positions}, and PipelineModule(num_stages={model.num_stages})")
+    if world % positions:
+        raise PipelineError(
+            f"a pipeline of {positions} stages cannot have {world} ranks: the number of ranks is a multiple of the stages"
+        )
+    return positions

@@ -1,0 +1,179 @@
+"""Messages between stages: nested values of tensors, and what a receiver has to know before they arrive.
+
+A value may be nested containers of tensors, None, numbers, booleans and strings. Its `Form` has the structure, and of
+each tensor shape, dtype and whether a gradient comes back. A receiver of activations gets the form first, unless all
+micro-batches are known to have the form of the message before. A receiver of gradients knows the form: gradients have
+the shapes of the outputs that it has sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from shardwise.comm.communicator import Handle
+from shardwise.comm.links import Link
+from shardwise.errors import UsageError
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Form:
+    """Structure of a value, as text; `tensors`: (dtype, shape, requires a gradient) of each tensor, in order."""
+
+    text: str
+    tensors: tuple[tuple[str, tuple[int, ...], bool], ...]
+
+    def allocate(self, device: torch.device) -> list[torch.Tensor]:
+        """Return tensors without values."""
+        return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape, _ in self.tensors]
+
+    def value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value with these tensors, of which those that get gradients become leaves of a graph."""
+        structure, leaves = json.loads(self.text)
+        left = iter(tensors)
+        grads = iter(grad for _, _, grad in self.tensors)
+        filled = [leaf if kind == "plain" else next(left).requires_grad_(next(grads)) for kind, leaf in leaves]
+        return tree_unflatten(filled, treespec_loads(structure))
+
+    def encoded(self) -> bytes:
+        """Return the form as bytes."""
+        return json.dumps([self.text, self.tensors]).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Form:
+        """Return the form from bytes."""
+        text, tensors = json.loads(data)
+        return cls(text, tuple((dtype, tuple(shape), grad) for dtype, shape, grad in tensors))
+
+
+def form_of(value: Any, where: str, *, grad: bool = True) -> tuple[Form, list[torch.Tensor]]:
+    """Return the form of a value and its tensors. `grad`: gradients come back, where tensors require them.
+
+    Raises UsageError, with the source `where`, if the value has an object that cannot be sent.
+    """
+    leaves, structure = tree_flatten(value)
+    tensors: list[torch.Tensor] = []
+    written: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            written.append(("tensor", None))
+        elif isinstance(leaf, _PLAIN):
+            written.append(("plain", leaf))
+        else:
+            raise UsageError(
+                f"{where} has returned a value of type {type(leaf).__name__}. Between pipeline stages only tensors, "
+                "None, numbers, booleans and strings can be sent, in tuples, lists and dictionaries"
+            )
+    facts = tuple(
+        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), grad and tensor.requires_grad)
+        for tensor in tensors
+    )
+    return Form(json.dumps([treespec_dumps(structure), written]), facts), tensors
+
+
+class Sender:
+    """Sends activations over a link. `fixed` is set for a batch: every message has the form of the message before."""
+
+    def __init__(self, link: Link, device: torch.device) -> None:
+        self._link, self._device = link, device
+        self._last: Form | None = None
+        self.fixed = False
+
+    def send(self, value: Any, where: str, label: str, *, grad: bool) -> list[torch.Tensor]:
+        """Send a value that a stage has computed; return its tensors to which gradients come back."""
+        form, tensors = form_of(value, where, grad=grad)
+        if self.fixed:
+            if form != self._last:
+                raise UsageError(
+                    f"{where} has returned {_shown(form)}, and {_shown(self._last)} for inputs of the same shapes. Set "
+                    "`pipeline.dynamic_shape`, so that shapes are sent with each micro-batch"
+                )
+        elif form == self._last:
+            self._link.send([torch.zeros(1, dtype=torch.int64, device=self._device)], label)
+        else:
+            data = torch.frombuffer(bytearray(form.encoded()), dtype=torch.uint8).to(self._device)
+            self._link.send([torch.tensor([len(data)], dtype=torch.int64, device=self._device), data], label)
+        self._last = form
+        self._link.send([tensor.detach().contiguous() for tensor in tensors], label)
+        return [tensor for tensor, (_, _, wanted) in zip(tensors, form.tensors, strict=True) if wanted]
+
+    def flush(self) -> None:
+        """Wait until the peer has all messages."""
+        self._link.flush()
+
+
+class Receiver:
+    """Receives activations or gradients in the order in which the peer sends them, one message ahead.
+
+    `begin` gives the keys of the coming messages; `take` waits for the message of a key, and keeps those that come
+    before it.
+    """
+
+    def __init__(self, link: Link, device: torch.device, form_for: Callable[[Any], Form | None] | None = None) -> None:
+        self._link, self._device = link, device
+        self._form_for = form_for
+        self._last: Form | None = None
+        self._coming: deque[Any] = deque()
+        self._posted: tuple[Any, Form, list[torch.Tensor], list[Handle]] | None = None
+        self._here: dict[Any, tuple[Form, list[torch.Tensor]]] = {}
+        self.fixed = False
+
+    def begin(self, keys: Sequence[Any]) -> None:
+        """Expect the messages of a batch, in the peer's order."""
+        self._coming = deque(keys)
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Launch the receiving of the next message, if its form is known."""
+        if self._posted is None and self._coming and (form := self._known_form()) is not None:
+            self._post(form)
+
+    def _known_form(self) -> Form | None:
+        if self._form_for is not None:
+            return self._form_for(self._coming[0])
+        return self._last if self.fixed else None
+
+    def _post(self, form: Form) -> None:
+        key = self._coming.popleft()
+        tensors = form.allocate(self._device)
+        self._posted = key, form, tensors, self._link.receive(tensors, f"{key}")
+
+    def take(self, key: Any) -> tuple[Form, list[torch.Tensor]]:
+        """Wait for the message of a key; return its form and tensors."""
+        while key not in self._here:
+            if self._posted is None:
+                form = self._known_form()
+                self._post(self._receive_form() if form is None else form)
+            assert self._posted is not None
+            came, form, tensors, handles = self._posted
+            self._posted = None
+            for handle in handles:
+                handle.wait()
+            self._here[came] = form, tensors
+            self.look_ahead()
+        return self._here.pop(key)
+
+    def _receive_form(self) -> Form:
+        label = f"{self._coming[0]}"
+        length = torch.empty(1, dtype=torch.int64, device=self._device)
+        self._link.receive([length], label)[0].wait()
+        size = int(length.item())
+        if size:
+            data = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._link.receive([data], label)[0].wait()
+            self._last = Form.decoded(bytes(data.cpu().tolist()))
+        assert self._last is not None
+        return self._last
+
+
+def _shown(form: Form | None) -> str:
+    return "nothing" if form is None else ", ".join(f"{dtype}{list(shape)}" for dtype, shape, _ in form.tensors)

@@ -1,0 +1,211 @@
+"""Runtime of a pipeline rank: executes the actions of a schedule.
+
+A rank has one or more stages. It receives the messages of each link in the order in which the peer sends them, and
+sends each message when the action says so; `shardwise.pipeline.schedules` makes the actions. Outputs and gradients are
+kept per stage and micro-batch, from the action that makes them to the last that reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.links import Link
+from shardwise.pipeline.actions import Action, Op, Schedule
+from shardwise.pipeline.messages import Form, Receiver, Sender, form_of
+from shardwise.pipeline.split_backward import DeferredWeights
+
+
+class StageWork(Protocol):
+    """Computations of a rank's stages, as the engine makes them."""
+
+    def inputs(self, micro_batch: int) -> Any:
+        """Return the inputs of the first stage."""
+
+    def forward(self, stage: int, micro_batch: int, value: Any) -> Any:
+        """Return the outputs of a stage; of the last stage the loss in training, else what the caller collects."""
+
+    def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool) -> None:
+        """Differentiate. `gradients` None: of a loss. `last`: the last backward pass of this rank in the batch."""
+
+
+@dataclass
+class _Held:
+    """Values of one micro-batch in one stage."""
+
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    """Leaves to which gradients come back, in the order of the message."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    weights: DeferredWeights | None = None
+
+
+class Runtime:
+    """Executes schedules on one rank; see the module docstring.
+
+    Args:
+        whole: communicator of all ranks of the job.
+        ranks: ranks in `whole` of this pipeline, by position.
+        position: this rank's position.
+        rank_of: position of each stage.
+        where: name of a stage, for messages.
+    """
+
+    def __init__(
+        self,
+        whole: Communicator,
+        ranks: Sequence[int],
+        position: int,
+        rank_of: Sequence[int],
+        where: Callable[[int], str],
+    ) -> None:
+        self._position, self._rank_of, self._where = position, tuple(rank_of), where
+        self._device = whole.device
+        links: dict[tuple[int, int, str], Link] = {}
+        senders: dict[Link, Sender] = {}
+        receivers: dict[Link, Receiver] = {}
+        self._senders: dict[tuple[int, str], Sender | Link] = {}
+        self._receivers: dict[tuple[int, str], Receiver] = {}
+        self._forms: dict[tuple[int, int], Form] = {}
+        for stage in range(len(rank_of) - 1):
+            low, high = rank_of[stage], rank_of[stage + 1]
+            for source, target, what in ((low, high, "activations"), (high, low, "gradients")):
+                if source == target or position not in (source, target):
+                    continue
+                key = source, target, what
+                if key not in links:
+                    links[key] = Link(whole, ranks[source], ranks[target], what)  # type: ignore[arg-type]
+                    links[key].connect()
+                link, owner = links[key], stage if what == "activations" else stage + 1
+                if position == source:
+                    plain = what == "gradients"
+                    self._senders[owner, what] = link if plain else senders.setdefault(link, Sender(link, self._device))
+                else:
+                    form_for = None if what == "activations" else self._forms.get
+                    receiver = receivers.setdefault(link, Receiver(link, self._device, form_for))
+                    self._receivers[owner, what] = receiver
+        self._links = list(links.values())
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._values: dict[tuple[int, int], Any] = {}
+        self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def run(self, schedule: Schedule, work: StageWork, *, fixed: bool) -> dict[int, Any]:
+        """Execute a schedule; return the outputs of the last stage by micro-batch, on the rank that has this stage.
+
+        `fixed`: all micro-batches have the forms of the last one before.
+        """
+        self._begin(schedule, fixed)
+        actions = schedule.actions[self._position]
+        backward = [i for i, a in enumerate(actions) if a.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+        split = any(a.op is Op.BACKWARD_WEIGHT for a in actions)
+        results: dict[int, Any] = {}
+        for number, action in enumerate(actions):
+            key = action.stage, action.micro_batch
+            if action.op is Op.FORWARD:
+                output = self._forward(action, work, trains=bool(backward), split=split)
+                if action.stage == schedule.stages - 1:
+                    results[action.micro_batch] = output
+                else:
+                    self._values[key] = output
+                    if self._rank_of[action.stage + 1] == self._position:
+                        self._hand_on(action, output, trains=bool(backward))
+            elif action.op is Op.SEND_FORWARD:
+                self._send_activations(action, trains=bool(backward))
+            elif action.op is Op.RECV_FORWARD:
+                form, tensors = self._receivers[action.stage - 1, "activations"].take((action.stage - 1, action.micro_batch))
+                self._values[key] = form.value(tensors)
+                self._held.setdefault(key, _Held()).inputs = [t for t in tensors if t.requires_grad]
+            elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                self._backward(action, work, last=number == backward[-1], whole=action.op is Op.BACKWARD)
+            elif action.op is Op.BACKWARD_WEIGHT:
+                held = self._held.pop(key)
+                assert held.weights is not None
+                work.backward(*held.weights.take(), last=number == backward[-1])
+            elif action.op is Op.SEND_BACKWARD:
+                link = self._senders[action.stage, "gradients"]
+                assert isinstance(link, Link)
+                link.send(self._gradients.pop(key), f"{key}")
+            elif action.op is Op.RECV_BACKWARD:
+                _, tensors = self._receivers[action.stage + 1, "gradients"].take((action.stage + 1, action.micro_batch))
+                self._gradients[action.stage + 1, action.micro_batch] = tensors
+        for link in self._links:
+            link.flush()
+        return results
+
+    def _begin(self, schedule: Schedule, fixed: bool) -> None:
+        self._held, self._values, self._gradients = {}, {}, {}
+        self._forms.clear()
+        sends = {"activations": Op.SEND_FORWARD, "gradients": Op.SEND_BACKWARD}
+        keys: dict[Receiver, list[tuple[int, int]]] = {}
+        for what, op in sends.items():
+            owners = {stage for stage, kind in self._receivers if kind == what}
+            for source in {self._rank_of[stage] for stage in owners}:
+                for action in schedule.actions[source]:
+                    if action.op is op and action.stage in owners:
+                        receiver = self._receivers[action.stage, what]
+                        keys.setdefault(receiver, []).append((action.stage, action.micro_batch))
+        for end in (*self._senders.values(), *self._receivers.values()):
+            if not isinstance(end, Link):
+                end.fixed = fixed
+        for receiver, coming in keys.items():
+            receiver.begin(coming)
+
+    def _forward(self, action: Action, work: StageWork, *, trains: bool, split: bool) -> Any:
+        key = action.stage, action.micro_batch
+        held = self._held.setdefault(key, _Held())
+        value = work.inputs(action.micro_batch) if action.stage == 0 else self._values.pop(key)
+        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if split:
+            held.weights = DeferredWeights()
+            around = held.weights.collecting()
+        with around:
+            output = work.forward(action.stage, action.micro_batch, value)
+        if trains and action.stage == len(self._rank_of) - 1:
+            held.loss = output
+        if not trains:
+            del self._held[key]
+        return output
+
+    def _hand_on(self, action: Action, output: Any, *, trains: bool) -> None:
+        """Give the outputs of a stage to the next one, which is on this rank."""
+        key, following = (action.stage, action.micro_batch), (action.stage + 1, action.micro_batch)
+        form, tensors = form_of(self._values.pop(key), self._where(action.stage), grad=trains)
+        leaves = [tensor.detach() for tensor in tensors]
+        self._values[following] = form.value(leaves)
+        if trains:
+            self._held[key].outputs = [t for t, (_, _, grad) in zip(tensors, form.tensors, strict=True) if grad]
+            self._held.setdefault(following, _Held()).inputs = [leaf for leaf in leaves if leaf.requires_grad]
+
+    def _send_activations(self, action: Action, *, trains: bool) -> None:
+        key = action.stage, action.micro_batch
+        sender = self._senders[action.stage, "activations"]
+        assert isinstance(sender, Sender)
+        outputs = sender.send(self._values.pop(key), self._where(action.stage), f"{key}", grad=trains)
+        if not trains:
+            return
+        self._held[key].outputs = outputs
+        facts = tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape), False) for t in outputs)
+        self._forms[action.stage + 1, action.micro_batch] = Form("", facts)
+        self._receivers[action.stage + 1, "gradients"].look_ahead()
+
+    def _backward(self, action: Action, work: StageWork, *, last: bool, whole: bool) -> None:
+        key = action.stage, action.micro_batch
+        held = self._held[key]
+        if held.loss is not None:
+            work.backward([held.loss], None, last=last and not held.weights)
+            held.loss = None
+        else:
+            gradients = self._gradients.pop((action.stage + 1, action.micro_batch))
+            work.backward(held.outputs, gradients, last=last and not held.weights)
+        inputs, held.inputs, held.outputs = held.inputs, [], []
+        if action.stage > 0:
+            self._gradients[key] = [torch.zeros_like(i) if i.grad is None else i.grad for i in inputs]
+        if whole:
+            weights = self._held.pop(key).weights
+            if weights is not None:
+                work.backward(*weights.take(), last=last)
