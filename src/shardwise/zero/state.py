@@ -31,7 +31,7 @@ class ShardedState:
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
         self.module, self.optimizer = model.module, model.optimizer
-        self.comm, self.device = model.comm, model.device
+        self.comm, self.device = model.sharding.norm_group or model.comm, model.device
 
     @property
     def registry(self) -> Registry:
