@@ -614,6 +614,7 @@ class TrainStep:
         sums, reducer = self._sharded.sums, self._sharded.reducer
         assert sums is not None and reducer is not None
         reducer.zero_absent()
+        reducer.sum_copies()
         if self._computes_norm:
             return sums.own_squares()
         return sums.probe() if self._non_finite.policy == "warn" else None

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -51,7 +51,7 @@ from shardwise.zero.passes.model_pass import Pass, backward_order
 from shardwise.zero.passes.order import Phase, UnitOrder
 from shardwise.zero.passes.peer_shards import NoPeers, PeerShards
 from shardwise.zero.passes.plain import PlainGradients
-from shardwise.zero.passes.reduce import Reducer
+from shardwise.zero.passes.reduce import CopiesElsewhere, Reducer
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
 from shardwise.zero.passes.unshard import Unsharder
@@ -92,7 +92,8 @@ class Sharding:
         leaves: modules that stay in one unit each.
         wires: wire dtypes of gradients by `id(parameter)`, where they differ from the policy's.
         plain: without an optimizer, leave gradients in `.grad`, averaged over ranks (True) or summed; None: drop them.
-        norm_group: ranks over which squares of gradients are summed; None: the pass group.
+        norm_group: ranks over which squares of gradients are summed, and that save together; None: the pass group.
+        copies: by `id(parameter)`, parameters that ranks outside of the pass group have, too.
     """
 
     stepping: Stepping
@@ -109,6 +110,7 @@ class Sharding:
     wires: Mapping[int, torch.dtype] | None = None
     plain: bool | None = None
     norm_group: Communicator | None = None
+    copies: Mapping[int, CopiesElsewhere] = field(default_factory=dict)
 
 
 class ShardedModel:
@@ -181,6 +183,10 @@ class ShardedModel:
         self.client_groups = [list(group["params"]) for group in groups]
         specs = find_units(module, registry, plan.unit_cap, sharding.leaves, largest_sizes(registry, domains))
         self.numbering = numbering = GlobalTensorIds(registry, specs, domains, self.comm)
+        for parameter, tensor in zip(registry.parameters, registry, strict=True):
+            copies = sharding.copies.get(id(parameter))
+            if copies is not None and not copies.counted:
+                numbering.counts[tensor.index] = False
         self.wholes = Wholes(registry, numbering, self.comm, self.accountant)
         check_domains(registry, domains, plan, compresses=sharding.compressor is not None)
         whole, cut = self.stepping.whole, {i for i, place in enumerate(numbering.places) if place in numbering.cut}
@@ -247,6 +253,11 @@ class ShardedModel:
                 unsharder=unsharder,
                 update=self.update,
                 driver=self._driver,
+                copies={
+                    tensor.index: sharding.copies[id(parameter)].ranks
+                    for parameter, tensor in zip(self.registry.parameters, self.registry, strict=True)
+                    if id(parameter) in sharding.copies
+                },
             )
             self.sums = GradientSums(
                 self.units,

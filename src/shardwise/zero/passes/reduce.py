@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.comm.collective_queue import Launch, Work, WorkChain
-from shardwise.comm.communicator import Handle
+from shardwise.comm.communicator import Communicator, Handle
 from shardwise.comm.compression import Compressor, Flat
 from shardwise.comm.domain import Domain
 from shardwise.compat import number_of_pass
@@ -44,12 +44,24 @@ from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.update import Update
 
 
+class CopiesElsewhere(NamedTuple):
+    """Copies of a parameter outside of the pass group, in flat parameters of the same layout.
+
+    `ranks` has one rank of each pass group that has the parameter, at one place. `counted`: this group's copy counts in
+    the gradient norm, and is saved.
+    """
+
+    ranks: Communicator
+    counted: bool
+
+
 class Reducer:
     """Collects and reduces the gradients of one pass; see the module docstring.
 
     `domain` is that of the pass group; units may have domains of some of its ranks. `wire_dtype` None: that of the flat
     parameters, or else of the local gradients. `prescale` multiplies gradients before communication. `compressor` is
-    used once it has started. `driver` knows the position of a pass in its accumulation window.
+    used once it has started. `driver` knows the position of a pass in its accumulation window. `copies`: by index,
+    ranks outside of the pass group that have the same parameter.
 
     Attributes:
         watching: record whether this rank's gradients of the unit reduced last are finite: NaN and inf spread to it.
@@ -77,6 +89,7 @@ class Reducer:
         unsharder: Unsharder,
         update: Update,
         driver: Driver,
+        copies: Mapping[int, Communicator] | None = None,
     ) -> None:
         self.domain = domain
         self.accountant = accountant
@@ -106,6 +119,7 @@ class Reducer:
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, WorkChain, Sequence[FlatParamStorage]] | None = None
         self._replicating: list[Work] = []
+        self._copies = copies or {}
         self._returned: UnitGradients | None = None  # returned to its tier, maybe still being stored
         self._stretches = Stretches("backward")
         self.follow_order()
@@ -556,6 +570,20 @@ class Reducer:
                 gradients.acquire_sums()
                 for section in gradients.unit.trainable:
                     section.whole_gradient.zero_()
+                gradients.release_sums()
+                gradients.settle()
+
+    def sum_copies(self) -> None:
+        """Add up gradients of parameters that ranks outside of the pass group have, too, after `zero_absent`."""
+        for gradients in self.gradients.values() if self._copies else ():
+            for section in gradients.unit.trainable:
+                ranks = {self._copies.get(slot.index) for slot in section.layout.slots}
+                if ranks == {None}:
+                    continue
+                (found,) = ranks
+                assert found is not None
+                gradients.acquire_sums()
+                found.all_reduce(section.whole_gradient, gradients.unit.name, "explicit").wait()
                 gradients.release_sums()
                 gradients.settle()
 
