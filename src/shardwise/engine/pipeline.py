@@ -13,7 +13,10 @@ from typing_extensions import override
 
 from shardwise.engine.engine import Engine
 from shardwise.errors import PipelineError, UsageError
+from shardwise.pipeline.actions import Schedule
+from shardwise.pipeline.idle import IdleTimes, recording
 from shardwise.pipeline.messages import form_of
+from shardwise.pipeline.lowering import with_communication
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
 
@@ -46,6 +49,11 @@ class PipelineRanks:
         return cls([line[rank % size] for line in lines], rank // size, lines, rank_of)
 
     @property
+    def placement(self) -> str:
+        """Name of the placement of stages."""
+        return "v" if len(self.rank_of) > 1 and self.rank_of[-1] == self.rank_of[0] and len(self.ranks) > 1 else "loop"
+
+    @property
     def stages(self) -> list[int]:
         """Stages of this rank."""
         return [stage for stage, position in enumerate(self.rank_of) if position == self.position]
@@ -64,7 +72,7 @@ class PipelineEngine(Engine):
         self._place, self._pipe, self._schedule = place, pipe, schedule
         self._model: PipelineModule = self.module  # type: ignore[assignment]
         self._runtime = Runtime(self.job, place.ranks, place.position, place.rank_of, self._stage_name)
-        self._chunks = len(place.rank_of) // len(place.ranks)
+        self._schedules: dict[tuple[str, int], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._last_forms = ""
@@ -185,11 +193,19 @@ class PipelineEngine(Engine):
         """Return the outputs of the last stage by micro-batch, on ranks that have it; None on others."""
         return self.eval_batch(data_iter, compute_loss=False, num_micro_batches=num_micro_batches)
 
+    def record_idle(self) -> contextlib.AbstractContextManager[IdleTimes]:
+        """Return a context that measures each computation of all ranks of the pipeline (all ranks call).
+
+        Example: `with engine.record_idle() as idle: engine.train_batch()`, then `print(idle)`, `idle.svg("idle.svg")`.
+        """
+        return recording(self._pipe)
+
     def _made(self, name: str, count: int) -> Any:
-        schedule = make_schedule(name, len(self._place.ranks), count, self._chunks)
-        if tuple(schedule.rank_of) != tuple(self._place.rank_of):
-            raise PipelineError(f"schedule {name}: it places stages on ranks {schedule.rank_of}, not {self._place.rank_of}")
-        return schedule
+        if (name, count) not in self._schedules:
+            chunks = len(self._place.rank_of) // len(self._place.ranks)
+            made = make_schedule(name, len(self._place.ranks), count, chunks, self._place.placement)
+            self._schedules[name, count] = with_communication(made)
+        return self._schedules[name, count]
 
     def _fetch(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[Any]:
         """Return (inputs, labels) of all micro-batches, fewer at the end of the data; [] on ranks that read none."""

@@ -264,6 +264,7 @@ class TrainStep:
         """Record the weight of the pass, and whether its gradients lack the loss scale; `step` exchanges both."""
         if self._continues:
             self.new_micro_batch = True
+            self._window.brought += brought
         elif brought or self._loss_is_scaled:  # not torch.autograd.grad, which accumulates nothing
             self.new_micro_batch = True
             self._window.count(self._pass_weight, brought=brought)

@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.links import Link
-from shardwise.pipeline.actions import Action, Op, Schedule
+from shardwise.device.ranges import named
+from shardwise.pipeline.actions import COMPUTATIONS, WEIGHT_GRADIENT, INPUT_GRADIENT, Action, Op, Schedule
+from shardwise.pipeline.idle import RANGE, text_of
 from shardwise.pipeline.messages import Form, Receiver, Sender, form_of
 from shardwise.pipeline.split_backward import DeferredWeights
+from shardwise.utils.logging import logger
+
+_NOTHING = contextlib.nullcontext()
 
 
 class StageWork(Protocol):
@@ -40,9 +46,22 @@ class _Held:
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     """Leaves to which gradients come back, in the order of the message."""
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[GradientEdge] = field(default_factory=list)
+    """Of the outputs to which gradients come back: the tensors are freed once they are sent."""
     loss: torch.Tensor | None = None
     weights: DeferredWeights | None = None
+
+
+@dataclass
+class _Batch:
+    """One run of a schedule. `last`: place of the last backward pass in this rank's actions."""
+
+    schedule: Schedule
+    work: StageWork
+    trains: bool
+    split: bool
+    last: int
+    results: dict[int, Any] = field(default_factory=dict)
 
 
 class Runtime:
@@ -101,41 +120,51 @@ class Runtime:
         """
         self._begin(schedule, fixed)
         actions = schedule.actions[self._position]
-        backward = [i for i, a in enumerate(actions) if a.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+        backward = [place for place, action in enumerate(actions) if action.op in INPUT_GRADIENT | WEIGHT_GRADIENT]
         split = any(a.op is Op.BACKWARD_WEIGHT for a in actions)
-        results: dict[int, Any] = {}
+        batch = _Batch(schedule, work, bool(backward), split, backward[-1] if backward else -1)
         for number, action in enumerate(actions):
-            key = action.stage, action.micro_batch
-            if action.op is Op.FORWARD:
-                output = self._forward(action, work, trains=bool(backward), split=split)
-                if action.stage == schedule.stages - 1:
-                    results[action.micro_batch] = output
-                else:
-                    self._values[key] = output
-                    if self._rank_of[action.stage + 1] == self._position:
-                        self._hand_on(action, output, trains=bool(backward))
-            elif action.op is Op.SEND_FORWARD:
-                self._send_activations(action, trains=bool(backward))
-            elif action.op is Op.RECV_FORWARD:
-                form, tensors = self._receivers[action.stage - 1, "activations"].take((action.stage - 1, action.micro_batch))
-                self._values[key] = form.value(tensors)
-                self._held.setdefault(key, _Held()).inputs = [t for t in tensors if t.requires_grad]
-            elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-                self._backward(action, work, last=number == backward[-1], whole=action.op is Op.BACKWARD)
-            elif action.op is Op.BACKWARD_WEIGHT:
-                held = self._held.pop(key)
-                assert held.weights is not None
-                work.backward(*held.weights.take(), last=number == backward[-1])
-            elif action.op is Op.SEND_BACKWARD:
-                link = self._senders[action.stage, "gradients"]
-                assert isinstance(link, Link)
-                link.send(self._gradients.pop(key), f"{key}")
-            elif action.op is Op.RECV_BACKWARD:
-                _, tensors = self._receivers[action.stage + 1, "gradients"].take((action.stage + 1, action.micro_batch))
-                self._gradients[action.stage + 1, action.micro_batch] = tensors
+            try:
+                with named(RANGE, text_of(action)) if action.op in COMPUTATIONS else _NOTHING:
+                    self._execute(action, batch, last=number == batch.last)
+            except Exception as error:
+                logger.error(
+                    "%s, %s of micro-batch %d: %s: %s",
+                    self._where(action.stage),
+                    action.op.value,
+                    action.micro_batch,
+                    type(error).__name__,
+                    error,
+                )
+                raise
         for link in self._links:
             link.flush()
-        return results
+        return batch.results
+
+    def _execute(self, action: Action, batch: _Batch, *, last: bool) -> None:
+        key, op = (action.stage, action.micro_batch), action.op
+        if op is Op.FORWARD:
+            self._forward(action, batch)
+        elif op is Op.SEND_FORWARD:
+            self._send_activations(action, trains=batch.trains)
+        elif op is Op.RECV_FORWARD:
+            source = action.stage - 1, action.micro_batch
+            form, tensors = self._receivers[action.stage - 1, "activations"].take(source)
+            self._values[key] = form.value(tensors)
+            self._held.setdefault(key, _Held()).inputs = [t for t in tensors if t.requires_grad]
+        elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            self._backward(action, batch.work, last=last, whole=op is Op.BACKWARD)
+        elif op is Op.BACKWARD_WEIGHT:
+            held = self._held.pop(key)
+            assert held.weights is not None
+            batch.work.backward(*held.weights.take(), last=last)
+        elif op is Op.SEND_BACKWARD:
+            link = self._senders[action.stage, "gradients"]
+            assert isinstance(link, Link)
+            link.send(self._gradients.pop(key), f"{key}")
+        elif op is Op.RECV_BACKWARD:
+            source = action.stage + 1, action.micro_batch
+            self._gradients[source] = self._receivers[action.stage + 1, "gradients"].take(source)[1]
 
     def _begin(self, schedule: Schedule, fixed: bool) -> None:
         self._held, self._values, self._gradients = {}, {}, {}
@@ -155,30 +184,37 @@ class Runtime:
         for receiver, coming in keys.items():
             receiver.begin(coming)
 
-    def _forward(self, action: Action, work: StageWork, *, trains: bool, split: bool) -> Any:
+    def _forward(self, action: Action, batch: _Batch) -> None:
         key = action.stage, action.micro_batch
         held = self._held.setdefault(key, _Held())
-        value = work.inputs(action.micro_batch) if action.stage == 0 else self._values.pop(key)
-        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if split:
+        value = batch.work.inputs(action.micro_batch) if action.stage == 0 else self._values.pop(key)
+        around: contextlib.AbstractContextManager[None] = _NOTHING
+        if batch.split:
             held.weights = DeferredWeights()
             around = held.weights.collecting()
         with around:
-            output = work.forward(action.stage, action.micro_batch, value)
-        if trains and action.stage == len(self._rank_of) - 1:
+            output = batch.work.forward(action.stage, action.micro_batch, value)
+        last = action.stage == len(self._rank_of) - 1
+        if batch.trains and last:
             held.loss = output
-        if not trains:
+        if not batch.trains:
             del self._held[key]
-        return output
+        if last:
+            batch.results[action.micro_batch] = None if batch.trains else output
+        else:
+            self._values[key] = output
+            if self._rank_of[action.stage + 1] == self._position:
+                self._hand_on(action, trains=batch.trains)
 
-    def _hand_on(self, action: Action, output: Any, *, trains: bool) -> None:
+    def _hand_on(self, action: Action, *, trains: bool) -> None:
         """Give the outputs of a stage to the next one, which is on this rank."""
         key, following = (action.stage, action.micro_batch), (action.stage + 1, action.micro_batch)
         form, tensors = form_of(self._values.pop(key), self._where(action.stage), grad=trains)
         leaves = [tensor.detach() for tensor in tensors]
         self._values[following] = form.value(leaves)
         if trains:
-            self._held[key].outputs = [t for t, (_, _, grad) in zip(tensors, form.tensors, strict=True) if grad]
+            kept = [t for t, (_, _, grad) in zip(tensors, form.tensors, strict=True) if grad]
+            self._held[key].outputs = [get_gradient_edge(tensor) for tensor in kept]
             self._held.setdefault(following, _Held()).inputs = [leaf for leaf in leaves if leaf.requires_grad]
 
     def _send_activations(self, action: Action, *, trains: bool) -> None:
@@ -188,7 +224,7 @@ class Runtime:
         outputs = sender.send(self._values.pop(key), self._where(action.stage), f"{key}", grad=trains)
         if not trains:
             return
-        self._held[key].outputs = outputs
+        self._held[key].outputs = [get_gradient_edge(tensor) for tensor in outputs]
         facts = tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape), False) for t in outputs)
         self._forms[action.stage + 1, action.micro_batch] = Form("", facts)
         self._receivers[action.stage + 1, "gradients"].look_ahead()

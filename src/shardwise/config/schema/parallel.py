@@ -15,8 +15,11 @@ class Pipeline(ConfigSection):
     enabled: bool | None = key(None, "true: split the model into pipeline stages.")
     stages: Literal["auto"] | Int = key("auto", "Number of pipeline stages; auto: the PipelineModule decides.")
     partition: str = key("best", "How layers are divided over pipeline stages (best, uniform, parameters, type:REGEX).")
-    schedule: str = key("1f1b", "Order of forward and backward passes (naive, gpipe, 1f1b, interleaved, zb-h1, zbv, v-half, dualpipe-v).")
-    chunks: Int = key(1, "Stages of each rank; interleaved schedules have several.", ge=1)
+    schedule: str = key(
+        "1f1b",
+        "Order of forward and backward passes: naive, gpipe, 1f1b, interleaved, zb-h1, zbv, v-half, v-min, dualpipe-v.",
+    )
+    chunks: Int | None = key(None, "Stages of each rank; null: the fewest that the schedule has.", ge=1)
     dynamic_shape: bool = key(False, "Shapes of activations depend on more than the shapes of the inputs.")
     seed_layers: bool = key(False, "Seed the random generator for every layer, so that the split does not matter.")
     activation_checkpoint_interval: Int = key(0, "Recompute activations of every so many layers; 0: none.", ge=0)
