@@ -300,7 +300,10 @@ def _build(
     # The optimizer is built on the user's parameters; sharding then edits its groups in place.
     # The schedule sets the first learning rate on the groups, which keep their identity.
     def stepping_parts() -> tuple[Any, Any, Any]:
-        made = make_optimizer(settings, optimizer, model_parameters, model, device, policy.compute_dtype)
+        part = place is not None and len(place.ranks) > 1
+        made = make_optimizer(
+            settings, optimizer, model_parameters, model, device, policy.compute_dtype, of_a_part=part
+        )
         prepared = prepare_optimizer(made, resolution, masters=policy.masters)
         return made, prepared, make_scheduler(settings, lr_scheduler, made)
 

@@ -27,9 +27,12 @@ def make_optimizer(
     model: nn.Module,
     device: torch.device,
     dtype: torch.dtype | None,
+    *,
+    of_a_part: bool = False,
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer of the client (an instance, or a callable of the parameters) or of the configuration; None
-    without trainable parameters. `dtype`: compute dtype; None: the parameters' own.
+    without trainable parameters. `dtype`: compute dtype; None: the parameters' own. `of_a_part`: other ranks have other
+    parameters, so the optimizer may have none.
     """
     if isinstance(client, torch.optim.Optimizer):
         return client
@@ -38,7 +41,9 @@ def make_optimizer(
         # torch's optimizers also take (name, parameter) pairs, and keep the names in their groups.
         chosen = [entry for entry in chosen if (entry[1] if isinstance(entry, tuple) else entry).requires_grad]
     if not chosen:
-        return None
+        if not of_a_part:
+            return None
+        chosen = [{"params": []}]
     if client is not None:
         if not callable(client):
             raise UsageError(
