@@ -1,11 +1,11 @@
-"""Time of one training step of a pipeline, idle share and memory: this library, torch.distributed.pipelining, DeepSpeed.
+"""Time, idle share and memory of a training step of a pipeline, beside torch.distributed.pipelining and DeepSpeed.
 
-    python bench/pipeline.py [--nproc 2] [--size 27M] [--dtype fp32] [--micro-batches 8] [--systems "torch 1f1b,shardwise 1f1b"]
+    python bench/pipeline.py [--nproc 2] [--size 27M] [--micro-batches 8] [--systems "torch 1f1b,shardwise 1f1b"]
 
-All systems are built in the same processes, with the same layers, the same cuts and the same data, and take turns, forwards and
-backwards through the list. Each rank is one stage (two for schedules with several chunks). A turn is some steps of all
-micro-batches with a fused AdamW step. "idle" is the share of the batch in which a rank computes nothing (of this library,
-measured around each computation); "memory" is the highest resident size of any rank over that after the set-up.
+All systems are built in the same processes, with the same layers, cuts and data, and take turns, forwards and backwards
+through the list. Each rank is one stage (two for schedules with several chunks). A turn is some steps of all
+micro-batches with a fused AdamW step. "idle" is the share of the batch in which a rank computes nothing (of this
+library, measured around each computation); "memory" is the highest resident size of a rank in a turn over that before it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def batches(options: argparse.Namespace) -> list[Any]:
 
 def of_shardwise(options: argparse.Namespace, name: str) -> tuple[Callable[[], Any], Any]:
     """Return a function that makes a step, and the engine."""
-    import shardwise
     from shardwise.pipe import LayerSpec, PipelineModule
+
+    import shardwise
 
     specs, chunks = [LayerSpec(*layer) for layer in layers(options.shape)], CHUNKS.get(name, 1)
     model = PipelineModule(
@@ -135,7 +136,8 @@ def of_torch(options: argparse.Namespace, name: str) -> tuple[Callable[[], Any],
     if options.dtype == "bf16":
         parts = [part.to(torch.bfloat16) for part in parts]
     made = [
-        pipelining.PipelineStage(part, number, stages, torch.device("cpu")) for number, part in zip(own, parts, strict=True)
+        pipelining.PipelineStage(part, number, stages, torch.device("cpu"))
+        for number, part in zip(own, parts, strict=True)
     ]
     optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-4, fused=True)
     kinds = {
@@ -225,7 +227,8 @@ def main() -> None:
         row |= {"idle_share": found["idle"][name], "memory_mb": found["memory"][name] / 1e6}
         rows.append(row)
         idle = "" if row["idle_share"] is None else f"  idle {row['idle_share']:4.0%}"
-        print(f"{name:24s} median {median * 1e3:7.0f} ms  ratio {median / best:.2f}  memory {row['memory_mb']:6.0f} MB{idle}")
+        figures = f"median {median * 1e3:7.0f} ms  ratio {median / best:.2f}  memory {row['memory_mb']:6.0f} MB"
+        print(f"{name:24s} {figures}{idle}")
     save(
         options.results,
         f"pipeline_{options.size}_{options.dtype}_{options.nproc}_m{options.micro_batches}",

@@ -162,7 +162,7 @@ class Exchange:
             raise UsageError(f"{record.op} {record.label!r}: {len(pairs)} tensors; at most {_MOST_ADDRESSES} fit")
 
     @property
-    def complete(self) -> bool:
+    def completed(self) -> bool:
         """Whether every rank has read everything."""
         return not self.unread and not self.unreceipted
 
@@ -378,7 +378,7 @@ class IntraNodeTransport(_Buffers, native.TorchBackend):
         """Block until an exchange is complete, and serve all others meanwhile."""
         deadline = Deadline(self._limit)
         with self._changed:
-            while not exchange.complete:
+            while not exchange.completed:
                 if self._failure is not None:
                     raise self._failure
                 if not self._polling:
@@ -391,7 +391,7 @@ class IntraNodeTransport(_Buffers, native.TorchBackend):
 
     def _still_possible(self, exchange: Exchange, deadline: Deadline) -> bool:
         """Return True if an exchange must still be waited for; raise if it cannot complete, or too late."""
-        if exchange.complete:
+        if exchange.completed:
             return False
         limit: timedelta | None = None
         missing = sorted((exchange.unread | exchange.unreceipted) & self._gone)
@@ -479,7 +479,7 @@ class IntraNodeTransport(_Buffers, native.TorchBackend):
         self._retire(exchange)
 
     def _retire(self, exchange: Exchange) -> None:
-        if exchange.complete and self._under_way.get(exchange.tag) is exchange:
+        if exchange.completed and self._under_way.get(exchange.tag) is exchange:
             del self._under_way[exchange.tag]
 
     def _send(self, peer: int, message: bytes) -> None:

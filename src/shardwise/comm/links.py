@@ -1,9 +1,9 @@
 """Links: messages from one rank to another one, in one order, as the stages of a pipeline exchange them.
 
-A message is a broadcast in a group of two ranks, so it has a number and a record in the ledger, and the watchdog and the
-errors of lost peers know it. Each direction, and each of activations and gradients, has a process group of its own:
-messages of one link arrive in the order of sending, and links do not wait for each other. A rank that sends all that it
-has computed, and receives in the order in which the peer sends, can therefore not cause a deadlock.
+A message is a broadcast in a group of two ranks. Therefore it has a number and a record in the ledger, and the watchdog
+and the errors of lost peers know it. Each direction, and each of activations and gradients, has a process group of its
+own: messages of one link arrive in the order of sending, and links do not wait for each other. Ranks that receive each
+link's messages in this order cannot cause a deadlock.
 """
 
 from __future__ import annotations

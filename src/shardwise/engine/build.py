@@ -66,7 +66,6 @@ from shardwise.engine.modules import (
     place_buffers,
 )
 from shardwise.engine.observers import Activations, Observers, StepEvents
-from shardwise.engine.pipeline import PipelineEngine, PipelineRanks, positions_of
 from shardwise.engine.parallel import (
     OwnSequences,
     SharedSequences,
@@ -75,6 +74,7 @@ from shardwise.engine.parallel import (
     exchanges_in_backward,
     exchanges_of,
 )
+from shardwise.engine.pipeline import PipelineEngine, PipelineRanks, positions_of
 from shardwise.engine.plans import PlanningTarget
 from shardwise.engine.preflight import has_watchdog, is_wanted, preflight
 from shardwise.engine.profiling import Profiling
@@ -388,7 +388,7 @@ def _build(
         None if tensors is None else tensors.group,
         step if job.rank == 0 else None,
     )
-    make = Engine
+    make: Callable[..., Engine] = Engine
     if place is not None:
         make = functools.partial(PipelineEngine, place=place, pipe=pipe or whole, schedule=settings.pipeline.schedule)
     engine = make(

@@ -15,8 +15,8 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import PipelineError, UsageError
 from shardwise.pipeline.actions import Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
-from shardwise.pipeline.messages import form_of
 from shardwise.pipeline.lowering import with_communication
+from shardwise.pipeline.messages import form_of
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
 
@@ -70,7 +70,7 @@ class PipelineEngine(Engine):
     def __init__(self, *, place: PipelineRanks, pipe: Communicator, schedule: str, **parts: Any) -> None:
         super().__init__(**parts)
         self._place, self._pipe, self._schedule = place, pipe, schedule
-        self._model: PipelineModule = self.module  # type: ignore[assignment]
+        self._model: PipelineModule = self.module
         self._runtime = Runtime(self.job, place.ranks, place.position, place.rank_of, self._stage_name)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
@@ -184,9 +184,9 @@ class PipelineEngine(Engine):
         if not compute_loss:
             return outputs or None
         losses = [self._loss(output, batches[number][1]) for number, output in enumerate(outputs)]
-        loss = self._mean_loss(losses, count) if reduce_output == "avg" else self._all_losses(losses, count)
-        if not bcast_loss and not self.is_last_stage():
-            loss = None
+        average = self._mean_loss if reduce_output == "avg" else self._all_losses
+        reduced = average(losses, count)
+        loss = reduced if bcast_loss or self.is_last_stage() else None
         return (loss, outputs or None) if return_logits else loss
 
     def inference_batch(self, data_iter: Iterator[Any] | None = None, num_micro_batches: int | None = None) -> Any:
@@ -223,8 +223,8 @@ class PipelineEngine(Engine):
             batch = item if self._batch_fn is None else self._batch_fn(item)
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise PipelineError(
-                    f"{call}: the data iterator has given a {type(batch).__name__}; expected a pair (inputs, labels). Set "
-                    "a function that makes pairs with engine.set_batch_fn()"
+                    f"{call}: the data iterator has given a {type(batch).__name__}; expected a pair (inputs, labels). "
+                    "Set a function that makes pairs with engine.set_batch_fn()"
                 )
             found.append(batch)
         return found
@@ -243,10 +243,11 @@ class PipelineEngine(Engine):
         told = self._pipe.exchange([len(batches) if self._reads_data else -1, same], "pipeline_batch")
         missing = [(self._place.ranks[place], had) for place, (had, _) in enumerate(told) if 0 <= had < max(1, count)]
         if missing:
-            texts = ", ".join(f"rank {rank} has {had}" for rank, had in missing)
+            shown = ", ".join(f"rank {rank} has {had}" for rank, had in missing)
             raise PipelineError(
-                f"{call}: {count} micro-batches are needed, and {texts}. Every rank with the first or the last stage needs "
-                "a data iterator (initialize(training_data=...), engine.set_dataloader() or data_iter=), of the same length"
+                f"{call}: {count} micro-batches are needed, and {shown}. Every rank with the first or the last stage "
+                "needs a data iterator of the same length: initialize(training_data=...), engine.set_dataloader() or "
+                "data_iter="
             )
         return any(flag for _, flag in told)
 
@@ -274,7 +275,9 @@ class PipelineEngine(Engine):
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Raise PipelineError: `train_batch` and `eval_batch` run the model."""
-        raise PipelineError("engine(...): a pipeline runs whole batches. Call engine.train_batch() or engine.eval_batch()")
+        raise PipelineError(
+            "engine(...): a pipeline runs whole batches. Call engine.train_batch() or engine.eval_batch()"
+        )
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,11 +344,14 @@ def positions_of(model: PipelineModule, source: Any, world: int) -> int:
     wanted = section.get("stages", "auto") if isinstance(section, dict) else "auto"
     positions = model.num_stages if wanted == "auto" else int(wanted)
     if not positions:
-        raise PipelineError("the pipeline has no number of stages: set `pipeline.stages`, or PipelineModule(num_stages=...)")
+        raise PipelineError(
+            "the pipeline has no number of stages: set `pipeline.stages`, or PipelineModule(num_stages=...)"
+        )
     if model.num_stages not in (None, positions):
         raise PipelineError(f"pipeline.stages is {positions}, and PipelineModule(num_stages={model.num_stages})")
     if world % positions:
         raise PipelineError(
-            f"a pipeline of {positions} stages cannot have {world} ranks: the number of ranks is a multiple of the stages"
+            f"a pipeline over {positions} ranks cannot have {world} ranks: start a multiple of {positions}, or set "
+            "`pipeline.stages` to a divisor"
         )
     return positions

@@ -180,7 +180,8 @@ class TrainStep:
         self._backwards += 1
         steps = self._batches.steps
         most = _MANY if steps == 1 else max(_FEW, steps)
-        if self._managed and not self._in_batch and self._job.rank == 0 and min(self._forwards, self._backwards) == most:
+        counts = self._managed and not self._in_batch and self._job.rank == 0
+        if counts and min(self._forwards, self._backwards) == most:
             warn_once(
                 f"engine.backward() at {user_line()} has been called {most} times without engine.step(). Call step() "
                 f"after each of them: it counts micro-batches, and updates after {steps} (gradient_accumulation_steps)"

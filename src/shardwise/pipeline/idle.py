@@ -153,4 +153,3 @@ def recording(comm: Communicator) -> Iterator[IdleTimes]:
         for unit, first, last in spans:
             op, stage, micro_batch = unit.split()
             times.spans.append(Span(rank, Action(Op(op), int(stage), int(micro_batch)), first, last))
-

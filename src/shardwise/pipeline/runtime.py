@@ -8,7 +8,7 @@ kept per stage and micro-batch, from the action that makes them to the last that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.links import Link
 from shardwise.device.ranges import named
-from shardwise.pipeline.actions import COMPUTATIONS, WEIGHT_GRADIENT, INPUT_GRADIENT, Action, Op, Schedule
+from shardwise.pipeline.actions import COMPUTATIONS, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Op, Schedule
 from shardwise.pipeline.idle import RANGE, text_of
 from shardwise.pipeline.messages import Form, Receiver, Sender, form_of
 from shardwise.pipeline.split_backward import DeferredWeights

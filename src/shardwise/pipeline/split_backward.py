@@ -2,9 +2,9 @@
 
 Inside of `DeferredWeights.collecting` a function of activations and leaf parameters (`linear`, `addmm`, convolutions)
 computes on leaves of its own. The backward pass that follows differentiates it with respect to the activations, and
-keeps the small graph; `DeferredWeights.run` differentiates that graph with respect to the weights. Both call the kernels
-of PyTorch's own backward pass, so gradients are the same, bit by bit. Gradients of all other operators come with the
-first part. Gradients of weights come through the parameters' nodes of the graph, so hooks of parameters run.
+keeps the small graph; `DeferredWeights.take` differentiates that graph with respect to the weights. Both call the
+kernels of PyTorch's own backward pass, so gradients are the same, bit by bit. Gradients of all other operators come
+with the first part. Gradients of weights go through the parameters' nodes of the graph, so hooks of parameters run.
 
 Method: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 2.
 """
@@ -122,5 +122,5 @@ class _Node(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, None, None, *ctx.differentiated(gradient)

@@ -173,6 +173,11 @@ class Running:
         self.scratch = [*scratch, *pending.scratch]
         self._rest: tuple[PendingCollective, Callable[[], None]] | None = pending, finish
 
+    @property
+    def completed(self) -> bool:
+        """Whether `wait` has been called."""
+        return self._rest is None
+
     def wait(self) -> None:
         """Block until the sums are in place; later calls do nothing."""
         if self._rest is not None:
