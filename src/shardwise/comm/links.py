@@ -29,18 +29,7 @@ class Link:
     def __init__(
         self, whole: Communicator, source: int, target: int, what: Literal["activations", "gradients"]
     ) -> None:
-        low, high = sorted((source, target))
-        nodes = whole.nodes() if not whole.waits_on_host else None
-        self._comm = Communicator(
-            None,
-            whole.ledger,
-            whole.device,
-            name=f"ranks {low} and {high}",
-            near=False,
-            nodes=None if nodes is None else [nodes[low], nodes[high]],
-            whole=whole,
-            members=[whole.members[low], whole.members[high]],
-        )
+        self._comm = whole.part([sorted((source, target))], f"ranks {source} and {target}")
         self._kind = f"{what}_{'up' if source < target else 'down'}"
         self._source = int(source > target)
         self._sent: deque[tuple[list[Handle], Sequence[torch.Tensor]]] = deque()
