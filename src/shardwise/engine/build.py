@@ -74,7 +74,14 @@ from shardwise.engine.parallel import (
     exchanges_in_backward,
     exchanges_of,
 )
-from shardwise.engine.pipeline import PipelineEngine, PipelineRanks, positions_of
+from shardwise.engine.pipeline import (
+    PipelineEngine,
+    PipelineRanks,
+    build_stages,
+    modules_with,
+    positions_of,
+    tie,
+)
 from shardwise.engine.plans import PlanningTarget
 from shardwise.engine.preflight import has_watchdog, is_wanted, preflight
 from shardwise.engine.profiling import Profiling
@@ -101,6 +108,7 @@ from shardwise.sizes import size_in_bytes
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.model import ShardedModel, Sharding
 from shardwise.zero.parameters.init import built_for_codes, spread_from_first, suspended
+from shardwise.zero.passes.reduce import CopiesElsewhere
 from shardwise.zero.units.plan import Plan
 
 EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
@@ -217,8 +225,11 @@ def _build(
 ) -> EngineParts:
     with refusing(mpu):
         check_unwrapped(model)
-        check_lazy(model)
-        check_one_device(model)
+        pipeline = model if isinstance(model, PipelineModule) else None
+        # The layers of a pipeline are built below, once the ranks of each stage are known.
+        known = model if pipeline is None else nn.Module()
+        check_lazy(known)
+        check_one_device(known)
         source = config_source(args, config, config_params)
 
         # The process group first, because batch sizes depend on the number of ranks.
@@ -226,11 +237,10 @@ def _build(
         group = group_of(mpu)
         members = members_of(group)
         if dist.get_rank(group) == 0:
-            warn_of_memory_format(model)
-        requested = requested_by(mpu, mesh_param, model, members)
+            warn_of_memory_format(known)
+        requested = requested_by(mpu, mesh_param, known, members)
 
         # The configuration before any group, because most mistakes are found here, on every rank alike.
-        pipeline = model if isinstance(model, PipelineModule) else None
         positions = 1 if pipeline is None else positions_of(pipeline, source, len(members))
         resolution = _resolve(source, members, optimizer, requested, positions)
         settings = resolution.config
@@ -248,19 +258,21 @@ def _build(
     job = data = _communicator(settings, group, device)
 
     # Compare ranks before the collectives that depend on the arguments.
-    if agree_on_arguments(job, model, facts_of_arguments(model, resolution, mesh_param, mpu)):
+    if agree_on_arguments(job, known, facts_of_arguments(known, resolution, mesh_param, mpu)):
         spread_from_first(model, job)
 
     # The ranks of one pipeline position run the same layers, and form a pass group. Each builds its own layers.
     whole, place, pipe = job, None, None
+    copies: dict[int, CopiesElsewhere] = {}
     if pipeline is not None:
         rank_of = placement_of(settings.pipeline.schedule, positions, settings.pipeline.chunks)
         place = PipelineRanks.of(job.rank, job.world, positions, rank_of)
-        pipeline.build(place.stages, len(rank_of))
+        build_stages(pipeline, place, job)
         if positions > 1:
             whole = job.part(place.stage_ranks, "stage")
             pipe = job.part([list(ranks) for ranks in zip(*place.stage_ranks, strict=True)], "pipeline")
             data = whole
+            copies = tie(pipeline, place, job)
 
     sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
     lines = grid_of(whole, sequence, tensor, requested, mpu)
@@ -338,11 +350,12 @@ def _build(
                 accountant=accountant,
                 prescale=prescale_of(settings, domain.world),
                 compressor=reduction(settings, domain.ranks, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
-                leaves=leaves_of(model, settings.zero_optimization.leaf_module),
+                leaves=[*leaves_of(model, settings.zero_optimization.leaf_module), *modules_with(model, copies)],
                 homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
                 wires=wire_dtypes(model, settings),
                 plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
                 norm_group=job,
+                copies=copies,
             ),
         )
 

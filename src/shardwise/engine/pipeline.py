@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from shardwise.engine.engine import Engine
@@ -17,8 +18,11 @@ from shardwise.pipeline.actions import Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
 from shardwise.pipeline.lowering import with_communication
 from shardwise.pipeline.messages import form_of
+from shardwise.pipeline.partition import LayerCost
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
+from shardwise.registry import declare_part
+from shardwise.zero.passes.reduce import CopiesElsewhere
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -333,6 +337,43 @@ class _Work:
     def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool) -> None:
         """Differentiate."""
         self._engine.differentiate(roots, gradients, last=last)
+
+
+def build_stages(model: PipelineModule, place: PipelineRanks, job: Communicator) -> None:
+    """Build this rank's stages; layer times are measured on rank 0, if they decide (all ranks call)."""
+    costs = None
+    if model.measures and job.world > 1:
+        own = [asdict(cost) for cost in model.profile()] if job.rank == 0 else None
+        told = job.share_object(own, "pipeline_costs")
+        assert isinstance(told, list)
+        costs = [LayerCost(**cost) for cost in told]
+    model.build(place.stages, len(place.rank_of), costs=costs)
+
+
+def tie(model: PipelineModule, place: PipelineRanks, job: Communicator) -> dict[int, CopiesElsewhere]:
+    """Declare the parameters that other positions have, too, and copy the first position's values (all ranks call)."""
+    found = {}
+    for tied in model.tied_parameters():
+        positions = sorted({place.rank_of[stage] for stage in tied.users})
+        if len(positions) == 1:
+            continue
+        lines = [[place.stage_ranks[p][n] for p in positions] for n in range(len(place.stage_ranks[0]))]
+        if place.position not in positions:
+            continue
+        ranks = job.part(lines, f"copies of {tied.name}")
+        parameter = model.get_parameter(tied.name)
+        declare_part(parameter, ranks=range(len(place.stage_ranks[0])))
+        values = parameter.detach().to(job.device)
+        ranks.broadcast(values, 0, tied.name).wait()
+        with torch.no_grad():
+            parameter.copy_(values)
+        found[id(parameter)] = CopiesElsewhere(ranks, place.position == positions[0])
+    return found
+
+
+def modules_with(model: nn.Module, parameters: Collection[int]) -> list[nn.Module]:
+    """Return the modules that have some of the parameters, which are given by `id`, themselves."""
+    return [module for module in model.modules() if any(id(p) in parameters for p in module._parameters.values())]
 
 
 def positions_of(model: PipelineModule, source: Any, world: int) -> int:
