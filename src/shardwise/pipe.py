@@ -1,0 +1,44 @@
+"""Pipeline parallelism: models as layers, their stages, topologies, and schedules ([docs/pipeline.md])."""
+
+from shardwise.pipeline import (
+    SCHEDULES,
+    Schedule,
+    Simulation,
+    Times,
+    make_schedule,
+    simulate,
+    svg,
+    text_chart,
+    trace_events,
+    with_communication,
+)
+from shardwise.pipeline.idle import IdleTimes
+from shardwise.pipeline.module import LayerSpec, PipelineModule, PipelineStage, TiedLayerSpec
+from shardwise.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+__all__ = [
+    "SCHEDULES",
+    "IdleTimes",
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "PipelineStage",
+    "ProcessTopology",
+    "Schedule",
+    "Simulation",
+    "TiedLayerSpec",
+    "Times",
+    "make_schedule",
+    "simulate",
+    "svg",
+    "text_chart",
+    "trace_events",
+    "with_communication",
+]

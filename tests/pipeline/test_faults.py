@@ -1,0 +1,173 @@
+"""Bad input of pipelines: errors that name stage, layer and fix, on every rank, and no rank that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.errors import ConfigError, PeerLostError, PipelineError, ShardwiseError, UsageError
+from shardwise.pipe import LayerSpec, PipelineModule
+from tests.harness import run_ranks
+from tests.pipeline.training import WIDTH, Block, Setting, data, engine_of, layers, loss_of
+
+
+def refused(setting: Setting, run: Callable[[Any, Setting], Any]) -> tuple[str, str]:
+    """Return type and text of the error that a call raises on this rank."""
+    engine = engine_of(setting)
+    engine.train_batch(data(setting, 0))
+    try:
+        run(engine, setting)
+    except ShardwiseError as error:
+        return type(error).__name__, str(error)
+    finally:
+        engine.destroy()
+    return "", ""
+
+
+def short(engine: Any, setting: Setting) -> None:
+    engine.train_batch(iter(list(data(setting, 1))[: 4 - engine.is_last_stage()]))
+
+
+def none(engine: Any, setting: Setting) -> None:
+    engine.train_batch()
+
+
+def not_pairs(engine: Any, setting: Setting) -> None:
+    engine.train_batch(iter([inputs for inputs, _ in data(setting, 1)]))
+
+
+def forward(engine: Any, setting: Setting) -> None:
+    engine(torch.zeros(1))
+
+
+def backward(engine: Any, setting: Setting) -> None:
+    engine.backward(torch.zeros(1))
+
+
+def step(engine: Any, setting: Setting) -> None:
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (short, "train_batch(): 4 micro-batches are needed, and rank 1 has 3"),
+        (none, "4 micro-batches are needed, and rank 0 has 0, rank 1 has 0. Every rank with the first or the last"),
+        (not_pairs, "expected a pair (inputs, labels)"),
+        (forward, "Call engine.train_batch() or engine.eval_batch()"),
+        (backward, "Call engine.train_batch()"),
+        (step, "Call engine.train_batch()"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused_on_every_rank(run: Any, text: str) -> None:
+    for name, message in run_ranks(refused, 2, Setting(2), run):
+        assert name == "PipelineError" and text in message
+
+
+def test_a_data_loader_repeats_and_need_not_be_on_middle_ranks() -> None:
+    for losses in run_ranks(of_loader, 3):
+        assert len(losses) == 10 and losses[9] < losses[0]
+
+
+def of_loader() -> list[float]:
+    setting = Setting(3, micro_batches=2)
+    engine = engine_of(setting)
+    if engine.is_first_stage() or engine.is_last_stage():
+        engine.set_dataloader(list(data(Setting(3, micro_batches=3), 0)))
+    losses = [float(engine.train_batch()) for _ in range(10)]
+    engine.destroy()
+    return losses
+
+
+class Wrong(Block):
+    """Returns an object, or raises at the sixth call."""
+
+    calls = 0
+    raises = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        if self.raises and self.calls == 6:
+            raise ValueError("a bad sample")
+        return super().forward(x) if self.raises else object()
+
+
+class Raising(Wrong):
+    raises = True
+
+
+def broken(kind: type[nn.Module]) -> tuple[str, str]:
+    def made() -> list[Any]:
+        return [*layers()[:2], LayerSpec(kind, WIDTH), *layers()[2:]]
+
+    setting = Setting(2, made=made, options={"partition_method": [0, 3, 10]})
+    engine = engine_of(setting)
+    found = ("", "")
+    try:
+        for number in range(3):
+            engine.train_batch(data(setting, number))
+    except (ValueError, UsageError, PeerLostError) as error:
+        found = type(error).__name__, str(error)
+    engine.destroy()
+    return found
+
+
+def test_values_that_cannot_be_sent_and_stages_that_raise_end_the_batch_on_all_ranks() -> None:
+    (name, text), other = run_ranks(broken, 2, Wrong)
+    assert name == "UsageError" and "stage 0 of 2 (layers 0 to 2) has returned a value of type object" in text
+    assert other[0] == "PeerLostError" and "rank 0" in other[1]
+    (name, text), other = run_ranks(broken, 2, Raising)
+    assert (name, text) == ("ValueError", "a bad sample")
+    assert other[0] == "PeerLostError"
+
+
+def built(stages: int | None, config: dict[str, Any], **options: Any) -> tuple[str, str]:
+    try:
+        model = PipelineModule(layers(), num_stages=stages, loss_fn=loss_of, **options)
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, **config}
+        shardwise.initialize(model=model, config=settings)[0].destroy()
+    except (ConfigError, UsageError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("stages", "config", "text"),
+    [
+        (None, {}, "the pipeline has no number of stages: set `pipeline.stages`"),
+        (3, {}, "a pipeline over 3 ranks cannot have 2 ranks"),
+        (2, {"pipeline": {"stages": 1}}, "pipeline.stages is 1, and PipelineModule(num_stages=2)"),
+        (2, {"pipeline": {"schedule": "zbw"}}, "did you mean 'zbv'"),
+        (2, {"pipeline": {"schedule": "zbv", "chunks": 3}}, "3 stages on each rank, expected 2"),
+        (2, {"pipeline": {"schedule": "interleaved", "chunks": 8}}, "16"),
+    ],
+)
+def test_pipelines_that_cannot_be_built_are_refused(stages: Any, config: dict[str, Any], text: str) -> None:
+    for _, message in run_ranks(built, 2, stages, config):
+        assert text in message
+
+
+def test_two_batches_after_an_ordinary_backward_pass() -> None:
+    assert run_ranks(after_another, 2) == [True, True]
+
+
+def after_another() -> bool:
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    setting = Setting(2)
+    engine = engine_of(setting)
+    losses = []
+    for number in range(2):
+        losses.append(float(engine.train_batch(data(setting, number))))
+        plain(torch.ones(1, 2)).sum().backward()
+    engine.destroy()
+    return all(map(torch.isfinite, map(torch.tensor, losses)))
+
+
+def test_pipeline_errors_are_usage_errors() -> None:
+    assert issubclass(PipelineError, UsageError)

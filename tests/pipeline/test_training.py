@@ -1,0 +1,353 @@
+"""Training of pipelines: equal to one process, and to each other, in every layout and schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.pipe import LayerSpec
+from tests.harness import run_ranks
+from tests.pipeline.training import (
+    ROWS,
+    WIDTH,
+    WORDS,
+    Block,
+    Run,
+    Setting,
+    alone,
+    batch,
+    data,
+    engine_of,
+    layers,
+    place_of,
+    train,
+    train_all,
+    untied,
+)
+
+SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v"]
+
+
+def check(runs: list[Run], expected: Run) -> None:
+    """Compare ranks with one process: losses and norms on all ranks, and the parameters that each has."""
+    for run in runs:
+        assert run.losses == runs[0].losses and run.norms == runs[0].norms
+        torch.testing.assert_close(run.losses, expected.losses, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(run.norms, expected.norms, rtol=1e-5, atol=1e-6)
+        for name, values in run.parameters.items():
+            torch.testing.assert_close(values, expected.parameters[name], rtol=0, atol=1e-6, msg=name)
+    assert {name for run in runs for name in run.parameters} == set(expected.parameters)
+
+
+def equal(one: Run, other: Run) -> None:
+    """Compare two runs bit by bit; norms of other layouts are summed in another order."""
+    assert one.losses == other.losses
+    torch.testing.assert_close(one.norms, other.norms, rtol=1e-12, atol=0)
+    for name in one.parameters.keys() & other.parameters.keys():
+        assert torch.equal(one.parameters[name], other.parameters[name]), name
+
+
+@pytest.mark.parametrize(("stages", "places"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("made", [layers, untied])
+def test_every_schedule_and_stage_of_zero_is_equal_to_one_process(stages: int, places: int, made: Any) -> None:
+    """Where copies of a tied weight are on one rank, their gradients are added up in another order."""
+    expected = alone(Setting(made=made), places)
+    for zero in (0, 1, 2, 3):
+        settings = [Setting(stages, schedule, zero, made=made) for schedule in SCHEDULES]
+        found = run_ranks(train_all, stages * places, settings)
+        by_setting = list(zip(*found, strict=True))
+        for runs in by_setting:
+            check(list(runs), expected)
+            for run in runs:
+                for reference in by_setting[0] if made is untied else ():
+                    equal(run, reference)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_gradients_are_those_of_the_mean_over_micro_batches(micro_batches: int) -> None:
+    settings = [Setting(2, schedule, 1, micro_batches) for schedule in ("1f1b", "interleaved", "zb-h1")]
+    expected = alone(settings[0], 1)
+    for runs in zip(*run_ranks(train_all, 2, settings), strict=True):
+        check(list(runs), expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_that_of_one_stage(precision: str) -> None:
+    """Also with an overflow on the way, on which all stages agree."""
+    section: dict[str, Any] = {"enabled": True}
+    if precision == "fp16":
+        section |= {"initial_scale_power": 24, "loss_scale_window": 2}
+    config = {precision: section}
+    one, *others = [
+        run_ranks(train, 2 * stages, Setting(stages, schedule, 1, steps=12, config=config, made=untied))
+        for stages, schedule in [(1, "1f1b"), (2, "1f1b"), (2, "zb-h1"), (2, "interleaved")]
+    ]
+    for runs in others:
+        for run in runs:
+            assert run.losses == one[0].losses and run.skipped == one[0].skipped
+            for name, values in run.parameters.items():
+                torch.testing.assert_close(values, one[0].parameters[name], rtol=0, atol=1e-6)
+    assert (one[0].skipped > 0) == (precision == "fp16")
+
+
+def counted(output: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean over the ids that are not 0, and their number."""
+    losses = nn.functional.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="none")
+    valid = ids.flatten() > 2
+    return (losses * valid).sum() / valid.sum().clamp(min=1), valid.sum()
+
+
+def test_losses_are_weighted_by_their_tokens() -> None:
+    setting = Setting(2, "1f1b", 1, loss=counted)
+    expected = one_batch(setting, 2)
+    for run in run_ranks(train, 4, setting):
+        torch.testing.assert_close(run.losses, expected.losses, rtol=1e-5, atol=1e-6)
+        for name, values in run.parameters.items():
+            torch.testing.assert_close(values, expected.parameters[name], rtol=0, atol=2e-6)
+
+
+def one_batch(setting: Setting, places: int) -> Run:
+    """Train on the mean over the tokens of all micro-batches and places."""
+
+    def loss(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return counted(output, ids)[0]
+
+    def together(step: int, *_: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [setting.batches(step, n, place) for n in range(setting.micro_batches) for place in range(places)]
+        ids = torch.cat([inputs for inputs, _ in parts])
+        return ids, ids
+
+    return alone(Setting(micro_batches=1, loss=loss, batches=together), 1)
+
+
+def of_many_lengths(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return micro-batches whose lengths change inside of a step, and from step to step."""
+    length = [8, 16, 8, 12][micro_batch] if step == 1 else 6 + step
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + place)
+    ids = torch.randint(0, WORDS, (ROWS, length), generator=generator)
+    return ids, ids
+
+
+def test_shapes_may_change_between_micro_batches_and_steps() -> None:
+    settings = [Setting(2, schedule, 1, steps=5, batches=of_many_lengths) for schedule in ("1f1b", "zbv")]
+    expected = alone(settings[0], 2)
+    for runs in zip(*run_ranks(train_all, 4, settings), strict=True):
+        check(list(runs), expected)
+
+
+class Nested(nn.Module):
+    """Passes on a dictionary with a mask, None, a number, and a tensor that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = {"x": value, "mask": torch.ones(value.shape[:2], dtype=torch.bool), "no": None, "count": 1, "y": value}
+        assert value["no"] is None
+        x = self.linear(value["x"]) * value["mask"][..., None] + value["y"] * value["count"]
+        return {**value, "x": torch.tanh(x), "count": value["count"] + 1, "kept": (x.detach(), [value["y"]])}
+
+
+class Joined(nn.Module):
+    """Makes a tensor of what `Nested` passes on."""
+
+    def forward(self, value: Any) -> torch.Tensor:
+        return value["x"] + value["kept"][1][0] + value["kept"][0]
+
+
+def nested() -> list[Any]:
+    return [*layers()[:2], *(LayerSpec(Nested) for _ in range(4)), LayerSpec(Joined), *layers()[-2:]]
+
+
+def test_values_between_stages_may_be_nested() -> None:
+    settings = [Setting(stages, schedule, 1, made=nested) for stages, schedule in [(3, "1f1b"), (3, "zb-h1")]]
+    expected = alone(settings[0], 1)
+    for runs in zip(*run_ranks(train_all, 3, settings), strict=True):
+        check(list(runs), expected)
+
+
+class Frozen(Block):
+    """A block without trained parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.requires_grad_(False)
+
+
+class Sometimes(Block):
+    """A block that only even ranks use."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if dist.is_initialized() and dist.get_rank() % 2 == 0 else x
+
+
+def frozen_first() -> list[Any]:
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *(LayerSpec(Frozen, WIDTH) for _ in range(3)), *layers(3)[1:-1], last()]
+
+
+def frozen_last() -> list[Any]:
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *layers(3)[1:-2], *(LayerSpec(Frozen, WIDTH) for _ in range(4)), last(False)]
+
+
+def last(trained: bool = True) -> LayerSpec:
+    return LayerSpec(_Last, trained)
+
+
+class _Last(nn.Linear):
+    def __init__(self, trained: bool) -> None:
+        super().__init__(WIDTH, WORDS)
+        self.requires_grad_(trained)
+
+
+def sometimes() -> list[Any]:
+    return [*layers(3)[:-2], LayerSpec(Sometimes, WIDTH), LayerSpec(Sometimes, WIDTH), *layers()[-2:]]
+
+
+@pytest.mark.parametrize("made", [frozen_first, frozen_last])
+def test_stages_without_trained_parameters(made: Any) -> None:
+    settings = [Setting(2, schedule, 1, made=made) for schedule in ("1f1b", "zb-h1", "zbv")]
+    expected = alone(settings[0], 1)
+    for runs in zip(*run_ranks(train_all, 2, settings), strict=True):
+        check(list(runs), expected)
+
+
+def test_branches_that_some_ranks_do_not_use() -> None:
+    one = run_ranks(train, 2, Setting(1, "1f1b", 1, made=sometimes))
+    for zero, schedule in ((0, "1f1b"), (2, "zb-h1"), (3, "1f1b")):
+        for run in run_ranks(train, 4, Setting(2, schedule, zero, made=sometimes)):
+            torch.testing.assert_close(run.losses, one[0].losses, rtol=1e-6, atol=1e-6)
+
+
+def recomputing(interval: int) -> tuple[Run, int]:
+    calls = 0
+
+    class Counted(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return super().forward(x)
+
+    def made() -> list[Any]:
+        return [layers()[0], *(LayerSpec(Counted, WIDTH) for _ in range(6)), *layers()[-2:]]
+
+    options = {"activation_checkpoint_interval": interval}
+    return train(Setting(2, "1f1b", 1, steps=1, made=made, options=options)), calls
+
+
+def test_the_interval_of_recomputation_is_used() -> None:
+    expected = alone(Setting(steps=1), 1)
+    for interval, factor in ((0, 1), (1, 2), (2, 2)):
+        found = run_ranks(recomputing, 2, interval)
+        check([run for run, _ in found], expected)
+        assert sum(calls for _, calls in found) == 6 * 4 * factor
+
+
+def evaluating(setting: Setting) -> tuple[list[float], list[float], list[int], bool]:
+    engine = engine_of(setting)
+    losses, evaluated, shapes = [], [], []
+    for step in range(setting.steps):
+        losses.append(float(engine.train_batch(data(setting, step))))
+        evaluated.append(float(engine.eval_batch(data(setting, 90))))
+        outputs = engine.inference_batch(data(setting, 90))
+        shapes = [] if outputs is None else [len(outputs), *outputs[0].shape]
+        each = engine.eval_batch(data(setting, 90), reduce_output=None)
+        assert len(each) == setting.micro_batches and engine.module.training
+    is_last = engine.is_last_stage()
+    engine.destroy()
+    return losses, evaluated, shapes, is_last
+
+
+def test_evaluation_changes_nothing_and_gives_all_ranks_the_loss() -> None:
+    setting = Setting(2, "1f1b", 1)
+    expected = alone(setting, 2)
+    found = run_ranks(evaluating, 4, setting)
+    for losses, evaluated, shapes, is_last in found:
+        torch.testing.assert_close(losses, expected.losses, rtol=1e-6, atol=1e-6)
+        assert evaluated == found[0][1] and evaluated[0] != evaluated[1]
+        assert shapes == ([4, 2, 5, WORDS] if is_last else [])
+
+
+@pytest.mark.parametrize(
+    "other", [(2, 2, "zbv", 1), (4, 2, "1f1b", 3), (2, 1, "1f1b", 2), (1, 1, "1f1b", 0), (3, 3, "interleaved", 0)]
+)
+def test_checkpoints_load_into_every_layout(tmp_path: Path, other: tuple[int, int, str, int]) -> None:
+    world, stages, schedule, zero = other
+    run_ranks(train, 4, Setting(2, "1f1b", 1, steps=2), 0, None, str(tmp_path))
+    expected = alone(Setting(steps=4), 2)
+    places = world // stages
+    setting = Setting(stages, schedule, zero, micro_batches=8 // places, steps=2, batches=Spread(places))
+    for run in run_ranks(train, world, setting, 2, str(tmp_path)):
+        torch.testing.assert_close(run.losses, expected.losses[2:], rtol=1e-5, atol=1e-6)
+        for name, values in run.parameters.items():
+            torch.testing.assert_close(values, expected.parameters[name], rtol=0, atol=2e-6, msg=name)
+
+
+class Spread:
+    """The samples of two places with 4 micro-batches each, on one or two places."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+
+    def __call__(self, step: int, number: int, place: int) -> Any:
+        return batch(step, number, place) if self.places == 2 else batch(step, number // 2, number % 2)
+
+
+def resumed(setting: Setting, directory: str) -> tuple[list[float], list[float]]:
+    engine = engine_of(setting)
+    first = [float(engine.train_batch(data(setting, step))) for step in range(2)]
+    engine.save_checkpoint(directory)
+    first += [float(engine.train_batch(data(setting, step))) for step in range(2, 4)]
+    engine.destroy()
+    engine = engine_of(setting)
+    engine.load_checkpoint(directory)
+    again = [float(engine.train_batch(data(setting, step))) for step in range(2, 4)]
+    engine.destroy()
+    return first[2:], again
+
+
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("zbv", 3)])
+def test_training_continues_from_a_checkpoint_bit_by_bit(tmp_path: Path, schedule: str, zero: int) -> None:
+    for went_on, again in run_ranks(resumed, 4, Setting(2, schedule, zero), str(tmp_path)):
+        assert again == went_on
+
+
+def test_offloaded_state() -> None:
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    expected = alone(Setting(), 2)
+    check(run_ranks(train, 4, Setting(2, "1f1b", 2, config=config)), expected)
+
+
+def idle(setting: Setting) -> tuple[str, float, int, str]:
+    engine = engine_of(setting)
+    engine.train_batch(data(setting, 0))
+    with engine.record_idle() as times:
+        engine.train_batch(data(setting, 1))
+    engine.destroy()
+    return str(times), times.idle_share, len(times.spans), times.svg()
+
+
+def test_idle_times_are_those_of_all_ranks() -> None:
+    found = run_ranks(idle, 2, Setting(2, "1f1b"))
+    for text, share, spans, picture in found:
+        assert 0 < share < 1 and spans == 2 * 2 * 4
+        assert "idle share of all ranks" in text and picture.startswith("<svg")
+    assert found[0] == found[1]
+
+
+def test_places_are_those_of_the_topology() -> None:
+    assert run_ranks(places, 4) == [(0, True, False, 0), (0, True, False, 1), (1, False, True, 0), (1, False, True, 1)]
+
+
+def places() -> tuple[int, bool, bool, int]:
+    engine = engine_of(Setting(2))
+    found = engine.get_pipeline_parallel_rank(), engine.is_first_stage(), engine.is_last_stage(), place_of(2)
+    assert engine.pipeline_parallelism and engine.data.rank == found[3]
+    engine.destroy()
+    return found

@@ -1,0 +1,168 @@
+"""A small language model as layers of a pipeline, and its training in one process and on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+WORDS, WIDTH, ROWS, LENGTH = 11, 8, 2, 5
+MICRO_BATCHES = 4
+CLIP = 0.5
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def head(embedding: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the tied head."""
+    return F.linear(x, embedding.weight)
+
+
+def loss_of(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(output.flatten(0, 1).float(), ids.flatten())
+
+
+def layers(blocks: int = 6) -> list[Any]:
+    """Return the layers: a tied embedding, blocks, a norm, the head."""
+    return [
+        TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH),
+        *(LayerSpec(Block, WIDTH) for _ in range(blocks)),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH, forward_fn=head),
+    ]
+
+
+class Logits(nn.Linear):
+    """A head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WORDS, bias=False)
+
+
+def untied() -> list[Any]:
+    """Return the layers with a head of its own."""
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *layers()[1:-1], LayerSpec(Logits)]
+
+
+def model_of(stages: int, made: Callable[[], list[Any]] = layers, loss: Any = loss_of, **options: Any) -> PipelineModule:
+    """Return the model with equal weights on any number of stages."""
+    torch.manual_seed(0)
+    return PipelineModule(made(), num_stages=stages, loss_fn=loss, **options)
+
+
+def batch(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and labels of a micro-batch of a data-parallel rank."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + place)
+    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
+    return ids, ids
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training run. `config`: further sections; `made`: of the layers; `batches`: of a step, micro-batch and place."""
+
+    stages: int = 2
+    schedule: str = "1f1b"
+    zero: int = 0
+    micro_batches: int = MICRO_BATCHES
+    steps: int = 3
+    config: Mapping[str, Any] = field(default_factory=dict)
+    made: Callable[[], list[Any]] = layers
+    loss: Any = loss_of
+    batches: Callable[[int, int, int], Any] = batch
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """Losses and gradient norms by step, parameters by name, and how many optimizer steps were skipped."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, torch.Tensor]
+    skipped: int = 0
+
+
+def alone(setting: Setting, places: int) -> Run:
+    """Train in one process with plain PyTorch, on the data of all places."""
+    model = model_of(1, setting.made, setting.loss, **setting.options)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    losses, norms = [], []
+    for step in range(setting.steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for number in range(setting.micro_batches):
+            for place in range(places):
+                inputs, labels = setting.batches(step, number, place)
+                loss = setting.loss(model(inputs), labels) / (setting.micro_batches * places)
+                loss.backward()
+                total += float(loss.detach())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(total)
+    return Run(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def engine_of(setting: Setting) -> Any:
+    """Return the engine of a setting."""
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": setting.micro_batches,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": setting.zero, "stage3_param_persistence_threshold": 0},
+        "pipeline": {"schedule": setting.schedule},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        **setting.config,
+    }
+    model = model_of(setting.stages, setting.made, setting.loss, **setting.options)
+    return shardwise.initialize(model=model, config=config)[0]
+
+
+def place_of(stages: int) -> int:
+    """Return the data-parallel place of this rank."""
+    return dist.get_rank() % (dist.get_world_size() // stages)
+
+
+def data(setting: Setting, step: int) -> Iterator[Any]:
+    """Return the micro-batches of a step on this rank."""
+    place = place_of(setting.stages)
+    return iter([setting.batches(step, number, place) for number in range(setting.micro_batches)])
+
+
+def train(setting: Setting, first: int = 0, load: str | None = None, save: str | None = None) -> Run:
+    """Train on this rank; the parameters are those of this rank's stages."""
+    engine = engine_of(setting)
+    if load is not None:
+        engine.load_checkpoint(load)
+    losses, norms = [], []
+    for step in range(first, first + setting.steps):
+        losses.append(float(engine.train_batch(data(setting, step))))
+        norms.append(float(engine.last_step.grad_norm))
+    if save is not None:
+        engine.save_checkpoint(save)
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return Run(losses, norms, {n: p.detach().clone().float() for n, p in engine.module.named_parameters()}, skipped)
+
+
+def train_all(settings: list[Setting]) -> list[Run]:
+    """Train several settings one after the other on this rank."""
+    return [train(setting) for setting in settings]
