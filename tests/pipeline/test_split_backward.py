@@ -26,7 +26,9 @@ class Mixed(nn.Module):
         x = self.twice(self.twice(x) * self.gain + x)
         x = self.conv(self.frozen(x))
         one, *others = self.gpt(x).split(2, -1)
-        return torch.cat([one, *others[::-1]], -1) @ self.twice.weight + F.linear(x, weight=self.second.weight.T[:8, :8])
+        return torch.cat([one, *others[::-1]], -1) @ self.twice.weight + F.linear(
+            x, weight=self.second.weight.T[:8, :8]
+        )
 
 
 def gradients(model: nn.Module, x: torch.Tensor, gradient: torch.Tensor, *, split: bool) -> tuple[list[str], list[str]]:
@@ -68,7 +70,9 @@ def test_gradients_of_both_parts_are_those_of_one_pass() -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             exact = name not in set(first) & set(second)
-            assert torch.equal(parameter.grad, expected[name]) if exact else torch.allclose(parameter.grad, expected[name])
+            assert (
+                torch.equal(parameter.grad, expected[name]) if exact else torch.allclose(parameter.grad, expected[name])
+            )
 
 
 def test_inputs_without_a_gradient_and_recomputation() -> None:

@@ -149,7 +149,13 @@ class Nested(nn.Module):
 
     def forward(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            value = {"x": value, "mask": torch.ones(value.shape[:2], dtype=torch.bool), "no": None, "count": 1, "y": value}
+            value = {
+                "x": value,
+                "mask": torch.ones(value.shape[:2], dtype=torch.bool),
+                "no": None,
+                "count": 1,
+                "y": value,
+            }
         assert value["no"] is None
         x = self.linear(value["x"]) * value["mask"][..., None] + value["y"] * value["count"]
         return {**value, "x": torch.tanh(x), "count": value["count"] + 1, "kept": (x.detach(), [value["y"]])}
@@ -189,11 +195,21 @@ class Sometimes(Block):
 
 
 def frozen_first() -> list[Any]:
-    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *(LayerSpec(Frozen, WIDTH) for _ in range(3)), *layers(3)[1:-1], last()]
+    return [
+        LayerSpec(nn.Embedding, WORDS, WIDTH),
+        *(LayerSpec(Frozen, WIDTH) for _ in range(3)),
+        *layers(3)[1:-1],
+        last(),
+    ]
 
 
 def frozen_last() -> list[Any]:
-    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *layers(3)[1:-2], *(LayerSpec(Frozen, WIDTH) for _ in range(4)), last(False)]
+    return [
+        LayerSpec(nn.Embedding, WORDS, WIDTH),
+        *layers(3)[1:-2],
+        *(LayerSpec(Frozen, WIDTH) for _ in range(4)),
+        last(False),
+    ]
 
 
 def last(trained: bool = True) -> LayerSpec:

@@ -62,7 +62,9 @@ def untied() -> list[Any]:
     return [LayerSpec(nn.Embedding, WORDS, WIDTH), *layers()[1:-1], LayerSpec(Logits)]
 
 
-def model_of(stages: int, made: Callable[[], list[Any]] = layers, loss: Any = loss_of, **options: Any) -> PipelineModule:
+def model_of(
+    stages: int, made: Callable[[], list[Any]] = layers, loss: Any = loss_of, **options: Any
+) -> PipelineModule:
     """Return the model with equal weights on any number of stages."""
     torch.manual_seed(0)
     return PipelineModule(made(), num_stages=stages, loss_fn=loss, **options)

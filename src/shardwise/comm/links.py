@@ -54,6 +54,10 @@ class Link:
         while self._sent:
             self._end_oldest()
 
+    def close(self) -> None:
+        """Release messages under way; torch keeps the connection open as long as one is referred to."""
+        self._sent.clear()
+
     def receive(self, tensors: Sequence[torch.Tensor], label: str) -> list[Handle]:
         """Launch the receiving of the next message into tensors of its shapes; the caller waits for the handles."""
         return [self._comm.broadcast(tensor, self._source, label, self._kind) for tensor in tensors]

@@ -293,6 +293,11 @@ class PipelineEngine(Engine):
         """Raise PipelineError: `train_batch` steps."""
         raise PipelineError("engine.step(): a pipeline runs whole batches. Call engine.train_batch()")
 
+    @override
+    def destroy(self) -> None:
+        self._runtime.close()
+        super().destroy()
+
     # -- computations of a stage ---------------------------------------------------------------------------------------
 
     def run_stage(self, stage: int, value: Any) -> Any:

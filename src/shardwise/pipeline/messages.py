@@ -112,14 +112,22 @@ class Sender:
 
 
 class Receiver:
-    """Receives activations or gradients in the order in which the peer sends them, one message ahead.
+    """Receives activations or gradients in the order in which the peer sends them.
 
     `begin` gives the keys of the coming messages; `take` waits for the message of a key, and keeps those that come
-    before it.
+    before it. `ahead`: the receiving of the next message is launched before it is needed. Not on Gloo, where a process
+    group cannot be destroyed during a receive: after an error here, peers would wait for the limit of a collective.
     """
 
-    def __init__(self, link: Link, device: torch.device, form_for: Callable[[Any], Form | None] | None = None) -> None:
-        self._link, self._device = link, device
+    def __init__(
+        self,
+        link: Link,
+        device: torch.device,
+        form_for: Callable[[Any], Form | None] | None = None,
+        *,
+        ahead: bool,
+    ) -> None:
+        self._link, self._device, self._ahead = link, device, ahead
         self._form_for = form_for
         self._last: Form | None = None
         self._coming: deque[Any] = deque()
@@ -134,7 +142,7 @@ class Receiver:
 
     def look_ahead(self) -> None:
         """Launch the receiving of the next message, if its form is known."""
-        if self._posted is None and self._coming and (form := self._known_form()) is not None:
+        if self._ahead and self._posted is None and self._coming and (form := self._known_form()) is not None:
             self._post(form)
 
     def _known_form(self) -> Form | None:
@@ -173,6 +181,10 @@ class Receiver:
             self._last = Form.decoded(bytes(data.cpu().tolist()))
         assert self._last is not None
         return self._last
+
+    def close(self) -> None:
+        """Release messages under way, and those that have not been taken."""
+        self._posted, self._here = None, {}
 
 
 def _shown(form: Form | None) -> str:

@@ -106,7 +106,9 @@ class Runtime:
                     self._senders[owner, what] = link if plain else senders.setdefault(link, Sender(link, self._device))
                 else:
                     form_for = None if what == "activations" else self._forms.get
-                    receiver = receivers.setdefault(link, Receiver(link, self._device, form_for))
+                    if link not in receivers:
+                        receivers[link] = Receiver(link, self._device, form_for, ahead=not whole.waits_on_host)
+                    receiver = receivers[link]
                     self._receivers[owner, what] = receiver
         self._links = list(links.values())
         self._held: dict[tuple[int, int], _Held] = {}
@@ -165,6 +167,14 @@ class Runtime:
         elif op is Op.RECV_BACKWARD:
             source = action.stage + 1, action.micro_batch
             self._gradients[source] = self._receivers[action.stage + 1, "gradients"].take(source)[1]
+
+    def close(self) -> None:
+        """Release all values and messages, also after a batch that an error has ended."""
+        self._held, self._values, self._gradients = {}, {}, {}
+        for receiver in set(self._receivers.values()):
+            receiver.close()
+        for link in self._links:
+            link.close()
 
     def _begin(self, schedule: Schedule, fixed: bool) -> None:
         self._held, self._values, self._gradients = {}, {}, {}
