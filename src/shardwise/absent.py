@@ -6,7 +6,11 @@ The drop-in raises the reason when such a name is imported, the engine when such
 from __future__ import annotations
 
 # Features that are not built yet.
-PIPELINE = "pipeline parallelism is not built yet"
+PIPELINE = (
+    "it is an inner part of DeepSpeed's pipelines: here schedules are lists of actions (shardwise.pipe.make_schedule), "
+    "and the messages between stages may have any form"
+)
+DUAL_PIPE = "write the schedule into the configuration: `pipeline.schedule` \"dualpipe-v\" with a PipelineModule"
 TENSOR = (
     "layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says "
     "(shardwise.tp_model_init); there are no policies or classes to build them of"
@@ -83,10 +87,13 @@ _ENGINE: dict[str, str] = {
         "_change_recovery_script_permissions _get_zero_param_shapes _get_zero_frozen_param_attributes "
         "_get_buffer_names _get_shared_params _get_non_moe_state_dict _common_checkpoint_state"
     ),
+    "only the engine of a pipeline runs whole batches: pass a shardwise.pipe.PipelineModule to initialize()": (
+        "train_batch eval_batch inference_batch set_dataloader set_dataiterator set_batch_fn is_first_stage "
+        "is_last_stage get_pipeline_parallel_rank num_stages stage_id record_idle"
+    ),
     PIPELINE: (
-        "grid train_batch eval_batch set_dataloader set_dataiterator set_batch_fn is_first_stage is_last_stage "
-        "get_pipeline_parallel_rank set_has_attention_mask reset_activation_shape get_additional_losses "
-        "log_for_device tput_log is_pipe_parallel num_stages stage_id"
+        "grid set_has_attention_mask reset_activation_shape get_additional_losses log_for_device tput_log "
+        "is_pipe_parallel"
     ),
     "the module of this engine has no such method, and the hybrid engine, which would have one, is not built yet": (
         "generate fuse_lora_weight unfuse_lora_weight"

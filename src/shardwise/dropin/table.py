@@ -11,6 +11,7 @@ from shardwise.absent import (
     AUTOTUNER,
     COMPRESS,
     DATA,
+    DUAL_PIPE,
     ELASTIC,
     FILES,
     FPDT,
@@ -307,7 +308,8 @@ _CHECKPOINTING = merge(
 )
 _DIVIDED = classes("shardwise.parallel.tensor.layers", "LinearLayer = ColumnParallel", "LinearAllreduce = RowParallel")
 _TRANSFORMER = "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"
-_PIPELINE_MODULE = stubs(PIPELINE, "PipelineModule LayerSpec TiedLayerSpec")
+_PIPELINE_MODULE = classes("shardwise.pipe", "PipelineModule", "LayerSpec", "TiedLayerSpec")
+_PIPELINE_ENGINE = classes("shardwise.engine", "PipelineEngine")
 
 _ENGINES = "checkpoints are written by `shardwise.checkpoint`, which has no exchangeable engines"
 _ONEBIT = "1-bit optimizers communicate through torch.distributed's process groups, without backends of their own"
@@ -379,7 +381,7 @@ _FLOPS_PROFILER = merge(
 )
 _UNKNOWN = "no script is known that imports a name of it"
 _OLD = "scripts for its versions of 2020 and 2021 import it"
-_TOPOLOGY = stubs(PIPELINE, "ProcessTopology")
+_TOPOLOGY = classes("shardwise.pipe", "ProcessTopology")
 
 TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed": merge(
@@ -405,7 +407,9 @@ TABLE: dict[str, dict[str, Entry]] = {
         values(f"{_ADAPT}.constants", "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
         values(f"{_ADAPT}.constants", "HAS_TRITON", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
         modules("zero = deepspeed.runtime.zero", "dist = deepspeed.comm"),
-        stubs(PIPELINE, "PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule"),
+        classes("shardwise.pipe", "PipelineModule"),
+        _PIPELINE_ENGINE,
+        stubs(DUAL_PIPE, "DualPipeVEngine DualPipeVModule"),
         stubs(INFERENCE, "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig"),
         stubs(HYBRID, "DeepSpeedHybridEngine"),
         functions("shardwise.parallel", "tp_model_init(model, tp_size, dtype, config=None)"),
@@ -849,18 +853,23 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.pipe": merge(_PIPELINE_MODULE, _TOPOLOGY),
     "deepspeed.runtime.pipe": merge(_PIPELINE_MODULE, _TOPOLOGY),
-    "deepspeed.runtime.pipe.module": merge(_PIPELINE_MODULE, stubs(PIPELINE, "PipelineError")),
+    "deepspeed.runtime.pipe.module": merge(
+        _PIPELINE_MODULE, classes("shardwise.errors", "PipelineError")
+    ),
     "deepspeed.runtime.pipe.engine": merge(
         _ENGINE,
+        _PIPELINE_ENGINE,
         stubs(
             PIPELINE,
-            "PipelineEngine TRAIN_BATCH_TIMER BATCH_INPUT_TIMER PIPE_SEND_OUTPUT_TIMER PIPE_RECV_INPUT_TIMER "
+            "TRAIN_BATCH_TIMER BATCH_INPUT_TIMER PIPE_SEND_OUTPUT_TIMER PIPE_RECV_INPUT_TIMER "
             "PIPE_SEND_GRAD_TIMER PIPE_RECV_GRAD_TIMER _tensor_bytes",
         ),
     ),
     "deepspeed.runtime.pipe.topology": merge(
         _TOPOLOGY,
-        stubs(PIPELINE, "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"),
+        classes(
+            "shardwise.pipe", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid"
+        ),
     ),
     "deepspeed.runtime.pipe.schedule": stubs(
         PIPELINE,

@@ -117,6 +117,16 @@ class PipelineEngine(Engine):
         """Return this rank's position in its pipeline."""
         return self._place.position
 
+    @property
+    def num_stages(self) -> int:
+        """Number of ranks of the pipeline."""
+        return len(self._place.ranks)
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's position in its pipeline."""
+        return self._place.position
+
     def _stage_name(self, stage: int) -> str:
         return f"stage {stage} of {len(self._place.rank_of)} ({self._model.layers_of(stage)})"
 
