@@ -10,7 +10,7 @@ PIPELINE = (
     "it is an inner part of DeepSpeed's pipelines: here schedules are lists of actions (shardwise.pipe.make_schedule), "
     "and the messages between stages may have any form"
 )
-DUAL_PIPE = "write the schedule into the configuration: `pipeline.schedule` \"dualpipe-v\" with a PipelineModule"
+DUAL_PIPE = 'write the schedule into the configuration: `pipeline.schedule` "dualpipe-v" with a PipelineModule'
 TENSOR = (
     "layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says "
     "(shardwise.tp_model_init); there are no policies or classes to build them of"

@@ -139,9 +139,8 @@ def built(stages: int | None, config: dict[str, Any], **options: Any) -> tuple[s
 @pytest.mark.parametrize(
     ("stages", "config", "text"),
     [
-        (None, {}, "the pipeline has no number of stages: set `pipeline.stages`"),
-        (3, {}, "a pipeline over 3 ranks cannot have 2 ranks"),
-        (2, {"pipeline": {"stages": 1}}, "pipeline.stages is 1, and PipelineModule(num_stages=2)"),
+        (3, {}, "pipeline.stages: is 3, but there are 2 ranks; choose a divisor of 2"),
+        (2, {"pipeline": {"stages": 1}}, "is 1, but the PipelineModule has num_stages=2; remove one"),
         (2, {"pipeline": {"schedule": "zbw"}}, "did you mean 'zbv'"),
         (2, {"pipeline": {"schedule": "zbv", "chunks": 3}}, "3 stages on each rank, expected 2"),
         (2, {"pipeline": {"schedule": "interleaved", "chunks": 8}}, "16"),

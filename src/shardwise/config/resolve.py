@@ -135,10 +135,15 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
 
 
 _TENSOR = "tensor_parallel.autotp_size"
+_STAGES = "pipeline.stages"
 
 
 def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple[int, list[Problem]]:
-    """Resolve the tensor- and sequence-parallel sizes; return the number of data-parallel groups."""
+    """Resolve the sizes of model parallelism; return the number of data-parallel groups."""
+    positions, problem = _positions(config, world_size, facts)
+    if problem is not None:
+        return world_size, [problem]
+    world_size //= positions
     for path, now, argument in (
         ("sequence_parallel_size", config.sequence_parallel_size, facts.sequence_parallel_size),
         (_TENSOR, config.tensor_parallel.size, facts.tensor_parallel_size),
@@ -149,7 +154,6 @@ def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple
             return world_size, [Problem(path, message, ConflictError)]
     sequence = config.sequence_parallel_size = facts.sequence_parallel_size or config.sequence_parallel_size
     tensor = config.tensor_parallel.autotp_size = facts.tensor_parallel_size or config.tensor_parallel.size
-    world_size //= facts.pipeline_stages
     share = sequence * tensor
     path = "sequence_parallel_size" if tensor == 1 else _TENSOR
     if world_size % share:
@@ -165,6 +169,23 @@ def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple
         message = f"is {wanted}, but {world_size} ranks of which {share} share {what} are {copies}; remove the key"
         return copies, [Problem("data_parallel_size", message, ConflictError)]
     return copies, []
+
+
+def _positions(config: Config, world_size: int, facts: Facts) -> tuple[int, Problem | None]:
+    """Resolve the number of ranks of a pipeline."""
+    written, wanted = config.pipeline.stages, facts.pipeline_stages
+    configured = 1 if written == "auto" else int(written)
+    if written != "auto" and wanted not in (None, configured):
+        message = f"is {configured}, but the PipelineModule has num_stages={wanted}; remove one"
+        return 1, Problem(_STAGES, message, ConflictError)
+    positions = config.pipeline.stages = wanted or configured
+    if positions < 1 or world_size % positions:
+        message = (
+            f"is {positions}, but there are {world_size} ranks; choose a divisor of {world_size}, or start a multiple "
+            f"of {positions} ranks"
+        )
+        return 1, Problem(_STAGES, message, ConflictError)
+    return positions, None
 
 
 def _explained(problems: list[Problem]) -> bool:

@@ -34,5 +34,5 @@ class Facts:
     warmup_num_steps: int | None = None
     sequence_parallel_size: int | None = None
     tensor_parallel_size: int | None = None
-    pipeline_stages: int = 1
+    pipeline_stages: int | None = None
     precision: Literal["fp32", "fp16", "bf16"] | None = None

@@ -853,9 +853,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.pipe": merge(_PIPELINE_MODULE, _TOPOLOGY),
     "deepspeed.runtime.pipe": merge(_PIPELINE_MODULE, _TOPOLOGY),
-    "deepspeed.runtime.pipe.module": merge(
-        _PIPELINE_MODULE, classes("shardwise.errors", "PipelineError")
-    ),
+    "deepspeed.runtime.pipe.module": merge(_PIPELINE_MODULE, classes("shardwise.errors", "PipelineError")),
     "deepspeed.runtime.pipe.engine": merge(
         _ENGINE,
         _PIPELINE_ENGINE,
@@ -867,9 +865,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.runtime.pipe.topology": merge(
         _TOPOLOGY,
-        classes(
-            "shardwise.pipe", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid"
-        ),
+        classes("shardwise.pipe", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid"),
     ),
     "deepspeed.runtime.pipe.schedule": stubs(
         PIPELINE,

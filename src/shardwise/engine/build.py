@@ -79,7 +79,6 @@ from shardwise.engine.pipeline import (
     PipelineRanks,
     build_stages,
     modules_with,
-    positions_of,
     tie,
 )
 from shardwise.engine.plans import PlanningTarget
@@ -241,9 +240,8 @@ def _build(
         requested = requested_by(mpu, mesh_param, known, members)
 
         # The configuration before any group, because most mistakes are found here, on every rank alike.
-        positions = 1 if pipeline is None else positions_of(pipeline, source, len(members))
-        resolution = _resolve(source, members, optimizer, requested, positions)
-        settings = resolution.config
+        resolution = _resolve(source, members, optimizer, requested, pipeline)
+        settings, positions = resolution.config, resolution.config.pipeline.stages
         check_packages(settings)
         check_shard_size(settings, requested)
 
@@ -463,7 +461,11 @@ def refusing(mpu: Any) -> Iterator[None]:
 
 
 def _resolve(
-    source: Any, ranks: Sequence[int], client_optimizer: Any, requested: RequestedParallelism, positions: int
+    source: Any,
+    ranks: Sequence[int],
+    client_optimizer: Any,
+    requested: RequestedParallelism,
+    pipeline: PipelineModule | None,
 ) -> Resolution:
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
@@ -471,7 +473,7 @@ def _resolve(
         lr=None if lr is None else float(lr),
         sequence_parallel_size=requested.size,
         tensor_parallel_size=requested.tensor,
-        pipeline_stages=positions,
+        pipeline_stages=None if pipeline is None else pipeline.num_stages,
     )
     resolution = resolve(source, world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)

@@ -389,25 +389,3 @@ def tie(model: PipelineModule, place: PipelineRanks, job: Communicator) -> dict[
 def modules_with(model: nn.Module, parameters: Collection[int]) -> list[nn.Module]:
     """Return the modules that have some of the parameters, which are given by `id`, themselves."""
     return [module for module in model.modules() if any(id(p) in parameters for p in module._parameters.values())]
-
-
-def positions_of(model: PipelineModule, source: Any, world: int) -> int:
-    """Return the number of positions of a pipeline, from the configuration or the model.
-
-    Raises PipelineError if the model has none, the two differ, or the number does not divide the ranks.
-    """
-    section = source.get("pipeline") if isinstance(source, dict) else None
-    wanted = section.get("stages", "auto") if isinstance(section, dict) else "auto"
-    positions = model.num_stages if wanted == "auto" else int(wanted)
-    if not positions:
-        raise PipelineError(
-            "the pipeline has no number of stages: set `pipeline.stages`, or PipelineModule(num_stages=...)"
-        )
-    if model.num_stages not in (None, positions):
-        raise PipelineError(f"pipeline.stages is {positions}, and PipelineModule(num_stages={model.num_stages})")
-    if world % positions:
-        raise PipelineError(
-            f"a pipeline over {positions} ranks cannot have {world} ranks: start a multiple of {positions}, or set "
-            "`pipeline.stages` to a divisor"
-        )
-    return positions
