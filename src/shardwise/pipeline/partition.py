@@ -74,8 +74,8 @@ def partition(method: str | Sequence[int], stages: int, layers: Sequence[LayerCo
 def balance(weights: Sequence[float], parts: int) -> list[int]:
     """Return the boundaries that minimise the largest sum of a part; every part has at least one item.
 
-    Among equal results, the sums and then the lengths of the parts have the least sum of squares. In a tie that is left,
-    later parts are larger, because earlier pipeline stages keep the activations of more micro-batches.
+    Among equal results, the sums and then the lengths of the parts have the least sum of squares. Among results that
+    are still equal, later parts are larger: earlier pipeline stages keep the activations of more micro-batches.
 
     >>> balance([1, 1, 1, 1, 1, 1], 4)
     [0, 1, 2, 4, 6]
