@@ -59,10 +59,15 @@ class Recompute:
             filled = list(leaves)
             for i, tensor in zip(places, given, strict=True):
                 filled[i] = tensor
-            own_args, own_kwargs = tree_unflatten(filled, form)
+            own_args, own_kwargs = tree_unflatten(filled[: form.num_leaves], form)
             return run(*own_args, **own_kwargs)
 
         if self.function is not None:
+            if not any(tensor.requires_grad for tensor in tensors):
+                # Because re-entrant functions give no gradients if no input requires one, as for token numbers.
+                places.append(len(leaves))
+                leaves.append(None)
+                tensors.append(torch.empty(0, requires_grad=True))
             return self.function(call, *tensors)
         return torch_checkpoint.checkpoint(call, *tensors, use_reentrant=False)
 
@@ -98,22 +103,26 @@ class PipelineStage(nn.Module):
     def add(self, name: str, module: nn.Module) -> None:
         """Register a module under its name in the whole model."""
         parent, _, own = name.rpartition(".")
-        _container(self, parent, nn.ModuleDict).add_module(own, module)
+        _container(self, parent).add_module(own, module)
 
     def add_alias(self, name: str, parameter: nn.Parameter) -> None:
         """Register a shared parameter under its name in the whole model, where the module of this name is absent."""
         path, _, own = name.rpartition(".")
-        _container(self, path, _Alias).register_parameter(own, parameter)
+        parent, _, module = path.rpartition(".")
+        holder = _container(self, parent)
+        if module not in holder._modules:
+            holder.add_module(module, _Alias())
+        holder.get_submodule(module).register_parameter(own, parameter)
 
 
 class _Alias(nn.Module):
     """Has parameters of a module that is on another stage."""
 
 
-def _container(root: nn.Module, path: str, kind: type[nn.Module]) -> nn.Module:
+def _container(root: nn.Module, path: str) -> nn.Module:
     for part in filter(None, path.split(".")):
         if part not in root._modules:
-            root.add_module(part, kind())
+            root.add_module(part, nn.Module())
         root = root.get_submodule(part)
     return root
 
@@ -163,8 +172,8 @@ class LayerSpec:
     def __init__(self, typename: type[nn.Module], *args: Any, **kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise UsageError(
-                f"{type(self).__name__}: expected a subclass of torch.nn.Module, found {typename!r}. Pass functions and "
-                "built modules as layers without a specification"
+                f"{type(self).__name__}: expected a subclass of torch.nn.Module, found {typename!r}. Pass functions "
+                "and built modules as layers without a specification"
             )
         self.typename, self.module_args, self.module_kwargs = typename, args, kwargs
 
@@ -430,11 +439,12 @@ class _LayerStage(PipelineStage):
 class PipelineModule(nn.Module):
     """A model as a sequence of layers, of which each rank builds those of its pipeline stages.
 
-    Each layer is called with the result of the layer before: a tensor, or a tuple of tensors as one argument. Parameters
-    have the names of the whole model (`layers.3.weight`) on any number of stages. Weights do not depend on the number of
-    stages: a layer is built under a seed of its own, `base_seed` + its number with `seed_layers`, else a number drawn
-    from torch's CPU generator here. Building layers leaves torch's generators as they are after this one draw, which all
-    ranks must make from the same state.
+    Each layer is called with the result of the layer before: a tensor, or a tuple of tensors as one argument.
+    Parameters have the names of the whole model (`layers.3.weight`) on any number of stages.
+
+    Weights do not depend on the number of stages, because each layer is built under a seed of its own. With
+    `seed_layers`, the seed of layer i is `base_seed` + i. Else one draw from torch's CPU generator gives all seeds; all
+    ranks must make this draw from the same state. Building layers does not change torch's generators.
 
     One process has all stages from the start; the module is then an ordinary model. On several ranks the stages are
     built by `build`, which the engine calls.
@@ -443,7 +453,7 @@ class PipelineModule(nn.Module):
         layers: `LayerSpec`s, modules and functions in order, an nn.Sequential, or `to_layers` of a Hugging Face model.
         num_stages: requested number of stages; None: that of `topology`, else the engine decides.
         topology: ranks of the job; its axis `pipe` sets the number of stages.
-        loss_fn: called with the output of the last layer and the labels; None: the loss of the layers, if they have one.
+        loss_fn: called with the output of the last layer and the labels; None: the loss of the layers, if any.
         seed_layers: seed layer i with `base_seed` + i.
         seed_fn: called with the seed of a layer in place of seeding torch; only with `seed_layers`.
         base_seed: seed of the first layer.
@@ -452,7 +462,7 @@ class PipelineModule(nn.Module):
         activation_checkpoint_func: activation checkpointing function; None: that of torch, non-reentrant.
         checkpointable_layers: class names of the layers that may be recomputed; None: layers with parameters.
         dynamic_shape: accepted for compatibility without effect; shapes may always differ between micro-batches.
-        sample_batch: input of the first layer with which `profile` measures; partition_method `best` then uses the times.
+        sample_batch: input of the first layer for `profile`; partition_method `best` then uses measured times.
 
     Raises:
         UsageError: a layer is neither a specification nor a module nor a function.

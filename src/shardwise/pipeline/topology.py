@@ -26,7 +26,8 @@ class ProcessTopology:
                 f"{list(axes)} and dims {list(dims)}"
             )
         self.axes, self.dims = list(axes), list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
+        coordinates: Any = namedtuple  # because mypy expects literal field names
+        self.ProcessCoord = coordinates("ProcessCoord", self.axes)
         self._coords = [self.ProcessCoord(*place) for place in product(*map(range, self.dims))]
         self.mapping = {coord: rank for rank, coord in enumerate(self._coords)}
 
