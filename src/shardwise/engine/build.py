@@ -77,6 +77,7 @@ from shardwise.engine.parallel import (
 from shardwise.engine.pipeline import (
     PipelineEngine,
     PipelineRanks,
+    as_pipeline,
     build_stages,
     modules_with,
     tie,
@@ -242,6 +243,9 @@ def _build(
         # The configuration before any group, because most mistakes are found here, on every rank alike.
         resolution = _resolve(source, members, optimizer, requested, pipeline)
         settings, positions = resolution.config, resolution.config.pipeline.stages
+        if pipeline is None and positions > 1:
+            pipeline = model = as_pipeline(model)
+            known = nn.Module()
         check_packages(settings)
         check_shard_size(settings, requested)
 

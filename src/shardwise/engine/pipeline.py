@@ -18,6 +18,7 @@ from shardwise.pipeline.actions import Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
 from shardwise.pipeline.lowering import with_communication
 from shardwise.pipeline.messages import form_of
+from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.partition import LayerCost
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
@@ -26,7 +27,6 @@ from shardwise.zero.passes.reduce import CopiesElsewhere
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
-    from shardwise.pipeline.module import PipelineModule
 
 
 @dataclass(frozen=True)
@@ -352,6 +352,18 @@ class _Work:
     def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool) -> None:
         """Differentiate."""
         self._engine.differentiate(roots, gradients, last=last)
+
+
+def as_pipeline(model: nn.Module) -> PipelineModule:
+    """Return an ordinary model as a pipeline: a model of transformers; a PipelineError for others."""
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        from shardwise.pipeline.huggingface import to_layers
+
+        return PipelineModule(to_layers(model))
+    raise PipelineError(
+        f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor a model of "
+        "transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], loss_fn=...), or remove the key"
+    )
 
 
 def build_stages(model: PipelineModule, place: PipelineRanks, job: Communicator) -> None:

@@ -122,7 +122,7 @@ class _Alias(nn.Module):
 def _container(root: nn.Module, path: str) -> nn.Module:
     for part in filter(None, path.split(".")):
         if part not in root._modules:
-            root.add_module(part, nn.Module())
+            root.add_module(part, nn.ModuleDict())
         root = root.get_submodule(part)
     return root
 
