@@ -205,7 +205,7 @@ class Domain:
             for target, source, fine in moves:
                 if fine > dimension:
                     own = source if fine == dimension + 1 else self.within(target, level, dimension + 1)
-                    pairs.append((self.within(target, level, dimension), own))
+                    pairs.append((target if dimension == level else self.within(target, level, dimension), own))
             kind_here = kind if not launches else "gather_on" if kind == "gather" else "reduce_on"
             launches.append(functools.partial(self.dimensions[dimension].all_gather, pairs, label, kind_here))
         return launches

@@ -21,9 +21,8 @@ from itertools import zip_longest
 
 from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.errors import ReleasedParameterError, UsageError
-from shardwise.zero.passes.order import Phase, UnitOrder
+from shardwise.zero.passes.order import Phase, UnitOrder, UnitUsage
 from shardwise.zero.passes.peer_shards import PeerShards
-from shardwise.zero.passes.usage import UnitUsage
 from shardwise.zero.units.unit import Unit, UnitState, UnshardReason
 
 _NOTHING = contextlib.nullcontext()
@@ -37,6 +36,7 @@ class Unsharder:
 
     Attributes:
         suspended: the script has unsharded all units; passes launch no all-gathers.
+        reason: why the current pass unshards, the same on all ranks.
         late: number of units copied from peers, because they had been resharded too early.
     """
 
@@ -53,6 +53,7 @@ class Unsharder:
     ) -> None:
         self.order, self.usage = order, usage
         self.suspended = False
+        self.reason = UnshardReason.PLAIN
         self.late = 0
         self.peers = peers
         self._queue = queue
@@ -103,6 +104,10 @@ class Unsharder:
             self._heir = None
         order = self.order
         order.begin(phase)
+        if phase is Phase.BACKWARD:
+            self.reason = UnshardReason.BACKWARD
+        else:
+            self.reason = UnshardReason.FORWARD if order.builds_graph else UnshardReason.PLAIN
         self._recent = {}
         self._from_peers = set()
         if not self.usage.passes:
@@ -127,7 +132,7 @@ class Unsharder:
                     self._kept = unit
         self._queue.catch_up()
         with self._lock:
-            order.phase = Phase.IDLE
+            order.phase, self.reason = Phase.IDLE, UnshardReason.PLAIN
             self._needed_by_peers.pop(self._backward_passes, None)
         self._refuse_lost_changes()
 
@@ -166,7 +171,7 @@ class Unsharder:
             unit = order.sequence[order.next]
             if self.peers is not None and unit is not self._kept:
                 self.peers.check_present()
-            order.next += 1
+            order.advance_to(order.next + 1)
             launched += 1
             if unit is self._kept:
                 self._kept = None
@@ -175,17 +180,9 @@ class Unsharder:
             else:
                 unit.join_unshard(self.reason)  # it is unsharded here, but the peers need this rank's shard
             following = order.following
-            if following is not None and following is not self._kept:
+            if following is not None and following.away and following is not self._kept:
                 following.look_ahead()
         return launched
-
-    @property
-    def reason(self) -> UnshardReason:
-        """Why this pass unshards, the same on all ranks."""
-        order = self.order
-        if order.phase is Phase.BACKWARD:
-            return UnshardReason.BACKWARD
-        return UnshardReason.FORWARD if order.phase is Phase.FORWARD and order.builds_graph else UnshardReason.PLAIN
 
     @property
     def _in_backward(self) -> bool:
@@ -253,8 +250,9 @@ class Unsharder:
             if self.peers is not None:
                 self.peers.raise_helper_error()
             position = self.order.position.get(unit.index, -1)
-            self._make_room(unit, position)
-            if self._must_not_wait(unit, position):
+            if self._recent:
+                self._make_room(unit, position)
+            if self.order.phase is Phase.BACKWARD and self._must_not_wait(unit, position):
                 self._copy_from_peers(unit)
                 self._from_peers.add(unit.index)
                 self._was_ahead = True
@@ -278,9 +276,8 @@ class Unsharder:
 
     def _must_not_wait(self, unit: Unit, position: int) -> bool:
         """Return True if waiting for the all-gather of a unit could let ranks wait for each other."""
-        if self.order.phase is not Phase.BACKWARD or unit.state is UnitState.UNSHARDED:
-            return False
-        return position > self._last_at_start and self.order.must_not_wait(unit)
+        late = unit.state is not UnitState.UNSHARDED and position > self._last_at_start
+        return late and self.order.must_not_wait(unit)
 
     def _make_room(self, unit: Unit, position: int) -> None:
         """Reshard units that the first forward pass has used, until the units needed now fit."""
