@@ -236,6 +236,7 @@ class Pass:
             # Equal rows of a sparse gradient are summed in one order.
             buffer.put(number, grad.coalesce().to_dense() if grad.is_sparse else grad)
             del grad
+            gradients.seen.add(index)
             expected = gradients.expected
             expected.discard(index)
             if not expected:

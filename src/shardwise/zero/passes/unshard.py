@@ -184,21 +184,21 @@ class Unsharder:
                 following.look_ahead()
         return launched
 
-    @property
-    def _in_backward(self) -> bool:
-        return self.order.phase is Phase.BACKWARD and not self.suspended
-
     def launch_through(self, unit: Unit) -> None:
         """Launch all-gathers up to the position of a unit, before its gradients are reduced."""
-        if self._in_backward:
-            with self._lock:
-                self._launch_to(self.order.position.get(unit.index, -1))
+        order = self.order
+        if order.phase is Phase.BACKWARD and not self.suspended:
+            position = order.position.get(unit.index, -1)
+            if order.next <= position:
+                with self._lock:
+                    self._launch_to(position)
 
     def launch_rest(self) -> None:
         """Launch the other all-gathers of a backward pass, of units that this rank does not need."""
-        while self._in_backward and (unit := self.order.following) is not None:
+        order = self.order
+        while order.phase is Phase.BACKWARD and not self.suspended and (unit := order.following) is not None:
             with self._lock:
-                self._launch_to(self.order.next)
+                self._launch_to(order.next)
             unit.reshard()
 
     def launch_first(self, units: Collection[int]) -> None:
@@ -239,7 +239,7 @@ class Unsharder:
                 self._launch_for_peers()
 
     def _launch_for_peers(self) -> None:
-        if self._in_backward:
+        if self.order.phase is Phase.BACKWARD and not self.suspended:
             self._launch_to(self._needed_by_peers.get(self._backward_passes, -1))
 
     # -- units -------------------------------------------------------------------------------------------------------
@@ -262,7 +262,8 @@ class Unsharder:
                     resharded = unit.state is UnitState.SHARDED
                 if resharded:
                     self._unshard_late(unit)
-                self._launch_ahead(position)
+                if self._prefetch and (self.usage.passes or self.order.phase is Phase.BACKWARD):
+                    self._launch_ahead(position)
             order = self.order
             if order.phase is Phase.BACKWARD and unit.state is UnitState.UNSHARDING and order.lags_behind(unit):
                 assert self.peers is not None
@@ -292,8 +293,6 @@ class Unsharder:
 
     def _launch_ahead(self, position: int) -> None:
         order = self.order
-        if not self._prefetch or not (self.usage.passes or order.phase is Phase.BACKWARD):
-            return
         budget = self._prefetch_elements
         for ahead in range(position + 1, len(order.sequence)):
             budget -= order.sequence[ahead].numel
@@ -337,7 +336,7 @@ class Unsharder:
 
     def after_backward_use(self, unit: Unit) -> None:
         """Reshard a unit when its gradients are complete and all of its calls have been differentiated."""
-        if self._in_backward and unit.index not in self._to_end:
+        if self.order.phase is Phase.BACKWARD and unit.index not in self._to_end and not self.suspended:
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
