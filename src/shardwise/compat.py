@@ -194,19 +194,17 @@ def launch_together(
     Gloo gets each pair separately, because it would copy all into one tensor of the first one's dtype, which rounds the
     others. `async_op=False` blocks; on NCCL it runs on the current stream, without events and another stream.
     """
-    device = arguments[0][0].device if arguments else torch.device("cpu")
-    joint = device if op not in _captured else None
-    if (
-        len(arguments) < 2
-        or device.type == "cpu"
-        or _coalescing_manager is None
-        or not (joint is None or _can_join(group, device))
-    ):
-        return [op(output, given, group=group, async_op=async_op) for output, given in arguments]
-    with _coalescing_manager(group, joint, async_ops=async_op) as together:
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if len(arguments) > 1 and _coalescing_manager is not None:
+        device = arguments[0][0].device
+        joint = device if op not in _captured else None
+        if device.type != "cpu" and (joint is None or _can_join(group, device)):
+            context = _coalescing_manager(group, joint, async_ops=async_op)
+    works = []
+    with context as together:
         for output, given in arguments:
-            op(output, given, group=group, async_op=async_op)
-    return [together] if async_op else []
+            works.append(op(output, given, group=group, async_op=async_op))
+    return works if together is None else [together] if async_op else []
 
 
 def _can_join(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -365,9 +363,8 @@ def forget_groups() -> None:
             function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
-def profiler_active() -> bool:
-    """Return True if a profiler of this process is recording, or if unknown."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+# Returns True if a profiler of this process is recording, or if unknown.
+profiler_active: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", True)
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:

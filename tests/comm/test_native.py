@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from shardwise import compat
 from shardwise.comm import native
 from shardwise.comm.collective_queue import CollectiveQueue
-from shardwise.device import summing
 from shardwise.errors import PeerLostError
 from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, ordered_sum, same_bits, values
 from tests.device.recorded import imagined
@@ -253,7 +252,7 @@ def test_ordered_sums_of_any_dtype(
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_ordered_sums_into_the_own_range_of_the_input(accumulate: bool) -> None:
-    for found, expected in run_ranks(reduce_case, 3, [summing.CHUNK + 7, 5], FP32, FP32, accumulate, True):
+    for found, expected in run_ranks(reduce_case, 3, [native.CHUNK + 7, 5], FP32, FP32, accumulate, True):
         assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 

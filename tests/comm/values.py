@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.groups import Groups
 from shardwise.comm.ledger import Record
 from shardwise.comm.native import TorchBackend
 
@@ -17,7 +18,7 @@ def on_group(
     """A backend all of whose collectives use one group; None: the default group."""
     used = group if group is not None else dist.group.WORLD
     assert used is not None
-    return TorchBackend(lambda _: used, dist.get_world_size(used), ordered=ordered, per_node=per_node)
+    return TorchBackend(Groups(lambda _: used), dist.get_world_size(used), ordered=ordered, per_node=per_node)
 
 
 COPIED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -351,7 +351,7 @@ def frozen_teacher() -> tuple[bool, int, str]:
     for _ in range(2):
         engine(x).sum().backward()
         plain(y).sum().backward()
-    rescues, phase = engine.sharded.unsharder.late, engine.sharded.model_pass.phase.value
+    rescues, phase = engine.sharded.unsharder.late, engine.sharded.model_pass.order.phase.value
     engine.destroy()
     return torch.equal(x.grad, y.grad), rescues, phase
 

@@ -54,9 +54,11 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
         nccl: NCCL copies; otherwise kernels of torch do, which say nothing about what NCCL accepts.
     """
     streams: dict[tuple[str, int], torch.cuda.Stream] = defaultdict(torch.cuda.Stream)
-    free, launch = FlatParamStorage.free, native._launch
+    free, launch = FlatParamStorage.free, native.launch_together
 
-    def launched(op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Any]:
+    def launched(
+        op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup, *, async_op: bool
+    ) -> list[Any]:
         stream = streams[group.group_name, torch.cuda.current_stream().cuda_stream]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -64,7 +66,7 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
 
             def work() -> None:
                 if nccl:
-                    for launched in launch(op, pairs, group):
+                    for launched in launch(op, pairs, group, async_op=async_op):
                         if launched is not None:  # else it runs on this stream
                             launched.wait()
                     return
@@ -93,7 +95,7 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
         forced(),
         nullcontext() if nccl else one_group(),
         mock.patch.object(Communicator, "sends", True),
-        mock.patch.object(native, "_launch", launched),
+        mock.patch.object(native, "launch_together", launched),
         mock.patch.object(FlatParamStorage, "free", poisoned),
     ):
         yield

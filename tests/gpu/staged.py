@@ -143,7 +143,9 @@ def staged(*, rehearse: bool) -> Iterator[None]:
     def on_gloo(ranks: Any, timeout: Any, backend: str, device: Any, purpose: str) -> dist.ProcessGroup:
         return new_group(ranks, timeout, "gloo", device, purpose)
 
-    def launch(op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Any]:
+    def launch(
+        op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup, *, async_op: bool
+    ) -> list[Any]:
         if not pairs:
             return []
         if group.group_name not in queues:
@@ -153,7 +155,7 @@ def staged(*, rehearse: bool) -> Iterator[None]:
     with (
         mock.patch.object(communicator, "_backend", lambda *_: "staged"),
         mock.patch.object(groups, "new_group", on_gloo),
-        mock.patch.object(native, "_launch", launch),
+        mock.patch.object(native, "launch_together", launch),
         mock.patch.object(communicator.Communicator, "waits_on_host", rehearse),
     ):
         yield

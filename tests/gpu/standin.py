@@ -657,7 +657,9 @@ class _Work:
         self._launched.wait()
 
 
-def _launch(op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Any]:
+def _launch(
+    op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup, *, async_op: bool
+) -> list[Any]:
     with _unwritten():
         works = compat.launch_together(op, pairs, group)
     if _state.recorder is None or not pairs:
@@ -782,7 +784,7 @@ def install() -> None:
         return make_group(ranks, name, timeout, str(_backends(backend)), None, None)
 
     compat.make_group = grouped
-    native._launch = _launch
+    native.launch_together = _launch
     streams.CudaStreams.make = lambda self, name, **_: streams._CudaStream(Stream(name=name))  # type: ignore[method-assign, arg-type]
     threading.Thread._bootstrap_inner = _in_thread(threading.Thread._bootstrap_inner)  # type: ignore[attr-defined]
     _Places().__enter__()

@@ -87,7 +87,7 @@ def teacher(bare: bool) -> list[bool]:
         first.sum().backward()
     handle.remove()
     second.sum().backward()
-    released = engine.sharded.model_pass.phase.value == "idle"
+    released = engine.sharded.model_pass.order.phase.value == "idle"
     with shardwise.zero.GatheredParameters(list(model.parameters())):
         expected = (torch.ones(2, 4) @ model[1].weight) @ model[0].weight
         close = torch.allclose(x.grad, expected)

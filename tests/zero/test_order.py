@@ -30,7 +30,7 @@ def test_orders_of_a_pass() -> None:
     order.begin(Phase.FORWARD)
     assert [u.index for u in order.sequence] == [0, 2]
     assert order.following is units[0]
-    order.next = 2
+    order.advance_to(2)
     assert order.following is None
 
 

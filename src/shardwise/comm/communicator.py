@@ -188,8 +188,8 @@ class Communicator:
             self._cache = cache = (whole and whole._cache) or GroupCache(self.timeout, backend, device)
             on_host = self._on_host = backend == "gloo"
             # Without a reference to this object, because process groups must end with the last reference to it.
-            group_of = functools.partial(cache.get, tuple(self.members))
-            self._backend = torch_backend = native.TorchBackend(group_of, self.world, ordered=ordered or on_host)
+            known = cache.of(tuple(self.members))
+            self._backend = torch_backend = native.TorchBackend(known, self.world, ordered=ordered or on_host)
             if not on_host:
                 # Now, because reductions are launched by threads that must not begin another collective.
                 torch_backend.per_node = max(Counter(self.nodes()).values())

@@ -26,7 +26,6 @@ import torch
 
 from shardwise.comm.collective_queue import CollectiveQueue, Launch, Work
 from shardwise.comm.communicator import Communicator, Handle
-from shardwise.comm.native import PendingCollective
 
 SHARD, REPLICATE = "shard", "replicate"
 """Names of mesh dimensions: state is sharded over the first kind, and replicated over the second."""
@@ -205,7 +204,7 @@ class Domain:
             for target, source, fine in moves:
                 if fine > dimension:
                     own = source if fine == dimension + 1 else self.within(target, level, dimension + 1)
-                    pairs.append((self.within(target, level, dimension), own))
+                    pairs.append((target if dimension == level else self.within(target, level, dimension), own))
             kind_here = kind if not launches else "gather_on" if kind == "gather" else "reduce_on"
             launches.append(functools.partial(self.dimensions[dimension].all_gather, pairs, label, kind_here))
         return launches
@@ -216,8 +215,8 @@ class Domain:
 
     def reducing(
         self,
+        given: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        first: Callable[[Sequence[torch.Tensor]], PendingCollective] | None,
         coarse: int,
         fine: int,
         label: str,
@@ -225,30 +224,29 @@ class Domain:
         accumulate: bool,
         wire: torch.dtype | None,
         made: Callable[[torch.Tensor], None],
-        given: Sequence[torch.Tensor] = (),
     ) -> list[Launch]:
         """Return the launches of reduce-scatters from level `coarse` to `fine`: one each dimension, innermost first.
 
-        Sums are formed in the dtype of their outputs, in the rank order of each dimension. `first` launches the first
-        reduce-scatter into given tensors. Under `accumulate` the last one adds to `outputs`; with one dimension `first`
-        does. Sums are sent on in dtype `wire` (None: their own). `made` is called with each buffer. Without `first` the
-        sums of an earlier call, `given`, are reduced.
+        Sums are formed in the dtype of their outputs, in the rank order of each dimension. Under `accumulate` the last
+        reduce-scatter adds to `outputs`. Gradients (`given` at level 0) are sent as they are; sums (`given` at other
+        levels, and between dimensions) in dtype `wire` (None: their own). `made` is called with each buffer.
         """
-        sums = list(given)
+        sums = given
         launches: list[Launch] = []
         for dimension in range(coarse, fine):
-            given, sums = sums, list(outputs)
+            given, sums = sums, outputs
             last = dimension + 1 == fine
             if not last:
                 more = math.prod(self.sizes[dimension + 1 : fine])
                 sums = [torch.empty(out.numel() * more, dtype=out.dtype, device=out.device) for out in outputs]
                 for buffer in sums:
                     made(buffer)
-            if dimension == coarse and first is not None:
-                launches.append(functools.partial(first, sums))
+            ranks, adds = self.dimensions[dimension], accumulate and last
+            if dimension:
+                launches.append(functools.partial(_sum_on, ranks, given, label, adds, wire, made, sums))
             else:
-                ranks = self.dimensions[dimension]
-                launches.append(functools.partial(_sum_on, ranks, given, label, accumulate and last, wire, made, sums))
+                pairs = [*zip(sums, given, strict=True)]
+                launches.append(functools.partial(ranks.reduce_scatter, pairs, label, accumulate=adds, kind="reduce"))
         return launches
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class FakeCommunicator(Communicator):
         self.async_gathers = device.type != "cpu" if like is None else like.async_gathers
         self.streams = HostStreams()  # without exchanges no order is needed
         self._connected: dict[tuple[tuple[int, ...], str], None] = {}
-        self._torch = native.TorchBackend(self._group, world, ordered=self._ordered or self._on_host)
+        self._torch = native.TorchBackend({}, world, ordered=self._ordered or self._on_host)
         self._backend = _FakeBackend(self._torch if like is None else like._backend.planned(world), world)
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:

@@ -13,6 +13,7 @@ store while it waits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import time
@@ -144,6 +145,18 @@ def purposes_of(on_host: bool) -> dict[str, str]:
     return PURPOSES if on_host else {kind: purpose.removesuffix("_on") for kind, purpose in PURPOSES.items()}
 
 
+class Groups(dict[str, dist.ProcessGroup]):
+    """Process groups of some global ranks by kind of collective; `make` returns one at its first use."""
+
+    def __init__(self, make: Callable[[str], dist.ProcessGroup]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, kind: str) -> dist.ProcessGroup:
+        self[kind] = group = self._make(kind)
+        return group
+
+
 class GroupCache:
     """Process groups of one engine, keyed by ranks and purpose. The first use of a group by its ranks creates it.
 
@@ -155,8 +168,16 @@ class GroupCache:
         self._timeout, self._backend, self._device = timeout, backend, device
         self._purposes = purposes_of(backend == "gloo")
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._handed_out: weakref.WeakValueDictionary[tuple[int, ...], Groups] = weakref.WeakValueDictionary()
         self._closed = False
         _caches.add(self)
+
+    def of(self, ranks: tuple[int, ...]) -> Groups:
+        """Return the groups of some global ranks, with this one, by kind of collective."""
+        groups = self._handed_out.get(ranks)
+        if groups is None:
+            groups = self._handed_out[ranks] = Groups(functools.partial(self.get, ranks))
+        return groups
 
     def get(self, ranks: tuple[int, ...], kind: str) -> dist.ProcessGroup:
         """Return the group of some global ranks, with this one, for a kind of collective; may raise PeerLostError."""
@@ -173,12 +194,18 @@ class GroupCache:
     def close(self) -> None:
         """Destroy all groups; `get` raises from now on."""
         self._closed = True
+        self._drop_handed_out()
         while self._made:
             give_back(self._made.popitem()[1])
 
     def forget(self) -> None:
         """Release the references to groups, which torch destroys."""
         self._made = {}
+        self._drop_handed_out()
+
+    def _drop_handed_out(self) -> None:
+        for groups in self._handed_out.values():
+            groups.clear()
 
 
 _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()

@@ -323,7 +323,7 @@ class IntraNodeTransport(_Buffers, native.TorchBackend):
         processes: Sequence[int],
         sockets: dict[int, socket.socket],
     ) -> None:
-        super().__init__(backend.group, backend.world, ordered=True)
+        super().__init__(backend.groups, backend.world, ordered=True)
         self.rank = dist.get_rank(group)
         self._limit = timeout_of(group, CPU)
         self._processes = list(processes)

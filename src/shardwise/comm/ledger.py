@@ -42,16 +42,16 @@ def on_behalf_of(line: str) -> Iterator[None]:
 
 
 @never_compiled
-def user_line(limit: int = 64) -> str:
-    """Return `file:line` of the innermost of `limit` callers outside this package, torch and the standard library."""
-    if (line := getattr(_here, "line", None)) is not None:
-        return str(line)
-    return line_of(sys._getframe(1), limit)
+def user_line(frame: FrameType | None = None) -> str:
+    """Return `file:line` of the innermost of 64 callers outside this package, torch and the standard library; "": none.
 
-
-def line_of(frame: FrameType | None, limit: int = 64) -> str:
-    """Return `user_line` for a frame of any thread; "": none."""
-    for _ in range(limit):
+    `frame`: of another thread, instead of the callers.
+    """
+    if frame is None:
+        if (line := getattr(_here, "line", None)) is not None:
+            return str(line)
+        frame = sys._getframe(1)
+    for _ in range(64):
         if frame is None:
             return ""
         name = frame.f_code.co_filename

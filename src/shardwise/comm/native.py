@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from shardwise.comm.ledger import Record
 from shardwise.compat import all_gather_single, launch_together, reduce_scatter_single, storage_users
-from shardwise.device.summing import sum_rows
 from shardwise.errors import PeerLostError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -176,14 +175,14 @@ class TorchBackend(Backend):
     """Collectives of torch.distributed; `ordered`: always in rank order; `per_node`: ranks on a node (None: all)."""
 
     def __init__(
-        self, group: Callable[[str], dist.ProcessGroup], world: int, *, ordered: bool, per_node: int | None = None
+        self, groups: Mapping[str, dist.ProcessGroup], world: int, *, ordered: bool, per_node: int | None = None
     ) -> None:
-        self.group, self.world, self._ordered = group, world, ordered
+        self.groups, self.world, self._ordered = groups, world, ordered
         self.per_node = per_node or world
 
     def all_gather(self, pairs: Sequence[Pair], record: Record) -> PendingCollective:
         pairs = [pair for pair in pairs if pair[0].numel()]
-        return Works(_launch(all_gather_single, pairs, self.group(record.kind)))
+        return Works(launch_together(all_gather_single, pairs, self.groups[record.kind], async_op=not thread.in_order))
 
     def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> PendingCollective:
         reductions: list[Pair] = []
@@ -204,11 +203,11 @@ class TorchBackend(Backend):
             if total is not None:
                 sums.append(functools.partial(out.add_, total))
             reductions.append((out if total is None else total, full if given is None else given))
-        group, works = self.group(record.kind), list[Any]()
+        group, works = self.groups[record.kind], list[Any]()
         if reductions:
-            works += _launch(reduce_scatter_single, reductions, group)
+            works += launch_together(reduce_scatter_single, reductions, group, async_op=not thread.in_order)
         if exchanged:
-            works += _launch(dist.all_to_all_single, exchanged, group)
+            works += launch_together(dist.all_to_all_single, exchanged, group, async_op=not thread.in_order)
         return Works(works, sums, scratch)
 
     def _buffers(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool) -> Buffers:
@@ -219,7 +218,9 @@ class TorchBackend(Backend):
 
     def all_reduce(self, tensor: torch.Tensor, record: Record) -> PendingCollective:
         gathered = torch.empty(self.world * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        works = _launch(all_gather_single, [(gathered, tensor.reshape(-1))], self.group(record.kind))
+        works = launch_together(
+            all_gather_single, [(gathered, tensor.reshape(-1))], self.groups[record.kind], async_op=not thread.in_order
+        )
 
         def add_up() -> None:
             # One kernel for any number of ranks, whose order of summation depends on the shape only.
@@ -228,13 +229,22 @@ class TorchBackend(Backend):
         return Works(works, [add_up])
 
     def sum_in_place(self, tensor: torch.Tensor, record: Record) -> PendingCollective:
-        group = self.group(record.kind)
-        return Works(_launch(lambda out, _, **how: dist.all_reduce(out, **how), [(tensor, tensor)], group))
+        group = self.groups[record.kind]
+        return Works(
+            launch_together(
+                lambda out, _, **how: dist.all_reduce(out, **how),
+                [(tensor, tensor)],
+                group,
+                async_op=not thread.in_order,
+            )
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> PendingCollective:
-        flat, group = tensor.contiguous(), self.group(record.kind)
+        flat, group = tensor.contiguous(), self.groups[record.kind]
         pairs = [(flat, flat)] if flat.numel() else []
-        works = _launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), pairs, group)
+        works = launch_together(
+            lambda out, _, **how: dist.broadcast(out, group_src=src, **how), pairs, group, async_op=not thread.in_order
+        )
         return Works(works, [] if flat is tensor else [functools.partial(tensor.copy_, flat)])
 
     def all_to_all(
@@ -248,7 +258,9 @@ class TorchBackend(Backend):
         exchange = functools.partial(
             dist.all_to_all_single, output_split_sizes=list(output_sizes), input_split_sizes=list(input_sizes)
         )
-        return Works(_launch(exchange, [(output, given)], self.group(record.kind)))
+        return Works(
+            launch_together(exchange, [(output, given)], self.groups[record.kind], async_op=not thread.in_order)
+        )
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
         made = [self._buffers(out, full, accumulate) for out, full in pairs if full.numel()]
@@ -258,15 +270,33 @@ class TorchBackend(Backend):
         return sent
 
     def planned(self, world: int) -> Backend:
-        return TorchBackend(self.group, world, ordered=self._ordered, per_node=self.per_node)
+        return TorchBackend(self.groups, world, ordered=self._ordered, per_node=self.per_node)
 
 
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Of one reduction (None: not needed): rows received from all ranks; input in the dtype of the sum; sum to be added."""
 
 
-def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Any]:
-    return launch_together(op, pairs, group, async_op=not thread.in_order)
+CHUNK = 1 << 18
+"""Elements that a CPU adds at a time: smaller chunks cost calls, larger ones leave the cache."""
+
+
+def sum_rows(out: torch.Tensor, rows: torch.Tensor, *, accumulate: bool) -> None:
+    """Sum 2-D `rows` from first to last into (or add to) 1-D `out`, in its dtype; may overwrite the first row."""
+    size = CHUNK if out.device.type == "cpu" else max(1, out.numel())
+    for start in range(0, out.numel(), size):
+        target = out[start : start + size]
+        first, *others = rows[:, start : start + size].unbind()
+        if not accumulate and others and first.dtype == out.dtype:
+            total = torch.add(first, others.pop(0), out=target)
+        elif not accumulate:
+            total = target.copy_(first)
+        else:
+            total = first.to(out.dtype)
+        for part in others:
+            total.add_(part)
+        if accumulate:
+            target.add_(total)
 
 
 def exchanges(wire: torch.dtype, total: torch.dtype, world: int, per_node: int) -> bool:

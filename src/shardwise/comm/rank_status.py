@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardwise.comm import desync
 from shardwise.comm.desync import PAIR, TORCH, Launch, Place, Position, named, order_of
-from shardwise.comm.ledger import WAITING, Ledger, Record, followed, line_of
+from shardwise.comm.ledger import WAITING, Ledger, Record, followed, user_line
 from shardwise.comm.rendezvous import machine
 from shardwise.compat import group_named, launched_of, local_of
 
@@ -274,7 +274,7 @@ class _Script:
             arguments = (*_SAYING_WHICH, _ALIKE.get(name, "group"))
             given = {one: value for one in arguments if (value := local_of(called, one)) is not None}
             call = _torch_position(TorchLaunch.of(name, given), (id(called), called.f_lasti))
-        return cls(line_of(frame), doing, call, blocked, (frame.f_code, frame.f_lasti, id(frame)))
+        return cls(user_line(frame) if frame else "", doing, call, blocked, (frame.f_code, frame.f_lasti, id(frame)))
 
 
 def _script_of(thread: int) -> tuple[int, _Script]:

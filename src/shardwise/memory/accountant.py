@@ -270,7 +270,12 @@ class Accountant:
         storage = tensor.untyped_storage()
         entry = self._held.get(id(storage))
         if entry is None:
-            self._enter(category, storage, tier)
+            entry = _Held(storage, self._died)
+            entry.key = key = id(storage)
+            entry.category, entry.tier, entry.claimed, entry.evaluated = category, tier, True, False
+            entry.size = size = storage.nbytes()
+            self._held[key] = entry
+            self._note(entry, size)
             return
         if entry.claimed:
             return
@@ -301,17 +306,8 @@ class Accountant:
     def observe(self, tensor: torch.Tensor) -> None:
         """Count the memory of a new tensor under `default`, until it is claimed."""
         if not self.knows(tensor):
-            self._enter(self.default, tensor.untyped_storage(), claimed=False)
-
-    def _enter(
-        self, category: Category | None, storage: torch.UntypedStorage, tier: Tier = Tier.DEVICE, claimed: bool = True
-    ) -> None:
-        entry = _Held(storage, self._died)
-        entry.key = key = id(storage)
-        entry.category, entry.tier, entry.claimed, entry.evaluated = category, tier, claimed, False
-        entry.size = size = storage.nbytes()
-        self._held[key] = entry
-        self._note(entry, size)
+            self.hold(self.default, tensor)
+            self._held[id(tensor.untyped_storage())].claimed = False
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Return True if the memory of a tensor is counted or disregarded."""

@@ -48,14 +48,13 @@ from shardwise.zero.passes.calls import UnitCalls
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.hooks import Hooks
 from shardwise.zero.passes.model_pass import Pass, backward_order
-from shardwise.zero.passes.order import Phase, UnitOrder
+from shardwise.zero.passes.order import Phase, UnitOrder, UnitUsage
 from shardwise.zero.passes.peer_shards import NoPeers, PeerShards
 from shardwise.zero.passes.plain import PlainGradients
 from shardwise.zero.passes.reduce import CopiesElsewhere, Reducer
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
 from shardwise.zero.passes.unshard import Unsharder
-from shardwise.zero.passes.usage import UnitUsage
 from shardwise.zero.state import ShardedState
 from shardwise.zero.states import MovingStates
 from shardwise.zero.units import released
@@ -356,7 +355,7 @@ class ShardedModel:
     def is_absent(self, parameter: nn.Parameter) -> bool:
         """Return True if a parameter is sharded and its use now would raise."""
         tensor = self.registry.find(parameter)
-        if tensor is None or self.model_pass.phase is not Phase.IDLE:
+        if tensor is None or self.model_pass.order.phase is not Phase.IDLE:
             return False
         self.presence.require(f"parameter {tensor.name!r} cannot be used", values=True)
         return self.unsharder.is_resharded(self._section_of[tensor.index][0])
@@ -713,7 +712,7 @@ class ShardedModel:
                     raise
                 failure = error  # a peer is in destroy() already, and does not take part
         if self.channel is not None:
-            phase = self.model_pass.phase.value
+            phase = self.model_pass.order.phase.value
             try:
                 reason = self.channel.end_together(where, phase, cut_short=failure is not None)
             except (DesyncError, PeerLostError) as error:

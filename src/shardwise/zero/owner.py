@@ -46,7 +46,7 @@ class ParameterOwner(Owner):
     @property
     @override
     def in_pass(self) -> bool:
-        return self.model.model_pass.phase is not Phase.IDLE
+        return self.model.model_pass.order.phase is not Phase.IDLE
 
     @override
     def touch(self, parameter: nn.Parameter, what: str) -> Call | None:

@@ -54,7 +54,7 @@ class MovingStates:
         model.hooks.settle()
         if model.update is not None:
             model.update.check_movable("engine.offload_states()")
-        busy = model.model_pass.phase is not Phase.IDLE or model.unsharder.suspended
+        busy = model.model_pass.order.phase is not Phase.IDLE or model.unsharder.suspended
         if busy or any(unit.pins for unit in model.units):
             raise UsageError(
                 "engine.offload_states(): a pass is under way, or parameters are gathered (GatheredParameters, "

@@ -26,13 +26,17 @@ class UnitGradients:
 
     Attributes:
         comm: ranks of the innermost dimension.
+        places: places of trainable flat parameters in the unit.
+        replicated: flat parameters whose reduced gradients are all-gathered, by level of their optimizer state.
         tiered: offloaded buffers in which micro-batches are added.
+        acquired: offloaded accumulators that are on the device.
         resting: these buffers are on their tier, and not on the device.
         task: number of the backward pass whose first gradient of the unit has arrived; -1: none.
         buffers, sums: buffers of this pass or window, and sums over the inner dimensions.
         expected: parameters whose gradients the current pass still brings, by index.
         nested: nested backward passes (re-entrant checkpoints) may bring further gradients.
         reduced: the current pass has reduced the unit.
+        seen: parameters whose gradients have been collected since the last step, by index.
         accumulated: the accumulators have gradients of this window.
     """
 
@@ -41,10 +45,16 @@ class UnitGradients:
         self.domain = unit.domain
         self.comm = unit.domain.dimensions[0]
         self.level = level
+        self.places = [place for place, section in enumerate(unit.sections) if section.layout.trainable]
+        levels = {section.levels.optimizer for section in unit.trainable} - {self.domain.depth}
+        self.replicated = {
+            level: [section for section in unit.trainable if section.levels.optimizer == level]
+            for level in sorted(levels)
+        }
         self._calls = calls
         self._accountant = accountant
         self.tiered = TieredTensors(unit.trainable[0].tiered_gradient.home, accountant, unit.name)
-        self._acquired: Sequence[TieredTensors] = ()
+        self.acquired: Sequence[TieredTensors] = ()
         self._tiered_sums = [section.tiered_gradient for section in unit.trainable if self.tiered.away]
         self.resting = self.tiered.away
         self.parameters = sum(len(section.layout.slots) for section in unit.trainable)
@@ -53,7 +63,7 @@ class UnitGradients:
         self._window = 0
         self._watched: list[set[torch.dtype]] = [set(), set()]
         self.sums: dict[int, torch.Tensor] = {}  # over some ranks, by place of the flat parameter
-        self.seen: set[int] = set()  # parameters whose gradients have been collected since the last step, and freed
+        self.seen: set[int] = set()
         self.expected: set[int] = set()
         self._tasks: set[int] = set()
         self.task = -1
@@ -127,22 +137,11 @@ class UnitGradients:
             self.rest()
         for buffer in self.buffers.values():
             buffer.free()
-        self.seen |= self.present()
         self.buffers = {}
-
-    def present(self) -> set[int]:
-        """Return the parameters, by index, of which gradients have been collected."""
-        sections = self.unit.sections
-        return {
-            slot.index
-            for place, buffer in self.buffers.items()
-            for slot, present in zip(sections[place].layout.slots, buffer.present, strict=True)
-            if present
-        }
 
     def acquire_sums(self) -> None:
         """Bring offloaded accumulators to the device until `release_sums`, because a reduction adds to them."""
-        if self._tiered_sums and not self._acquired:
+        if self._tiered_sums and not self.acquired:
             with contextlib.ExitStack() as undo:
                 for tiered in self._tiered_sums:
                     tiered.start(read=self.accumulated)
@@ -150,16 +149,11 @@ class UnitGradients:
                 for tiered in self._tiered_sums:
                     tiered.finish()
                 undo.pop_all()
-            self._acquired = self._tiered_sums
-
-    @property
-    def sums_acquired(self) -> bool:
-        """Whether offloaded accumulators are on the device."""
-        return bool(self._acquired)
+            self.acquired = self._tiered_sums
 
     def release_sums(self) -> None:
         """Return offloaded accumulators to their tier, after the reduction."""
-        acquired, self._acquired = self._acquired, ()
+        acquired, self.acquired = self.acquired, ()
         for tiered in acquired:
             tiered.give_back(written=True)
 

@@ -50,18 +50,24 @@ class Hooks:
         name = " ".join(unit.name for unit in units)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._bypassed():
+            if not self._sharded and transforming():  # torch.func accumulates no gradients
                 for unit in units:
                     unit.wait_for_unshard()
                 return
-            self._open(module)
-            call = self._pass.pre_forward(units)
+            model_pass = self._pass
+            if model_pass.order.phase is Phase.BACKWARD or module is self._outermost:
+                self.settle(entered=module)
+            if model_pass.order.phase is Phase.IDLE:
+                model_pass.begin_forward()
+                self._running.clear()
+                self._outermost = module
+            call = model_pass.pre_forward(units)
             computing = named("forward", name)
             computing.__enter__()
             self._running.append(_Running(module, call, computing))
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-            if self._bypassed():
+            if not self._sharded and transforming():
                 return
             call = self._returned(module)
             outermost = self._outermost is module and not self._running
@@ -75,19 +81,6 @@ class Hooks:
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
-
-    def _bypassed(self) -> bool:
-        """Return True under a transform of torch.func, which accumulates no gradients, of an unsharded model."""
-        return transforming() and not self._sharded
-
-    def _open(self, module: nn.Module) -> None:
-        model_pass = self._pass
-        if model_pass.phase is Phase.BACKWARD or module is self._outermost:
-            self.settle(entered=module)
-        if model_pass.phase is Phase.IDLE:
-            model_pass.begin_forward()
-            self._running.clear()
-            self._outermost = module
 
     def _returned(self, module: nn.Module) -> Call:
         """Remove the innermost call of a module from the list, and the calls inside of it that were interrupted."""
@@ -114,7 +107,7 @@ class Hooks:
         The next use of the model (perhaps the call of `entered`) calls this, because the code that catches the
         exception must not wait for peers.
         """
-        phase = self._pass.phase
+        phase = self._pass.order.phase
         if phase is Phase.IDLE or backward_pass() is not None:
             return
         if phase is Phase.BACKWARD:

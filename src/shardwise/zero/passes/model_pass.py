@@ -18,11 +18,10 @@ from shardwise.registry import LogicalTensor, Registry
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.calls import AtEnd, UnitCalls, Use
 from shardwise.zero.passes.gradients import UnitGradients
-from shardwise.zero.passes.order import Phase, UnitOrder
+from shardwise.zero.passes.order import Phase, UnitOrder, UnitUsage
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.saved import SavedValues
 from shardwise.zero.passes.unshard import Unsharder
-from shardwise.zero.passes.usage import UnitUsage
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import Unit, UnitState
@@ -66,11 +65,6 @@ class Pass:
                     hook = self._gradient_hook(gradients, section, number)
                     self._handles.append(registry.parameters[slot.index].register_post_accumulate_grad_hook(hook))
 
-    @property
-    def phase(self) -> Phase:
-        """Phase of the pass."""
-        return self.order.phase
-
     def set_order(self, forward: Sequence[int], backward: Sequence[int]) -> None:
         """Set the orders of all units that all ranks have agreed on (between passes only)."""
         self.order.set(forward, backward)
@@ -106,6 +100,7 @@ class Pass:
         """Unshard the units of a module before its forward call."""
         order, calls = self.order, self.calls
         recorded = order.phase is Phase.FORWARD and order.builds_graph
+        tracked, saves = list[Unit](), False
         for unit in units:
             if recorded:
                 self.usage.enter(unit)
@@ -113,10 +108,11 @@ class Pass:
             self._unshard(unit)
             self._inside[unit.index] = self._inside.get(unit.index, 0) + 1
             unit.unguard()
-        tracked = [unit for unit in units if calls.tracks(unit) and calls.differentiated(unit, order.phase)]
+            if calls.tracks(unit) and calls.differentiated(unit, order.phase):
+                tracked.append(unit)
+                saves = saves or unit.sharded
         use = calls.begin(tracked, self.post_backward) if tracked else None
-        saves = any(unit.sharded for unit in tracked) and self.saved.open()
-        return Call(tracked, use, saves)
+        return Call(tracked, use, saves and self.saved.open())
 
     def post_forward(self, units: Sequence[Unit], call: Call, outputs: Any) -> None:
         """Track the graph of a module's forward call that has returned, and reshard its units."""
@@ -240,6 +236,7 @@ class Pass:
             # Equal rows of a sparse gradient are summed in one order.
             buffer.put(number, grad.coalesce().to_dense() if grad.is_sparse else grad)
             del grad
+            gradients.seen.add(index)
             expected = gradients.expected
             expected.discard(index)
             if not expected:

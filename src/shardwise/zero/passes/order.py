@@ -45,6 +45,7 @@ class UnitOrder:
         sequence: units that the current pass unshards, in order; without units that the script keeps unsharded.
         position: index of each unit in `sequence`, by unit index.
         next: number of all-gathers of `sequence` that have been launched.
+        following: unit whose all-gather is launched next; None at the end of the pass.
         reduces, reduced: whether the current backward pass reduces gradients, and launched reductions.
         on_device: whether the device orders reductions, and the host does not wait for them.
         lossy_in_flight: number of lossy reductions in flight, which may launch further collectives.
@@ -58,6 +59,7 @@ class UnitOrder:
         self.sequence: list[Unit] = []
         self.position: dict[int, int] = {}
         self.next = 0
+        self.following: Unit | None = None
         self.reduces = self.on_device = False
         self.reduced = self.lossy_in_flight = 0
         order = list(self._units)
@@ -80,12 +82,12 @@ class UnitOrder:
         order = self.backward if phase is Phase.BACKWARD else self.forward
         self.sequence = [unit for unit in order if not unit.pins]
         self.position = {unit.index: place for place, unit in enumerate(self.sequence)}
-        self.next = 0
+        self.advance_to(0)
 
-    @property
-    def following(self) -> Unit | None:
-        """The unit whose all-gather is launched next; None at the end of the pass."""
-        return self.sequence[self.next] if self.next < len(self.sequence) else None
+    def advance_to(self, place: int) -> None:
+        """Record that so many all-gathers have been launched."""
+        self.next = place
+        self.following = self.sequence[place] if place < len(self.sequence) else None
 
     def lags_behind(self, unit: Unit) -> bool:
         """Return True if a peer may wait in a reduction without having launched the unit's all-gather."""
@@ -107,3 +109,77 @@ class UnitOrder:
             return False
         first = bisect.bisect_left(self._launched, self._places.get(unit.index, -1))
         return self.reduced < first - 1
+
+
+class UnitUsage:
+    """Counts uses of the units of one pass on this rank, in forward passes.
+
+    The first forward pass of a job finds the orders that all ranks then agree on. Counts may differ by rank: they
+    decide only when this rank reshards the unit.
+
+    Attributes:
+        passes: number of forward passes that have ended.
+        first_uses: indices of units in the order of first use in the last forward pass with a graph.
+        branches: fingerprint of the uses since the last step, for `strict_sync`.
+        untracked: indices of units with unseen uses: they stay unsharded in each backward pass.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = [unit.index for unit in units]
+        self.passes = 0
+        self.first_uses: list[int] = []
+        self.branches = 0
+        self.untracked: set[int] = set()
+        self._last_uses: dict[int, int] = {}
+        self._clock = 0
+        self._count: dict[int, int] = {}
+        self._expected = {unit.index: len(unit.modules) for unit in units}
+
+    def begin_forward(self, *, builds_graph: bool) -> None:
+        """Begin a forward pass."""
+        self._count = {}
+        if builds_graph:
+            self.first_uses, self._last_uses = [], {}
+
+    def end_forward(self) -> None:
+        """Learn from the pass how often each unit is used."""
+        for index, count in self._count.items():
+            known = self._expected[index] if self.passes else 0
+            self._expected[index] = max(known, count)
+        self.passes += 1
+
+    def enter(self, unit: Unit) -> None:
+        """Record that a module of the unit is called in a forward pass with a graph."""
+        self.branches = hash((self.branches, unit.index))
+        if unit.index not in self._count:
+            self.first_uses.append(unit.index)
+
+    def touch(self, unit: Unit) -> None:
+        """Record that a parameter of the unit is used outside of its module in a forward pass with a graph."""
+        if unit.index not in self._count:
+            self.first_uses.append(unit.index)
+            self._count[unit.index] = 0
+
+    def count(self, unit: Unit, *, builds_graph: bool) -> bool:
+        """Count a use that has ended; return True if earlier passes have shown no further use."""
+        if builds_graph:
+            self._clock += 1
+            self._last_uses[unit.index] = self._clock
+        count = self._count[unit.index] = self._count.get(unit.index, 0) + 1
+        return count >= self._expected[unit.index]
+
+    def forward_order(self) -> list[int]:
+        """Return all units in the order of first use in the last forward pass; unused ones follow their predecessor."""
+        return self._by_use({index: place for place, index in enumerate(self.first_uses)})
+
+    def backward_order(self) -> list[int]:
+        """Return all units in the reverse order of last use; a tied embedding is first and last."""
+        return self._by_use(self._last_uses)[::-1]
+
+    def _by_use(self, use: dict[int, int]) -> list[int]:
+        keys: dict[int, tuple[int, int]] = {}
+        last = -1
+        for index in self._units:
+            last = use.get(index, last)
+            keys[index] = (last, index)
+        return sorted(keys, key=lambda index: keys[index])

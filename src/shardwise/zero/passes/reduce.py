@@ -16,14 +16,15 @@ optimizer that communicates itself may take them unreduced.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
 from shardwise.comm.collective_queue import Launch, Work, WorkChain
-from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor, Flat
 from shardwise.comm.domain import Domain
 from shardwise.compat import number_of_pass
@@ -95,6 +96,8 @@ class Reducer:
         self.accountant = accountant
         self._every_pass = plan.shard_gradients
         self._launches = domain.ranks.streams.beside
+        # With 0 a device would have no queued work while the host waits.
+        self._ahead = 1 if domain.async_reductions else 0
         self._exchanges = domain.world > 1 or plan.shard_optimizer  # also of one rank
         self.wire_dtype = wire_dtype
         self.prescale = prescale
@@ -102,7 +105,8 @@ class Reducer:
         self.compressor = compressor if domain.world > 1 else None
         self.order, self._calls, self._unsharder = order, calls, unsharder
         self.update, self.driver = update, driver
-        self.local = False
+        self.local = self._lossy = False
+        self._hold = functools.partial(accountant.hold, Category.BUFFERS)
         self._own: dict[int, torch.Tensor] = {}
         self.boundary = True
         self.partial = False
@@ -128,11 +132,6 @@ class Reducer:
         """Take over the order of reductions after a change of `order` (between passes only)."""
         self._queue = [self.gradients[index] for index in self.order.reductions]
         self.find_separate()
-
-    @property
-    def reducing(self) -> bool:
-        """Whether the current backward pass reduces gradients; else it adds them locally."""
-        return (self._every_pass or self.boundary) and not self.local
 
     @property
     def unfinished(self) -> bool:
@@ -165,8 +164,9 @@ class Reducer:
         self.brought = False
         self.boundary = self.driver.reduces_now()
         self._settle_local()
-        self.order.reduced = 0
-        self.order.reduces, self.order.on_device = self.reducing, self.on_device
+        order = self.order
+        order.reduced, order.on_device = 0, self.on_device
+        order.reduces = (self._every_pass or self.boundary) and not self.local  # else gradients are added locally
         for gradients in self.gradients.values():
             gradients.begin(used=self._calls.used(gradients.unit), outside=not differentiates)
         self.driver.backward_begins()
@@ -177,7 +177,7 @@ class Reducer:
         Because peers wait for its collectives, a pass that an exception has ended early is ended in the same way.
         """
         self._stretches.end()
-        if self.reducing:
+        if self.order.reduces:
             self._flush()
         else:
             self.partial = True
@@ -192,7 +192,7 @@ class Reducer:
     def _flush(self) -> None:
         while self.order.reduced < len(self._queue):
             self._launch(self._queue[self.order.reduced])
-        if self.on_device:
+        if self.order.on_device:
             self._unsharder.launch_rest()
         self._wait_oldest(0, blocking=not self.domain.async_reductions)
         self._finish_onward()
@@ -222,7 +222,8 @@ class Reducer:
         # Micro-batches are summed in the accumulator's dtype; the gradient of a single pass is sent in its own dtype.
         # The choice is the same on all ranks.
         separate = section.domain.world > 1 and not self.local and (self._every_pass or self._single)
-        return separate, (self._cast_to(section) or section.layout.dtype) if separate else section.accumulate_dtype
+        sent = None if self._lossy else self.wire_of(section)
+        return separate, (sent or section.layout.dtype) if separate else section.accumulate_dtype
 
     @property
     def _single(self) -> bool:
@@ -234,12 +235,7 @@ class Reducer:
         if known is not None:
             return known
         separate, dtype = self._collected_as(section)
-
-        def make() -> torch.Tensor:
-            flat = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
-            self._hold(flat)
-            return flat
-
+        make = functools.partial(torch.empty, section.layout.numel, dtype=dtype, device=section.device)
         buffer: GradientBuffer
         if not (separate or gradients.accumulated or section.tiered_gradient.away) and section.keeps_whole_gradient:
             # The accumulator is free and as large as the sum. One copy per unit has fewer launches, but takes memory.
@@ -256,13 +252,12 @@ class Reducer:
                 self._wait_oldest(0)
             if separate and self.domain.async_reductions:
                 buffer = GradientList(section.places, dtype, make, self.accountant)
-            elif separate:
-                buffer = FlatGradient(section.places, make())
             else:
-                buffer = FlatGradient(
-                    section.places, torch.empty(section.layout.numel, dtype=dtype, device=section.device)
-                )
-                gradients.keep(buffer.flat)
+                buffer = FlatGradient(section.places, make())
+                if separate:
+                    self._hold(buffer.flat)
+                else:
+                    gradients.keep(buffer.flat)
         gradients.buffers[place] = buffer
         return buffer
 
@@ -282,12 +277,6 @@ class Reducer:
         """Return the dtype in which gradients of a flat parameter are sent; None: their own."""
         return self.wire_dtype or section.layout.wire_dtype
 
-    def _cast_to(self, section: FlatParamStorage) -> torch.dtype | None:
-        return None if self.compressor is not None and self.compressor.active else self.wire_of(section)
-
-    def _prescale(self, domain: Domain) -> float:
-        return self.prescale * domain.prescale
-
     def watch_everything(self, wanted: bool) -> None:
         """Watch each unit in the next window, because the gradients of one were not finite; a CPU always does."""
         self.watches_all = wanted or not self._launches
@@ -299,26 +288,24 @@ class Reducer:
             return False
         return own
 
-    def _watches(self, gradients: UnitGradients) -> bool:
-        # With one rank, the sum is the gradient itself.
-        if not self.watching or self.domain.world == 1:
-            return False
-        return self.watches_all or gradients is self._queue[-1]
-
     def _waits_for_separate(self, gradients: UnitGradients) -> bool:
         accumulates = not self.boundary or self.local or gradients.accumulated
         return accumulates and any(flight.gradients.unit.index in self.separate for flight in self._in_flight)
 
-    def _prepare(self, gradients: UnitGradients, section: FlatParamStorage, buffer: torch.Tensor) -> torch.Tensor:
-        if self._prescale(section.domain) != 1.0:
-            buffer.mul_(self._prescale(section.domain))
-        wire = self._cast_to(section)
-        if wire is not None and buffer.dtype != wire and section.domain.world > 1:
-            buffer = buffer.to(wire)
-            self.accountant.hold(Category.BUFFERS, buffer)
-        if self._watches(gradients):
-            gradients.watch(buffer)
-        return buffer
+    def _prepare(self, gradients: UnitGradients, buffers: list[torch.Tensor]) -> None:
+        """Prescale, cast and watch the gradients of a unit, before they are sent."""
+        # With one rank, the sum is the gradient itself.
+        watches = self.watching and self.domain.world > 1 and (self.watches_all or gradients is self._queue[-1])
+        prescale, several = self.prescale * gradients.domain.prescale, gradients.domain.world > 1
+        for number, section in enumerate(gradients.unit.trainable):
+            if prescale != 1.0:
+                buffers[number].mul_(prescale)
+            wire = None if self._lossy else self.wire_of(section)
+            if wire is not None and buffers[number].dtype != wire and several:
+                buffers[number] = buffers[number].to(wire)
+                self._hold(buffers[number])
+            if watches:
+                gradients.watch(buffers[number])
 
     def begin_profile_range(self) -> None:
         """Show the first unit of a backward pass to profilers, if there are any."""
@@ -344,102 +331,83 @@ class Reducer:
     def launch_complete(self, unit: Unit) -> None:
         """Launch the next complete reductions, after the gradients of a unit have become complete."""
         gradients = self.gradients.get(unit.index)
-        if gradients is not None and gradients.tiered.away and not self.reducing:
+        order, queue = self.order, self._queue
+        if gradients is not None and gradients.tiered.away and not order.reduces:
             gradients.rest()
-        while self.reducing and self.order.reduced < len(self._queue) and self._queue[self.order.reduced].complete:
-            self._launch(self._queue[self.order.reduced])
+        while order.reduces and order.reduced < len(queue) and queue[order.reduced].complete:
+            self._launch(queue[order.reduced])
         if self._stretches.unit is not None:
             self._profile_range()
 
     def _launch(self, gradients: UnitGradients) -> None:
-        self._unsharder.launch_through(gradients.unit)
-        # Before the stream of reductions is current, because their input belongs to the computing stream.
-        lacks = any(s.layout.trainable and n not in gradients.buffers for n, s in enumerate(gradients.unit.sections))
-        self._wait_oldest(0 if lacks and self._waits_for_separate(gradients) else self._ahead)
-        gradients.bring()
-        for buffer in gradients.buffers.values():
-            buffer.complete()
-        if not self._exchanges and self._in_place(gradients):
-            with named("reduce", gradients.unit.name):
-                self._complete_in_place(gradients)
-            return
-        self.domain.reductions.follow()
-        with named("reduce", gradients.unit.name), self.domain.reductions.aside():
-            self._start_reduction(gradients)
-
-    def _in_place(self, gradients: UnitGradients) -> bool:
         unit = gradients.unit
-        return (
-            not gradients.tiered.away
-            and self._prescale(unit.domain) == 1.0
-            and all(
-                section.gradient is not None
-                and place in gradients.buffers
-                and gradients.buffers[place].flat is section.gradient
-                for place, section in enumerate(unit.sections)
-                if section.layout.trainable
-            )
-        )
-
-    def _complete_in_place(self, gradients: UnitGradients) -> None:
-        self.order.reduced += 1
-        gradients.reduced, gradients.accumulated, gradients.task = True, True, -1
-        gradients.free()
-
-    def _start_reduction(self, gradients: UnitGradients) -> None:
+        self._unsharder.launch_through(unit)
+        lacks = len(gradients.buffers) < len(unit.trainable)
+        self._wait_oldest(0 if lacks and self._waits_for_separate(gradients) else self._ahead)
+        if gradients.resting:
+            gradients.bring()
+        # Before the stream of reductions is current, because their input belongs to the computing stream.
+        flats = []
+        for place in gradients.places:
+            flats.append(self.buffer_for(gradients, place, unit.sections[place]).complete())
         self.order.reduced += 1
         gradients.reduced, gradients.task = True, -1
-        unit = gradients.unit
-        buffers = {
-            place: self._prepare(gradients, section, self.buffer_for(gradients, place, section).complete())
-            for place, section in enumerate(unit.sections)
-            if section.layout.trainable
-        }
-        sent = [*buffers.values()]
-        with self.accountant.owning(Category.BUFFERS):
-            if self.compressor is not None and self.compressor.active:
-                launches, own_only = [self._lossily(self.compressor, gradients, buffers)], []
-            else:
-                launches, own_only = self._exactly(gradients, buffers), unit.trainable
-            del buffers
-            handle = gradients.domain.reductions.start(launches, self._hold)
-        self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.async_reductions else ()))
+        if not self._exchanges and self._in_place(gradients, flats):
+            with named("reduce", unit.name):
+                gradients.accumulated = True
+                gradients.free()
+            return
+        self.domain.reductions.follow()
+        with named("reduce", unit.name), self.domain.reductions.aside(), self.accountant.owning(Category.BUFFERS):
+            self._start_reduction(gradients, flats)
+
+    def _in_place(self, gradients: UnitGradients, flats: Sequence[torch.Tensor]) -> bool:
+        """Return True if flat gradients are the accumulators, and need no scaling."""
+        if gradients.tiered.away or self.prescale * gradients.domain.prescale != 1.0:
+            return False
+        return all(flat is s.gradient for flat, s in zip(flats, gradients.unit.trainable, strict=True))
+
+    def _start_reduction(self, gradients: UnitGradients, flats: list[torch.Tensor]) -> None:
+        self._prepare(gradients, flats)
+        if self._lossy:
+            launches, own_only = self._lossily(gradients, flats), []
+        else:
+            launches, own_only = self._exactly(gradients, flats), gradients.unit.trainable
+        handle = gradients.domain.reductions.start(launches, self._hold)
+        self._in_flight.append(_Flight(gradients, handle, own_only, flats if self.domain.async_reductions else ()))
         self.order.lossy_in_flight += not own_only
 
-    def _lossily(self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor]) -> Launch:
-        unit = gradients.unit
+    def _lossily(self, gradients: UnitGradients, buffers: Sequence[torch.Tensor]) -> list[Launch]:
+        unit, compressor = gradients.unit, self.compressor
+        assert compressor is not None
         gradients.acquire_sums()
-        flats = [_flat(unit, unit.sections[place], buffer) for place, buffer in buffers.items()]
+        flats = [_flat(unit, section, buffer) for section, buffer in zip(unit.trainable, buffers, strict=True)]
         before, gradients.accumulated = gradients.accumulated, True
-        return lambda: compressor.reduce(
-            flats, unit.name, accumulate=before, scale=self.driver.reduction_scale(), wire_dtype=self.wire_dtype
-        )
+        return [
+            lambda: compressor.reduce(
+                flats, unit.name, accumulate=before, scale=self.driver.reduction_scale(), wire_dtype=self.wire_dtype
+            )
+        ]
 
-    def _exactly(self, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor]) -> list[Launch]:
-        unit, level, depth = gradients.unit, gradients.level, gradients.domain.depth
-        places = [place for place, section in enumerate(unit.sections) if section.layout.trainable]
-        sections = [unit.sections[place] for place in places]
-        inside = 0 < level < depth
-        ends = self.boundary or not inside  # goes on to this rank's own range
-        adds = bool(gradients.sums) if inside else gradients.accumulated
-
-        def first(outputs: Sequence[torch.Tensor]) -> Handle:
-            given = dict(zip(places, outputs, strict=True))
-            pairs = [(given[place], buffer) for place, buffer in buffers.items()]
-            return gradients.comm.reduce_scatter(pairs, unit.name, accumulate=adds and fine == 1, kind="reduce")
-
+    def _exactly(self, gradients: UnitGradients, flats: Sequence[torch.Tensor]) -> list[Launch]:
+        unit, domain, fine = gradients.unit, gradients.domain, gradients.domain.depth
+        inside = 0 < gradients.level < fine
+        outputs = []
         if inside:
-            fine, outputs = level, [self._sum_of(gradients, place, kept=not ends) for place in places]
+            fine, adds = gradients.level, bool(gradients.sums)
+            for place in gradients.places:
+                outputs.append(self._sum_of(gradients, place, kept=not self.boundary))
         else:
-            gradients.acquire_sums()
-            fine, outputs = depth, [section.own_gradient for section in sections]
-        launches = gradients.domain.reducing(
-            outputs, first, 0, fine, unit.name, accumulate=adds, wire=self.wire_dtype, made=self._hold
+            if gradients.tiered.away:
+                gradients.acquire_sums()
+            adds, gradients.accumulated = gradients.accumulated, True
+            for section in unit.trainable:
+                outputs.append(section.own_gradient)
+        launches = domain.reducing(
+            flats, outputs, 0, fine, unit.name, accumulate=adds, wire=self.wire_dtype, made=self._hold
         )
-        if inside and ends:
+        if inside and self.boundary:  # goes on to this rank's own range
             launches += self._beyond(gradients)
-        elif not inside:
-            gradients.accumulated = True
         return launches
 
     def _sum_of(self, gradients: UnitGradients, place: int, *, kept: bool) -> torch.Tensor:
@@ -459,16 +427,16 @@ class Reducer:
         outputs = [unit.sections[place].own_gradient for place in gradients.sums]
         given, before = list(gradients.sums.values()), gradients.accumulated
         gradients.accumulated, gradients.sums = True, {}
-        options: dict[str, Any] = {"accumulate": before, "wire": self.wire_dtype, "made": self._hold, "given": given}
-        return domain.reducing(outputs, None, gradients.level, domain.depth, unit.name, **options)
-
-    def _hold(self, buffer: torch.Tensor) -> None:
-        self.accountant.hold(Category.BUFFERS, buffer)
-
-    @property
-    def _ahead(self) -> int:
-        # With 0 a device would have no queued work while the host waits.
-        return 1 if self.domain.async_reductions else 0
+        return domain.reducing(
+            given,
+            outputs,
+            gradients.level,
+            domain.depth,
+            unit.name,
+            accumulate=before,
+            wire=self.wire_dtype,
+            made=self._hold,
+        )
 
     def _wait_oldest(self, most: int, *, blocking: bool | None = None) -> None:
         """Wait for the oldest reductions until at most `most` are in flight.
@@ -477,26 +445,31 @@ class Reducer:
         that peers need before they can take part in the reduction.
         """
         if blocking is None:
-            blocking = not self.on_device
+            blocking = not self.order.on_device
         while len(self._in_flight) > most:
             flight = self._in_flight.popleft()
             gradients, handle, own_only = flight.gradients, flight.handle, flight.own_only
             self.order.lossy_in_flight -= not own_only
             name = gradients.unit.name
             category = Category.OTHER if own_only else Category.BUFFERS
-            with self._unsharder.blocked(), self.accountant.owning(category), named("wait for reduction", name):
-                if isinstance(handle, WorkChain):
-                    handle.wait_first()
-                elif blocking:
-                    self.domain.reductions.synchronize(handle, f"the reduction of unit {name!r}")
-                else:
+            with self.accountant.owning(category), named("wait for reduction", name):
+                if self.order.on_device and not blocking:
                     handle.wait()
+                else:
+                    with self._unsharder.blocked():
+                        if isinstance(handle, WorkChain):
+                            handle.wait_first()
+                        elif blocking:
+                            self.domain.reductions.synchronize(handle, f"the reduction of unit {name!r}")
+                        else:
+                            handle.wait()
             gradients.free()
             del flight
-            self._finish_onward()
+            if self._onward is not None:
+                self._finish_onward()
             if isinstance(handle, WorkChain):
                 self._onward = (gradients, handle, own_only)
-            else:
+            elif gradients.replicated or gradients.acquired:
                 self._replicate(gradients, own_only)
 
     def _finish_onward(self) -> None:
@@ -514,16 +487,16 @@ class Reducer:
             return  # it is reduced over more ranks at the accumulation boundary
         domain, depth = gradients.domain, gradients.domain.depth
         links: list[Work] = []
-        for level in sorted({section.levels.optimizer for section in own_only} - {depth}):
-            moves = [(s.whole_gradient, s.own_gradient, depth) for s in own_only if s.levels.optimizer == level]
+        for level, sections in gradients.replicated.items() if own_only else ():
+            moves = [(section.whole_gradient, section.own_gradient, depth) for section in sections]
             launches = domain.gathering(moves, level, gradients.unit.name, kind="replicate")
             links.append(domain.reductions.start(launches))
-        if not gradients.sums_acquired:
+        if not gradients.acquired:
             self._replicating += links
             return
         with self._unsharder.blocked():
             for link in links:
-                if self.on_device:
+                if self.order.on_device:
                     link.wait()
                 else:
                     self.domain.reductions.synchronize(link, f"the reduction of unit {gradients.unit.name!r}")
@@ -589,17 +562,18 @@ class Reducer:
 
     def _settle_local(self) -> None:
         self.local = self.update.stays_local()
+        self._lossy = self.compressor is not None and self.compressor.active
 
     def _complete_local(self) -> None:
         self.partial = True
         for gradients in self.gradients.values():
             gradients.bring()
-            for place, section in enumerate(gradients.unit.sections):
-                if section.layout.trainable:
-                    buffer = self.buffer_for(gradients, place, section).complete()
-                    if self.prescale != 1.0:
-                        buffer.mul_(self.prescale)
-                    self._own[id(section)] = buffer
+            for place in gradients.places:
+                section = gradients.unit.sections[place]
+                buffer = self.buffer_for(gradients, place, section).complete()
+                if self.prescale != 1.0:
+                    buffer.mul_(self.prescale)
+                self._own[id(section)] = buffer
 
     def own_gradient(self, section: FlatParamStorage) -> torch.Tensor:
         """Return the local gradient of a flat parameter, after `complete_window`."""
@@ -610,10 +584,9 @@ class Reducer:
         return [
             gradients.unit.registry[slot.index].name
             for gradients in self.gradients.values()
-            for present in [gradients.seen | gradients.present()]
             for section in gradients.unit.trainable
             for slot in section.layout.slots
-            if slot.index not in present
+            if slot.index not in gradients.seen
         ]
 
     def clear(self) -> None:
@@ -636,7 +609,7 @@ class _Flight(NamedTuple):
     handle: Work
     own_only: Sequence[FlatParamStorage]
     """Flat parameters of which only this rank's own range is reduced."""
-    sent: Sequence[Any] = ()
+    sent: Sequence[torch.Tensor] = ()
     """Tensors of other streams, which must not be freed before the reduction has ended."""
 
 

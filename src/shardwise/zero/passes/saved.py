@@ -54,9 +54,13 @@ class SavedValues:
     def open(self) -> bool:
         """Enable the hooks on this thread; return True if `close` must be called, because they were not enabled."""
         outer = saved_hooks_in_force(True)
-        if self._owns(outer) or reason_against_saved_hooks() is not None:
+        if (outer is not None and self._owns(outer)) or reason_against_saved_hooks() is not None:
             return False
-        saved_tensors_hooks(*self._pair(outer)).__enter__()
+        if outer is None:
+            saved_tensors_hooks(self._pack, self._unpack).__enter__()
+        else:
+            around = _WithOuterHooks(self, *outer)
+            saved_tensors_hooks(around.pack, around.unpack).__enter__()
         return True
 
     def close(self) -> bool:
@@ -72,15 +76,9 @@ class SavedValues:
         while self.close():
             pass
 
-    def _owns(self, pair: tuple[Pack, Unpack] | None) -> bool:
-        owner = getattr(pair[0], "__self__", None) if pair is not None else None
+    def _owns(self, pair: tuple[Pack, Unpack]) -> bool:
+        owner = getattr(pair[0], "__self__", None)
         return owner is self or (type(owner) is _WithOuterHooks and owner.saved is self)
-
-    def _pair(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack]:
-        if outer is None:
-            return self._pack, self._unpack
-        around = _WithOuterHooks(self, *outer)
-        return around.pack, around.unpack
 
     def place_of(self, tensor: torch.Tensor) -> _Place | None:
         """Return the position (with the version counter) of a tensor in a unit's memory, or None if there is none."""

@@ -21,9 +21,8 @@ from itertools import zip_longest
 
 from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.errors import ReleasedParameterError, UsageError
-from shardwise.zero.passes.order import Phase, UnitOrder
+from shardwise.zero.passes.order import Phase, UnitOrder, UnitUsage
 from shardwise.zero.passes.peer_shards import PeerShards
-from shardwise.zero.passes.usage import UnitUsage
 from shardwise.zero.units.unit import Unit, UnitState, UnshardReason
 
 _NOTHING = contextlib.nullcontext()
@@ -37,6 +36,7 @@ class Unsharder:
 
     Attributes:
         suspended: the script has unsharded all units; passes launch no all-gathers.
+        reason: why the current pass unshards, the same on all ranks.
         late: number of units copied from peers, because they had been resharded too early.
     """
 
@@ -53,6 +53,7 @@ class Unsharder:
     ) -> None:
         self.order, self.usage = order, usage
         self.suspended = False
+        self.reason = UnshardReason.PLAIN
         self.late = 0
         self.peers = peers
         self._queue = queue
@@ -103,6 +104,10 @@ class Unsharder:
             self._heir = None
         order = self.order
         order.begin(phase)
+        if phase is Phase.BACKWARD:
+            self.reason = UnshardReason.BACKWARD
+        else:
+            self.reason = UnshardReason.FORWARD if order.builds_graph else UnshardReason.PLAIN
         self._recent = {}
         self._from_peers = set()
         if not self.usage.passes:
@@ -127,7 +132,7 @@ class Unsharder:
                     self._kept = unit
         self._queue.catch_up()
         with self._lock:
-            order.phase = Phase.IDLE
+            order.phase, self.reason = Phase.IDLE, UnshardReason.PLAIN
             self._needed_by_peers.pop(self._backward_passes, None)
         self._refuse_lost_changes()
 
@@ -166,7 +171,7 @@ class Unsharder:
             unit = order.sequence[order.next]
             if self.peers is not None and unit is not self._kept:
                 self.peers.check_present()
-            order.next += 1
+            order.advance_to(order.next + 1)
             launched += 1
             if unit is self._kept:
                 self._kept = None
@@ -175,33 +180,25 @@ class Unsharder:
             else:
                 unit.join_unshard(self.reason)  # it is unsharded here, but the peers need this rank's shard
             following = order.following
-            if following is not None and following is not self._kept:
+            if following is not None and following.away and following is not self._kept:
                 following.look_ahead()
         return launched
 
-    @property
-    def reason(self) -> UnshardReason:
-        """Why this pass unshards, the same on all ranks."""
-        order = self.order
-        if order.phase is Phase.BACKWARD:
-            return UnshardReason.BACKWARD
-        return UnshardReason.FORWARD if order.phase is Phase.FORWARD and order.builds_graph else UnshardReason.PLAIN
-
-    @property
-    def _in_backward(self) -> bool:
-        return self.order.phase is Phase.BACKWARD and not self.suspended
-
     def launch_through(self, unit: Unit) -> None:
         """Launch all-gathers up to the position of a unit, before its gradients are reduced."""
-        if self._in_backward:
-            with self._lock:
-                self._launch_to(self.order.position.get(unit.index, -1))
+        order = self.order
+        if order.phase is Phase.BACKWARD and not self.suspended:
+            position = order.position.get(unit.index, -1)
+            if order.next <= position:
+                with self._lock:
+                    self._launch_to(position)
 
     def launch_rest(self) -> None:
         """Launch the other all-gathers of a backward pass, of units that this rank does not need."""
-        while self._in_backward and (unit := self.order.following) is not None:
+        order = self.order
+        while order.phase is Phase.BACKWARD and not self.suspended and (unit := order.following) is not None:
             with self._lock:
-                self._launch_to(self.order.next)
+                self._launch_to(order.next)
             unit.reshard()
 
     def launch_first(self, units: Collection[int]) -> None:
@@ -242,7 +239,7 @@ class Unsharder:
                 self._launch_for_peers()
 
     def _launch_for_peers(self) -> None:
-        if self._in_backward:
+        if self.order.phase is Phase.BACKWARD and not self.suspended:
             self._launch_to(self._needed_by_peers.get(self._backward_passes, -1))
 
     # -- units -------------------------------------------------------------------------------------------------------
@@ -253,8 +250,9 @@ class Unsharder:
             if self.peers is not None:
                 self.peers.raise_helper_error()
             position = self.order.position.get(unit.index, -1)
-            self._make_room(unit, position)
-            if self._must_not_wait(unit, position):
+            if self._recent:
+                self._make_room(unit, position)
+            if self.order.phase is Phase.BACKWARD and self._must_not_wait(unit, position):
                 self._copy_from_peers(unit)
                 self._from_peers.add(unit.index)
                 self._was_ahead = True
@@ -264,7 +262,8 @@ class Unsharder:
                     resharded = unit.state is UnitState.SHARDED
                 if resharded:
                     self._unshard_late(unit)
-                self._launch_ahead(position)
+                if self._prefetch and (self.usage.passes or self.order.phase is Phase.BACKWARD):
+                    self._launch_ahead(position)
             order = self.order
             if order.phase is Phase.BACKWARD and unit.state is UnitState.UNSHARDING and order.lags_behind(unit):
                 assert self.peers is not None
@@ -278,9 +277,8 @@ class Unsharder:
 
     def _must_not_wait(self, unit: Unit, position: int) -> bool:
         """Return True if waiting for the all-gather of a unit could let ranks wait for each other."""
-        if self.order.phase is not Phase.BACKWARD or unit.state is UnitState.UNSHARDED:
-            return False
-        return position > self._last_at_start and self.order.must_not_wait(unit)
+        late = unit.state is not UnitState.UNSHARDED and position > self._last_at_start
+        return late and self.order.must_not_wait(unit)
 
     def _make_room(self, unit: Unit, position: int) -> None:
         """Reshard units that the first forward pass has used, until the units needed now fit."""
@@ -295,8 +293,6 @@ class Unsharder:
 
     def _launch_ahead(self, position: int) -> None:
         order = self.order
-        if not self._prefetch or not (self.usage.passes or order.phase is Phase.BACKWARD):
-            return
         budget = self._prefetch_elements
         for ahead in range(position + 1, len(order.sequence)):
             budget -= order.sequence[ahead].numel
@@ -340,7 +336,7 @@ class Unsharder:
 
     def after_backward_use(self, unit: Unit) -> None:
         """Reshard a unit when its gradients are complete and all of its calls have been differentiated."""
-        if self._in_backward and unit.index not in self._to_end:
+        if self.order.phase is Phase.BACKWARD and unit.index not in self._to_end and not self.suspended:
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:

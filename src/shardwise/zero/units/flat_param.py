@@ -23,7 +23,7 @@ import torch
 from shardwise.comm.domain import Domain
 from shardwise.compat import is_shared, storage_users
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.memory.places import ALL_AT_HAND, Acquisition, Homes, StateHome, TieredTensors
+from shardwise.memory.places import ALL_AT_HAND, Acquisition, Homes, TieredTensors
 from shardwise.zero.units.gradient_buffers import GradientPlaces
 from shardwise.zero.units.layout import FlatParam
 from shardwise.zero.units.plan import Levels
@@ -137,23 +137,24 @@ class FlatParamStorage:
     @property
     def own_gradient(self) -> torch.Tensor:
         """View of the accumulated gradient at `own_range` (allocated at first use)."""
-        return self.domain.within(self.whole_gradient, self.levels.optimizer, self.domain.depth)
+        gradient, level, depth = self.whole_gradient, self.levels.optimizer, self.domain.depth
+        return gradient if level == depth else self.domain.within(gradient, level, depth)
 
     @property
     def whole_gradient(self) -> torch.Tensor:
         """Gradient for `master` (allocated at first use, with undefined content)."""
         size = self.master_stop - self.master_start
         if self.gradient is None:
-            where = self._gradients.used_on or self.device
+            where = self.tiered_gradient.home.used_on or self.device
             self.gradient = torch.empty(size, dtype=self.accumulate_dtype, device=where)
             if self.tiered_gradient.away:
                 self.tiered_gradient.keep(Category.GRADIENTS, self.gradient)
                 return self.gradient
             self._accountant.disregard(self.gradient)  # its storage is freed and allocated again: bytes are counted
-            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self.tiered_gradient.home.tier)
         elif size and not self.tiered_gradient.away and not self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(self.gradient.nbytes)
-            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self.tiered_gradient.home.tier)
         return self.gradient
 
     @property
@@ -184,7 +185,7 @@ class FlatParamStorage:
             return
         if self.gradient is not None and self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(0)
-            self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
+            self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes, self.tiered_gradient.home.tier)
 
     @contextlib.contextmanager
     def acquiring_gradient(self) -> Iterator[torch.Tensor]:
@@ -201,7 +202,7 @@ class FlatParamStorage:
             if self.tiered_gradient.away:
                 self.tiered_gradient.forget(gradient)
             else:
-                self._accountant.remove(Category.GRADIENTS, gradient.nbytes, self._gradients.tier)
+                self._accountant.remove(Category.GRADIENTS, gradient.nbytes, self.tiered_gradient.home.tier)
 
     @cached_property
     def places(self) -> GradientPlaces:
@@ -227,10 +228,6 @@ class FlatParamStorage:
     def steps_apart(self) -> bool:
         """Whether the optimizer steps on another tier than the device."""
         return self.tiered_state.home.used_on is not None
-
-    @property
-    def _gradients(self) -> StateHome:
-        return self.tiered_gradient.home
 
     def widen_source(self, dtype: torch.dtype) -> None:
         """Keep the initial values in a wider dtype than the parameters', for master weights."""

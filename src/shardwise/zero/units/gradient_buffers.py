@@ -117,7 +117,10 @@ class FlatGradient(GradientBuffer):
 
 
 class GradientList(GradientBuffer):
-    """Keeps autograd's tensors (sums have `dtype`), until one call copies them into the tensor that `make` returns."""
+    """Keeps autograd's tensors (sums have `dtype`), until one call copies them into the tensor that `make` returns.
+
+    If the tensor is not counted yet, its bytes count as a communication buffer.
+    """
 
     def __init__(
         self, places: GradientPlaces, dtype: torch.dtype, make: Callable[[], torch.Tensor], accountant: Accountant
@@ -153,6 +156,7 @@ class GradientList(GradientBuffer):
     def complete(self) -> torch.Tensor:
         if self.flat is None:
             self.flat = self._make()
+            self._accountant.hold(Category.BUFFERS, self.flat)
             self.places.join(self._tensors, self.flat)
             self._tensors = []
             self.free()

@@ -318,7 +318,7 @@ Classes = list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]]
 
 
 def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
-    """Look up the classes of parameters once, for repeated calls of `guard_all` and `unguard_all`."""
+    """Look up the classes of parameters once, for repeated guarding."""
     found = [(p, _classes.get(p, nn.Parameter) if is_released(p) else type(p)) for p in parameters]
     return [(parameter, own, _guarded(own)) for parameter, own in found]
 
@@ -337,18 +337,6 @@ def _guarded(own: type[nn.Parameter]) -> type[nn.Parameter]:
     made = type(f"Released{own.__name__}", (Released, own), {})
     _released.add(made)
     return made
-
-
-def guard_all(classes: Classes) -> None:
-    """Apply `guard` to several parameters."""
-    for parameter, _, guarded in classes:
-        parameter.__class__ = guarded
-
-
-def unguard_all(classes: Classes) -> None:
-    """Apply `restore` to several parameters."""
-    for parameter, own, _ in classes:
-        parameter.__class__ = own
 
 
 def is_released(parameter: torch.Tensor) -> bool:

@@ -18,8 +18,8 @@ from shardwise.zero.units.flat_param import FlatParamStorage
 class GatherSource(ABC):
     """Source of the all-gather of a unit.
 
-    `fills`: the all-gather writes into the unsharded buffers, which have memory before its launch. Else `finish` writes
-    into them, and they get memory then.
+    `fills`: the all-gather writes into the unsharded buffers, which have memory before its launch. Else they get
+    memory when the all-gather has ended, and `finish` writes into them.
     """
 
     fills = True

@@ -54,6 +54,7 @@ class Unit:
     Attributes:
         sharded: whether the parameters are resharded between uses.
         level: level of the domain at which the parameters are sharded between uses.
+        away: whether shards are offloaded.
         unguarded: whether parameters have their own classes, and uses are not seen.
         pins: number of users outside of passes that keep the unit unsharded.
         exact, codes, second: sources of all-gathers: shards; in trained passes quantized weights; in backward passes
@@ -85,6 +86,7 @@ class Unit:
         self.trainable = [section for section in self.sections if section.layout.trainable]
         self.sharded = any(section.sharded for section in self.sections)
         self.level = max((section.levels.parameters for section in self.sections), default=0)
+        self.away = any(section.tiered_shard.away for section in self.sections)
         self.domain = domain
         self.state = UnitState.UNSHARDED
         self.unguarded = True
@@ -112,15 +114,15 @@ class Unit:
         return [(parameter, released.blank_of(parameter)) for parameter in self.parameters]
 
     @cached_property
-    def _places(self) -> list[tuple[nn.Parameter, int, tuple[torch.Size, tuple[int, ...], int]]]:
-        """Each parameter, the number of its flat parameter, and the arguments of `as_strided` for its view."""
+    def _places(self) -> list[tuple[nn.Parameter, FlatParamStorage, tuple[torch.Size, tuple[int, ...], int]]]:
+        """Each parameter, its flat parameter, and the arguments of `as_strided` for its view."""
         return [
             (
                 self.registry.parameters[slot.index],
-                number,
+                section,
                 (shape := torch.Size(self.registry[slot.index].shape), released.strides_of(shape), slot.offset),
             )
-            for number, section in enumerate(self.sections)
+            for section in self.sections
             for slot in section.layout.slots
         ]
 
@@ -149,9 +151,8 @@ class Unit:
     def attach(self) -> None:
         """Point the parameters at their views of the flat buffers."""
         with without_overrides(), torch.no_grad():
-            buffers = [section.full for section in self.sections]
-            for parameter, number, place in self._places:
-                parameter.data = buffers[number].as_strided(*place)
+            for parameter, section, place in self._places:
+                parameter.data = section.full.as_strided(*place)
 
     @never_compiled
     def _detach(self) -> None:
@@ -201,19 +202,19 @@ class Unit:
                 self._refreshing.wait()
             self._refreshing = None
 
-    def _source_for(self, purpose: UnshardReason) -> GatherSource:
-        if self.second is not None and self.second_valid and purpose is UnshardReason.BACKWARD:
-            return self.second
-        return self.exact if self.codes is None or purpose is UnshardReason.PLAIN else self.codes
-
     def _launch(self, purpose: UnshardReason, *, aside: bool = False) -> Work:
         """Launch an all-gather; `aside`: into memory that is freed after the all-gather."""
-        self.wait_for_update()
+        if self._refreshing is not None:
+            self.wait_for_update()
         self.rounded = self.codes is not None and purpose is not UnshardReason.PLAIN
         # Secondary shards get the values that the forward pass has computed with.
         self._second_follows = self.second is not None and purpose is UnshardReason.FORWARD
-        self._source = source = self._source_for(purpose)
-        full = [section.full for section in self.sections]
+        if self.second is not None and self.second_valid and purpose is UnshardReason.BACKWARD:
+            source: GatherSource = self.second
+        else:
+            source = self.exact if self.codes is None or purpose is UnshardReason.PLAIN else self.codes
+        self._source = source
+        full = [section.full for section in self.sections] if aside else ()
         if source.fills and (aside or self.state is UnitState.SHARDED):
             with self.domain.gathers.aside():
                 for section in self.sections:
@@ -232,7 +233,8 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather; the values are valid then, and parameters of sharded units still guarded."""
         if self.state is not UnitState.UNSHARDING:
-            self.wait_for_update()
+            if self._refreshing is not None:
+                self.wait_for_update()
             if self._arrived is not None:
                 self._arrived.wait()  # the current stream may not have waited
             return
@@ -242,15 +244,14 @@ class Unit:
             if not self._source.fills:
                 for section in self.sections:
                     section.allocate()
-            self._complete()
+                self._complete()
         arrived = self._handle if self.domain.async_gathers else None
         self.on_unsharded()
         self._arrived = arrived
 
     def _complete(self) -> None:
         self._source.finish()
-        if not self._source.fills:
-            self.domain.gathers.follow()  # gathered memory belongs to the stream of all-gathers
+        self.domain.gathers.follow()  # gathered memory belongs to the stream of all-gathers
 
     def join_unshard(self, purpose: UnshardReason) -> None:
         """Take part in an all-gather of the peers, although the unit is, or has been, unsharded here."""
@@ -262,7 +263,8 @@ class Unit:
         link = self._launch(purpose)
         with named("wait for gather", self.name):
             link.wait()
-        self._complete()
+        if not self._source.fills:
+            self._complete()
 
     def fetched(self, purpose: UnshardReason) -> None:
         """Complete a copy from the shards of peers: round the values as the all-gather of the peers does."""
@@ -285,13 +287,15 @@ class Unit:
         """Give the parameters their own classes: uses are not seen."""
         if not self.unguarded:
             self.unguarded = True
-            released.unguard_all(self._classes)
+            for parameter, own, _ in self._classes:
+                parameter.__class__ = own
 
     def guard(self) -> None:
         """Guard the parameters: each use is seen, and the values stay."""
         if self.unguarded and not self.pins:
             self.unguarded = False
-            released.guard_all(self._classes)
+            for parameter, _, guarded in self._classes:
+                parameter.__class__ = guarded
 
     def owner_of(self, tensor: torch.Tensor) -> FlatParamStorage | None:
         """Return the flat parameter whose unsharded memory contains a tensor, or None."""
@@ -450,7 +454,7 @@ class Unit:
         self.domain.gathers.follow()
 
     def look_ahead(self) -> None:
-        """Prefetch an offloaded shard for the all-gather that is launched next."""
+        """Prefetch an offloaded shard (`away`) for the all-gather that is launched next."""
         if self.state is UnitState.SHARDED and (self.level or self.domain.async_gathers):
             for section in self.sections:
                 section.tiered_shard.look_ahead(section.shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.device import summing
+from shardwise.comm.native import sum_rows
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 WIDE = [(BF16, FP32), (FP16, FP32), (FP32, FP32), (FP64, FP64), (FP32, FP64)]
@@ -31,5 +31,5 @@ def test_rows_are_added_in_order_in_the_dtype_of_the_sum(
     for row in rows[1:]:
         total = (total + row).to(into)
     expected = out + total if accumulate else total
-    summing.sum_rows(out, rows, accumulate=accumulate)
+    sum_rows(out, rows, accumulate=accumulate)
     assert torch.equal(out, expected)
