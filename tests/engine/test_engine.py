@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import BatchSizeError, SyncError, UsageError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 
 def build(stage: int = 0, **extra: Any) -> Any:
@@ -70,7 +70,7 @@ def declared(stage: int, late: bool) -> tuple[list[bool], torch.Tensor]:
     return applied, engine.module.weight.detach().clone()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), 3])
 def test_declared_boundaries_override_counting_and_hold_until_changed(stage: int) -> None:
     (applied, weight), (_, other) = run_ranks(declared, 2, stage, False)
     assert applied == [True, True]
@@ -113,7 +113,7 @@ def zeroed_in_mid_window(stage: int, by: str) -> torch.Tensor:
     return engine.module.weight.detach().clone()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_the_engines_zero_grad_drops_a_window_and_the_optimizers_does_not(stage: int) -> None:
     untouched, optimizers, engines = (
         run_ranks(zeroed_in_mid_window, 2, stage, by)[0] for by in ("nobody", "optimizer", "engine")
@@ -382,7 +382,7 @@ def branching(stage: int, key: str, differ: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_different_branches_are_followed_or_reported(stage: int) -> None:
     assert run_ranks(branching, 2, stage, "", True) == ["", ""]
     assert run_ranks(branching, 2, stage, "strict_sync", False) == ["", ""]
@@ -391,7 +391,7 @@ def test_different_branches_are_followed_or_reported(stage: int) -> None:
     assert "rank 0 ['left'], rank 1 ['right']" in messages[0]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [thorough(0), 2])
 def test_unused_parameters_are_an_error_if_asked_for(stage: int) -> None:
     for message in run_ranks(branching, 2, stage, "ignore_unused_parameters", False):
         assert message.startswith("UsageError: zero_optimization.ignore_unused_parameters")
@@ -411,7 +411,7 @@ def unused_on_one_rank(norm: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("norm", [thorough(True), False])
 def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
     for message in run_ranks(unused_on_one_rank, 2, norm):
         assert "on rank 0 right.weight, right.bias. Freeze" in message
@@ -446,8 +446,7 @@ def interrupted(stage: int, clip: float, how: str) -> list[Any]:
     return [engine.module.weight.detach().clone(), engine.get_global_grad_norm(), *seen]
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "clip"), [thorough(0, 0.5), thorough(2, 0.5), (3, 0.0), thorough(3, 0.5)])
 def test_a_step_that_raised_can_be_taken_again(stage: int, clip: float) -> None:
     weight, norm = run_ranks(interrupted, 2, stage, clip, "")[0]
     for how in ("gathered", "optimizer raises", "another pass"):
@@ -508,7 +507,7 @@ def converted(stage: int) -> list[Any]:
     return [*found, engine.float().module[0].weight.dtype]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_conversions_that_would_take_parameters_away_are_refused(stage: int) -> None:
     for found in run_ranks(converted, 2, stage):
         assert found == [True, True, torch.bfloat16, torch.float32]

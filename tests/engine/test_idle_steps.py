@@ -183,8 +183,7 @@ def left_out_here(stage: int, managed: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("managed", [True, False])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "managed"), [(0, True), (1, False)])
 def test_a_rank_may_leave_out_a_backward_pass_where_gradients_are_added_up_locally(stage: int, managed: bool) -> None:
     run_ranks(left_out_here, 2, stage, managed)
 

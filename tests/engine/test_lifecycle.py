@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import UsageError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 
 def begin(model: nn.Module, stage: int) -> Any:
@@ -63,8 +63,9 @@ def used_after(stage: int, how: str, directory: str) -> tuple[list[str], torch.T
     return messages, before, model.weight.detach().clone()
 
 
-@pytest.mark.parametrize("how", ["destroyed", "wrapped again"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "how"), [(0, "destroyed"), thorough(0, "wrapped again"), thorough(3, "destroyed"), (3, "wrapped again")]
+)
 def test_an_engine_that_is_no_more_says_so_and_disturbs_nobody(stage: int, how: str, tmp_path: Any) -> None:
     for messages, before, after in run_ranks(used_after, 2, stage, how, str(tmp_path)):
         assert all("the engine has been destroyed" in message for message in messages), messages

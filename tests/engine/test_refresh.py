@@ -16,7 +16,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.zero.training import parameters_digest
 
 ROWS = 4
@@ -199,8 +199,8 @@ def plain(name: str, optimizer: str) -> dict[str, torch.Tensor]:
     return {key: value.detach() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["freezing", "adapter", "resizing", "resizing in place"])
-@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", [thorough("freezing"), "adapter", "resizing", thorough("resizing in place")])
+@pytest.mark.parametrize("optimizer", ["SGD", thorough("AdamW")])
 def test_training_goes_on_as_in_plain_pytorch_at_every_stage(name: str, optimizer: str, tmp_path: Path) -> None:
     wanted = plain(name, optimizer)
     digests = set()
@@ -225,9 +225,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["bf16", "offloaded", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("fp16", "whole tensors"))]
-)
+@pytest.mark.parametrize("kind", ["bf16", "offloaded", thorough("fp16"), thorough("whole tensors")])
 def test_other_precisions_tiers_and_optimizers_keep_their_state(kind: str, tmp_path: Path) -> None:
     optimizer, more = OTHERS[kind]
     digests = set()

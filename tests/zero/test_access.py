@@ -95,8 +95,9 @@ def sums(dtype: torch.dtype) -> list[float]:
     return flat.tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(1, torch.float32), (3, torch.float32), (3, torch.bfloat16), (3, torch.float64)]
+)
 def test_a_large_sum_is_that_of_all_ranks(world: int, dtype: torch.dtype) -> None:
     expected = [float(i * sum(range(1, world + 1))) for i in range(5 * world)]
     assert run_ranks(sums, world, dtype) == [expected] * world

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.utils.logging import warn_once
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.zero.training import masters
 
 STEPS = 3
@@ -85,9 +85,15 @@ def trained(stage: int, kind: type, precision: str, recompute: bool) -> list[dic
     return found
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, WholeSGD])
+@pytest.mark.parametrize(
+    ("kind", "precision", "recompute"),
+    [
+        (torch.optim.SGD, "fp32", False),
+        thorough(torch.optim.SGD, "bf16", True),
+        thorough(WholeSGD, "fp32", False),
+        (WholeSGD, "bf16", True),
+    ],
+)
 def test_changes_within_forward_are_kept_at_every_stage(kind: type, precision: str, recompute: bool) -> None:
     expected = run_ranks(trained, 2, 0, kind, precision, recompute)[0]
     times = STEPS * (2 if recompute else 1)

@@ -18,7 +18,7 @@ import shardwise
 from shardwise.comm.compression.powersgd import elements, split
 from shardwise.errors import UsageError
 from shardwise.memory import Category, track_activations
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.test_mixed_precision import Poison
 from tests.zero.training import DTYPES, Setting, assert_close, assert_identical, masters, ranks_agree, start, train_all
@@ -38,7 +38,7 @@ def compressed(method: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
 # -- the same at every stage -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [thorough("powerSGD"), thorough("topk"), "dgc"])
 def test_stages_give_the_same_bits(method: str) -> None:
     extra = compressed(method)
     settings = [Setting(stage=stage, extra=extra) for stage in range(4)]
@@ -186,7 +186,7 @@ def first_factors(name: str, setting: Setting) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["powerSGD", thorough("topk"), "dgc"])
 def test_training_is_that_of_a_simulation(method: str) -> None:
     setting = Setting(stage=2, extra=compressed(method), cap=400)
     (outcome,) = ranks_agree(run_ranks(train_all, 3, "odd_mlp", [setting], 5))
@@ -231,8 +231,10 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "stage"),
+    [thorough("powerSGD", 0), ("powerSGD", 2), thorough("topk", 2), ("dgc", 0), thorough("dgc", 2)],
+)
 def test_bytes_are_those_of_the_closed_form(method: str, stage: int) -> None:
     world, aligned = 3, lambda size: -(-size // 8) * 8
     exact = Setting(stage=stage, precision="bf16", cap=400)
@@ -269,7 +271,7 @@ def stage_three(method: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [thorough("powerSGD"), thorough("topk"), "dgc"])
 def test_stage_three_sends_what_stage_two_sends(method: str) -> None:
     for two, three in run_ranks(stage_three, 2, method):
         assert two == three > 0
@@ -466,7 +468,7 @@ def overflowing(method: str, stage: int) -> list[tuple[bool, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("method", "stage"), [("powerSGD", 3), ("topk", 0), ("dgc", 2)])
+@pytest.mark.parametrize(("method", "stage"), [thorough("powerSGD", 3), thorough("topk", 0), ("dgc", 2)])
 def test_an_overflow_is_agreed_and_does_not_stay(method: str, stage: int) -> None:
     for found in run_ranks(overflowing, 2, method, stage):
         assert found == [(True, True), (True, True), (False, True), (True, True), (True, True)]
@@ -491,7 +493,7 @@ def test_branches_of_the_ranks_own_do_not_hang() -> None:
         for stage, cap in ((2, None), (3, None), (3, 60))
     ]
     for name in ("router", "two_towers"):
-        outcomes = ranks_agree(run_ranks(train_all, 3, name, settings, 6))
+        outcomes = ranks_agree(run_ranks(train_all, 3, name, settings, 4))
         assert_identical(outcomes[0], outcomes[1], name)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.memory import Category
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.training import Setting, start
 
@@ -190,7 +190,7 @@ def programs(first: int, count: int) -> int:
     return actions
 
 
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(2, 40))])
+@pytest.mark.parametrize("block", [0, *map(thorough, range(1, 40))])
 def test_random_programs_that_hold_on_to_tensors(block: int) -> None:
     assert run_ranks(programs, 2, 25 * block, 25) == [150, 150]
 
@@ -290,8 +290,8 @@ def kept_by_other_hooks() -> list[Any]:
     engine = start(case, Setting(stage=3))
     losses = []
     for hooks in (False, True):
-        around = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else _nothing()
-        with around:
+        around = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with around if hooks else contextlib.nullcontext():
             loss = case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32))
         live = engine.accountant.live[Category.GATHERED]
         engine.backward(loss)
@@ -300,10 +300,6 @@ def kept_by_other_hooks() -> list[Any]:
         engine.zero_grad()
     engine.destroy()
     return losses
-
-
-def _nothing() -> Any:
-    return contextlib.nullcontext()
 
 
 def test_hooks_that_keep_what_they_are_given_hold_no_whole_values() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import utils
 from shardwise.errors import UsageError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 
 CASE = CASES["odd_mlp"]
@@ -72,8 +72,7 @@ def get_local_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
     return torch.empty(0, dtype=next(d for d in dtypes if d is not None)) if found is None else found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (3, "bf16")])
 def test_parts_are_the_whole(world: int, precision: str) -> None:
     run_ranks(parts_are_the_whole, world, precision)
 
@@ -106,8 +105,7 @@ def parts_are_set(precision: str, keep: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("keep", [0, 10**6])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "keep"), [("fp32", 0), thorough("bf16", 0), ("bf16", 10**6)])
 def test_parts_are_set(precision: str, keep: int) -> None:
     run_ranks(parts_are_set, 2, precision, keep)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import SyncError, UsageError
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, run_ranks, thorough
 from tests.models import CASES, Batch, Case
 from tests.zero.training import (
     Setting,
@@ -286,8 +286,11 @@ def run_loops(name: str, loops: list[str], settings: list[Setting]) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("loop", list(LOOPS))
-@pytest.mark.parametrize("name", ["gpt", "lora", "router"])
+QUICK = ("forwards_then_backwards", "fail_in_backward_on_one_rank", "dropped_window")
+
+
+@pytest.mark.parametrize("loop", [loop if loop in QUICK else thorough(loop) for loop in LOOPS])
+@pytest.mark.parametrize("name", [thorough("gpt"), thorough("lora"), "router"])
 def test_every_way_of_writing_the_loop_gives_the_same(name: str, loop: str) -> None:
     base = Setting(accumulation=2, cap=300)
     settings = [base.with_stage(stage) for stage in range(4)] + [base.with_stage(3, cap=50)]
@@ -331,7 +334,7 @@ def refuse_no_sync(stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [thorough(0), 1])
 def test_no_sync_adds_up_locally_and_reduces_once(stage: int) -> None:
     # The engine is told of one micro-batch a step and sums three; the plain loop takes their mean.
     setting = Setting(stage=stage, lr=0.1 / 3)
@@ -341,7 +344,7 @@ def test_no_sync_adds_up_locally_and_reduces_once(stage: int) -> None:
     assert_close(found[0], expected, 1e-6)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [thorough(2), 3])
 def test_no_sync_is_refused_where_gradients_are_sharded(stage: int) -> None:
     with pytest.raises(RankFailure, match="no_sync"):
         run_ranks(refuse_no_sync, 2, stage)
@@ -364,8 +367,9 @@ def step_without_gradients(stage: int, accumulation: int) -> tuple[bool, list[fl
     return digest(list(before.values())) == digest(list(after.values())), norms
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [thorough(0, 1), thorough(1, 2), thorough(2, 1), thorough(3, 1), (3, 2)]
+)
 def test_a_step_without_gradients_does_not_repeat_the_last_one(stage: int, accumulation: int) -> None:
     for unchanged, norms in run_ranks(step_without_gradients, 2, stage, accumulation):
         assert unchanged
@@ -387,7 +391,7 @@ def loss_without_model(stage: int) -> tuple[str, Tensors]:
     return result
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_a_loss_that_does_not_touch_the_model_does_not_hang_the_others(stage: int) -> None:
     (first, found), (second, _) = run_ranks(loss_without_model, 2, stage, timeout=20)
     assert first == second
@@ -473,7 +477,7 @@ def plain_adversarial() -> tuple[Tensors, Tensors]:
     return tuple({n: p.detach() for n, p in m.named_parameters()} for m in (generator, critic))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("stages", [(0, 3), (3, 1), (3, 3), (2, 0)])
+@pytest.mark.parametrize("stages", [thorough((0, 3)), thorough((3, 1)), (3, 3), thorough((2, 0))])
 def test_two_engines_train_against_each_other(stages: tuple[int, int]) -> None:
     found = run_ranks(adversarial, 2, stages)[0]
     for ours, theirs in zip(found, plain_adversarial(), strict=True):
@@ -525,7 +529,7 @@ def known_gradients(stage: int) -> tuple[str, str, str]:
     return found[0], found[1], found[2]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_gradients_of_outputs_may_be_given(stage: int) -> None:
     """What a pipeline stage does. Of two ranks one contributes nothing, and the other one twice as much."""
     for loss, outputs, some in run_ranks(known_gradients, 2, stage):

@@ -37,7 +37,7 @@ from shardwise.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.memory import test_report as reports
 from tests.models import CASES
 from tests.zero.training import (
@@ -88,23 +88,24 @@ def test_ranges_contain_those_of_finer_levels(within: int, across: int, replicas
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("accumulation", "precision"),
+    [thorough(1, "fp32"), thorough(3, "fp32"), thorough(1, "bf16"), (3, "bf16"), thorough(3, "fp16")],
+)
 def test_rows_of_one_mesh_have_the_same_bits(precision: str, accumulation: int) -> None:
     settings = [
         Setting(stage, accumulation=accumulation, precision=precision, clip=1.0, optimizer="AdamW", lr=1e-2, zero=zero)
         for stage in range(4)
         for zero in (PAIRS, SPREAD)
     ]
-    outcomes = ranks_agree(run_ranks(train_all, WORLD, "gpt", settings))
+    outcomes = ranks_agree(run_ranks(train_all, WORLD, "gpt", settings, 2))
     first = dict(zip(settings, outcomes, strict=True))
     for setting, outcome in first.items():
         # Stages 0 and 1 add micro-batches up before ranks, stages 2 and 3 afterwards.
         like = replace(setting, stage=0 if setting.stage < 2 or accumulation == 1 else 2, zero=PAIRS)
         assert_identical(outcome, first[like], f"{setting}")
-    case = CASES["gpt"]
-    loop, exact = plain(case, settings[0], WORLD), plain(case, settings[0], WORLD, wide=True)
     if precision == "fp32":
+        loop, exact = (plain(CASES["gpt"], settings[0], WORLD, 2, wide=wide) for wide in (False, True))
         for outcome in outcomes:
             assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
@@ -136,7 +137,7 @@ def test_three_levels_have_the_same_bits() -> None:
         assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
 
-@pytest.mark.parametrize("name", ["odd_mlp", "lora", "borrower", "router", "mixture", "mixed_types"])
+@pytest.mark.parametrize("name", [*map(thorough, ["odd_mlp", "lora", "borrower", "router", "mixture"]), "mixed_types"])
 def test_models_that_are_not_regular(name: str) -> None:
     """Shared, frozen and unused parameters, data-dependent branches, units that are needed once more."""
     settings = [
@@ -152,13 +153,13 @@ def test_models_that_are_not_regular(name: str) -> None:
         assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
 
-def test_branches_that_differ_between_ranks_under_chains() -> None:
+@pytest.mark.parametrize("name", ["router", thorough("mixture")])
+def test_branches_that_differ_between_ranks_under_chains(name: str) -> None:
     settings = [
         Setting(stage, accumulation=2, clip=0.5, zero=zero) for stage, zero in [(3, LEVELS), (2, LEVELS_SPREAD)]
     ]
-    for name in ("router", "mixture"):
-        outcomes = ranks_agree(run_ranks(train_all, 8, name, settings))
-        assert_identical(outcomes[1], outcomes[0], name)
+    outcomes = ranks_agree(run_ranks(train_all, 8, name, settings))
+    assert_identical(outcomes[1], outcomes[0], name)
 
 
 def test_one_rank_a_group_is_a_replica_each() -> None:
@@ -312,10 +313,7 @@ def reported_all(cases: Sequence[tuple[Zero, int]], precision: str, accumulation
     ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("precision", "accumulation"), [("fp32", 1), pytest.param("bf16", 3, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("precision", "accumulation"), [thorough("fp32", 1), thorough("bf16", 3)])
 def test_memory_is_as_planned(precision: str, accumulation: int) -> None:
     cases = [(zero, stage) for zero in (PAIRS, SPREAD) for stage in (1, 2, 3)]
     numel = sum(p.numel() for p in reports.GPT().parameters())
@@ -453,8 +451,8 @@ def all_windows(cases: Sequence[tuple[Zero, int, str]]) -> list[str]:
 
 
 def test_boundaries_by_hand() -> None:
-    cases = [(zero, stage, how) for stage in (2, 3) for how in ("", "late") for zero in (PAIRS, SPREAD)]
-    more = [(zero, stage, "twice") for stage in (2, 3) for zero in (PAIRS, SPREAD)]
+    cases = [(PAIRS, 2, ""), (SPREAD, 2, "late"), (PAIRS, 3, "late"), (SPREAD, 3, "")]
+    more = [(PAIRS, 2, "twice"), (SPREAD, 3, "twice")]
     for answer in run_ranks(all_windows, WORLD, [*cases, *more]):
         assert len(set(answer[: len(cases)])) == 1
         assert len(set(answer[len(cases) :])) == 1
@@ -482,7 +480,7 @@ def with_optimizers(cases: Sequence[tuple[str, Zero, int]]) -> list[str]:
     return [with_optimizer(*case) for case in cases]
 
 
-@pytest.mark.parametrize("name", ["Muon", "Lamb"])
+@pytest.mark.parametrize("name", [thorough("Muon"), "Lamb"])
 def test_optimizers_of_whole_tensors_and_of_their_norms(name: str) -> None:
     cases = [(name, zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)]
     for answer in run_ranks(with_optimizers, WORLD, cases):
@@ -540,7 +538,7 @@ def content(path: str) -> Tensors:
         return {f"{t.kind} {t.name}": files.read(t) for t in tensors}
 
 
-@pytest.mark.parametrize(("zero", "stage"), [(PAIRS, 3), (SPREAD, 2), (PAIRS, 1)])
+@pytest.mark.parametrize(("zero", "stage"), [thorough(PAIRS, 3), (SPREAD, 2), thorough(PAIRS, 1)])
 def test_a_checkpoint_fits_every_layout(zero: Zero, stage: int, tmp_path: Path) -> None:
     """Each tensor is saved once, by whoever; other meshes, stages and numbers of ranks load the same bits."""
     one = str(tmp_path / "one")
@@ -583,7 +581,7 @@ def resumed(path: str, zero: Zero) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("zero", [PAIRS, SPREAD])
+@pytest.mark.parametrize("zero", [thorough(PAIRS), SPREAD])
 def test_resuming_is_exact(zero: Zero, tmp_path: Path) -> None:
     for first, second in run_ranks(resumed, WORLD, str(tmp_path), zero):
         assert first == second

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import LossScaleError, UsageError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES, FORMS, Case, form_case
 from tests.zero.training import (
     DTYPES,
@@ -83,8 +83,10 @@ def overflow(stage: int, value: float, accumulation: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 2), (3, 1)])
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("value", "stage", "accumulation"),
+    [thorough(math.inf, 0, 1), (math.inf, 1, 2), thorough(math.nan, 2, 2), thorough(math.inf, 3, 1), (math.nan, 3, 1)],
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, accumulation: int, value: float) -> None:
     everywhere = run_ranks(overflow, 2, stage, value, accumulation)
     assert everywhere[0] == everywhere[1]
@@ -133,7 +135,7 @@ def bf16_overflow(checked: bool) -> tuple[bool, int]:
     return result
 
 
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("checked", [thorough(False), True])
 def test_bf16_skips_overflows_only_if_asked(checked: bool) -> None:
     assert run_ranks(bf16_overflow, 2, checked) == [(checked, int(checked))] * 2
 
@@ -141,8 +143,9 @@ def test_bf16_skips_overflows_only_if_asked(checked: bool) -> None:
 # -- against plain loops -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["gpt_groups", "frozen_half"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [thorough("gpt_groups", "bf16"), thorough("gpt_groups", "fp16"), ("frozen_half", "fp16")]
+)
 def test_mixed_precision_is_no_worse_than_a_plain_mixed_loop(name: str, precision: str) -> None:
     base = Setting(precision=precision, optimizer="AdamW", lr=1e-2, clip=0.5, accumulation=2)
     settings = [base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, 50))]
@@ -176,7 +179,9 @@ def first_gradients(name: str, settings: list[Setting], plainly: bool) -> list[T
     return results
 
 
-@pytest.mark.parametrize("name", ["gpt", *FORMS])
+@pytest.mark.parametrize(
+    "name", [name if name in ("object", "hugging_face") else thorough(name) for name in ("gpt", *FORMS)]
+)
 def test_a_plain_backward_is_scaled_whatever_the_model_returns(name: str) -> None:
     setting = Setting(stage=2, precision="fp16", scale=1024.0)
     found = run_ranks(first_gradients, 2, name, [setting, setting.with_stage(3)], True)[0]
@@ -214,7 +219,7 @@ class TwoOutputs(nn.Module):
         return h, self.second(h)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_outputs_that_depend_on_each_other_are_scaled_once(stage: int) -> None:
     found = run_ranks(scaled_between_outputs, 2, stage)[0]
     torch.manual_seed(2)
@@ -233,18 +238,15 @@ def test_outputs_that_depend_on_each_other_are_scaled_once(stage: int) -> None:
     ("precision", "extra", "bound"),
     [
         ("fp32", (("communication_data_type", "bf16"),), 2.0**-8),
-        ("bf16", (("communication_data_type", "fp32"),), 1e-6),
-        ("bf16", (("data_types", {"grad_accum_dtype": "bf16"}),), 2.0**-7),
-        ("fp32", (("prescale_gradients", True),), 1e-6),
-        ("fp32", (("gradient_predivide_factor", 2.0),), 1e-6),
+        thorough("bf16", (("communication_data_type", "fp32"),), 1e-6),
+        thorough("bf16", (("data_types", {"grad_accum_dtype": "bf16"}),), 2.0**-7),
+        thorough("fp32", (("prescale_gradients", True),), 1e-6),
+        thorough("fp32", (("gradient_predivide_factor", 2.0),), 1e-6),
     ],
 )
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
-def test_wires_and_accumulators(
-    precision: str, extra: tuple[tuple[str, Any], ...], bound: float, optimizer: str
-) -> None:
+def test_wires_and_accumulators(precision: str, extra: tuple[tuple[str, Any], ...], bound: float) -> None:
     """One rounding of each rank's gradient on a bf16 wire (2 ** -9 of it), one of every sum in a bf16 accumulator."""
-    base = Setting(precision=precision, extra=extra, optimizer=optimizer, lr=1e-2)
+    base = Setting(precision=precision, extra=extra, optimizer="Adafactor", lr=1e-2)
     settings = [base.with_stage(stage, accumulation=a) for stage in (0, 1, 2, 3) for a in (1, 2)]
     found = run_ranks(first_gradients, 2, "gpt", settings, False)[0]
     for setting, tensors in zip(settings, found, strict=True):
@@ -325,7 +327,7 @@ def master_memory(precision: str) -> dict[str, Any]:
     return {"exact": exact, "rounded": rounded, "dtypes": dtypes}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [thorough("bf16"), "fp16"])
 def test_masters_keep_the_initial_precision(precision: str) -> None:
     for found in run_ranks(master_memory, 2, precision):
         assert found == {"exact": True, "rounded": True, "dtypes": {DTYPES[precision]}}
@@ -385,7 +387,7 @@ def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
     return [message, gradient]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_gradients_without_the_loss_scale_are_refused_on_every_rank(stage: int) -> None:
     expected = run_ranks(kept_loss, 2, "fp16", stage, {0: "engine", 1: "engine"})[0]
     assert not expected[0]

@@ -10,7 +10,7 @@ import torch
 import shardwise
 from shardwise.optim import Lion
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.training import DTYPES, Tensors, gradients, masters, parameters_digest
 
@@ -79,7 +79,7 @@ def train_all(settings: list[tuple[int, str, str]]) -> list[tuple[str, Tensors, 
     return [train(*setting) for setting in settings]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), thorough("bf16"), "fp16"])
 def test_every_way_of_stepping_gives_the_same_bits(precision: str) -> None:
     settings = [(stage, precision, how) for stage in (0, 2, 3) for how in HOWS]
     found = run_ranks(train_all, 2, settings)[0]
@@ -141,7 +141,7 @@ def small_gradients(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return before, after
 
 
-@pytest.mark.parametrize("name", ["torch", "own"])
+@pytest.mark.parametrize("name", [thorough("torch"), "own"])
 def test_gradients_in_fp16_are_unscaled_in_fp32(name: str) -> None:
     before, after = run_ranks(small_gradients, 1, name)[0]
     assert torch.allclose(before - after, torch.full((1, 4), 0.02), rtol=5e-3)

@@ -113,10 +113,10 @@ def test_experts_of_a_list_are_units_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("cap", [1, 50, 10**9])
-def test_models_of_these_tests(name: str, cap: int) -> None:
+def test_models_of_these_tests(name: str) -> None:
     model = CASES[name].make()
-    registry, specs = units_of(model, cap)
-    assert sorted(t.index for spec in specs for t in spec.tensors) == list(range(len(registry)))
-    for spec in specs:
-        assert spec.size <= cap or len([t for t in spec.tensors if t.numel]) == 1
+    for cap in (1, 50, 10**9):
+        registry, specs = units_of(model, cap)
+        assert sorted(t.index for spec in specs for t in spec.tensors) == list(range(len(registry)))
+        for spec in specs:
+            assert spec.size <= cap or len([t for t in spec.tensors if t.numel]) == 1

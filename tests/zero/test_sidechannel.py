@@ -30,7 +30,7 @@ from shardwise.zero.passes import sidechannel
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.units.unit import Unit, UnitState
 from tests.device.recording import recording
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.test_one_rank import forced
 from tests.zero.training import Setting, digest, masters, start
@@ -236,7 +236,7 @@ def fetch_in_two_steps(accumulation: int) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [thorough(1), 2])
 def test_a_rank_that_is_behind_is_answered_while_the_device_still_writes_for_one_that_is_ahead(
     accumulation: int,
 ) -> None:
@@ -388,10 +388,7 @@ def resident(field: str) -> int:
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
-@pytest.mark.parametrize(
-    ("mib", "world"),
-    [(64, 2), *(pytest.param(*case, marks=pytest.mark.thorough) for case in [(9, 3), (256, 2), (128, 4)])],
-)
+@pytest.mark.parametrize(("mib", "world"), [thorough(64, 2), (9, 3), thorough(256, 2), thorough(128, 4)])
 def test_shards_of_real_size_are_fetched_straight_into_place(mib: int, world: int) -> None:
     for right, added, whole in run_ranks(fetch_wide, world, mib, timeout=300):
         assert right
@@ -572,7 +569,7 @@ def fewer_batches(first: int, catch: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize(("first", "catch"), [(0, False), (0, True), (1, False), (1, True)])
+@pytest.mark.parametrize(("first", "catch"), [(0, False), thorough(0, True), thorough(1, False), (1, True)])
 def test_a_rank_that_destroys_its_engine_too_early_is_named(first: int, catch: bool) -> None:
     goes_on, destroys = run_ranks(fewer_batches, 2, first, catch, timeout=60)
     reason = ", after ValueError: no more data" if catch else ""

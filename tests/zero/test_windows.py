@@ -339,8 +339,8 @@ def test_small_gradients_are_not_lost_on_large_ones() -> None:
     """The exact sum is 1 + 63 * 2 ** -9 = 1.123046875; sums in bf16 stay at 1."""
     for found in run_ranks(small_on_large, 2, [0, 1, 2, 3], None):
         assert found == [1 + 63 * 2.0**-9] * 4
-    for found in run_ranks(small_on_large, 2, [0, 1, 2, 3], "bf16"):
-        assert found == [1.0] * 4  # asked for
+    for found in run_ranks(small_on_large, 2, [0, 3], "bf16"):
+        assert found == [1.0] * 2  # asked for
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Category
 from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import Simulation, rounded
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.memory import test_report as reports
 from tests.models import CASES, Case
 from tests.zero.test_changing import Model as ChangingModel
@@ -201,7 +201,7 @@ def losses(settings: Sequence[Zero], precision: str, accumulation: int) -> list[
 
 
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "settings"), [("fp32", 1, [EXACT, QW, QG, ALL]), ("bf16", 2, [EXACT, ALL])]
+    ("precision", "accumulation", "settings"), [thorough("fp32", 1, [EXACT, QW, QG, ALL]), ("bf16", 2, [EXACT, ALL])]
 )
 def test_training_comes_to_where_exact_training_does(precision: str, accumulation: int, settings: list[Zero]) -> None:
     exact, *others = torch.tensor(run_ranks(losses, WORLD, settings, precision, accumulation)).mean(0)
@@ -230,7 +230,7 @@ def test_prefetching_and_recomputing_change_no_bit() -> None:
         assert len(set(answer)) == 1
 
 
-@pytest.mark.parametrize("name", ["router", "mixture", "frozen_half", "odd_mlp"])
+@pytest.mark.parametrize("name", ["router", thorough("mixture"), thorough("frozen_half"), thorough("odd_mlp")])
 def test_ranks_agree_whatever_their_branches(name: str) -> None:
     answers = run_ranks(digests, WORLD, name, [(ALL, False), (HP, False), (EXACT, False)])
     assert all(answer == answers[0] for answer in answers)
@@ -261,7 +261,7 @@ def resumed(directory: str, zero: Zero, more: dict[str, Any]) -> tuple[list[str]
     ("zero", "more"),
     [
         (ALL, {}),
-        (
+        thorough(
             {"stage": 1},
             {"compression": {"type": "int4", "params": {"error_feedback": True, "stochastic_rounding": True}}},
         ),
@@ -341,7 +341,7 @@ def sent(settings: Sequence[Zero], precision: str) -> list[dict[tuple[str, str],
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_bytes_are_those_of_the_closed_form(precision: str) -> None:
     size = DTYPES[precision].itemsize
     shard = WIDE * WIDE // WORLD
@@ -370,13 +370,8 @@ def reported_all(precision: str, accumulation: int, settings: Sequence[Zero]) ->
     return [reports.report(3, precision, keep=0, accumulation=accumulation, zero=zero) for zero in settings]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "settings"),
-    [
-        pytest.param("fp32", 2, [ALL], marks=pytest.mark.thorough),
-        ("bf16", 1, [QW, HP, QG]),
-    ],
+    ("precision", "accumulation", "settings"), [thorough("fp32", 2, [ALL]), thorough("bf16", 1, [QW, HP, QG])]
 )
 def test_memory_is_as_planned(precision: str, accumulation: int, settings: list[Zero]) -> None:
     numel = sum(p.numel() for p in reports.GPT().parameters())
