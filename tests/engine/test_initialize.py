@@ -325,44 +325,6 @@ def test_a_scheduler_is_a_class_a_callable_or_an_instance() -> None:
     assert run_ranks(scheduler_kinds, 1)[0] == [[0.1], [0.1], [0.1]]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_optimizers_that_cannot_be_sharded_are_refused_with_the_reason(kind: type[torch.optim.Optimizer]) -> None:
-    model = net()
-    with pytest.raises(ConfigError, match=kind.__name__):
-        shardwise.initialize(model=model, config=CONFIG, optimizer=kind(model.parameters()))
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-
-
-def frozen_teacher() -> tuple[bool, int, str]:
-    """Gradients of the inputs through a sharded model that nobody trains."""
-    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
-    for parameter in model.parameters():
-        torch.nn.init.ones_(parameter).requires_grad_(False)
-    plain = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
-    plain.load_state_dict(model.state_dict())
-    engine, *_ = shardwise.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
-    x, y = (torch.ones(1, 5, requires_grad=True) for _ in range(2))
-    for _ in range(2):
-        engine(x).sum().backward()
-        plain(y).sum().backward()
-    rescues, phase = engine.sharded.unsharder.late, engine.sharded.model_pass.phase.value
-    engine.destroy()
-    return torch.equal(x.grad, y.grad), rescues, phase
-
-
-def test_gradients_flow_through_a_sharded_model_without_an_optimizer() -> None:
-    for equal, rescues, phase in run_ranks(frozen_teacher, 2):
-        assert equal
-        assert rescues == 0
-        assert phase == "idle"
-
-
 class SharedTable(nn.Module):
     """Two modules with one buffer, and one that is to stay wide."""
 
