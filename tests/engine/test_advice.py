@@ -18,6 +18,7 @@ import shardwise
 from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks
+from tests.zero.training import SGD
 
 
 class Collect(logging.Handler):
@@ -35,12 +36,8 @@ def net() -> nn.Sequential:
 
 
 def made(model: nn.Module, stage: int = 0, optimizer: Any = None, **config: Any) -> Any:
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **config,
-    }
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "zero_optimization": zero, **config}
     return shardwise.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 

@@ -18,8 +18,8 @@ from shardwise.errors import AnomalyError, ConflictError, NonFiniteError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import SAMPLES, Run, config, differences, on_ranks
 from tests.checkpoint.test_copies import as_node
-from tests.engine.test_tracing import Events
 from tests.harness import thorough
+from tests.harness.logs import Lines
 
 WATCH = {"enabled": True, "min_steps": 5, "window": 20, "threshold": 8.0}
 
@@ -59,7 +59,7 @@ def one_step(run: Run, factor: float = 1.0, bad: float = 1.0) -> list[float]:
 
 def spiking(settings: dict[str, Any], late: bool, root: str) -> dict[str, Any]:
     """Train 8 steps, of which the seventh has losses 300 times as large; stop there if that is asked for."""
-    handler = Events()
+    handler = Lines()
     logger.addHandler(handler)
     read = TrainStep._read
     if late:  # as on a device that the host does not wait for

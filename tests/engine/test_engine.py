@@ -11,16 +11,12 @@ from torch import nn
 import shardwise
 from shardwise.errors import BatchSizeError, SyncError, UsageError
 from tests.harness import run_ranks, thorough
+from tests.zero.training import SGD, engine_of
 
 
 def build(stage: int = 0, **extra: Any) -> Any:
     torch.manual_seed(1)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    } | extra
-    return shardwise.initialize(model=nn.Linear(3, 1), config=config)[0]
+    return engine_of(nn.Linear(3, 1), stage, SGD, **extra)
 
 
 def one(engine: Any, value: float = 1.0) -> torch.Tensor:
@@ -362,14 +358,8 @@ class Branch(nn.Module):
 
 
 def branching(stage: int, key: str, differ: bool) -> str:
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-    if key == "strict_sync":
-        config["strict_sync"] = True
-    elif key:
-        zero[key] = False
-    engine, *_ = shardwise.initialize(model=Branch(), config=config)
+    strict = key == "strict_sync"
+    engine = engine_of(Branch(), stage, SGD, zero={} if strict or not key else {key: False}, strict_sync=strict)
     try:
         for step in range(2):
             left = step == 0 or not (differ and engine.global_rank == 1)
@@ -484,15 +474,7 @@ def converted(stage: int) -> list[Any]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model.register_buffer("shared", model[1].running_mean)
-    engine, *_ = shardwise.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "bf16": {"enabled": True},
-        },
-    )
+    engine = engine_of(model, stage, SGD, bf16={"enabled": True})
     same = [engine.to(engine.device), engine.cpu(), engine.to("cpu"), engine.bfloat16(), engine.to(torch.bfloat16)]
     same += [engine.to(torch.device("cpu", 0))]  # another name of the same device
     found: list[Any] = [all(e is engine for e in same), model.shared is model[1].running_mean, model.shared.dtype]

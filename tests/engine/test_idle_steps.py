@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -13,17 +12,7 @@ import shardwise
 from shardwise.errors import UsageError
 from shardwise.utils.logging import logger, warn_once
 from tests.harness import run_ranks
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+from tests.harness.logs import Lines
 
 
 def build(stage: int, config: dict[str, Any], client: bool) -> Any:

@@ -22,6 +22,7 @@ from shardwise.config import resolve
 from shardwise.engine.facts import facts_of
 from shardwise.errors import ConfigError, DesyncError, NotBuiltError, UsageError
 from tests.harness import run_ranks
+from tests.harness.logs import Lines
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 
@@ -372,16 +373,13 @@ def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
 
 
 def kept_together(leaf: dict[str, Any]) -> tuple[list[str], int]:
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise").addHandler(handler)
+    logging.getLogger("shardwise").addHandler(handler := Lines())
     zero = {"stage": 3, "reduce_bucket_size": 1, "leaf_module": leaf}
     engine, *_ = shardwise.initialize(model=nn.Sequential(net(), net()), config=dict(CONFIG, zero_optimization=zero))
     units = len(engine.sharded.units)
     engine.destroy()
     logging.getLogger("shardwise").removeHandler(handler)
-    return [text for text in warnings if "leaf_module" in text], units
+    return [text for text in handler.lines if "leaf_module" in text], units
 
 
 def test_leaf_modules_that_match_nothing_are_named() -> None:
@@ -395,20 +393,9 @@ def test_leaf_modules_that_match_nothing_are_named() -> None:
     assert max(units, more) < apart
 
 
-class Kept(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def logging_keys() -> tuple[list[str], int]:
     """What is logged with dump_state, and the level that log_level sets."""
-    logger, kept = logging.getLogger("shardwise"), Kept()
+    logger, kept = logging.getLogger("shardwise"), Lines()
     level = logger.level
     logger.addHandler(kept)
     try:
@@ -418,7 +405,7 @@ def logging_keys() -> tuple[list[str], int]:
     finally:
         logger.removeHandler(kept)
         logger.setLevel(level)
-    return [message for message in kept.messages if message.startswith("configuration: ")], set_to
+    return [message for message in kept.lines if message.startswith("configuration: ")], set_to
 
 
 def test_the_log_level_is_set_and_the_configuration_is_logged_on_rank_0() -> None:

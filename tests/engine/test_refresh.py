@@ -17,7 +17,7 @@ import shardwise
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 from tests.harness import run_ranks, thorough
-from tests.zero.training import parameters_digest
+from tests.zero.training import SGD, engine_of, parameters_digest
 
 ROWS = 4
 WIDTH = 24
@@ -269,12 +269,7 @@ def of_real_size() -> bool:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 1, bias=False))
     model[0].requires_grad_(False)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    engine = shardwise.initialize(model=model, config=config)[0]
+    engine = engine_of(model, 3, SGD)
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
     rows = torch.ones(1, 4096)
     engine.backward(engine(rows).sum())

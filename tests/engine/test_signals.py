@@ -28,8 +28,8 @@ from shardwise.engine import (
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import Run, config, differences, on_ranks
-from tests.engine.test_idle_steps import Lines
 from tests.harness import thorough
+from tests.harness.logs import Lines
 
 END, GO_ON = "SIGTERM", "SIGUSR2"  # SIGUSR1 shows the stacks of the pool's processes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import weakref
 from typing import Any
 
@@ -19,18 +18,7 @@ from shardwise.recompute import checkpoint
 from shardwise.utils.logging import logger
 from tests.engine.test_idle_steps import exchange_rank
 from tests.harness import run_ranks, thorough
-
-
-class Events(logging.Handler):
-    """Keeps what log records tell programs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[dict[str, Any]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if (event := getattr(record, "event", None)) is not None:
-            self.events.append(event)
+from tests.harness.logs import Lines
 
 
 class BadGradient(torch.autograd.Function):
@@ -293,7 +281,7 @@ def test_tensors_of_inference_mode_and_gradient_hooks_of_the_script() -> None:
 
 def late(stage: int) -> tuple[list[Any], list[Any]]:
     """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
-    handler = Events()
+    handler = Lines()
     logger.addHandler(handler)
     read = TrainStep._read
     TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
@@ -352,7 +340,7 @@ def test_of_the_first_bad_step_the_parameters_tell_where_it_began() -> None:
 
 
 def searches(scale: dict[str, Any], how: str) -> tuple[list[Any], str]:
-    handler = Events()
+    handler = Lines()
     logger.addHandler(handler)
     engine = build(2, fp16={"enabled": True, "hysteresis": 1, **scale}, anomaly_watch={"enabled": True})
     error = ""

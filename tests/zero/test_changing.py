@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks, thorough
-from tests.zero.training import masters
+from tests.zero.training import engine_of, masters
 
 STEPS = 3
 
@@ -56,13 +56,8 @@ class WholeSGD(torch.optim.SGD):
 def start(stage: int, kind: type = torch.optim.SGD, precision: str = "fp32", recompute: bool = False) -> Any:
     torch.manual_seed(0)
     model = Model(recompute)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20},
-        "bf16": {"enabled": precision == "bf16"},
-    }
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    return shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return engine_of(model, stage, optimizer, zero={"reduce_bucket_size": 20}, bf16={"enabled": precision == "bf16"})
 
 
 def batch(engine: Any, number: int) -> torch.Tensor:

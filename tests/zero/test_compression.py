@@ -21,7 +21,17 @@ from shardwise.memory import Category, track_activations
 from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.test_mixed_precision import Poison
-from tests.zero.training import DTYPES, Setting, assert_close, assert_identical, masters, ranks_agree, start, train_all
+from tests.zero.training import (
+    DTYPES,
+    Setting,
+    assert_close,
+    assert_identical,
+    engine_of,
+    masters,
+    ranks_agree,
+    start,
+    train_all,
+)
 
 METHODS: dict[str, dict[str, Any]] = {
     "powerSGD": {"matrix_approximation_rank": 2, "start_compressing_after_step": 0, "min_compression_rate": 1.5},
@@ -512,15 +522,9 @@ class Skips(nn.Module):
 def skipping() -> int:
     torch.manual_seed(0)
     model = Skips()
-    keys = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 3000, "stage3_prefetch_bucket_size": 0}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, **keys},
-        **dict(compressed("powerSGD", min_compression_rate=1.0)),
-    }
-    engine, *_ = shardwise.initialize(
-        model=model, optimizer=torch.optim.SGD(model.last.parameters(), lr=0.1), config=config
-    )
+    keys = {"reduce_bucket_size": 3000, "stage3_prefetch_bucket_size": 0}
+    more = dict(compressed("powerSGD", min_compression_rate=1.0))
+    engine = engine_of(model, 3, torch.optim.SGD(model.last.parameters(), lr=0.1), zero=keys, **more)
     for number in range(4):
         x = torch.randn(4, 64).requires_grad_(True)
         engine.backward(engine(x, dist.get_rank() == number % 2).square().mean())

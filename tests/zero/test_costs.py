@@ -44,8 +44,7 @@ def resident(name: str, setting: Setting) -> dict[str, Any]:
         step(engine, name, number, setting)
     engine.sharded.finish_gathers()
     segments = sum(len(group["params"]) for group in engine.optimizer.param_groups)
-    owned = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
-    result = {"sections": sections(engine), "live": dict(engine.accountant.live), "segments": segments, "owned": owned}
+    result = {"sections": sections(engine), "live": dict(engine.accountant.live), "segments": segments}
     result["gradients"] = engine.accountant.peak[Category.GRADIENTS]
     memory = engine.job.transport == "memory"
     result["chunks"] = sum(chunk.nbytes for chunk in engine.job._backend.scratch((), False)) if memory else 0
@@ -87,28 +86,6 @@ def test_resident_bytes_are_those_of_the_table(
         # What gradients are read into, chunk by chunk, is kept.
         assert live[Category.BUFFERS] == found["chunks"]
         assert found["chunks"] <= size * max(-(-numel // world) for *_, numel, _, _ in found["sections"])
-
-
-@pytest.mark.parametrize("world", [thorough(1), 4])
-def test_the_optimizer_of_a_rank_has_its_share_of_the_elements(world: int) -> None:
-    answers = run_ranks(resident, world, "odd_mlp", Setting(stage=1))
-    total = sum(numel for *_, numel, _, trained in answers[0]["sections"] if trained)
-    assert [found["owned"] for found in answers] == [total // world] * world
-    assert total % world == 0
-
-
-def unpadded(name: str) -> tuple[int, int]:
-    model = CASES[name].make()
-    parameters = sum(p.numel() for p in model.parameters())
-    engine = start(CASES[name], Setting(stage=1), model)
-    owned = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
-    engine.destroy()
-    return parameters, owned
-
-
-def test_padding_is_small() -> None:
-    for parameters, owned in run_ranks(unpadded, 2, "gpt"):
-        assert parameters / 2 <= owned < 1.05 * parameters / 2
 
 
 # -- communication -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from shardwise.memory import Category
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.harness import RankFailure, run_ranks, thorough
+from tests.zero.training import engine_of
 
 SHAPES = {
     "embed.weight": (14, 10),
@@ -52,7 +53,7 @@ def make_optimizer(kind: str, model: nn.Module) -> Any:
         return OwnAdamW(model.parameters(), lr=1e-2)
     if kind == "Adafactor":
         return torch.optim.Adafactor(model.parameters(), lr=1e-2)
-    return None
+    return {"type": kind, "params": {"lr": 1e-2}}
 
 
 def cut(shape: tuple[int, ...], dimension: int | None, tp: int, number: int) -> Box | None:
@@ -117,18 +118,8 @@ class Model(nn.Module):
 
 def start(tp: int, kind: str, stage: int, precision: str = "fp32", **more: Any) -> Any:
     model = Model(tp)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more},
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    optimizer = make_optimizer(kind, model)
-    if optimizer is None:
-        config["optimizer"] = {"type": kind, "params": {"lr": 1e-2}}
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
+    section = {} if precision == "fp32" else {precision: {"enabled": True}}
+    return engine_of(model, stage, make_optimizer(kind, model), zero=more, gradient_accumulation_steps=2, **section)
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
@@ -217,16 +208,15 @@ def test_owners_are_balanced_over_all_ranks(stage: int) -> None:
     assert max(stepped for stepped, _ in found) <= max(numel.values())
 
 
-def planned(kind: str) -> list[tuple[int | None, int | None]]:
+def planned() -> list[tuple[int | None, int | None]]:
     found = []
     for stage in (0, 3):
-        engine = start(2, kind, stage, "bf16")
+        engine = start(2, "own", stage, "bf16")
         before = engine.memory_report((0, 0))
         train(engine, 0, 1)
         engine.accountant.reset_peak()
         train(engine, 1, 2)
-        after = engine.memory_report((0, 0))
-        found += [(before.row(kind).planned, after.row(kind).measured) for kind in HELD]
+        found += [(before.row(kind).planned, engine.accountant.peak[kind]) for kind in HELD]
         engine.destroy()
     return found
 
@@ -236,7 +226,7 @@ HELD = (Category.PARAMETERS, Category.MASTER, Category.OPTIMIZER, Category.GRADI
 
 def test_plans_know_that_tensors_are_owned() -> None:
     """Rank 0 owns the larger tensors; a plan of it holds them, and what arrives of them, whole."""
-    found = run_ranks(planned, 2, "own")[0]
+    found = run_ranks(planned, 2)[0]
     for planned_bytes, measured in found:
         assert planned_bytes is not None and measured
         assert abs(planned_bytes - measured) <= 0.1 * measured + 512, found

@@ -14,7 +14,7 @@ from shardwise.errors import ReleasedParameterError
 from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks, thorough
 from tests.models import CASES, Batch
-from tests.zero.training import Setting, assert_close, masters, parameters_digest, plain, start
+from tests.zero.training import SGD, Setting, assert_close, engine_of, masters, parameters_digest, plain, start
 
 GPT = CASES["gpt"]
 
@@ -69,16 +69,10 @@ def test_another_backward_pass(stage: int, bare: bool) -> None:
     assert_close(found, plain(GPT, Setting(), 2, 2).masters, 1e-6)
 
 
-def teacher(bare: bool) -> list[bool]:
+def teacher() -> list[bool]:
     """Nothing is trained; gradients of the inputs are wanted."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(False)
-    engine, *_ = shardwise.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = engine_of(model)
     x = torch.ones(2, 4, requires_grad=True)
     first, second = engine(x), engine(x)
     handle = first.grad_fn.register_hook(explode)
@@ -95,7 +89,7 @@ def teacher(bare: bool) -> list[bool]:
 
 
 def test_another_backward_pass_where_nothing_is_trained() -> None:
-    assert run_ranks(teacher, 2, True) == [[True, True]] * 2
+    assert run_ranks(teacher, 2) == [[True, True]] * 2
 
 
 # -- something else comes next -----------------------------------------------------------------------------------------
@@ -222,15 +216,7 @@ class Recursive(torch.nn.Module):
 
 
 def recursive() -> tuple[int, int]:
-    model = Recursive()
-    engine, *_ = shardwise.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = engine_of(Recursive(), 3, SGD)
     for _ in range(2):
         engine.backward(engine(torch.ones(3), 3).sum())
         engine.step()

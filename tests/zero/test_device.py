@@ -25,15 +25,7 @@ from shardwise.zero.parameters.init import PartStore, materialize, shard_module
 from shardwise.zero.passes.sums import GradientSums
 from tests.harness import run_ranks, thorough
 from tests.models import Router
-
-
-def config(stage: int, **extra: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **extra,
-    }
+from tests.zero.training import engine_of
 
 
 def plain_step(engine: Any, route: list[int]) -> None:
@@ -48,7 +40,7 @@ def on_the_engines_device(stage: int, whole: bool) -> tuple[list[str], str]:
         optimizer = type("Custom", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
     torch.set_default_device("meta")
     try:
-        engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config(stage, strict_sync=True))
+        engine = engine_of(model, stage, optimizer, gradient_clipping=1.0, strict_sync=True)
         plain_step(engine, [0, 1])
         plain_step(engine, [1, 0, 1])
         engine.backward(engine(torch.ones(2, 4, device="cpu"), [2]).mean())

@@ -16,7 +16,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from tests.harness import run_ranks, thorough
-from tests.zero.training import masters
+from tests.zero.training import engine_of, masters
 
 
 class Backbone(nn.Module):
@@ -38,12 +38,7 @@ def made(seed: int) -> Backbone:
 
 
 def begin(model: nn.Module, optimizer: torch.optim.Optimizer | None, stage: int, precision: str = "fp32") -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": precision == "bf16"},
-    }
-    return shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return engine_of(model, stage, optimizer, bf16={"enabled": precision == "bf16"})
 
 
 def step(engine: Any, number: int) -> None:

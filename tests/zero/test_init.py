@@ -17,7 +17,7 @@ from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.zero.units import released
 from tests.harness import run_ranks, thorough
 from tests.models import CASES, GPT, MixedTypes, OddMLP
-from tests.zero.training import Setting, Tensors, assert_identical, masters, ranks_agree, start, train
+from tests.zero.training import Setting, Tensors, masters, start, train
 
 STAGE3 = {
     "train_micro_batch_size_per_gpu": 1,
@@ -373,16 +373,6 @@ def test_what_a_meta_module_leaves_without_values_is_named() -> None:
         assert "'shift', 'frequencies', 'mask', 'order'. What" in message
         assert "reset_parameters() has left" in message
         assert same
-
-
-def test_nothing_needs_a_process_group_of_one() -> None:
-    outcomes = run_ranks(train_alone, 1)
-    assert ranks_agree(outcomes)
-    assert_identical(outcomes[0][0], outcomes[0][1])
-
-
-def train_alone() -> list[Any]:
-    return [train(CASES["odd_mlp"], Setting(stage=stage), 2) for stage in (0, 3)]
 
 
 def listed() -> list[Any]:

@@ -13,18 +13,15 @@ from shardwise import utils
 from shardwise.errors import UsageError
 from tests.harness import run_ranks, thorough
 from tests.models import CASES
+from tests.zero.training import ADAMW, engine_of
 
 CASE = CASES["odd_mlp"]
-ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
 def start(stage: int = 3, precision: str = "fp32", keep: int = 0) -> Any:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": keep}
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": zero}
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
     torch.manual_seed(0)
-    return shardwise.initialize(model=CASE.make(), config=config)[0]
+    zero = {"stage3_param_persistence_threshold": keep}
+    return engine_of(CASE.make(), stage, ADAMW, zero=zero, bf16={"enabled": precision == "bf16"})
 
 
 def backward(engine: Any, step: int) -> None:

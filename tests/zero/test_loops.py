@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise
-from shardwise.errors import SyncError, UsageError
-from tests.harness import RankFailure, run_ranks, thorough
+from shardwise.errors import SyncError
+from tests.harness import run_ranks, thorough
 from tests.models import CASES, Batch, Case
 from tests.zero.training import (
+    SGD,
     Setting,
     Tensors,
     assert_close,
     digest,
-    gradients,
+    engine_of,
     make_optimizer,
     masters,
     parameters_digest,
@@ -325,15 +325,6 @@ def run_no_sync(setting: Setting) -> tuple[Tensors, list[int]]:
     return result, reductions
 
 
-def refuse_no_sync(stage: int) -> None:
-    engine = start(CASES["gpt"], Setting(stage=stage))
-    try:
-        with engine.no_sync():
-            pass
-    finally:
-        engine.destroy()
-
-
 @pytest.mark.parametrize("stage", [thorough(0), 1])
 def test_no_sync_adds_up_locally_and_reduces_once(stage: int) -> None:
     # The engine is told of one micro-batch a step and sums three; the plain loop takes their mean.
@@ -342,12 +333,6 @@ def test_no_sync_adds_up_locally_and_reduces_once(stage: int) -> None:
     assert digest(list(found[0].values())) == digest(list(found[1].values()))
     expected = plain(CASES["gpt"], Setting(accumulation=3, lr=0.1), 2, STEPS).masters
     assert_close(found[0], expected, 1e-6)
-
-
-@pytest.mark.parametrize("stage", [thorough(2), 3])
-def test_no_sync_is_refused_where_gradients_are_sharded(stage: int) -> None:
-    with pytest.raises(RankFailure, match="no_sync"):
-        run_ranks(refuse_no_sync, 2, stage)
 
 
 # -- steps without gradients, losses without the model ------------------------------------------------------------
@@ -440,12 +425,8 @@ def adversarial(stages: tuple[int, int]) -> tuple[Tensors, Tensors]:
     makers = Generator(), Critic()
     engines = []
     for model, stage in zip(makers, stages, strict=True):
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 40},
-        }
         optimizer = make_optimizer("momentum", model.parameters(), 0.1)
-        engines.append(shardwise.initialize(model=model, optimizer=optimizer, config=config)[0])
+        engines.append(engine_of(model, stage, optimizer, zero={"reduce_bucket_size": 40}))
     generator, critic = engines
     for step in range(3):
         z, real = noise(step, dist.get_rank())
@@ -484,36 +465,13 @@ def test_two_engines_train_against_each_other(stages: tuple[int, int]) -> None:
         assert_close(ours, theirs, 2e-6)
 
 
-# -- wrong use ---------------------------------------------------------------------------------------------------------
-
-
-def wrong_uses() -> None:
-    case = CASES["odd_mlp"]
-    engine = start(case, Setting(stage=3))
-    with pytest.raises(UsageError, match="scalar"):
-        engine.backward(torch.ones(3, requires_grad=True))
-    with pytest.raises(UsageError, match="does not require a gradient"):
-        engine.backward(torch.ones(()))
-    assert gradients(engine.module) == {}
-    engine.destroy()
-
-
-def test_wrong_uses_are_named() -> None:
-    run_ranks(wrong_uses, 2)
-
-
 def known_gradients(stage: int) -> tuple[str, str, str]:
     """The same loss, the gradient of the outputs, and a rank that has nothing to differentiate."""
     found = []
     for how in ("loss", "outputs", "some"):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        }
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine = engine_of(model, stage, SGD)
         for step in range(2):
             x = torch.full((2, 8), 1.0 + step)
             out = engine(x)

@@ -17,7 +17,7 @@ from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.zero.training import parameters_digest
+from tests.zero.training import engine_of, parameters_digest
 
 LION = {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -36,10 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def start(stage: int, more: dict[str, Any], name: str = "odd_mlp", optimizer: Any = None) -> Any:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **more}
-    engine, *_ = shardwise.initialize(model=CASES[name].make(), config=config, optimizer=optimizer)
-    return engine
+    more = dict(more)
+    return engine_of(CASES[name].make(), stage, more.pop("optimizer", optimizer), **more)
 
 
 def steps(engine: Any, first: int, count: int, dtype: torch.dtype = torch.bfloat16, name: str = "odd_mlp") -> None:

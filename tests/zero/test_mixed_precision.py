@@ -13,17 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.errors import LossScaleError, UsageError
+from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks, thorough
 from tests.models import CASES, FORMS, Case, form_case
 from tests.zero.training import (
     DTYPES,
+    SGD,
     Setting,
     Tensors,
     assert_close,
     assert_no_worse,
     digest,
+    engine_of,
     gradients,
     make_optimizer,
     masters,
@@ -98,48 +100,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, accumulation:
     assert [step[2] for step in everywhere[0]] == [256.0, 256.0, 128.0, 128.0]
 
 
-def always_overflow() -> tuple[list[float], str]:
-    case = CASES["odd_mlp"]
-    scaling = {**DYNAMIC, "initial_scale_power": 2, "min_loss_scale": 1}
-    engine = start(case, Setting(stage=2, precision="fp16", extra=(("fp16", scaling),)))
-    scales = []
-    error = ""
-    for step in range(4):
-        loss = case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float16)) * float("inf")
-        engine.backward(loss)
-        try:
-            engine.step()
-        except LossScaleError as raised:
-            error = str(raised)
-            break
-        scales.append(engine.cur_scale)
-    engine.destroy()
-    return scales, error
-
-
-def test_overflow_at_the_smallest_scale_ends_the_run_on_every_rank() -> None:
-    for scales, error in run_ranks(always_overflow, 2):
-        assert scales == [2.0, 1.0]
-        assert "min_loss_scale" in error
-
-
-def bf16_overflow(checked: bool) -> tuple[bool, int]:
-    case = CASES["odd_mlp"]
-    extra = (("bf16", {"enabled": True, "check_grad_overflow": checked}),)
-    engine = start(case, Setting(stage=2, precision="bf16", extra=extra))
-    loss = case.loss(engine, case.data(0, 0, dist.get_rank(), torch.bfloat16))
-    engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
-    engine.step()
-    result = bool(torch.isfinite(next(iter(masters(engine.module).values()))).all()), engine.skipped_steps
-    engine.destroy()
-    return result
-
-
-@pytest.mark.parametrize("checked", [thorough(False), True])
-def test_bf16_skips_overflows_only_if_asked(checked: bool) -> None:
-    assert run_ranks(bf16_overflow, 2, checked) == [(checked, int(checked))] * 2
-
-
 # -- against plain loops -----------------------------------------------------------------------------------------------
 
 
@@ -195,13 +155,7 @@ def scaled_between_outputs(stage: int) -> Tensors:
     """One output is computed from another inside the model: the scale must enter once."""
     torch.manual_seed(2)
     model = TwoOutputs()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "fp16": {"enabled": True, "loss_scale": 64.0},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+    engine = engine_of(model, stage, SGD, fp16={"enabled": True, "loss_scale": 64.0})
     first, second = engine(torch.ones(2, 3, dtype=torch.float16))
     (first.float().sum() + second.float().sum()).backward()
     result = gradients(model)
@@ -284,12 +238,13 @@ WIRES = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-10}
 SUMS = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-9}
 
 
-def test_combinations_of_division_wire_sum_and_clipping(world: int = 3) -> None:
-    """Every stage with every division, and what else is drawn: the gradient is the plain loop's, within roundings."""
+@pytest.mark.parametrize("half", [0, thorough(1)])
+def test_combinations_of_division_wire_sum_and_clipping(half: int) -> None:
+    """Every stage with every other division, and what else is drawn: the plain loop's gradient, within roundings."""
+    world, drawn = 3, []
     choose = random.Random(world)
-    drawn = []
     for stage in range(4):
-        for division in DIVISIONS:
+        for division in DIVISIONS[(half + stage) % 2 :: 2]:
             if stage == 3 and "gradient_allreduce_op" in division:
                 continue  # refused
             wire, sums = choose.choice(list(WIRES)), choose.choice(list(SUMS))
@@ -352,16 +307,7 @@ class Keeper(nn.Module):
 
 def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
     """Two micro-batches; how rank 1 computes and differentiates its losses differs from rank 0."""
-    engine, *_ = shardwise.initialize(
-        model=Keeper(),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            precision: {"enabled": True},
-        },
-    )
+    engine = engine_of(Keeper(), stage, SGD, gradient_accumulation_steps=2, **{precision: {"enabled": True}})
     message, way = "", ways[dist.get_rank()]
     for attempt in (way, "engine"):
         for micro in range(2):

@@ -12,25 +12,19 @@ from shardwise.optim import Lion
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness import run_ranks, thorough
 from tests.models import CASES
-from tests.zero.training import DTYPES, Tensors, gradients, masters, parameters_digest
+from tests.zero.training import DTYPES, Tensors, engine_of, gradients, masters, parameters_digest
 
 HOWS = ("", "hook", "wrapper", "scheduler", "raises", "hook after raising")
 
 
 def train(stage: int, precision: str, how: str) -> tuple[str, Tensors, list[Any]]:
     case = CASES["odd_mlp"]
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.3,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-    }
+    config: dict[str, Any] = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.3}
     if precision != "fp32":
         config[precision] = {"enabled": True, **({"loss_scale": 256} if precision == "fp16" else {})}
     if how == "scheduler":
         config["scheduler"] = {"type": "ConstantLR", "params": {"factor": 1.0}}
-    engine, *_ = shardwise.initialize(model=case.make(), config=config)
+    engine = engine_of(case.make(), stage, {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}, **config)
     optimizer = engine.optimizer
     seen: list[Any] = []
 

@@ -26,6 +26,7 @@ from tests.zero.training import (
     assert_close,
     assert_identical,
     assert_no_worse,
+    engine_of,
     gradients,
     make_optimizer,
     masters,
@@ -223,11 +224,7 @@ def different_step_counts(stage: int) -> tuple[Tensors, dict[str, torch.Tensor |
         hidden = model[0](torch.ones(2, 3)) if step == 2 else torch.ones(2, 5)
         model[1](hidden).square().sum().backward()
         optimizer.step()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+    engine = engine_of(model, stage, optimizer)
     engine.backward(engine(torch.ones(2, 3)).square().sum())
     engine.step()
     states = {n: safe_get_full_optimizer_state(p, "exp_avg_sq") for n, p in model.named_parameters()}
@@ -260,8 +257,7 @@ def low_precision_state() -> tuple[set[torch.dtype], float]:
     model(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+    engine = engine_of(model, 2, optimizer, bf16={"enabled": True})
     loss = engine(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().sum()
     engine.backward(loss)
     engine.step()
@@ -380,6 +376,7 @@ def refuse(kind: str) -> str:
     try:
         shardwise.initialize(model=model, optimizer=makers[kind](), config=Setting(stage=1).config())
     except (ConfigError, UsageError) as error:
+        assert all(type(p) is nn.Parameter for p in model.parameters())
         return f"{type(error).__name__}: {error}"
     return "accepted"
 

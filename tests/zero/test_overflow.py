@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise
 from shardwise.errors import LossScaleError
 from shardwise.utils import logger
 from tests.harness import run_ranks, thorough
 from tests.precision.test_scaler import reference
-from tests.zero.training import digest, masters
+from tests.zero.training import digest, engine_of, masters
 
 INF, NAN = float("inf"), float("nan")
 
@@ -61,15 +60,10 @@ FP32 = {"bf16": {"check_grad_overflow": True}}
 
 
 def build(stage: int, accumulation: int, more: dict[str, Any]) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 40},
-        **more,
-    }
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0625, momentum=0.5)
-    return shardwise.initialize(model=net, optimizer=optimizer, config=config)[0]
+    more = {"gradient_accumulation_steps": accumulation, **more}
+    return engine_of(net, stage, optimizer, zero={"reduce_bucket_size": 40}, **more)
 
 
 def micro_batch(engine: Any, spoilt: Spoilt | None) -> None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise
 from shardwise.comm import p2p, stall_watchdog
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
@@ -33,7 +32,7 @@ from tests.device.recording import recording
 from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.test_one_rank import forced
-from tests.zero.training import Setting, digest, masters, start
+from tests.zero.training import SGD, Setting, digest, engine_of, masters, start
 
 CPU = torch.device("cpu")
 
@@ -361,11 +360,7 @@ class Wide(nn.Module):
 def fetch_wide(mib: int) -> tuple[bool, float, float]:
     """All ranks fetch at once; return whether the values are right, and what a fetch and its answers add to memory."""
     world = dist.get_world_size()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    engine, *_ = shardwise.initialize(model=Wide(mib, world), config=config)
+    engine = engine_of(Wide(mib, world))
     unit = next(unit for unit in engine.sharded.units if unit.sharded)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the highest size begins anew
@@ -412,16 +407,7 @@ class Doubling(nn.Module):
 
 
 def double(stage: int, empty: bool) -> tuple[str, int]:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": 2112 * 2112,
-        },
-    }
-    engine, *_ = shardwise.initialize(model=Doubling(), config=config)
+    engine = engine_of(Doubling(), stage, SGD, zero={"reduce_bucket_size": 2112 * 2112})
     generator = torch.Generator().manual_seed(dist.get_rank())
     for number in range(3):
         # From the second step on one rank needs the layer more often than any has before.
@@ -479,12 +465,7 @@ class Repeated(nn.Module):
 
 def repeat() -> tuple[int, int]:
     """Return how often values had to be fetched, and the most elements that were whole in the first pass."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1},
-    }
-    engine, *_ = shardwise.initialize(model=Repeated(), config=config)
+    engine = engine_of(Repeated(), 3, SGD, zero={"reduce_bucket_size": 1})
     sharded = engine.sharded
     most = 0
     launch = Unit.unshard

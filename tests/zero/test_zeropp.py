@@ -30,6 +30,7 @@ from tests.zero.training import (
     Tensors,
     assert_close,
     digest,
+    engine_of,
     gradients,
     make_optimizer,
     masters,
@@ -54,19 +55,11 @@ def start(
     precision: str = "fp32",
     accumulation: int = 1,
     model: nn.Module | None = None,
-    optimizer: str = "AdamW",
     **more: Any,
 ) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
-        "bf16": {"enabled": precision == "bf16"},
-        **more,
-    }
     model = case.make() if model is None else model
-    owned = make_optimizer(optimizer, case.groups(model), 1e-2)
-    return shardwise.initialize(model=model, optimizer=owned, config=config)[0]
+    more = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": precision == "bf16"}, **more}
+    return engine_of(model, 3, make_optimizer("AdamW", case.groups(model), 1e-2), zero=zero, **more)
 
 
 def backward(engine: Any, case: Case, step: int, micro: int = 0, precision: str = "fp32") -> float:
@@ -457,16 +450,7 @@ def changing() -> list[str]:
         torch.manual_seed(0)
         model = ChangingModel(recompute=False)
         owned = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_param_persistence_threshold": 0,
-                "reduce_bucket_size": 20,
-                **zero,
-            },
-        }
-        engine = shardwise.initialize(model=model, optimizer=owned, config=config)[0]
+        engine = engine_of(model, 3, owned, zero={"reduce_bucket_size": 20, **zero})
 
         def steps(engine: Any = engine) -> None:
             for number in range(3):

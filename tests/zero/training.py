@@ -26,6 +26,9 @@ from tests.models import CASES, Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
+
 Tensors = dict[str, torch.Tensor]
 Run = tuple[int, int, torch.Tensor]
 
@@ -108,6 +111,17 @@ def make_optimizer(name: str, parameters: Any, lr: float) -> torch.optim.Optimiz
     }
     cls = torch.optim.SGD if name == "momentum" else getattr(torch.optim, name)
     return cls(list(parameters), lr=lr, **options.get(name, {}))
+
+
+def engine_of(
+    model: nn.Module, stage: int = 3, optimizer: Any = None, *, zero: Mapping[str, Any] | None = None, **config: Any
+) -> Any:
+    """Make an engine that releases small units as well; an optimizer may be the section of a configuration."""
+    config = {"train_micro_batch_size_per_gpu": 2, **config}
+    config["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})}
+    if isinstance(optimizer, dict):
+        config["optimizer"], optimizer = optimizer, None
+    return shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def start(case: Case, setting: Setting, model: nn.Module | None = None, optimizer: Any = None) -> Any:
