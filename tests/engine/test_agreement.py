@@ -12,6 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import DesyncError
 from tests.harness import run_ranks
+from tests.zero.training import each
 
 
 def _model(rank: int, what: str) -> nn.Module:
@@ -41,10 +42,6 @@ def _config(rank: int, what: str) -> dict[str, Any]:
     }
 
 
-def _all_told(kinds: list[str]) -> list[str]:
-    return [_told(what) for what in kinds]
-
-
 def _told(what: str) -> str:
     rank = dist.get_rank()
     try:
@@ -72,7 +69,7 @@ DIFFERENCES = {
 
 
 def test_what_differs_is_named_on_every_rank_and_what_a_rank_reports_is_its_own_affair() -> None:
-    first, *others = run_ranks(_all_told, 3, [*DIFFERENCES, "nothing"])
+    first, *others = run_ranks(each, 3, _told, [(what,) for what in (*DIFFERENCES, "nothing")])
     assert others == [first, first]
     *messages, nothing = first
     assert nothing == ""

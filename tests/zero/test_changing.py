@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks, thorough
+from tests.harness.logs import Lines
 from tests.zero.training import engine_of, masters
 
 STEPS = 3
@@ -123,19 +124,13 @@ def test_changes_in_passes_that_are_not_differentiated() -> None:
 
 def discarded(stage: int) -> list[Any]:
     """Change parameters in blocks without a modifier: in place, through `data`, on one rank, and not at all."""
-    warnings: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
     warn_once.cache_clear()
-    logging.getLogger("shardwise").addHandler(handler := Collect(logging.WARNING))
+    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     engine = start(stage)
     model = engine.module
     said = []
     for change in ("nothing", "in place", "data", "one rank", "raised"):
-        warnings.clear()
+        handler.lines.clear()
         with (
             contextlib.suppress(KeyError),
             torch.no_grad(),
@@ -150,7 +145,7 @@ def discarded(stage: int) -> list[Any]:
             elif change == "raised":
                 model.head.bias.zero_()
                 raise KeyError
-        said.append("; ".join(warnings))
+        said.append("; ".join(handler.lines))
     logging.getLogger("shardwise").removeHandler(handler)
     values = values_of(engine)
     engine.destroy()
@@ -171,22 +166,16 @@ def test_changes_in_a_block_without_a_modifier_are_dropped_with_a_warning() -> N
 
 
 def under_init() -> list[str]:
-    warnings: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
     with shardwise.zero.Init():
         layer = nn.Linear(3, 5)
-    logging.getLogger("shardwise").addHandler(handler := Collect(logging.WARNING))
+    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     for change in (False, True):
         with shardwise.zero.GatheredParameters(layer.weight):
             if change:
                 layer.weight.data.fill_(1.0)
-        assert len(warnings) == change
+        assert len(handler.lines) == change
     logging.getLogger("shardwise").removeHandler(handler)
-    return warnings
+    return handler.lines
 
 
 def test_changes_under_init_without_a_modifier_are_dropped_with_a_warning() -> None:

@@ -19,6 +19,7 @@ from shardwise.comm.compression.powersgd import elements, split
 from shardwise.errors import UsageError
 from shardwise.memory import Category, track_activations
 from tests.harness import run_ranks, thorough
+from tests.harness.logs import Lines
 from tests.models import CASES
 from tests.zero.test_mixed_precision import Poison
 from tests.zero.training import (
@@ -26,6 +27,7 @@ from tests.zero.training import (
     Setting,
     assert_close,
     assert_identical,
+    each,
     engine_of,
     masters,
     ranks_agree,
@@ -309,10 +311,6 @@ def memory(setting: Setting) -> tuple[int, int, int, int]:
     return planned, measured, live, plan.peaks[Category.BUFFERS.value]
 
 
-def memories(settings: list[Setting]) -> list[tuple[int, int, int, int]]:
-    return [memory(setting) for setting in settings]
-
-
 @pytest.mark.thorough
 def test_memory_is_what_is_planned() -> None:
     cases = [compressed(method, warmup_steps=None) for method in METHODS]
@@ -322,7 +320,9 @@ def test_memory_is_what_is_planned() -> None:
         for extra in cases
         for stage, precision in ((0, "fp32"), (2, "bf16"))
     ]
-    for setting, (planned, measured, live, beside) in zip(settings, run_ranks(memories, 2, settings)[0], strict=True):
+    for setting, (planned, measured, live, beside) in zip(
+        settings, run_ranks(each, 2, memory, [(setting,) for setting in settings])[0], strict=True
+    ):
         assert 0.95 * planned <= measured <= 1.05 * planned, setting
         assert beside == planned, setting
         (_, section), *_ = setting.extra
@@ -368,15 +368,6 @@ def test_resuming_is_as_never_having_stopped(tmp_path: Path) -> None:
     assert run_ranks(resumed, 2, settings, str(tmp_path)) == [[], []]
 
 
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def save_one(path: str) -> None:
     engine = start(CASES["gpt"], Setting(stage=1, extra=compressed("topk")))
     advance(engine, "gpt", range(2))
@@ -387,7 +378,7 @@ def save_one(path: str) -> None:
 def load_others(path: str, settings: list[Setting]) -> list[tuple[list[str], bool]]:
     found = []
     for setting in settings:
-        listener = Messages()
+        listener = Lines()
         logging.getLogger("shardwise").addHandler(listener)
         engine = start(CASES["gpt"], setting)
         compressor = engine.sharded.compressor
@@ -401,7 +392,7 @@ def load_others(path: str, settings: list[Setting]) -> list[tuple[list[str], boo
         advance(engine, "gpt", range(2, 4))
         logging.getLogger("shardwise").removeHandler(listener)
         engine.destroy()
-        found.append(([text for text in listener.texts if "compression" in text], kept))
+        found.append(([text for text in listener.lines if "compression" in text], kept))
     return found
 
 
@@ -420,11 +411,11 @@ def fp16_wire() -> str:
 def momentum_warnings() -> list[int]:
     counts = []
     for optimizer, extra in (("momentum", compressed("dgc")), ("SGD", compressed("dgc"))):
-        listener = Messages()
+        listener = Lines()
         logging.getLogger("shardwise").addHandler(listener)
         start(CASES["gpt"], Setting(optimizer=optimizer, extra=extra)).destroy()
         logging.getLogger("shardwise").removeHandler(listener)
-        counts.append(sum("momentum 0.9) on top" in text for text in listener.texts))
+        counts.append(sum("momentum 0.9) on top" in text for text in listener.lines))
     return counts
 
 

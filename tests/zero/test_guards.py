@@ -16,7 +16,8 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from tests.harness import run_ranks, thorough
-from tests.zero.training import engine_of, masters
+from tests.harness.logs import Lines
+from tests.zero.training import each, engine_of, masters
 
 
 class Backbone(nn.Module):
@@ -80,10 +81,6 @@ def changed_between_steps(stage: int, precision: str, kind: type, how: str) -> l
     return [exact, {name: result[name] for name in wanted}]
 
 
-def all_changes(stage: int, precision: str, kind: type) -> list[Any]:
-    return [changed_between_steps(stage, precision, kind, how) for how in ("before", "load", "submodules", "in place")]
-
-
 @pytest.mark.parametrize(
     ("stage", "precision", "kind"),
     [
@@ -95,7 +92,8 @@ def all_changes(stage: int, precision: str, kind: type) -> list[Any]:
     ],
 )
 def test_changes_between_steps_reach_the_master_weights(stage: int, precision: str, kind: type) -> None:
-    for (_, expected), *others in run_ranks(all_changes, 2, stage, precision, kind):
+    ways = [(stage, precision, kind, how) for how in ("before", "load", "submodules", "in place")]
+    for (_, expected), *others in run_ranks(each, 2, changed_between_steps, ways):
         for exact, found in others:
             assert exact
             for name, value in found.items():
@@ -312,17 +310,10 @@ def test_parameters_attached_to_something_empty_are_named(stage: int) -> None:
 
 
 def head_only(stage: int, optimizer: bool) -> list[Any]:
-    warnings: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    handler = Collect(logging.WARNING)
-    logging.getLogger("shardwise").addHandler(handler)
+    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     model = Backbone()
     engine = begin(model, torch.optim.SGD(model.head.parameters(), lr=0.1) if optimizer else None, stage)
-    quiet = not warnings
+    quiet = not handler.lines
     kept = []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 3)).mean())
@@ -331,7 +322,7 @@ def head_only(stage: int, optimizer: bool) -> list[Any]:
             engine.step()
     logging.getLogger("shardwise").removeHandler(handler)
     engine.destroy()
-    return [quiet, kept, warnings]
+    return [quiet, kept, handler.lines]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

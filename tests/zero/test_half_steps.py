@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import shardwise
 from shardwise.errors import UsageError
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.zero.training import parameters_digest
+from tests.zero.training import engine_of, parameters_digest
 
 CASE = CASES["odd_mlp"]
 
@@ -42,8 +41,7 @@ class RaisingByElement(Raising):
 
 
 def train(kind: type[Raising], stage: int, late: bool, raises: bool = True) -> tuple[str, str]:
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-    engine = shardwise.initialize(model=CASE.make(), optimizer=lambda ps: kind(ps, lr=0.1), config=config)[0]
+    engine = engine_of(CASE.make(), stage, lambda ps: kind(ps, lr=0.1), gradient_clipping=0.1)
     engine.optimizer.late, engine.optimizer.calls = late, 0 if raises else 10
     refusal = ""
     for step in range(3):
@@ -51,8 +49,9 @@ def train(kind: type[Raising], stage: int, late: bool, raises: bool = True) -> t
         if step != 1 or not raises:
             engine.step()
             continue
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError) as kept:  # its frames refer to gradients
             engine.step()
+        assert kept.traceback
         try:
             engine.step()
         except UsageError as error:

@@ -47,6 +47,7 @@ from tests.zero.training import (
     assert_identical,
     assert_no_worse,
     digest,
+    each,
     engine_of,
     gradients,
     make_optimizer,
@@ -256,10 +257,6 @@ def sent(zero: Zero, stage: int, accumulation: int) -> tuple[dict[str, dict[str,
     return found, calls, units
 
 
-def all_sent(cases: Sequence[tuple[Zero, int, int]]) -> list[Any]:
-    return [sent(*case) for case in cases]
-
-
 def test_what_is_sent_within_and_between_groups() -> None:
     """Two groups of two ranks, bf16 parameters and gradients, fp32 sums; in bytes of all bf16 parameters.
 
@@ -296,7 +293,7 @@ def test_what_is_sent_within_and_between_groups() -> None:
             "replicate": {"reduce_scatter": sums, "all_gather": sums},
         },
     ]
-    for answer in run_ranks(all_sent, WORLD, cases):
+    for answer in run_ranks(each, WORLD, sent, cases):
         for case, (found, _, _), wanted in zip(cases, answer, expected, strict=True):
             assert {g: set(ops) for g, ops in found.items()} == {g: set(ops) for g, ops in wanted.items()}, case
             for group, ops in wanted.items():
@@ -407,12 +404,8 @@ def accessed(zero: Zero, stage: int) -> list[Any]:
     return seen
 
 
-def all_accessed(cases: Sequence[tuple[Zero, int]]) -> list[list[Any]]:
-    return [accessed(*case) for case in cases]
-
-
 def test_access_of_single_tensors() -> None:
-    answers = run_ranks(all_accessed, WORLD, [(zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)])
+    answers = run_ranks(each, WORLD, accessed, [(zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)])
     for answer in answers:
         assert answer == answers[0]
         assert all(seen == answer[0] for seen in answer)
@@ -441,14 +434,10 @@ def windows(zero: Zero, stage: int, how: str) -> str:
     return found
 
 
-def all_windows(cases: Sequence[tuple[Zero, int, str]]) -> list[str]:
-    return [windows(*case) for case in cases]
-
-
 def test_boundaries_by_hand() -> None:
     cases = [(PAIRS, 2, ""), (SPREAD, 2, "late"), (PAIRS, 3, "late"), (SPREAD, 3, "")]
     more = [(PAIRS, 2, "twice"), (SPREAD, 3, "twice")]
-    for answer in run_ranks(all_windows, WORLD, [*cases, *more]):
+    for answer in run_ranks(each, WORLD, windows, [*cases, *more]):
         assert len(set(answer[: len(cases)])) == 1
         assert len(set(answer[len(cases) :])) == 1
 
@@ -471,14 +460,10 @@ def with_optimizer(name: str, zero: Zero, stage: int) -> str:
     return found
 
 
-def with_optimizers(cases: Sequence[tuple[str, Zero, int]]) -> list[str]:
-    return [with_optimizer(*case) for case in cases]
-
-
 @pytest.mark.parametrize("name", [thorough("Muon"), "Lamb"])
 def test_optimizers_of_whole_tensors_and_of_their_norms(name: str) -> None:
     cases = [(name, zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)]
-    for answer in run_ranks(with_optimizers, WORLD, cases):
+    for answer in run_ranks(each, WORLD, with_optimizer, cases):
         assert len(set(answer)) == 1
 
 
@@ -492,12 +477,8 @@ def quantized(zero: Zero) -> str:
     return found
 
 
-def both_quantized() -> list[str]:
-    return [quantized(PAIRS), quantized(SPREAD)]
-
-
 def test_gathers_of_codes_within_groups() -> None:
-    for first, second in run_ranks(both_quantized, WORLD):
+    for first, second in run_ranks(each, WORLD, quantized, [(PAIRS,), (SPREAD,)]):
         assert first == second
 
 

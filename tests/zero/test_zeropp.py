@@ -30,6 +30,7 @@ from tests.zero.training import (
     Tensors,
     assert_close,
     digest,
+    each,
     engine_of,
     gradients,
     make_optimizer,
@@ -109,10 +110,6 @@ def recorded(zero: Zero, accumulation: int, precision: str = "fp32", steps: int 
     return seen
 
 
-def recorded_all(settings: Sequence[tuple[Zero, int]]) -> list[dict[str, Any]]:
-    return [recorded(zero, accumulation) for zero, accumulation in settings]
-
-
 def in_flat(tensors: Tensors, numel: int, slots: Sequence[tuple[str, int, int]]) -> torch.Tensor:
     flat = torch.zeros(numel)
     for name, offset, size in slots:
@@ -164,7 +161,7 @@ def check_against_one_process(seen: dict[str, Any], zero: Zero, accumulation: in
 
 def test_gradients_are_those_of_one_process() -> None:
     settings = [(QW, 1), (LOCO, 2), (ALL, 1), (HP, 1), (EXACT, 1)]
-    answers = run_ranks(recorded_all, WORLD, settings)
+    answers = run_ranks(each, WORLD, recorded, settings)
     for number, (zero, accumulation) in enumerate(settings):
         first, *others = [answer[number] for answer in answers]
         for other in others:

@@ -113,6 +113,11 @@ def make_optimizer(name: str, parameters: Any, lr: float) -> torch.optim.Optimiz
     return cls(list(parameters), lr=lr, **options.get(name, {}))
 
 
+def each(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """Call a function with several arguments in turn, in one call of the ranks."""
+    return [function(*case) for case in cases]
+
+
 def engine_of(
     model: nn.Module, stage: int = 3, optimizer: Any = None, *, zero: Mapping[str, Any] | None = None, **config: Any
 ) -> Any:
