@@ -97,7 +97,7 @@ def resume_all(path: str, stops: tuple[int, ...]) -> list[str]:
 
 def test_every_schedule_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     assert set(names()) == set(PARAMS)
-    (wrong,) = run_ranks(resume_all, 1, str(tmp_path), (0, 1, 4, 6))
+    (wrong,) = run_ranks(resume_all, 1, str(tmp_path), (0, 4))
     assert wrong == []
 
 

@@ -92,7 +92,7 @@ def report(
         for circumstance in circumstances:
             with circumstance():
                 step()
-    after = engine.memory_report(batch)
+    after = engine.memory_report()
     engine.destroy()
     return before, after
 
@@ -110,13 +110,23 @@ def check(before: MemoryReport, after: MemoryReport, what: str) -> None:
     assert close(before.total.planned, after.total.measured), f"{what}: total"
 
 
-@pytest.mark.parametrize(("tied", "precision"), [thorough(True, "fp32"), thorough(True, "bf16"), (False, "bf16")])
-def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(precision: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("tied", "precision", "stages"),
+    [
+        thorough(True, "fp32", (0, 1, 2, 3)),
+        thorough(True, "bf16", (0, 1, 2, 3)),
+        (False, "bf16", (0, 3)),
+        thorough(False, "bf16", (0, 1, 2, 3)),
+    ],
+)
+def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(
+    tied: bool, precision: str, stages: tuple[int, ...]
+) -> None:
     totals = []
-    for stage in (0, 1, 2, 3):
+    for stage in stages:
         for rank, (before, after) in enumerate(run_ranks(report, 2, stage, precision, tied)):
             check(before, after, f"stage {stage}, rank {rank}")
-            measured, floor = after.total.measured, after.total.floor
+            measured, floor = after.total.measured, before.total.floor
             assert measured is not None and floor is not None
             # Numbers that an untracked step before has left are planned, and not measured.
             assert -0.001 * measured <= measured - floor <= 0.1 * measured, f"stage {stage}, rank {rank}"
@@ -128,8 +138,8 @@ def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(precision: str,
 def test_accumulation(stage: int) -> None:
     for before, after in run_ranks(report, 2, stage, "fp32", accumulation=2):
         check(before, after, f"stage {stage}")
-        assert after.total.measured is not None and after.total.floor is not None
-        assert 0.999 * after.total.floor <= after.total.measured <= 1.1 * after.total.floor
+        assert after.total.measured is not None and before.total.floor is not None
+        assert 0.999 * before.total.floor <= after.total.measured <= 1.1 * before.total.floor
 
 
 @pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(3)])

@@ -113,7 +113,6 @@ def build_sharded(name: str, world_seed: bool) -> tuple[list[Any], Tensors, list
         ("initialised", True),
         thorough("initialised", False),
         thorough("odd", False),
-        thorough("gpt", True),
         ("mixed", False),
     ],
 )

@@ -35,10 +35,10 @@ from tests.zero.training import (
     Tensors,
     assert_identical,
     assert_no_worse,
-    gradients,
     masters,
     parameters_digest,
     plain,
+    train,
 )
 
 LAMB = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.05, "max_coeff": 2.0, "min_coeff": 0.02}
@@ -68,25 +68,8 @@ WRITTEN: dict[str, Callable[[Iterable[Any]], Written]] = {
 }
 
 
-def train(case: Case, setting: Setting, kind: str, steps: int = 3) -> Outcome:
-    model = case.make()
-    engine, *_ = shardwise.initialize(model=model, optimizer=MAKERS[kind](case.groups(model)), config=setting.config())
-    outcome = Outcome()
-    for step in range(steps):
-        for micro in range(setting.accumulation):
-            engine.backward(case.loss(engine, case.data(step, micro, dist.get_rank(), DTYPES[setting.precision])))
-            if micro == setting.accumulation - 1:
-                outcome.gradients.append(gradients(model))
-            engine.step()
-    outcome.masters = masters(model)
-    outcome.parameters = parameters_digest(model)
-    engine.destroy()
-    assert not hasattr(engine.optimizer, "shardwise_norms") or engine.optimizer.shardwise_norms is None
-    return outcome
-
-
 def train_every(name: str, kind: str, settings: list[Setting]) -> list[Outcome]:
-    return [train(CASES[name], setting, kind) for setting in settings]
+    return [train(CASES[name], setting, 3, MAKERS[kind]) for setting in settings]
 
 
 PLACES = (Setting(stage=0, cap=40), Setting(stage=1), Setting(stage=2, cap=40), Setting(stage=3, cap=40),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwise.utils import safe_get_full_optimizer_state
 from tests.harness import run_ranks, thorough
 from tests.models import CASES, GPT, Case, language, language_loss, regression, regression_loss
 from tests.zero.training import (
+    Maker,
     Outcome,
     Setting,
     Tensors,
@@ -32,7 +33,7 @@ from tests.zero.training import (
     masters,
     parameters_digest,
     plain,
-    start,
+    train,
 )
 
 
@@ -51,8 +52,6 @@ class NormClipped(torch.optim.SGD):
                 p.grad /= p.grad.norm() + 1e-3
         super().step(closure)
 
-
-Maker = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 MAKERS: dict[str, Maker] = {
     "AdamW": lambda groups: make_optimizer("AdamW", groups, 1e-2),
@@ -85,16 +84,7 @@ def steps(engine: Any, case: Case, count: int, first: int = 0) -> list[Tensors]:
 
 
 def train_kind(kind: str, settings: list[Setting]) -> list[Outcome]:
-    outcomes = []
-    case = case_for(kind)
-    for setting in settings:
-        model = case.make()
-        engine = start(case, setting, model, MAKERS[kind](case.groups(model)))
-        seen = steps(engine, case, 4)
-        result = Outcome(masters(engine.module), seen, parameters=parameters_digest(engine.module))
-        outcomes.append(result)
-        engine.destroy()
-    return outcomes
+    return [train(case_for(kind), setting, 4, MAKERS[kind]) for setting in settings]
 
 
 @pytest.mark.parametrize("world", [2, thorough(3)])

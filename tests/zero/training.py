@@ -31,6 +31,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 Tensors = dict[str, torch.Tensor]
 Run = tuple[int, int, torch.Tensor]
+Maker = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -222,9 +223,10 @@ def parameters_digest(model: nn.Module) -> str:
         return digest(list(model.parameters()))
 
 
-def train(case: Case, setting: Setting, steps: int) -> Outcome:
-    """Train on this rank with the others."""
-    engine = start(case, setting)
+def train(case: Case, setting: Setting, steps: int, make: Maker | None = None) -> Outcome:
+    """Train on this rank with the others; `make` makes an optimizer from parameters or groups."""
+    model = case.make()
+    engine = start(case, setting, model, make and make(case.groups(model)))
     outcome = Outcome()
     for step in range(steps):
         for micro in range(setting.accumulation):
@@ -244,11 +246,11 @@ def train(case: Case, setting: Setting, steps: int) -> Outcome:
     return outcome
 
 
-def train_all(name: str, settings: Sequence[Setting], steps: int = 3) -> list[Outcome]:
+def train_all(name: str, settings: Sequence[Setting], steps: int = 3, make: Maker | None = None) -> list[Outcome]:
     """Train a case with each setting in turn. Ranks other than 0 leave whole tensors out of their answer."""
     outcomes = []
     for setting in settings:
-        outcome = train(CASES[name], setting, steps)
+        outcome = train(CASES[name], setting, steps, make)
         if dist.get_rank():
             seen = digest([*outcome.masters.values(), *(g for grads in outcome.gradients for g in grads.values())])
             outcome.masters, outcome.gradients = (
@@ -282,7 +284,7 @@ def plain(
     *,
     wide: bool = False,
     model: nn.Module | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: Maker | None = None,
 ) -> Outcome:
     """Train in this process on the global batch.
 
