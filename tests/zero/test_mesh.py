@@ -405,7 +405,7 @@ def accessed(zero: Zero, stage: int) -> list[Any]:
 
 
 def test_access_of_single_tensors() -> None:
-    answers = run_ranks(each, WORLD, accessed, [(zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)])
+    answers = run_ranks(each, WORLD, accessed, [(PAIRS, 2), (SPREAD, 2), (SPREAD, 3)])
     for answer in answers:
         assert answer == answers[0]
         assert all(seen == answer[0] for seen in answer)
@@ -451,7 +451,7 @@ def with_optimizer(name: str, zero: Zero, stage: int) -> str:
         "optimizer": {"type": name, "params": params},
     }
     engine = shardwise.initialize(model=model, config=config)[0]
-    for step in range(3):
+    for step in range(2):
         for micro in range(2):
             backward(engine, step, micro)
             engine.step()

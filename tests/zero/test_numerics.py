@@ -42,9 +42,7 @@ def families(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[l
 
 @pytest.mark.parametrize("half", [thorough(0), 1])
 @pytest.mark.parametrize("world", [thorough(2), 3])
-@pytest.mark.parametrize(
-    "name", [name if name in ("borrower", "form_hugging_face") else thorough(name) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name == "form_hugging_face" else thorough(name) for name in CASES])
 def test_settings_are_bit_identical_and_match_the_plain_loop(name: str, world: int, half: int) -> None:
     base = Setting(accumulation=1 if world == 2 else 2)
     first, *others = grid(base)
