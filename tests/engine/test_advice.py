@@ -18,15 +18,8 @@ import shardwise
 from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks
-
-
-class Collect(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+from tests.harness.logs import Lines
+from tests.zero.training import SGD, each
 
 
 def net() -> nn.Sequential:
@@ -35,12 +28,8 @@ def net() -> nn.Sequential:
 
 
 def made(model: nn.Module, stage: int = 0, optimizer: Any = None, **config: Any) -> Any:
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **config,
-    }
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "zero_optimization": zero, **config}
     return shardwise.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
@@ -156,7 +145,7 @@ CASES: dict[Any, list[str]] = {
 
 
 def warned(stage: int) -> list[list[str]]:
-    logging.getLogger("shardwise").addHandler(handler := Collect())
+    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     found = []
     for case in CASES:
         warn_once.cache_clear()
@@ -317,15 +306,11 @@ def in_one_process(how: str) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def all_own_steps() -> list[dict[str, torch.Tensor]]:
-    return [own_step(how) for how in HOW]
-
-
 HOW = ("engine", "by hand", "accumulated", "no_sync")
 
 
 def test_without_an_optimizer_averaged_gradients_are_left_at_stage_0() -> None:
-    for found in run_ranks(all_own_steps, 2):
+    for found in run_ranks(each, 2, own_step, [(how,) for how in HOW]):
         for how, values in zip(HOW, found, strict=True):
             for name, value in in_one_process(how).items():
                 torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-7, msg=f"{how} {name}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import DesyncError
 from tests.harness import run_ranks
+from tests.zero.training import each
 
 
 def _model(rank: int, what: str) -> nn.Module:
@@ -54,33 +54,28 @@ def _told(what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        (
-            "shape",
-            "parameter 0.weight: (4, 4) torch.float32, group 0 on rank 0, (6, 4) torch.float32",
-        ),
-        ("names", "parameter 0.bias: (4,) torch.float32, group 0 on rank 0, nothing on rank 2"),
-        ("layers", "parameter 2.weight: nothing on rank 0, (4, 4) torch.float32, group 0 on rank 2"),
-        ("frozen", "parameter 0.bias: (4,) torch.float32, group 0 on rank 0, (4,) torch.float32, frozen on rank 2"),
-        ("dtype", "torch.float64"),
-        ("accumulation", "config gradient_accumulation_steps: 1 on rank 0, 2 on rank 2"),
-        ("clipping", "config gradient_clipping: 0.0 on rank 0, 1.0 on rank 2"),
-        ("stage", "config zero_optimization.stage: 3 on rank 0, 1 on rank 2"),
-        ("optimizer", "config optimizer.type: 'adamw' on rank 0, 'SGD' on rank 2"),
-        ("lr", "config optimizer.params.lr: 0.1 on rank 0, 0.2 on rank 2"),
-    ],
-)
-def test_what_differs_is_named_on_every_rank(what: str, words: str) -> None:
-    found = run_ranks(_told, 3, what)
-    assert found[0] == found[1] == found[2]
-    assert words in found[0]
-    assert "rank 2 was not given the same as rank 0" in found[0]
+DIFFERENCES = {
+    "shape": "parameter 0.weight: (4, 4) torch.float32, group 0 on rank 0, (6, 4) torch.float32",
+    "names": "parameter 0.bias: (4,) torch.float32, group 0 on rank 0, nothing on rank 2",
+    "layers": "parameter 2.weight: nothing on rank 0, (4, 4) torch.float32, group 0 on rank 2",
+    "frozen": "parameter 0.bias: (4,) torch.float32, group 0 on rank 0, (4,) torch.float32, frozen on rank 2",
+    "dtype": "torch.float64",
+    "accumulation": "config gradient_accumulation_steps: 1 on rank 0, 2 on rank 2",
+    "clipping": "config gradient_clipping: 0.0 on rank 0, 1.0 on rank 2",
+    "stage": "config zero_optimization.stage: 3 on rank 0, 1 on rank 2",
+    "optimizer": "config optimizer.type: 'adamw' on rank 0, 'SGD' on rank 2",
+    "lr": "config optimizer.params.lr: 0.1 on rank 0, 0.2 on rank 2",
+}
 
 
-def test_what_a_rank_reports_is_its_own_affair() -> None:
-    assert run_ranks(_told, 3, "nothing") == ["", "", ""]
+def test_what_differs_is_named_on_every_rank_and_what_a_rank_reports_is_its_own_affair() -> None:
+    first, *others = run_ranks(each, 3, _told, [(what,) for what in (*DIFFERENCES, "nothing")])
+    assert others == [first, first]
+    *messages, nothing = first
+    assert nothing == ""
+    for message, words in zip(messages, DIFFERENCES.values(), strict=True):
+        assert words in message
+        assert "rank 2 was not given the same as rank 0" in message
 
 
 def own_disk(directories: list[str]) -> bool:

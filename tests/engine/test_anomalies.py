@@ -18,7 +18,8 @@ from shardwise.errors import AnomalyError, ConflictError, NonFiniteError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import SAMPLES, Run, config, differences, on_ranks
 from tests.checkpoint.test_copies import as_node
-from tests.engine.test_tracing import Events
+from tests.harness import thorough
+from tests.harness.logs import Lines
 
 WATCH = {"enabled": True, "min_steps": 5, "window": 20, "threshold": 8.0}
 
@@ -58,7 +59,7 @@ def one_step(run: Run, factor: float = 1.0, bad: float = 1.0) -> list[float]:
 
 def spiking(settings: dict[str, Any], late: bool, root: str) -> dict[str, Any]:
     """Train 8 steps, of which the seventh has losses 300 times as large; stop there if that is asked for."""
-    handler = Events()
+    handler = Lines()
     logger.addHandler(handler)
     read = TrainStep._read
     if late:  # as on a device that the host does not wait for
@@ -93,7 +94,7 @@ def spiking(settings: dict[str, Any], late: bool, root: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("action", ["warn", "skip", "stop", "late"])
+@pytest.mark.parametrize("action", [thorough("warn"), "skip", thorough("stop"), "late"])
 def test_a_spike_is_acted_upon(action: str, tmp_path: Path) -> None:
     late = action == "late"
     asked = "warn" if late else action
@@ -173,7 +174,8 @@ def undone(root: str, stage: int, dtype: str, cause: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "cause"), [(3, "bf16", "loss"), (0, "fp32", "grad_norm_spike"), (2, "fp16", "loss_spike")]
+    ("stage", "dtype", "cause"),
+    [thorough(3, "bf16", "loss"), thorough(0, "fp32", "grad_norm_spike"), (2, "fp16", "loss_spike")],
 )
 def test_going_back_is_what_resuming_is(stage: int, dtype: str, cause: str, tmp_path: Path) -> None:
     assert on_ranks(undone, 2, str(tmp_path), stage, dtype, cause) == [[], []]

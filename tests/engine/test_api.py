@@ -12,7 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import CheckpointError, LaunchError
 from shardwise.zero.access import safe_get_local_fp32_param, safe_get_local_optimizer_state
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 
 def build(stage: int, model: nn.Module, **config: Any) -> Any:
@@ -54,7 +54,7 @@ def transformed(stage: int, config: dict[str, Any]) -> list[bool]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, thorough(1), 2])
 def test_transforms_of_torch_func_over_the_engine(stage: int) -> None:
     assert all(all(seen) for seen in run_ranks(transformed, 2, stage, {}))
 

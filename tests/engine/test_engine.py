@@ -10,17 +10,13 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import BatchSizeError, SyncError, UsageError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
+from tests.zero.training import SGD, engine_of
 
 
 def build(stage: int = 0, **extra: Any) -> Any:
     torch.manual_seed(1)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    } | extra
-    return shardwise.initialize(model=nn.Linear(3, 1), config=config)[0]
+    return engine_of(nn.Linear(3, 1), stage, SGD, **extra)
 
 
 def one(engine: Any, value: float = 1.0) -> torch.Tensor:
@@ -70,7 +66,7 @@ def declared(stage: int, late: bool) -> tuple[list[bool], torch.Tensor]:
     return applied, engine.module.weight.detach().clone()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), 3])
 def test_declared_boundaries_override_counting_and_hold_until_changed(stage: int) -> None:
     (applied, weight), (_, other) = run_ranks(declared, 2, stage, False)
     assert applied == [True, True]
@@ -113,7 +109,7 @@ def zeroed_in_mid_window(stage: int, by: str) -> torch.Tensor:
     return engine.module.weight.detach().clone()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_the_engines_zero_grad_drops_a_window_and_the_optimizers_does_not(stage: int) -> None:
     untouched, optimizers, engines = (
         run_ranks(zeroed_in_mid_window, 2, stage, by)[0] for by in ("nobody", "optimizer", "engine")
@@ -362,14 +358,8 @@ class Branch(nn.Module):
 
 
 def branching(stage: int, key: str, differ: bool) -> str:
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-    if key == "strict_sync":
-        config["strict_sync"] = True
-    elif key:
-        zero[key] = False
-    engine, *_ = shardwise.initialize(model=Branch(), config=config)
+    strict = key == "strict_sync"
+    engine = engine_of(Branch(), stage, SGD, zero={} if strict or not key else {key: False}, strict_sync=strict)
     try:
         for step in range(2):
             left = step == 0 or not (differ and engine.global_rank == 1)
@@ -382,7 +372,7 @@ def branching(stage: int, key: str, differ: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_different_branches_are_followed_or_reported(stage: int) -> None:
     assert run_ranks(branching, 2, stage, "", True) == ["", ""]
     assert run_ranks(branching, 2, stage, "strict_sync", False) == ["", ""]
@@ -391,7 +381,7 @@ def test_different_branches_are_followed_or_reported(stage: int) -> None:
     assert "rank 0 ['left'], rank 1 ['right']" in messages[0]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [thorough(0), 2])
 def test_unused_parameters_are_an_error_if_asked_for(stage: int) -> None:
     for message in run_ranks(branching, 2, stage, "ignore_unused_parameters", False):
         assert message.startswith("UsageError: zero_optimization.ignore_unused_parameters")
@@ -411,7 +401,7 @@ def unused_on_one_rank(norm: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("norm", [thorough(True), False])
 def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
     for message in run_ranks(unused_on_one_rank, 2, norm):
         assert "on rank 0 right.weight, right.bias. Freeze" in message
@@ -446,8 +436,7 @@ def interrupted(stage: int, clip: float, how: str) -> list[Any]:
     return [engine.module.weight.detach().clone(), engine.get_global_grad_norm(), *seen]
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "clip"), [thorough(0, 0.5), thorough(2, 0.5), (3, 0.0), thorough(3, 0.5)])
 def test_a_step_that_raised_can_be_taken_again(stage: int, clip: float) -> None:
     weight, norm = run_ranks(interrupted, 2, stage, clip, "")[0]
     for how in ("gathered", "optimizer raises", "another pass"):
@@ -485,15 +474,7 @@ def converted(stage: int) -> list[Any]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model.register_buffer("shared", model[1].running_mean)
-    engine, *_ = shardwise.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "bf16": {"enabled": True},
-        },
-    )
+    engine = engine_of(model, stage, SGD, bf16={"enabled": True})
     same = [engine.to(engine.device), engine.cpu(), engine.to("cpu"), engine.bfloat16(), engine.to(torch.bfloat16)]
     same += [engine.to(torch.device("cpu", 0))]  # another name of the same device
     found: list[Any] = [all(e is engine for e in same), model.shared is model[1].running_mean, model.shared.dtype]
@@ -508,7 +489,7 @@ def converted(stage: int) -> list[Any]:
     return [*found, engine.float().module[0].weight.dtype]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_conversions_that_would_take_parameters_away_are_refused(stage: int) -> None:
     for found in run_ranks(converted, 2, stage):
         assert found == [True, True, torch.bfloat16, torch.float32]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -13,17 +12,7 @@ import shardwise
 from shardwise.errors import UsageError
 from shardwise.utils.logging import logger, warn_once
 from tests.harness import run_ranks
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+from tests.harness.logs import Lines
 
 
 def build(stage: int, config: dict[str, Any], client: bool) -> Any:
@@ -183,8 +172,7 @@ def left_out_here(stage: int, managed: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("managed", [True, False])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "managed"), [(0, True), (1, False)])
 def test_a_rank_may_leave_out_a_backward_pass_where_gradients_are_added_up_locally(stage: int, managed: bool) -> None:
     run_ranks(left_out_here, 2, stage, managed)
 

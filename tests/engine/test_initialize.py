@@ -22,6 +22,7 @@ from shardwise.config import resolve
 from shardwise.engine.facts import facts_of
 from shardwise.errors import ConfigError, DesyncError, NotBuiltError, UsageError
 from tests.harness import run_ranks
+from tests.harness.logs import Lines
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 
@@ -325,44 +326,6 @@ def test_a_scheduler_is_a_class_a_callable_or_an_instance() -> None:
     assert run_ranks(scheduler_kinds, 1)[0] == [[0.1], [0.1], [0.1]]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_optimizers_that_cannot_be_sharded_are_refused_with_the_reason(kind: type[torch.optim.Optimizer]) -> None:
-    model = net()
-    with pytest.raises(ConfigError, match=kind.__name__):
-        shardwise.initialize(model=model, config=CONFIG, optimizer=kind(model.parameters()))
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-
-
-def frozen_teacher() -> tuple[bool, int, str]:
-    """Gradients of the inputs through a sharded model that nobody trains."""
-    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
-    for parameter in model.parameters():
-        torch.nn.init.ones_(parameter).requires_grad_(False)
-    plain = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
-    plain.load_state_dict(model.state_dict())
-    engine, *_ = shardwise.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
-    x, y = (torch.ones(1, 5, requires_grad=True) for _ in range(2))
-    for _ in range(2):
-        engine(x).sum().backward()
-        plain(y).sum().backward()
-    rescues, phase = engine.sharded.unsharder.late, engine.sharded.model_pass.order.phase.value
-    engine.destroy()
-    return torch.equal(x.grad, y.grad), rescues, phase
-
-
-def test_gradients_flow_through_a_sharded_model_without_an_optimizer() -> None:
-    for equal, rescues, phase in run_ranks(frozen_teacher, 2):
-        assert equal
-        assert rescues == 0
-        assert phase == "idle"
-
-
 class SharedTable(nn.Module):
     """Two modules with one buffer, and one that is to stay wide."""
 
@@ -410,16 +373,13 @@ def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
 
 
 def kept_together(leaf: dict[str, Any]) -> tuple[list[str], int]:
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise").addHandler(handler)
+    logging.getLogger("shardwise").addHandler(handler := Lines())
     zero = {"stage": 3, "reduce_bucket_size": 1, "leaf_module": leaf}
     engine, *_ = shardwise.initialize(model=nn.Sequential(net(), net()), config=dict(CONFIG, zero_optimization=zero))
     units = len(engine.sharded.units)
     engine.destroy()
     logging.getLogger("shardwise").removeHandler(handler)
-    return [text for text in warnings if "leaf_module" in text], units
+    return [text for text in handler.lines if "leaf_module" in text], units
 
 
 def test_leaf_modules_that_match_nothing_are_named() -> None:
@@ -433,20 +393,9 @@ def test_leaf_modules_that_match_nothing_are_named() -> None:
     assert max(units, more) < apart
 
 
-class Kept(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def logging_keys() -> tuple[list[str], int]:
     """What is logged with dump_state, and the level that log_level sets."""
-    logger, kept = logging.getLogger("shardwise"), Kept()
+    logger, kept = logging.getLogger("shardwise"), Lines()
     level = logger.level
     logger.addHandler(kept)
     try:
@@ -456,7 +405,7 @@ def logging_keys() -> tuple[list[str], int]:
     finally:
         logger.removeHandler(kept)
         logger.setLevel(level)
-    return [message for message in kept.messages if message.startswith("configuration: ")], set_to
+    return [message for message in kept.lines if message.startswith("configuration: ")], set_to
 
 
 def test_the_log_level_is_set_and_the_configuration_is_logged_on_rank_0() -> None:

@@ -10,16 +10,8 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import UsageError
-from tests.harness import run_ranks
-
-
-def begin(model: nn.Module, stage: int) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    return shardwise.initialize(model=model, config=config)[0]
+from tests.harness import run_ranks, thorough
+from tests.zero.training import SGD, engine_of
 
 
 def step(engine: Any) -> None:
@@ -30,9 +22,9 @@ def step(engine: Any) -> None:
 def used_after(stage: int, how: str, directory: str) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     model = nn.Linear(3, 1)
     torch.nn.init.ones_(model.weight)
-    engine = begin(model, stage)
+    engine = engine_of(model, stage, SGD)
     step(engine)
-    newer = begin(model, stage) if how == "wrapped again" else None
+    newer = engine_of(model, stage, SGD) if how == "wrapped again" else None
     engine.destroy()
     engine.destroy()
     before = shardwise.utils.safe_get_full_fp32_param(model.weight) if newer else model.weight.detach().clone()
@@ -63,8 +55,9 @@ def used_after(stage: int, how: str, directory: str) -> tuple[list[str], torch.T
     return messages, before, model.weight.detach().clone()
 
 
-@pytest.mark.parametrize("how", ["destroyed", "wrapped again"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "how"), [(0, "destroyed"), thorough(0, "wrapped again"), thorough(3, "destroyed"), (3, "wrapped again")]
+)
 def test_an_engine_that_is_no_more_says_so_and_disturbs_nobody(stage: int, how: str, tmp_path: Any) -> None:
     for messages, before, after in run_ranks(used_after, 2, stage, how, str(tmp_path)):
         assert all("the engine has been destroyed" in message for message in messages), messages

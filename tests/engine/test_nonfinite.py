@@ -18,8 +18,9 @@ from shardwise.precision.norms import count_non_finite
 from shardwise.utils.logging import logger
 from tests.device.recorded import imagined
 from tests.device.recording import recording
-from tests.engine.test_idle_steps import Lines, exchange_rank, known, same
+from tests.engine.test_idle_steps import exchange_rank, known, same
 from tests.harness import run_ranks
+from tests.harness.logs import Lines
 
 
 class Bad(torch.autograd.Function):

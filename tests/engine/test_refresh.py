@@ -16,8 +16,8 @@ from torch import nn
 import shardwise
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
-from tests.harness import run_ranks
-from tests.zero.training import parameters_digest
+from tests.harness import run_ranks, thorough
+from tests.zero.training import SGD, engine_of, parameters_digest
 
 ROWS = 4
 WIDTH = 24
@@ -199,8 +199,8 @@ def plain(name: str, optimizer: str) -> dict[str, torch.Tensor]:
     return {key: value.detach() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["freezing", "adapter", "resizing", "resizing in place"])
-@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", [thorough("freezing"), "adapter", "resizing", thorough("resizing in place")])
+@pytest.mark.parametrize("optimizer", ["SGD", thorough("AdamW")])
 def test_training_goes_on_as_in_plain_pytorch_at_every_stage(name: str, optimizer: str, tmp_path: Path) -> None:
     wanted = plain(name, optimizer)
     digests = set()
@@ -225,9 +225,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["bf16", "offloaded", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("fp16", "whole tensors"))]
-)
+@pytest.mark.parametrize("kind", ["bf16", "offloaded", thorough("fp16"), thorough("whole tensors")])
 def test_other_precisions_tiers_and_optimizers_keep_their_state(kind: str, tmp_path: Path) -> None:
     optimizer, more = OTHERS[kind]
     digests = set()
@@ -271,12 +269,7 @@ def of_real_size() -> bool:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 1, bias=False))
     model[0].requires_grad_(False)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    engine = shardwise.initialize(model=model, config=config)[0]
+    engine = engine_of(model, 3, SGD)
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
     rows = torch.ones(1, 4096)
     engine.backward(engine(rows).sum())

@@ -28,7 +28,8 @@ from shardwise.engine import (
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import Run, config, differences, on_ranks
-from tests.engine.test_idle_steps import Lines
+from tests.harness import thorough
+from tests.harness.logs import Lines
 
 END, GO_ON = "SIGTERM", "SIGUSR2"  # SIGUSR1 shows the stacks of the pool's processes
 
@@ -90,7 +91,7 @@ def one_rank_is_told(root: str, stage: int, dtype: str) -> None:
     assert {name: signal.getsignal(getattr(signal, name)) for name in (END, GO_ON)} == before
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (3, "bf16"), (2, "fp16")])
+@pytest.mark.parametrize(("stage", "dtype"), [thorough(0, "fp32"), thorough(3, "bf16"), (2, "fp16")])
 def test_all_ranks_save_at_the_same_step_when_one_is_told(stage: int, dtype: str, tmp_path: Path) -> None:
     on_ranks(one_rank_is_told, 2, str(tmp_path / "runs"), stage, dtype)
 

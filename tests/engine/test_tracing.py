@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import weakref
 from typing import Any
 
@@ -18,19 +17,8 @@ from shardwise.engine.step import TrainStep
 from shardwise.recompute import checkpoint
 from shardwise.utils.logging import logger
 from tests.engine.test_idle_steps import exchange_rank
-from tests.harness import run_ranks
-
-
-class Events(logging.Handler):
-    """Keeps what log records tell programs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[dict[str, Any]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if (event := getattr(record, "event", None)) is not None:
-            self.events.append(event)
+from tests.harness import run_ranks, thorough
+from tests.harness.logs import Lines
 
 
 class BadGradient(torch.autograd.Function):
@@ -183,9 +171,17 @@ def traced(stage: int, precision: str, recomputes: bool, hows: list[str]) -> lis
     return wrong
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision", "recomputes"),
+    [
+        thorough(0, "fp32", False),
+        thorough(0, "fp16", True),
+        thorough(1, "bf16", True),
+        thorough(2, "fp16", False),
+        (3, "fp32", True),
+        thorough(3, "bf16", False),
+    ],
+)
 def test_the_first_module_is_named(stage: int, precision: str, recomputes: bool) -> None:
     hows = [how for how in HOWS if not (how == "own_gradient" and (stage == 3 or precision == "fp16"))]
     assert run_ranks(traced, 2, stage, precision, recomputes, hows) == [[], []]
@@ -285,7 +281,7 @@ def test_tensors_of_inference_mode_and_gradient_hooks_of_the_script() -> None:
 
 def late(stage: int) -> tuple[list[Any], list[Any]]:
     """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
-    handler = Events()
+    handler = Lines()
     logger.addHandler(handler)
     read = TrainStep._read
     TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
@@ -344,7 +340,7 @@ def test_of_the_first_bad_step_the_parameters_tell_where_it_began() -> None:
 
 
 def searches(scale: dict[str, Any], how: str) -> tuple[list[Any], str]:
-    handler = Events()
+    handler = Lines()
     logger.addHandler(handler)
     engine = build(2, fp16={"enabled": True, "hysteresis": 1, **scale}, anomaly_watch={"enabled": True})
     error = ""
@@ -380,7 +376,7 @@ def trained(stage: int, watch: dict[str, Any]) -> list[Any]:
     return [values, launched, small]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_watching_changes_no_bit_and_sends_nothing_more(stage: int) -> None:
     plain = run_ranks(trained, 2, stage, {})
     for watch in ({"enabled": True}, {"enabled": True, "trace": "always"}):

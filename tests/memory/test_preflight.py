@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.memory import MemoryLimit, OutOfMemoryError, Tier
 from shardwise.offload import measure
 from shardwise.offload.files import SwapFile
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.memory.test_oom import under_limit
 
 KIB = 1 << 10
@@ -96,7 +96,7 @@ def test_a_device_that_is_too_small_and_the_setting_that_fits() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("device", [thorough("cpu"), "nvme"])
 def test_a_model_eight_times_as_large_as_the_device_trains(tmp_path: Path, device: str) -> None:
     def deep() -> nn.Module:
         torch.manual_seed(0)
@@ -142,7 +142,7 @@ def dry_runs(equal: bool) -> int:
     return int(window.call_count)
 
 
-@pytest.mark.parametrize(("equal", "runs"), [(True, [1, 0]), (False, [1, 1])])
+@pytest.mark.parametrize(("equal", "runs"), [(True, [1, 0]), thorough(False, [1, 1])])
 def test_one_rank_of_a_machine_makes_the_dry_run_for_all_with_equal_parts(equal: bool, runs: list[int]) -> None:
     assert run_ranks(dry_runs, 2, equal, timeout=120) == runs
 
@@ -178,7 +178,7 @@ def refused() -> tuple[str, Any]:
     return str(told.value), suggestion
 
 
-@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("by_hand", [thorough(True), False])
 def test_a_disk_that_is_too_small(tmp_path: Path, by_hand: bool) -> None:
     place = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
     zero = {"stage": 3, "offload_optimizer": place}
@@ -312,8 +312,16 @@ def files() -> Iterator[list[SwapFile]]:
         yield made
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 5])
-@pytest.mark.parametrize("kinds", [("offload_optimizer",), ("offload_param",), ("offload_optimizer", "offload_param")])
+@pytest.mark.parametrize(
+    ("kinds", "accumulation"),
+    [
+        thorough(("offload_optimizer",), 1),
+        thorough(("offload_param",), 1),
+        thorough(("offload_param",), 5),
+        (("offload_optimizer", "offload_param"), 2),
+        thorough(("offload_optimizer", "offload_param"), 5),
+    ],
+)
 def test_planned_bytes_are_those_of_the_files(
     tmp_path: Path, files: list[SwapFile], accumulation: int, kinds: tuple[str, ...]
 ) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.memory import Category, MemoryReport, track_activations
 from shardwise.precision.norms import CHUNK
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import Block
 
 ENGINE = [c for c in Category if c not in (Category.ACTIVATIONS, Category.OTHER)]
@@ -92,7 +92,7 @@ def report(
         for circumstance in circumstances:
             with circumstance():
                 step()
-    after = engine.memory_report(batch)
+    after = engine.memory_report()
     engine.destroy()
     return before, after
 
@@ -110,14 +110,23 @@ def check(before: MemoryReport, after: MemoryReport, what: str) -> None:
     assert close(before.total.planned, after.total.measured), f"{what}: total"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(precision: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("tied", "precision", "stages"),
+    [
+        thorough(True, "fp32", (0, 1, 2, 3)),
+        thorough(True, "bf16", (0, 1, 2, 3)),
+        (False, "bf16", (0, 3)),
+        thorough(False, "bf16", (0, 1, 2, 3)),
+    ],
+)
+def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(
+    tied: bool, precision: str, stages: tuple[int, ...]
+) -> None:
     totals = []
-    for stage in (0, 1, 2, 3):
+    for stage in stages:
         for rank, (before, after) in enumerate(run_ranks(report, 2, stage, precision, tied)):
             check(before, after, f"stage {stage}, rank {rank}")
-            measured, floor = after.total.measured, after.total.floor
+            measured, floor = after.total.measured, before.total.floor
             assert measured is not None and floor is not None
             # Numbers that an untracked step before has left are planned, and not measured.
             assert -0.001 * measured <= measured - floor <= 0.1 * measured, f"stage {stage}, rank {rank}"
@@ -125,30 +134,27 @@ def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(precision: str,
     assert totals == sorted(totals, reverse=True), f"a higher stage took more: {totals}"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_accumulation(stage: int) -> None:
-    for before, after in run_ranks(report, 2, stage, "fp32", accumulation=3):
+    for before, after in run_ranks(report, 2, stage, "fp32", accumulation=2):
         check(before, after, f"stage {stage}")
-        assert after.total.measured is not None and after.total.floor is not None
-        assert 0.999 * after.total.floor <= after.total.measured <= 1.1 * after.total.floor
+        assert after.total.measured is not None and before.total.floor is not None
+        assert 0.999 * before.total.floor <= after.total.measured <= 1.1 * before.total.floor
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(3)])
 def test_accumulation_that_the_script_counts(stage: int) -> None:
     for before, after in run_ranks(report, 2, stage, "bf16", accumulation=2, managed=False):
         check(before, after, f"stage {stage}")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(2), thorough(3)])
 def test_half_precision_on_four_ranks(stage: int) -> None:
     for rank, (before, after) in enumerate(run_ranks(report, 4, stage, "fp16", keep=0, accumulation=2)):
         check(before, after, f"stage {stage}, rank {rank}")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "accumulation"), [thorough(0, 1), thorough(2, 2), thorough(3, 1)])
 def test_messages_instead_of_memory(stage: int, accumulation: int) -> None:
     for before, after in run_ranks(by_messages, 2, stage, accumulation):
         check(before, after, f"stage {stage}")
@@ -183,14 +189,13 @@ def test_weights_that_are_used_elsewhere_are_held_as_planned() -> None:
         check(before, after, "weights of others")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_autocast(stage: int) -> None:
-    for before, after in run_ranks(report, 2, stage, "autocast", accumulation=2):
+    for before, after in run_ranks(report, 2, stage, "autocast"):
         check(before, after, f"stage {stage}")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(2), thorough(3)])
 def test_optimizers_of_whole_tensors(stage: int) -> None:
     """Because a message of an exchange is now and then held longer (about one run of twelve, for a reason that is not
     known yet), the best of three runs counts.
@@ -212,22 +217,25 @@ def test_other_numbers_of_ranks() -> None:
             check(before, after, f"{world} ranks")
 
 
-def test_the_arithmetic_of_the_table() -> None:
-    """Bytes per parameter of the stages: fp32 Adam on 2 ranks, and bf16 with masters."""
-    numel = sum(p.numel() for p in GPT().parameters())
-    for precision, stage, expected in [
-        ("fp32", 0, (4, 4, 0, 8)),
+@pytest.mark.parametrize(
+    ("precision", "stage", "expected"),
+    [
+        thorough("fp32", 0, (4, 4, 0, 8)),
         ("fp32", 3, (2, 2, 0, 4)),
         ("bf16", 2, (2, 2, 2, 4)),
-        ("bf16", 3, (1, 2, 2, 4)),
-    ]:
-        _, after = run_ranks(report, 2, stage, precision, keep=0)[0]
-        kinds = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OPTIMIZER)
-        for category, factor in zip(kinds, expected, strict=True):
-            row = after.row(category)
-            for value in (row.planned, row.measured, row.floor):
-                assert value is not None
-                assert abs(value - factor * numel) <= 0.01 * numel, (precision, stage, category)
+        thorough("bf16", 3, (1, 2, 2, 4)),
+    ],
+)
+def test_the_arithmetic_of_the_table(precision: str, stage: int, expected: tuple[int, ...]) -> None:
+    """Bytes per parameter of the stages: fp32 Adam on 2 ranks, and bf16 with masters."""
+    numel = sum(p.numel() for p in GPT().parameters())
+    _, after = run_ranks(report, 2, stage, precision, keep=0)[0]
+    kinds = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OPTIMIZER)
+    for category, factor in zip(kinds, expected, strict=True):
+        row = after.row(category)
+        for value in (row.planned, row.measured, row.floor):
+            assert value is not None
+            assert abs(value - factor * numel) <= 0.01 * numel, category
 
 
 def large(stage: int, norm: bool) -> MemoryReport:
@@ -249,7 +257,7 @@ def large(stage: int, norm: bool) -> MemoryReport:
     return result
 
 
-@pytest.mark.parametrize(("stage", "norm"), [(1, True), (1, False), (3, True)])
+@pytest.mark.parametrize(("stage", "norm"), [thorough(1, True), (1, False), (3, True)])
 def test_scratch_of_the_norm_is_planned(stage: int, norm: bool) -> None:
     row = run_ranks(large, 2, stage, norm)[0].row(Category.OTHER)
     assert row.planned is not None and row.measured is not None

@@ -18,7 +18,7 @@ from torch import nn
 import shardwise
 from shardwise.memory import limits
 from shardwise.memory.watchdog import EVERY_S, EXIT_CODE, Watchdog, margin_of
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 GIB = 1 << 30
 
@@ -124,8 +124,8 @@ def test_a_job_ends_with_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("zero", "asked", "watched"),
     [
-        ({}, None, False),
-        ({}, True, True),
+        thorough({}, None, False),
+        thorough({}, True, True),
         ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, None, True),
         ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, False, False),
     ],

@@ -78,20 +78,13 @@ def test_resume_goes_on_exactly(steps: list[bool], settings: dict[str, Any], cut
     assert done + observed(steps[cut:], second) == reference(steps, settings)
 
 
-def test_tolerance_is_spent_before_the_scale_is_halved() -> None:
-    scaler = LossScaler(initial_scale_power=10, hysteresis=3)
-    assert observed([True] * 4, scaler) == [1024, 1024, 512, 256]
-
-
-def test_only_consecutive_hysteresis_restores_tolerance_on_a_clean_step() -> None:
+def test_tolerance_is_spent_before_the_scale_is_halved_and_restored() -> None:
+    assert observed([True] * 4, LossScaler(initial_scale_power=10, hysteresis=3)) == [1024, 1024, 512, 256]
+    doubling = LossScaler(initial_scale_power=4, loss_scale_window=2)
+    assert observed([True, False, False, True, True], doubling) == [16, 16, 32, 32, 16]
     steps = [True, False, True, False, True]
     assert observed(steps, LossScaler(initial_scale_power=4)) == [16, 16, 8, 8, 4]
     assert observed(steps, LossScaler(initial_scale_power=4, consecutive_hysteresis=True)) == [16] * 5
-
-
-def test_doubling_restores_tolerance() -> None:
-    scaler = LossScaler(initial_scale_power=4, loss_scale_window=2)
-    assert observed([True, False, False, True, True], scaler) == [16, 16, 32, 32, 16]
 
 
 def test_overflow_at_the_minimum_explains_what_to_do() -> None:

@@ -160,7 +160,10 @@ def train(schedule: StepSchedule, updates: int) -> list[list[tuple[float, Any]]]
 @given(chosen=drawn(), stop=st.integers(0, 30))
 def test_resuming_at_any_step_is_never_having_stopped(chosen: Drawn, stop: int) -> None:
     whole = chosen.build(optimizer())
+    rates = [whole.lr(k) for k in range(41)]
     expected = train(whole, 40)
+    assert [[rate for rate, _ in groups] for groups in expected] == rates[:40]
+    assert whole.get_last_lr() == whole.get_lr() == rates[40]  # type: ignore[attr-defined]
     first = chosen.build(optimizer())
     assert train(first, stop) == expected[:stop]
     state = json.loads(json.dumps(first.state_dict()))

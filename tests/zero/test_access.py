@@ -9,28 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise
 from shardwise import utils
 from shardwise.memory import Accountant, track_activations
 from tests.harness import run_ranks
+from tests.zero.training import ADAMW, engine_of
 
 LARGE = (1024, 4096)
-
-
-def start(stage: int, model: nn.Module, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
-    return shardwise.initialize(model=model, config=config)[0]
 
 
 def costs(stage: int) -> dict[str, tuple[float, float]]:
     """Bytes sent, and bytes held at the same time, over those of a parameter (fp32), for each function."""
     torch.manual_seed(0)
-    engine = start(stage, nn.Sequential(nn.Linear(LARGE[1], LARGE[0]), nn.Linear(LARGE[0], LARGE[1], bias=False)))
+    model = nn.Sequential(nn.Linear(LARGE[1], LARGE[0]), nn.Linear(LARGE[0], LARGE[1], bias=False))
+    engine = engine_of(model, stage, ADAMW)
     engine.backward(engine(torch.ones(1, LARGE[1])).sum())
     weight = engine.module[0].weight
     value, found = torch.full(LARGE, 0.5), {}
@@ -68,7 +59,7 @@ def test_whole_tensors_cost_one_parameter_on_any_number_of_ranks(stage: int) -> 
 
 def kept(stage: int) -> bool:
     """Setting one parameter leaves what the script has changed in another of the same unit."""
-    engine = start(stage, nn.Linear(3, 5))
+    engine = engine_of(nn.Linear(3, 5), stage, ADAMW)
     weight, bias = engine.module.weight, engine.module.bias
     with torch.no_grad():
         bias.fill_(7.0)
@@ -95,8 +86,9 @@ def sums(dtype: torch.dtype) -> list[float]:
     return flat.tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(1, torch.float32), (3, torch.float32), (3, torch.bfloat16), (3, torch.float64)]
+)
 def test_a_large_sum_is_that_of_all_ranks(world: int, dtype: torch.dtype) -> None:
     expected = [float(i * sum(range(1, world + 1))) for i in range(5 * world)]
     assert run_ranks(sums, world, dtype) == [expected] * world

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import GPT
 from tests.zero.training import Tensors, assert_close, gradients, masters
 
@@ -92,7 +92,7 @@ def alone(dtype: torch.dtype, world: int, accumulation: int) -> tuple[list[Tenso
     return seen, {name: p.detach() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize(("name", "accumulation"), [("bf16", 1), ("bf16", 2), ("fp16", 1)])
+@pytest.mark.parametrize(("name", "accumulation"), [thorough("bf16", 1), thorough("bf16", 2), ("fp16", 1)])
 def test_equals_plain_autocast_at_every_stage(name: str, accumulation: int) -> None:
     # Nothing is rounded for the wire where it is told to be fp32.
     exact = [{**configured(s, accumulation, dtype=name), "communication_data_type": "fp32"} for s in range(4)]

@@ -13,7 +13,7 @@ import torch
 from tests.device import checking
 from tests.device.recorded import record, record_all
 from tests.device.test_recording import ordered_by
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import Case
 from tests.zero.blocks import Blocks, drawn
 from tests.zero.training import Outcome, Setting, assert_close, plain, train
@@ -27,7 +27,7 @@ def trained(numbers: Sequence[int]) -> list[Outcome]:
 
 @pytest.mark.parametrize(
     ("world", "first", "count"),
-    [(2, 0, 6), *(pytest.param(*case, marks=pytest.mark.thorough) for case in [(2, 6, 100), (3, 1000, 60)])],
+    [(2, 0, 6), thorough(2, 6, 100), thorough(3, 1000, 60)],
 )
 def test_ranks_that_meet_blocks_at_other_times_train_as_one_process(world: int, first: int, count: int) -> None:
     rescues = 0

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.utils.logging import warn_once
-from tests.harness import run_ranks
-from tests.zero.training import masters
+from tests.harness import run_ranks, thorough
+from tests.harness.logs import Lines
+from tests.zero.training import engine_of, masters
 
 STEPS = 3
 
@@ -56,13 +57,8 @@ class WholeSGD(torch.optim.SGD):
 def start(stage: int, kind: type = torch.optim.SGD, precision: str = "fp32", recompute: bool = False) -> Any:
     torch.manual_seed(0)
     model = Model(recompute)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20},
-        "bf16": {"enabled": precision == "bf16"},
-    }
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    return shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return engine_of(model, stage, optimizer, zero={"reduce_bucket_size": 20}, bf16={"enabled": precision == "bf16"})
 
 
 def batch(engine: Any, number: int) -> torch.Tensor:
@@ -85,9 +81,15 @@ def trained(stage: int, kind: type, precision: str, recompute: bool) -> list[dic
     return found
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, WholeSGD])
+@pytest.mark.parametrize(
+    ("kind", "precision", "recompute"),
+    [
+        (torch.optim.SGD, "fp32", False),
+        thorough(torch.optim.SGD, "bf16", True),
+        thorough(WholeSGD, "fp32", False),
+        (WholeSGD, "bf16", True),
+    ],
+)
 def test_changes_within_forward_are_kept_at_every_stage(kind: type, precision: str, recompute: bool) -> None:
     expected = run_ranks(trained, 2, 0, kind, precision, recompute)[0]
     times = STEPS * (2 if recompute else 1)
@@ -122,19 +124,13 @@ def test_changes_in_passes_that_are_not_differentiated() -> None:
 
 def discarded(stage: int) -> list[Any]:
     """Change parameters in blocks without a modifier: in place, through `data`, on one rank, and not at all."""
-    warnings: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
     warn_once.cache_clear()
-    logging.getLogger("shardwise").addHandler(handler := Collect(logging.WARNING))
+    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     engine = start(stage)
     model = engine.module
     said = []
     for change in ("nothing", "in place", "data", "one rank", "raised"):
-        warnings.clear()
+        handler.lines.clear()
         with (
             contextlib.suppress(KeyError),
             torch.no_grad(),
@@ -149,7 +145,7 @@ def discarded(stage: int) -> list[Any]:
             elif change == "raised":
                 model.head.bias.zero_()
                 raise KeyError
-        said.append("; ".join(warnings))
+        said.append("; ".join(handler.lines))
     logging.getLogger("shardwise").removeHandler(handler)
     values = values_of(engine)
     engine.destroy()
@@ -170,22 +166,16 @@ def test_changes_in_a_block_without_a_modifier_are_dropped_with_a_warning() -> N
 
 
 def under_init() -> list[str]:
-    warnings: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
     with shardwise.zero.Init():
         layer = nn.Linear(3, 5)
-    logging.getLogger("shardwise").addHandler(handler := Collect(logging.WARNING))
+    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     for change in (False, True):
         with shardwise.zero.GatheredParameters(layer.weight):
             if change:
                 layer.weight.data.fill_(1.0)
-        assert len(warnings) == change
+        assert len(handler.lines) == change
     logging.getLogger("shardwise").removeHandler(handler)
-    return warnings
+    return handler.lines
 
 
 def test_changes_under_init_without_a_modifier_are_dropped_with_a_warning() -> None:

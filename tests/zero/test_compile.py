@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import shardwise
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
+from tests.zero.training import ADAMW, engine_of
 
 DIM = 6
-STEPS = 6
+STEPS = 4
 FORMS = ("module", "after", "engine", "blocks", "wrapped", "wrapped blocks", "wrapped engine", "step")
 
 Backend = Callable[[Any, Any], Any]
@@ -72,12 +72,7 @@ def begin(form: str, backend: Backend, stage: int) -> tuple[Any, Callable[[torch
         model.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in model.blocks)
     if form == "wrapped":
         model = torch.compile(model, backend=backend)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine: Any = shardwise.initialize(model=model, config=config)[0]
+    engine = engine_of(model, stage, ADAMW)
     if form == "engine":
         engine.compile(backend=backend)
     if form == "after":
@@ -109,13 +104,16 @@ def losses_of(form: str, backend: Backend, stage: int) -> tuple[list[float], lis
     return losses, compiled
 
 
-def counted(stage: int) -> dict[str, tuple[list[float], list[int]]]:
-    return {form: losses_of(form, Counting(), stage) for form in ("not compiled", *FORMS)}
+def counted(stage: int, forms: tuple[str, ...]) -> dict[str, tuple[list[float], list[int]]]:
+    return {form: losses_of(form, Counting(), stage) for form in ("not compiled", *forms)}
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough), 3])
-def test_every_way_to_compile_trains_as_if_it_were_not_compiled(stage: int) -> None:
-    for ways in run_ranks(counted, 2, stage):
+@pytest.mark.parametrize(
+    ("stage", "forms"),
+    [(0, ("blocks", "wrapped engine", "step")), thorough(0, FORMS), thorough(1, FORMS), (3, FORMS)],
+)
+def test_every_way_to_compile_trains_as_if_it_were_not_compiled(stage: int, forms: tuple[str, ...]) -> None:
+    for ways in run_ranks(counted, 2, stage, forms):
         expected, _ = ways.pop("not compiled")
         for form, (losses, compiled) in ways.items():
             assert losses == expected, form

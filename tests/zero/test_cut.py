@@ -21,7 +21,8 @@ from shardwise.boxes import Box
 from shardwise.memory import Category
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, run_ranks, thorough
+from tests.zero.training import engine_of
 
 SHAPES = {
     "embed.weight": (14, 10),
@@ -52,7 +53,7 @@ def make_optimizer(kind: str, model: nn.Module) -> Any:
         return OwnAdamW(model.parameters(), lr=1e-2)
     if kind == "Adafactor":
         return torch.optim.Adafactor(model.parameters(), lr=1e-2)
-    return None
+    return {"type": kind, "params": {"lr": 1e-2}}
 
 
 def cut(shape: tuple[int, ...], dimension: int | None, tp: int, number: int) -> Box | None:
@@ -117,18 +118,8 @@ class Model(nn.Module):
 
 def start(tp: int, kind: str, stage: int, precision: str = "fp32", **more: Any) -> Any:
     model = Model(tp)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more},
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    optimizer = make_optimizer(kind, model)
-    if optimizer is None:
-        config["optimizer"] = {"type": kind, "params": {"lr": 1e-2}}
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
+    section = {} if precision == "fp32" else {precision: {"enabled": True}}
+    return engine_of(model, stage, make_optimizer(kind, model), zero=more, gradient_accumulation_steps=2, **section)
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
@@ -170,12 +161,22 @@ def assert_same(parts: list[Any], whole: list[Any], what: str) -> None:
                 assert torch.equal(value, theirs[name]), f"{what}: {name} differs on rank {rank}"
 
 
-KINDS = ["own", "Adafactor", "Muon", "Lamb", "AdamW"]
 ALL_STAGES = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("own", 2),
+        thorough("own", 4),
+        thorough("Adafactor", 2),
+        thorough("Muon", 2),
+        thorough("Muon", 4),
+        thorough("Lamb", 2),
+        thorough("Lamb", 4),
+        thorough("AdamW", 2),
+    ],
+)
 def test_the_same_bits_as_whole_tensors(kind: str, world: int) -> None:
     stages = ALL_STAGES if world == 2 else [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16")]
     parts = run_ranks(trained, world, 2, kind, stages, {})
@@ -183,7 +184,7 @@ def test_the_same_bits_as_whole_tensors(kind: str, world: int) -> None:
     assert_same(parts, whole, kind)
 
 
-@pytest.mark.parametrize("kind", ["own", "Muon"])
+@pytest.mark.parametrize("kind", [thorough("own"), "Muon"])
 def test_state_on_the_host(kind: str) -> None:
     more = {"offload_optimizer": {"device": "cpu"}}
     parts = run_ranks(trained, 2, 2, kind, [(2, "bf16")], more)
@@ -199,7 +200,7 @@ def owners(stage: int) -> tuple[int, int]:
     return stepped, kept
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 def test_owners_are_balanced_over_all_ranks(stage: int) -> None:
     numel = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
     found = run_ranks(owners, 4, stage)
@@ -207,16 +208,15 @@ def test_owners_are_balanced_over_all_ranks(stage: int) -> None:
     assert max(stepped for stepped, _ in found) <= max(numel.values())
 
 
-def planned(kind: str) -> list[tuple[int | None, int | None]]:
+def planned() -> list[tuple[int | None, int | None]]:
     found = []
     for stage in (0, 3):
-        engine = start(2, kind, stage, "bf16")
+        engine = start(2, "own", stage, "bf16")
         before = engine.memory_report((0, 0))
         train(engine, 0, 1)
         engine.accountant.reset_peak()
         train(engine, 1, 2)
-        after = engine.memory_report((0, 0))
-        found += [(before.row(kind).planned, after.row(kind).measured) for kind in HELD]
+        found += [(before.row(kind).planned, engine.accountant.peak[kind]) for kind in HELD]
         engine.destroy()
     return found
 
@@ -226,7 +226,7 @@ HELD = (Category.PARAMETERS, Category.MASTER, Category.OPTIMIZER, Category.GRADI
 
 def test_plans_know_that_tensors_are_owned() -> None:
     """Rank 0 owns the larger tensors; a plan of it holds them, and what arrives of them, whole."""
-    found = run_ranks(planned, 2, "own")[0]
+    found = run_ranks(planned, 2)[0]
     for planned_bytes, measured in found:
         assert planned_bytes is not None and measured
         assert abs(planned_bytes - measured) <= 0.1 * measured + 512, found
@@ -254,8 +254,9 @@ def loading(path: str, tp: int, kind: str, stage: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["own", "Adafactor", "Muon"])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("tp", "kind"), [thorough(1, "own"), thorough(2, "own"), (2, "Adafactor"), thorough(2, "Muon")]
+)
 def test_checkpoints_have_state_of_whole_tensors(tp: int, kind: str, tmp_path: Path) -> None:
     path = str(tmp_path)
     run_ranks(saving, 2 * tp, path, tp, kind, 2)
@@ -310,15 +311,24 @@ def accessed(tp: int, stage: int) -> list[Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_masters_and_state_are_got_and_set_whole(stage: int) -> None:
     assert_same(run_ranks(accessed, 4, 2, stage), run_ranks(accessed, 2, 1, stage), str(stage))
 
 
-CHANGES = [(stage, how) for stage in (0, 2) for how in ("gathered", "in place", "loaded")]
-
-
-@pytest.mark.parametrize(("stage", "how"), [*CHANGES, (3, "gathered"), (3, "in forward"), (1, "in forward")])
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [
+        thorough(0, "in place"),
+        thorough(0, "loaded"),
+        thorough(2, "gathered"),
+        (2, "in place"),
+        thorough(2, "loaded"),
+        thorough(3, "gathered"),
+        thorough(3, "in forward"),
+        (1, "in forward"),
+    ],
+)
 def test_changes_reach_masters_on_other_ranks(stage: int, how: str) -> None:
     assert_same(run_ranks(changed, 4, 2, stage, how), run_ranks(changed, 2, 1, stage, how), how)
 
@@ -335,7 +345,7 @@ def saved_at_once(path: str, tp: int, stage: int) -> dict[str, torch.Tensor]:
     return load_file(f"{path}/rank{dist.get_rank()}/model.safetensors")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_changes_are_saved(stage: int, tmp_path: Path) -> None:
     found = run_ranks(saved_at_once, 2, str(tmp_path / "parts"), 2, stage)[0]
     expected = run_ranks(saved_at_once, 1, str(tmp_path / "whole"), 1, stage)[0]
@@ -370,15 +380,11 @@ def wrong(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
-        (
-            "hole",
-            r"'columns.weight': the parts that ranks have are 110 of its 120 elements \[12, 10\], and the",
+        ("hole", r"'columns.weight': the parts that ranks have are 110 of its 120 elements \[12, 10\], and the"),
+        thorough("shape", r"'columns.weight': rank 0 has declared a part of a tensor of shape \[12, 10\], rank 1 of"),
+        thorough(
+            "twice", r"'columns.weight': rank 0 has declared the part .* of \[12, 10\], rank 1 .*, and these overlap"
         ),
-        (
-            "shape",
-            r"'columns.weight': rank 0 has declared a part of a tensor of shape \[12, 10\], rank 1 of",
-        ),
-        ("twice", r"'columns.weight': rank 0 has declared the part .* of \[12, 10\], rank 1 .*, and these overlap"),
         ("state", r"OwnAdamW steps whole tensors, and has state for 'embed.weight', of which this rank has the box"),
     ],
 )

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES, Batch
-from tests.zero.training import Setting, assert_close, masters, parameters_digest, plain, start
+from tests.zero.training import SGD, Setting, assert_close, engine_of, masters, parameters_digest, plain, start
 
 GPT = CASES["gpt"]
 
@@ -63,23 +63,16 @@ def two_forwards(stage: int, bare: bool) -> tuple[str, bool]:
     return result
 
 
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "bare"), [(0, False), (2, True), (3, False), thorough(3, True)])
 def test_another_backward_pass(stage: int, bare: bool) -> None:
     found = run_ranks(two_forwards, 2, stage, bare)[0]
     assert_close(found, plain(GPT, Setting(), 2, 2).masters, 1e-6)
 
 
-def teacher(bare: bool) -> list[bool]:
+def teacher() -> list[bool]:
     """Nothing is trained; gradients of the inputs are wanted."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(False)
-    engine, *_ = shardwise.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = engine_of(model)
     x = torch.ones(2, 4, requires_grad=True)
     first, second = engine(x), engine(x)
     handle = first.grad_fn.register_hook(explode)
@@ -96,7 +89,7 @@ def teacher(bare: bool) -> list[bool]:
 
 
 def test_another_backward_pass_where_nothing_is_trained() -> None:
-    assert run_ranks(teacher, 2, True) == [[True, True]] * 2
+    assert run_ranks(teacher, 2) == [[True, True]] * 2
 
 
 # -- something else comes next -----------------------------------------------------------------------------------------
@@ -151,8 +144,22 @@ def fail_apart(name: str, stage: int, directory: str) -> Any:
     return result
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", list(NEXT))
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("gathered_parameters", 2),
+        thorough("gathered_parameters", 3),
+        ("gathered", 3),
+        ("whole_gradient", 2),
+        thorough("whole_gradient", 3),
+        ("state_dict", 3),
+        ("load_checkpoint", 2),
+        thorough("load_checkpoint", 3),
+        ("save_checkpoint", 3),
+        ("destroy", 2),
+        thorough("destroy", 3),
+    ],
+)
 def test_collectives_outside_of_passes(name: str, stage: int, tmp_path: Any) -> None:
     found = run_ranks(fail_apart, 2, name, stage, str(tmp_path), timeout=60)[0]
     if found is not None:
@@ -190,8 +197,7 @@ def interrupted(stage: int, ranks: list[int]) -> tuple[Any, int]:
     return result
 
 
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "ranks"), [(1, [0, 1]), (3, [1]), thorough(3, [0, 1])])
 def test_an_interrupt_in_a_forward_pass(stage: int, ranks: list[int]) -> None:
     for found, rescues in run_ranks(interrupted, 2, stage, ranks):
         assert rescues == 0
@@ -210,15 +216,7 @@ class Recursive(torch.nn.Module):
 
 
 def recursive() -> tuple[int, int]:
-    model = Recursive()
-    engine, *_ = shardwise.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = engine_of(Recursive(), 3, SGD)
     for _ in range(2):
         engine.backward(engine(torch.ones(3), 3).sum())
         engine.step()

@@ -23,17 +23,9 @@ from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from shardwise.zero.parameters import init
 from shardwise.zero.parameters.init import PartStore, materialize, shard_module
 from shardwise.zero.passes.sums import GradientSums
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import Router
-
-
-def config(stage: int, **extra: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **extra,
-    }
+from tests.zero.training import engine_of
 
 
 def plain_step(engine: Any, route: list[int]) -> None:
@@ -48,7 +40,7 @@ def on_the_engines_device(stage: int, whole: bool) -> tuple[list[str], str]:
         optimizer = type("Custom", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
     torch.set_default_device("meta")
     try:
-        engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config(stage, strict_sync=True))
+        engine = engine_of(model, stage, optimizer, gradient_clipping=1.0, strict_sync=True)
         plain_step(engine, [0, 1])
         plain_step(engine, [1, 0, 1])
         engine.backward(engine(torch.ones(2, 4, device="cpu"), [2]).mean())
@@ -68,8 +60,7 @@ def on_the_engines_device(stage: int, whole: bool) -> tuple[list[str], str]:
     return labels, desync
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("stage", "whole"), [thorough(0, False), (1, True), (3, False), thorough(3, True)])
 def test_nothing_is_exchanged_that_lies_elsewhere(stage: int, whole: bool) -> None:
     for labels, desync in run_ranks(on_the_engines_device, 2, stage, whole):
         assert {"unit_order", "strict_sync", "strict_sync.trace", "gradient_norm"} <= set(labels)

@@ -27,11 +27,10 @@ from shardwise.utils import (
     safe_set_full_optimizer_state,
 )
 from shardwise.zero import GatheredParameters
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.zero import divided
 
 CLIP = 0.5
-THOROUGH = pytest.mark.thorough
 
 
 def config(stage: int, micro: int = divided.BATCH, **more: Any) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
         return {f"{tensor.kind} {tensor.name}": saved.read(tensor) for tensor in saved.manifest.tensors}
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 2, marks=THOROUGH), (4, 4)])
+@pytest.mark.parametrize(("world", "size"), [thorough(2, 2), thorough(4, 2), (4, 4)])
 def test_divided_layers_train_as_in_one_process(world: int, size: int, tmp_path: Path) -> None:
     told, expected = plain(world // size, 3)
     ranks = run_ranks(trained, world, str(tmp_path), size)
@@ -231,7 +230,7 @@ def whole_weights(path: str, size: int, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 3), pytest.param(4, 2, 1, marks=THOROUGH), (4, 4, 3)])
+@pytest.mark.parametrize(("world", "size", "stage"), [thorough(2, 2, 3), thorough(4, 2, 1), (4, 4, 3)])
 def test_whole_weights_are_gathered(world: int, size: int, stage: int, tmp_path: Path) -> None:
     for wrong in run_ranks(whole_weights, world, str(tmp_path), size, stage):
         assert wrong == []
@@ -411,13 +410,7 @@ def gathered(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world", "size", "stage"),
-    [
-        (2, 2, 3),
-        (4, 4, 2),
-        pytest.param(2, 2, 0, marks=THOROUGH),
-        pytest.param(4, 2, 1, marks=THOROUGH),
-        pytest.param(4, 4, 3, marks=THOROUGH),
-    ],
+    [(2, 2, 3), (4, 4, 2), thorough(2, 2, 0), thorough(4, 2, 1), thorough(4, 4, 3)],
 )
 def test_single_parameters_are_whole_tensors(world: int, size: int, stage: int) -> None:
     for wrong in run_ranks(accessed, world, size, stage):

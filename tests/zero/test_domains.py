@@ -6,7 +6,6 @@ zeros. Adding zeros changes no bit, so both have the same ones.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from shardwise.errors import ConflictError, DesyncError, UsageError
 from shardwise.memory import Category
 from shardwise.registry import declare_part, part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, run_ranks, thorough
+from tests.zero.training import engine_of
 
 WORLD, EXPERTS, WIDTH = 4, 2, 12
 KINDS = (
@@ -173,21 +173,29 @@ def assert_same(
         assert some[0][0][0][0] == parts[0][0][0][0][0]  # one norm on all ranks
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("optimizer", ["AdamW", "Lamb"])
+@pytest.mark.parametrize(
+    ("optimizer", "accumulation", "precision"),
+    [
+        thorough("AdamW", 1, "fp32"),
+        thorough("AdamW", 1, "bf16"),
+        thorough("AdamW", 2, "fp16"),
+        thorough("Lamb", 1, "fp16"),
+        thorough("Lamb", 2, "fp32"),
+        ("Lamb", 2, "bf16"),
+    ],
+)
 def test_the_same_bits_as_ranks_that_have_everything(optimizer: str, accumulation: int, precision: str) -> None:
     assert_same([(stage, optimizer, precision, accumulation) for stage in range(4)])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_whole_tensors_are_owned_by_ranks_that_have_them(stage: int) -> None:
     assert_same([(stage, "Muon", "fp32", 1)], table=False)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_what_no_other_rank_has_is_not_divided(precision: str) -> None:
-    assert_same([(stage, "AdamW", precision, n) for stage in range(4) for n in (1, 2)], world=EXPERTS)
+    assert_same([(stage, "AdamW", precision, n) for stage, n in ((0, 2), (1, 1), (2, 1), (3, 2))], world=EXPERTS)
 
 
 def test_units_that_are_needed_once_more() -> None:
@@ -196,7 +204,7 @@ def test_units_that_are_needed_once_more() -> None:
 
 def grouped() -> list[Any]:
     found = []
-    for stage, spread in itertools.product(range(1, 4), (False, True)):
+    for stage, spread in ((1, True), (2, False), (3, False), (3, True)):
         zero = {"mics_shard_size": 2, "optimizer_over_replicas": spread}
         model = make(divided=True)
         engine, *_ = shardwise.initialize(model=model, config=config(stage, "AdamW", "fp32", 1, **zero))
@@ -237,7 +245,7 @@ def own_mean(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     return found, expected  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), 3])
 def test_the_mean_over_the_ranks_that_have_it(stage: int) -> None:
     for found, expected in run_ranks(own_mean, WORLD, stage):
         for name, gradient in found.items():
@@ -259,7 +267,7 @@ def overflowing(stage: int) -> Any:
     return same, report
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 def test_an_overflow_of_a_part_is_everybodys(stage: int) -> None:
     found = run_ranks(overflowing, WORLD, stage)
     for same, report in found:
@@ -291,7 +299,7 @@ def loading(path: str, divided: bool, stage: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("saved", [(True, 3), (True, 1), (False, 2)])
+@pytest.mark.parametrize("saved", [thorough((True, 3)), thorough((True, 1)), (False, 2)])
 def test_checkpoints_go_into_other_divisions(saved: tuple[bool, int], tmp_path: Path) -> None:
     expected = run_ranks(saving, WORLD, str(tmp_path), *saved)
     for loaded in ((True, 2), (True, 3), (False, 3)):
@@ -371,22 +379,15 @@ def test_one_parameter_is_read_and_written_by_the_ranks_that_have_it() -> None:
     run_ranks(access, WORLD)
 
 
-def large() -> float:
-    """An expert of 64 MiB on each pair of ranks."""
-    rank, side = dist.get_rank(), 4096
+def large(side: int) -> float:
+    """A square expert on each pair of ranks."""
+    rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(8, side, bias=False), nn.Linear(side, side, bias=False))
     nn.init.ones_(model[0].weight)
     nn.init.eye_(model[1].weight)
     expert = rank % EXPERTS
     declare_part(model[1].weight, ranks=[expert, expert + EXPERTS], name=f"expert.{expert}")
-    engine, *_ = shardwise.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = engine_of(model, 3, torch.optim.SGD(model.parameters(), lr=1.0))
     engine.backward(engine(torch.full((1, 8), 1.0 + rank)).sum())
     engine.step()
     with shardwise.zero.GatheredParameters(model[1].weight):
@@ -395,9 +396,10 @@ def large() -> float:
     return found
 
 
-def test_a_part_of_real_size() -> None:
+@pytest.mark.parametrize("side", [2048, thorough(4096)])
+def test_a_part_of_real_size(side: int) -> None:
     # d(sum)/d(weight[i, j]) is the input of column j, 8 (1 + rank); summed over two ranks, a quarter of it is the mean.
-    assert run_ranks(large, WORLD) == [-(8 * 1 + 8 * 3) / 4, -(8 * 2 + 8 * 4) / 4] * 2
+    assert run_ranks(large, WORLD, side) == [-(8 * 1 + 8 * 3) / 4, -(8 * 2 + 8 * 4) / 4] * 2
 
 
 # -- what does not fit together ----------------------------------------------------------------------------------------
@@ -447,13 +449,13 @@ def wrong(kind: str) -> None:
     ("kind", "error", "match"),
     [
         ("others", UsageError, r"is declared as a part of ranks \[\d\], of 4 ranks, by rank"),
-        ("overlap", UsageError, r"should have each of 4 ranks once"),
+        thorough("overlap", UsageError, r"should have each of 4 ranks once"),
         ("overlapping", UsageError, r"shift': rank 0 has declared the part .* of \[5, 12\], rank 1 .* overlap"),
-        ("shapes", UsageError, r"rank 0 has declared a part of a tensor of shape \[4, 12\], rank 3 of shape \[5, 12\]"),
-        ("fewer", UsageError, r"different numbers of groups of ranks: \[1, 1, 1, 0\]"),
+        thorough("shapes", UsageError, r"declared a part of a tensor of shape \[4, 12\], rank 3 of shape \[5, 12\]"),
+        thorough("fewer", UsageError, r"different numbers of groups of ranks: \[1, 1, 1, 0\]"),
         ("units", DesyncError, r"nits|not given the same"),
         ("init", UsageError, r"is declared as a part that only some ranks have, and was built under zero.Init"),
-        ("hpz", ConflictError, r"declare_part\) cannot be combined with zero_optimization.zero_hpz_partition_size"),
+        thorough("hpz", ConflictError, r"cannot be combined with zero_optimization.zero_hpz_partition_size"),
         ("onebit", ConflictError, r"cannot have parameters that only some ranks share"),
     ],
 )

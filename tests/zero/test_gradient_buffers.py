@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -11,13 +12,18 @@ from shardwise import compat
 from shardwise.memory import Accountant, Category
 from shardwise.zero.units.gradient_buffers import FlatGradient, GradientList, GradientPlaces
 
+SLOTS = ([(0, 6), (6, 4), (10, 1)], [(0, 6), (8, 4), (12, 0), (15, 1)])
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("slots", [[(0, 6), (6, 4), (10, 1)], [(0, 6), (8, 4), (12, 0), (15, 1)]])
 @pytest.mark.parametrize("absent", [(), (1,), (0, 1, 2)])
 @pytest.mark.parametrize("kind", [FlatGradient, GradientList])
-def test_collected(
+def test_collected(kind: type[FlatGradient | GradientList], absent: tuple[int, ...], whole: bool) -> None:
+    for slots, dtype in itertools.product(SLOTS, (torch.float32, torch.bfloat16)):
+        check_collected(kind, slots, absent, whole, dtype)
+
+
+def check_collected(
     kind: type[FlatGradient | GradientList],
     slots: list[tuple[int, int]],
     absent: tuple[int, ...],

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ReleasedParameterError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import Batch, Case, regression, squared
 from tests.zero.training import Outcome, Setting, assert_close, assert_identical, plain, start, train
 
@@ -182,7 +182,10 @@ def run(name: str, settings: list[Setting]) -> list[Outcome]:
     return [train(CASES[name], setting, STEPS) for setting in settings]
 
 
-@pytest.mark.parametrize("name", list(CASES))
+QUICK = ("frozen checkpoint auxiliary_loss", "plain auxiliary_by_rank", "plain weight_penalty", "field output_loss")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in CASES])
 def test_gradients_are_those_of_plain_torch(name: str) -> None:
     base = Setting(lr=0.05)
     settings = [base.with_stage(0), base.with_stage(2), base.with_stage(3, cap=20, prefetch=False)]

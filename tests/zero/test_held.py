@@ -17,9 +17,9 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.memory import Category
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
-from tests.zero.training import Setting, start
+from tests.zero.training import SGD, Setting, engine_of, start
 
 WAYS: dict[str, Callable[[nn.Parameter], Any]] = {
     "detached": lambda p: p.detach(),
@@ -190,31 +190,31 @@ def programs(first: int, count: int) -> int:
     return actions
 
 
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(2, 40))])
+@pytest.mark.parametrize("block", [0, *map(thorough, range(1, 40))])
 def test_random_programs_that_hold_on_to_tensors(block: int) -> None:
-    assert run_ranks(programs, 2, 25 * block, 25) == [150, 150]
+    assert run_ranks(programs, 2, 15 * block, 15) == [90, 90]
 
 
-def each_way(way: str) -> list[Any]:
-    case = CASES["gpt"]
+def each_way() -> dict[str, Any]:
+    case, found = CASES["gpt"], {}
     engine = start(case, Setting(stage=3))
     parameter = engine.module.blocks[1].up.weight
-    with shardwise.zero.GatheredParameters([parameter]):
-        held = WAYS[way](parameter)
-        expected = copied(held)
-    counted = engine.accountant.live[Category.GATHERED]
-    engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
-    engine.step()
-    same = torch.equal(copied(held), expected)
-    del held
-    left = engine.accountant.live[Category.GATHERED]
+    for way, take in WAYS.items():
+        with shardwise.zero.GatheredParameters([parameter]):
+            held = take(parameter)
+            expected = copied(held)
+        counted = engine.accountant.live[Category.GATHERED]
+        engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
+        engine.step()
+        same = torch.equal(copied(held), expected)
+        del held
+        found[way] = [same, counted > 0, engine.accountant.live[Category.GATHERED]]
     engine.destroy()
-    return [same, counted > 0, left]
+    return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_was_taken_from_gathered_parameters_stays_valid_and_is_counted(way: str) -> None:
-    assert run_ranks(each_way, 2, way) == [[True, True, 0]] * 2
+def test_what_was_taken_from_gathered_parameters_stays_valid_and_is_counted() -> None:
+    assert run_ranks(each_way, 2) == [{way: [True, True, 0] for way in WAYS}] * 2
 
 
 def state_dict_saved(path: str) -> list[bool]:
@@ -290,8 +290,8 @@ def kept_by_other_hooks() -> list[Any]:
     engine = start(case, Setting(stage=3))
     losses = []
     for hooks in (False, True):
-        around = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else _nothing()
-        with around:
+        around = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with around if hooks else contextlib.nullcontext():
             loss = case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32))
         live = engine.accountant.live[Category.GATHERED]
         engine.backward(loss)
@@ -300,10 +300,6 @@ def kept_by_other_hooks() -> list[Any]:
         engine.zero_grad()
     engine.destroy()
     return losses
-
-
-def _nothing() -> Any:
-    return contextlib.nullcontext()
 
 
 def test_hooks_that_keep_what_they_are_given_hold_no_whole_values() -> None:
@@ -396,12 +392,7 @@ class Fused(nn.Module):
 def fused(stage: int) -> dict[str, Any]:
     found = {}
     for how in ("kept on the module", "in a block", "outside"):
-        config = {
-            "train_micro_batch_size_per_gpu": 5,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        }
-        engine = shardwise.initialize(model=Fused(), config=config)[0]
+        engine = engine_of(Fused(), stage, SGD, train_micro_batch_size_per_gpu=5)
         weight = engine.module.head.weight
         for number in range(3):
             torch.manual_seed(10 * number + dist.get_rank())

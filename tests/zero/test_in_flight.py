@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.training import Setting, digest, parameters_digest, start
 
@@ -18,11 +18,11 @@ SCHEDULES = {
 
 
 def run(stage: int, schedule: str, precision: str, evaluates: bool) -> tuple[str, list[str], int]:
-    """Train three steps; return fingerprints of parameters and losses, and the units that came too late."""
+    """Train two steps; return fingerprints of parameters and losses, and the units that came too late."""
     case = CASES["gpt"]
     engine = start(case, Setting(stage, precision=precision, optimizer="AdamW", accumulation=MICRO, lr=1e-2))
     rank, losses = torch.distributed.get_rank(), []
-    for step in range(3):
+    for step in range(2):
         flying = {}
         for action in SCHEDULES[schedule].split():
             kind, micro = action[0], int(action[1:])
@@ -43,8 +43,10 @@ def run(stage: int, schedule: str, precision: str, evaluates: bool) -> tuple[str
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "stage"),
+    [("fp32", 0), ("fp32", 2), thorough("fp32", 3), ("bf16", 1), thorough("bf16", 2), ("bf16", 3)],
+)
 def test_the_schedule_changes_no_bit(stage: int, precision: str) -> None:
     expected = run_ranks(run, 2, stage, "in turn", precision, False)
     assert expected[0][0] == expected[1][0]

@@ -24,7 +24,7 @@ from shardwise.memory import Category
 from shardwise.optim import Lamb, Muon
 from shardwise.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from shardwise.zero.updates.owner_sharded import owners
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES, Case, regression, squared
 from tests.optim.reference import Written, WrittenLamb, WrittenMuon
 from tests.optim.test_lamb import LARS, Lars
@@ -35,10 +35,10 @@ from tests.zero.training import (
     Tensors,
     assert_identical,
     assert_no_worse,
-    gradients,
     masters,
     parameters_digest,
     plain,
+    train,
 )
 
 LAMB = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.05, "max_coeff": 2.0, "min_coeff": 0.02}
@@ -68,25 +68,8 @@ WRITTEN: dict[str, Callable[[Iterable[Any]], Written]] = {
 }
 
 
-def train(case: Case, setting: Setting, kind: str, steps: int = 3) -> Outcome:
-    model = case.make()
-    engine, *_ = shardwise.initialize(model=model, optimizer=MAKERS[kind](case.groups(model)), config=setting.config())
-    outcome = Outcome()
-    for step in range(steps):
-        for micro in range(setting.accumulation):
-            engine.backward(case.loss(engine, case.data(step, micro, dist.get_rank(), DTYPES[setting.precision])))
-            if micro == setting.accumulation - 1:
-                outcome.gradients.append(gradients(model))
-            engine.step()
-    outcome.masters = masters(model)
-    outcome.parameters = parameters_digest(model)
-    engine.destroy()
-    assert not hasattr(engine.optimizer, "shardwise_norms") or engine.optimizer.shardwise_norms is None
-    return outcome
-
-
 def train_every(name: str, kind: str, settings: list[Setting]) -> list[Outcome]:
-    return [train(CASES[name], setting, kind) for setting in settings]
+    return [train(CASES[name], setting, 3, MAKERS[kind]) for setting in settings]
 
 
 PLACES = (Setting(stage=0, cap=40), Setting(stage=1), Setting(stage=2, cap=40), Setting(stage=3, cap=40),
@@ -94,18 +77,21 @@ PLACES = (Setting(stage=0, cap=40), Setting(stage=1), Setting(stage=2, cap=40), 
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "changes"),
+    ("kind", "name", "world", "changes"),
     [
-        ("odd_mlp", 1, {}),
-        ("gpt", 2, {"clip": 0.5}),
-        ("gpt_groups", 3, {}),
-        ("frozen_half", 2, {"accumulation": 2}),
-        ("gpt", 2, {"precision": "bf16"}),
-        ("odd_mlp", 4, {}),
+        thorough("lamb", "odd_mlp", 1, {}),
+        ("lamb", "gpt", 2, {"clip": 0.5}),
+        thorough("lamb", "gpt_groups", 3, {}),
+        thorough("lamb", "frozen_half", 2, {"accumulation": 2}),
+        thorough("lamb", "gpt", 2, {"precision": "bf16"}),
+        thorough("muon", "gpt", 2, {"clip": 0.5}),
+        thorough("muon", "gpt_groups", 3, {}),
+        thorough("muon", "frozen_half", 2, {"accumulation": 2}),
+        thorough("muon", "gpt", 2, {"precision": "bf16"}),
+        ("muon", "odd_mlp", 4, {}),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["lamb", "muon"])
 def test_every_stage_equals_the_written_out_loop(kind: str, name: str, world: int, changes: dict[str, Any]) -> None:
     settings = [setting.with_stage(setting.stage, **changes) for setting in PLACES]
     per_rank = run_ranks(train_every, world, name, kind, settings)
@@ -128,14 +114,13 @@ def test_every_stage_equals_the_written_out_loop(kind: str, name: str, world: in
             assert gap < 0.02, (key, gap)
 
 
-def train_several_at_once(name: str, settings: list[Setting]) -> list[Outcome]:
+def train_several_at_once() -> list[Outcome]:
     with mock.patch("shardwise.optim.muon.together", lambda shape, device: 3):  # as a device does
-        return train_every(name, "muon", settings)
+        return train_every("gpt_groups", "muon", list(PLACES))
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt_groups"])
-def test_every_stage_is_the_same_where_matrices_are_orthogonalised_together(name: str) -> None:
-    found = run_ranks(train_several_at_once, 2, name, list(PLACES))[0]
+def test_every_stage_is_the_same_where_matrices_are_orthogonalised_together() -> None:
+    found = run_ranks(train_several_at_once, 2)[0]
     for outcome in found[1:]:
         assert_identical(found[0], outcome)
 
@@ -170,7 +155,7 @@ def gone_on(kind: str, stages: list[int | None]) -> list[Tensors]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["lamb", "muon"])
+@pytest.mark.parametrize("kind", [thorough("lamb"), "muon"])
 def test_an_instance_goes_on_with_its_state(kind: str) -> None:
     expected, *found = run_ranks(gone_on, 2, kind, [None, 0, 1, 3])[0]
     for tensors in found:
@@ -231,7 +216,7 @@ def peaks(kind: str, stage: int, precision: str) -> dict[str, tuple[int, int]]:
     return {name: (row.planned or 0, row.measured or 0) for name, row in {**rows, "total": report.total}.items()}
 
 
-@pytest.mark.parametrize("kind", ["lamb", "muon", "Adafactor"])
+@pytest.mark.parametrize("kind", [thorough("lamb"), thorough("muon"), "Adafactor"])
 def test_memory_is_as_planned(kind: str) -> None:
     for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "fp32")):
         for rank, found in enumerate(run_ranks(peaks, 2, kind, stage, precision)):
@@ -291,8 +276,9 @@ def holdings(kind: str, stage: int) -> tuple[int, int, int, int, int]:
     return result
 
 
-@pytest.mark.parametrize("kind", ["Adafactor", "undeclared", "muon"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("world", "kind"), [thorough(2, "Adafactor"), (2, "muon"), thorough(3, "muon"), (3, "undeclared")]
+)
 def test_no_rank_holds_all(kind: str, world: int) -> None:
     for stage in (1, 3):
         found = run_ranks(holdings, world, kind, stage)
@@ -396,7 +382,7 @@ def resumed(directory: str, kind: str, write: int | None, read: int | None) -> l
     return seen[-3:]
 
 
-@pytest.mark.parametrize("kind", ["lamb", "muon", "Adafactor"])
+@pytest.mark.parametrize("kind", [thorough("lamb"), thorough("muon"), "Adafactor"])
 def test_resuming_at_another_stage_and_number_of_ranks(tmp_path: Path, kind: str) -> None:
     straight = run_ranks(resumed, 2, str(tmp_path), kind, 1, None)[0]
     for world, stage in ((2, 1), (2, 3), (2, 0)):

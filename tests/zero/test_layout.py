@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.registry import LogicalTensor
-from shardwise.zero.units.layout import FlatParam, alignment, lay_out, round_up
+from shardwise.zero.units.layout import FlatParam, alignment, lay_out
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 
@@ -99,12 +99,6 @@ def test_padding_is_less_than_a_boundary_for_each_parameter_and_rank(tensors: li
         align = alignment(section.dtype, "cpu")
         used = sum(slot.numel for slot in section.slots)
         assert section.numel - used < align * (len(section.slots) + world)
-
-
-@given(st.integers(0, 10**9), st.integers(1, 10**6))
-def test_rounding_up(value: int, multiple: int) -> None:
-    rounded = round_up(value, multiple)
-    assert rounded % multiple == 0 and value <= rounded < value + multiple
 
 
 @given(parameters(), st.integers(1, 9), st.sampled_from(["cpu", "cuda"]))

@@ -11,20 +11,17 @@ import torch.distributed as dist
 import shardwise
 from shardwise import utils
 from shardwise.errors import UsageError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
+from tests.zero.training import ADAMW, engine_of
 
 CASE = CASES["odd_mlp"]
-ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
 def start(stage: int = 3, precision: str = "fp32", keep: int = 0) -> Any:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": keep}
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": zero}
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
     torch.manual_seed(0)
-    return shardwise.initialize(model=CASE.make(), config=config)[0]
+    zero = {"stage3_param_persistence_threshold": keep}
+    return engine_of(CASE.make(), stage, ADAMW, zero=zero, bf16={"enabled": precision == "bf16"})
 
 
 def backward(engine: Any, step: int) -> None:
@@ -72,8 +69,7 @@ def get_local_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
     return torch.empty(0, dtype=next(d for d in dtypes if d is not None)) if found is None else found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (3, "bf16")])
 def test_parts_are_the_whole(world: int, precision: str) -> None:
     run_ranks(parts_are_the_whole, world, precision)
 
@@ -106,8 +102,7 @@ def parts_are_set(precision: str, keep: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("keep", [0, 10**6])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "keep"), [("fp32", 0), thorough("bf16", 0), ("bf16", 10**6)])
 def test_parts_are_set(precision: str, keep: int) -> None:
     run_ranks(parts_are_set, 2, precision, keep)
 

@@ -17,7 +17,7 @@ from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.zero.training import parameters_digest
+from tests.zero.training import each, engine_of, parameters_digest
 
 LION = {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -36,10 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def start(stage: int, more: dict[str, Any], name: str = "odd_mlp", optimizer: Any = None) -> Any:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **more}
-    engine, *_ = shardwise.initialize(model=CASES[name].make(), config=config, optimizer=optimizer)
-    return engine
+    more = dict(more)
+    return engine_of(CASES[name].make(), stage, more.pop("optimizer", optimizer), **more)
 
 
 def steps(engine: Any, first: int, count: int, dtype: torch.dtype = torch.bfloat16, name: str = "odd_mlp") -> None:
@@ -102,10 +100,6 @@ def bytes_held(more: dict[str, Any], stage: int) -> dict[str, Any]:
     return found
 
 
-def bytes_of_all(kinds: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
-    return [bytes_held(more, stage) for more, stage in kinds]
-
-
 @pytest.mark.thorough
 def test_bytes_of_each_way() -> None:
     """Bytes per parameter of this rank's share: optimizer, masters, gradients.
@@ -125,12 +119,12 @@ def test_bytes_of_each_way() -> None:
         ({"bf16": NONE, "optimizer": LION}, (4, 0, 4)),
     ]
     asked = [(more, stage) for more, _ in ways for stage in (0, 2)]
-    found = run_ranks(bytes_of_all, 2, asked)[0]
+    found = run_ranks(each, 2, bytes_held, asked)[0]
     for (more, stage), held in zip(asked, found, strict=True):
         wanted = next(bytes_ for other, bytes_ in ways if other is more)
-        for each, name in zip(wanted, ("optimizer", "master", "gradients"), strict=True):
-            scaled = 4 * held["largest"] if (name, each) == ("gradients", 2) else 0
-            assert held[name] == (each * held["share"] + scaled,) * 2, (more, stage, name)
+        for size, name in zip(wanted, ("optimizer", "master", "gradients"), strict=True):
+            scaled = 4 * held["largest"] if (name, size) == ("gradients", 2) else 0
+            assert held[name] == (size * held["share"] + scaled,) * 2, (more, stage, name)
 
 
 def resumed(folder: str, kind: str) -> list[bool]:
@@ -152,13 +146,9 @@ def resumed(folder: str, kind: str) -> list[bool]:
     return same
 
 
-def resumed_all(folder: str) -> list[bool]:
-    return [same for kind in KINDS for same in resumed(f"{folder}/{kind}", kind)]
-
-
 def test_resuming_goes_on_exactly(tmp_path: Path) -> None:
-    for same in run_ranks(resumed_all, 2, str(tmp_path)):
-        assert all(same)
+    for same in run_ranks(each, 2, resumed, [(str(tmp_path / kind), kind) for kind in KINDS]):
+        assert all(map(all, same))
 
 
 def other_ways() -> dict[str, Any]:

@@ -37,16 +37,20 @@ from shardwise.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.memory import test_report as reports
 from tests.models import CASES
 from tests.zero.training import (
+    SGD,
     Setting,
     Tensors,
     assert_identical,
     assert_no_worse,
     digest,
+    each,
+    engine_of,
     gradients,
+    make_optimizer,
     masters,
     parameters_digest,
     plain,
@@ -88,23 +92,24 @@ def test_ranges_contain_those_of_finer_levels(within: int, across: int, replicas
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("accumulation", "precision"),
+    [thorough(1, "fp32"), thorough(3, "fp32"), thorough(1, "bf16"), (3, "bf16"), thorough(3, "fp16")],
+)
 def test_rows_of_one_mesh_have_the_same_bits(precision: str, accumulation: int) -> None:
     settings = [
         Setting(stage, accumulation=accumulation, precision=precision, clip=1.0, optimizer="AdamW", lr=1e-2, zero=zero)
         for stage in range(4)
         for zero in (PAIRS, SPREAD)
     ]
-    outcomes = ranks_agree(run_ranks(train_all, WORLD, "gpt", settings))
+    outcomes = ranks_agree(run_ranks(train_all, WORLD, "gpt", settings, 2))
     first = dict(zip(settings, outcomes, strict=True))
     for setting, outcome in first.items():
         # Stages 0 and 1 add micro-batches up before ranks, stages 2 and 3 afterwards.
         like = replace(setting, stage=0 if setting.stage < 2 or accumulation == 1 else 2, zero=PAIRS)
         assert_identical(outcome, first[like], f"{setting}")
-    case = CASES["gpt"]
-    loop, exact = plain(case, settings[0], WORLD), plain(case, settings[0], WORLD, wide=True)
     if precision == "fp32":
+        loop, exact = (plain(CASES["gpt"], settings[0], WORLD, 2, wide=wide) for wide in (False, True))
         for outcome in outcomes:
             assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
@@ -136,7 +141,7 @@ def test_three_levels_have_the_same_bits() -> None:
         assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
 
-@pytest.mark.parametrize("name", ["odd_mlp", "lora", "borrower", "router", "mixture", "mixed_types"])
+@pytest.mark.parametrize("name", [*map(thorough, ["odd_mlp", "lora", "borrower", "router", "mixture"]), "mixed_types"])
 def test_models_that_are_not_regular(name: str) -> None:
     """Shared, frozen and unused parameters, data-dependent branches, units that are needed once more."""
     settings = [
@@ -152,13 +157,13 @@ def test_models_that_are_not_regular(name: str) -> None:
         assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
 
-def test_branches_that_differ_between_ranks_under_chains() -> None:
+@pytest.mark.parametrize("name", ["router", thorough("mixture")])
+def test_branches_that_differ_between_ranks_under_chains(name: str) -> None:
     settings = [
         Setting(stage, accumulation=2, clip=0.5, zero=zero) for stage, zero in [(3, LEVELS), (2, LEVELS_SPREAD)]
     ]
-    for name in ("router", "mixture"):
-        outcomes = ranks_agree(run_ranks(train_all, 8, name, settings))
-        assert_identical(outcomes[1], outcomes[0], name)
+    outcomes = ranks_agree(run_ranks(train_all, 8, name, settings))
+    assert_identical(outcomes[1], outcomes[0], name)
 
 
 def test_one_rank_a_group_is_a_replica_each() -> None:
@@ -176,8 +181,6 @@ def test_one_rank_a_group_is_a_replica_each() -> None:
 def fsdp2(model: nn.Module, optimizer: str, steps: int) -> Tensors:
     """Train with PyTorch's own HSDP on the same mesh and data."""
     from torch.distributed.fsdp import fully_shard
-
-    from tests.zero.training import make_optimizer
 
     case = CASES["gpt"]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -200,8 +203,6 @@ def beside_fsdp2() -> tuple[Tensors, Tensors]:
     case, steps = CASES["gpt"], 3
     theirs = fsdp2(case.make(), "AdamW", steps)
     model = case.make()
-    from tests.zero.training import make_optimizer
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     engine = shardwise.initialize(
         model=model,
@@ -236,7 +237,7 @@ def sent(zero: Zero, stage: int, accumulation: int) -> tuple[dict[str, dict[str,
     engine = start(case, setting)
     counts: Counter[tuple[str, str]] = Counter()
     calls = 0
-    for step in range(3):
+    for step in range(2):
         engine.sharded.finish_gathers()
         begin = engine.ledger.sequence
         for micro in range(accumulation):
@@ -254,10 +255,6 @@ def sent(zero: Zero, stage: int, accumulation: int) -> tuple[dict[str, dict[str,
     for (group, op), size in counts.items():
         found.setdefault(group, {})[op] = size / (2 * numel)
     return found, calls, units
-
-
-def all_sent(cases: Sequence[tuple[Zero, int, int]]) -> list[Any]:
-    return [sent(*case) for case in cases]
 
 
 def test_what_is_sent_within_and_between_groups() -> None:
@@ -296,7 +293,7 @@ def test_what_is_sent_within_and_between_groups() -> None:
             "replicate": {"reduce_scatter": sums, "all_gather": sums},
         },
     ]
-    for answer in run_ranks(all_sent, WORLD, cases):
+    for answer in run_ranks(each, WORLD, sent, cases):
         for case, (found, _, _), wanted in zip(cases, answer, expected, strict=True):
             assert {g: set(ops) for g, ops in found.items()} == {g: set(ops) for g, ops in wanted.items()}, case
             for group, ops in wanted.items():
@@ -312,10 +309,7 @@ def reported_all(cases: Sequence[tuple[Zero, int]], precision: str, accumulation
     ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("precision", "accumulation"), [("fp32", 1), pytest.param("bf16", 3, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("precision", "accumulation"), [thorough("fp32", 1), thorough("bf16", 3)])
 def test_memory_is_as_planned(precision: str, accumulation: int) -> None:
     cases = [(zero, stage) for zero in (PAIRS, SPREAD) for stage in (1, 2, 3)]
     numel = sum(p.numel() for p in reports.GPT().parameters())
@@ -339,18 +333,13 @@ def test_memory_is_as_planned(precision: str, accumulation: int) -> None:
                 assert after.row(Category.MASTER).measured == pytest.approx(4 * numel / divided, rel=0.02)
 
 
-def of_real_size() -> tuple[str, str, int]:
-    """One layer of 32 M parameters: shards of 64 MiB, which chains carry between groups."""
+def of_real_size(mib: int) -> tuple[str, str, int]:
+    """One layer of which each rank has a shard of so many MiB, which chains carry between groups."""
     found = []
     for zero in (PAIRS, SPREAD):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 1, bias=False))
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **dict(zero)},
-        }
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+        model = nn.Sequential(nn.Linear(4096, 128 * mib, bias=False), nn.Linear(128 * mib, 1, bias=False))
+        engine = engine_of(model, 3, SGD, zero=dict(zero))
         x = torch.full((1, 4096), 1.0 + dist.get_rank()) / 4096
         engine.backward(engine(x).sum())
         engine.step()
@@ -360,11 +349,12 @@ def of_real_size() -> tuple[str, str, int]:
     return found[0], found[1], shard
 
 
-def test_shards_of_real_size() -> None:
-    answers = run_ranks(of_real_size, WORLD)
+@pytest.mark.parametrize("mib", [16, thorough(64)])
+def test_shards_of_real_size(mib: int) -> None:
+    answers = run_ranks(of_real_size, WORLD, mib)
     assert all(answer == answers[0] for answer in answers)
     first, second, shard = answers[0]
-    assert first == second and shard >= 64 << 20
+    assert first == second and shard >= mib << 20
 
 
 # -- what else engines do ----------------------------------------------------------------------------------------------
@@ -414,12 +404,8 @@ def accessed(zero: Zero, stage: int) -> list[Any]:
     return seen
 
 
-def all_accessed(cases: Sequence[tuple[Zero, int]]) -> list[list[Any]]:
-    return [accessed(*case) for case in cases]
-
-
 def test_access_of_single_tensors() -> None:
-    answers = run_ranks(all_accessed, WORLD, [(zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)])
+    answers = run_ranks(each, WORLD, accessed, [(PAIRS, 2), (SPREAD, 2), (SPREAD, 3)])
     for answer in answers:
         assert answer == answers[0]
         assert all(seen == answer[0] for seen in answer)
@@ -448,14 +434,10 @@ def windows(zero: Zero, stage: int, how: str) -> str:
     return found
 
 
-def all_windows(cases: Sequence[tuple[Zero, int, str]]) -> list[str]:
-    return [windows(*case) for case in cases]
-
-
 def test_boundaries_by_hand() -> None:
-    cases = [(zero, stage, how) for stage in (2, 3) for how in ("", "late") for zero in (PAIRS, SPREAD)]
-    more = [(zero, stage, "twice") for stage in (2, 3) for zero in (PAIRS, SPREAD)]
-    for answer in run_ranks(all_windows, WORLD, [*cases, *more]):
+    cases = [(PAIRS, 2, ""), (SPREAD, 2, "late"), (PAIRS, 3, "late"), (SPREAD, 3, "")]
+    more = [(PAIRS, 2, "twice"), (SPREAD, 3, "twice")]
+    for answer in run_ranks(each, WORLD, windows, [*cases, *more]):
         assert len(set(answer[: len(cases)])) == 1
         assert len(set(answer[len(cases) :])) == 1
 
@@ -469,7 +451,7 @@ def with_optimizer(name: str, zero: Zero, stage: int) -> str:
         "optimizer": {"type": name, "params": params},
     }
     engine = shardwise.initialize(model=model, config=config)[0]
-    for step in range(3):
+    for step in range(2):
         for micro in range(2):
             backward(engine, step, micro)
             engine.step()
@@ -478,14 +460,10 @@ def with_optimizer(name: str, zero: Zero, stage: int) -> str:
     return found
 
 
-def with_optimizers(cases: Sequence[tuple[str, Zero, int]]) -> list[str]:
-    return [with_optimizer(*case) for case in cases]
-
-
-@pytest.mark.parametrize("name", ["Muon", "Lamb"])
+@pytest.mark.parametrize("name", [thorough("Muon"), "Lamb"])
 def test_optimizers_of_whole_tensors_and_of_their_norms(name: str) -> None:
     cases = [(name, zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)]
-    for answer in run_ranks(with_optimizers, WORLD, cases):
+    for answer in run_ranks(each, WORLD, with_optimizer, cases):
         assert len(set(answer)) == 1
 
 
@@ -499,12 +477,8 @@ def quantized(zero: Zero) -> str:
     return found
 
 
-def both_quantized() -> list[str]:
-    return [quantized(PAIRS), quantized(SPREAD)]
-
-
 def test_gathers_of_codes_within_groups() -> None:
-    for first, second in run_ranks(both_quantized, WORLD):
+    for first, second in run_ranks(each, WORLD, quantized, [(PAIRS,), (SPREAD,)]):
         assert first == second
 
 
@@ -540,7 +514,7 @@ def content(path: str) -> Tensors:
         return {f"{t.kind} {t.name}": files.read(t) for t in tensors}
 
 
-@pytest.mark.parametrize(("zero", "stage"), [(PAIRS, 3), (SPREAD, 2), (PAIRS, 1)])
+@pytest.mark.parametrize(("zero", "stage"), [thorough(PAIRS, 3), (SPREAD, 2), thorough(PAIRS, 1)])
 def test_a_checkpoint_fits_every_layout(zero: Zero, stage: int, tmp_path: Path) -> None:
     """Each tensor is saved once, by whoever; other meshes, stages and numbers of ranks load the same bits."""
     one = str(tmp_path / "one")
@@ -552,7 +526,6 @@ def test_a_checkpoint_fits_every_layout(zero: Zero, stage: int, tmp_path: Path) 
         (WORLD, SPREAD, 3),
         (1, (), 0),
         (8, LEVELS_SPREAD, 3),
-        (WORLD, PAIRS, 0),
     ]
     for number, (world, layout, other) in enumerate(others):
         target = str(tmp_path / str(number))
@@ -583,7 +556,7 @@ def resumed(path: str, zero: Zero) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("zero", [PAIRS, SPREAD])
+@pytest.mark.parametrize("zero", [thorough(PAIRS), SPREAD])
 def test_resuming_is_exact(zero: Zero, tmp_path: Path) -> None:
     for first, second in run_ranks(resumed, WORLD, str(tmp_path), zero):
         assert first == second

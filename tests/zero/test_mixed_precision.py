@@ -13,17 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.errors import LossScaleError, UsageError
+from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES, FORMS, Case, form_case
 from tests.zero.training import (
     DTYPES,
+    SGD,
     Setting,
     Tensors,
     assert_close,
     assert_no_worse,
     digest,
+    engine_of,
     gradients,
     make_optimizer,
     masters,
@@ -83,8 +85,10 @@ def overflow(stage: int, value: float, accumulation: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 2), (3, 1)])
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("value", "stage", "accumulation"),
+    [thorough(math.inf, 0, 1), (math.inf, 1, 2), thorough(math.nan, 2, 2), thorough(math.inf, 3, 1), (math.nan, 3, 1)],
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, accumulation: int, value: float) -> None:
     everywhere = run_ranks(overflow, 2, stage, value, accumulation)
     assert everywhere[0] == everywhere[1]
@@ -96,53 +100,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, accumulation:
     assert [step[2] for step in everywhere[0]] == [256.0, 256.0, 128.0, 128.0]
 
 
-def always_overflow() -> tuple[list[float], str]:
-    case = CASES["odd_mlp"]
-    scaling = {**DYNAMIC, "initial_scale_power": 2, "min_loss_scale": 1}
-    engine = start(case, Setting(stage=2, precision="fp16", extra=(("fp16", scaling),)))
-    scales = []
-    error = ""
-    for step in range(4):
-        loss = case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float16)) * float("inf")
-        engine.backward(loss)
-        try:
-            engine.step()
-        except LossScaleError as raised:
-            error = str(raised)
-            break
-        scales.append(engine.cur_scale)
-    engine.destroy()
-    return scales, error
-
-
-def test_overflow_at_the_smallest_scale_ends_the_run_on_every_rank() -> None:
-    for scales, error in run_ranks(always_overflow, 2):
-        assert scales == [2.0, 1.0]
-        assert "min_loss_scale" in error
-
-
-def bf16_overflow(checked: bool) -> tuple[bool, int]:
-    case = CASES["odd_mlp"]
-    extra = (("bf16", {"enabled": True, "check_grad_overflow": checked}),)
-    engine = start(case, Setting(stage=2, precision="bf16", extra=extra))
-    loss = case.loss(engine, case.data(0, 0, dist.get_rank(), torch.bfloat16))
-    engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
-    engine.step()
-    result = bool(torch.isfinite(next(iter(masters(engine.module).values()))).all()), engine.skipped_steps
-    engine.destroy()
-    return result
-
-
-@pytest.mark.parametrize("checked", [False, True])
-def test_bf16_skips_overflows_only_if_asked(checked: bool) -> None:
-    assert run_ranks(bf16_overflow, 2, checked) == [(checked, int(checked))] * 2
-
-
 # -- against plain loops -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["gpt_groups", "frozen_half"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [thorough("gpt_groups", "bf16"), thorough("gpt_groups", "fp16"), ("frozen_half", "fp16")]
+)
 def test_mixed_precision_is_no_worse_than_a_plain_mixed_loop(name: str, precision: str) -> None:
     base = Setting(precision=precision, optimizer="AdamW", lr=1e-2, clip=0.5, accumulation=2)
     settings = [base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, 50))]
@@ -176,7 +139,9 @@ def first_gradients(name: str, settings: list[Setting], plainly: bool) -> list[T
     return results
 
 
-@pytest.mark.parametrize("name", ["gpt", *FORMS])
+@pytest.mark.parametrize(
+    "name", [name if name in ("object", "hugging_face") else thorough(name) for name in ("gpt", *FORMS)]
+)
 def test_a_plain_backward_is_scaled_whatever_the_model_returns(name: str) -> None:
     setting = Setting(stage=2, precision="fp16", scale=1024.0)
     found = run_ranks(first_gradients, 2, name, [setting, setting.with_stage(3)], True)[0]
@@ -190,13 +155,7 @@ def scaled_between_outputs(stage: int) -> Tensors:
     """One output is computed from another inside the model: the scale must enter once."""
     torch.manual_seed(2)
     model = TwoOutputs()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "fp16": {"enabled": True, "loss_scale": 64.0},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+    engine = engine_of(model, stage, SGD, fp16={"enabled": True, "loss_scale": 64.0})
     first, second = engine(torch.ones(2, 3, dtype=torch.float16))
     (first.float().sum() + second.float().sum()).backward()
     result = gradients(model)
@@ -214,7 +173,7 @@ class TwoOutputs(nn.Module):
         return h, self.second(h)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_outputs_that_depend_on_each_other_are_scaled_once(stage: int) -> None:
     found = run_ranks(scaled_between_outputs, 2, stage)[0]
     torch.manual_seed(2)
@@ -233,18 +192,15 @@ def test_outputs_that_depend_on_each_other_are_scaled_once(stage: int) -> None:
     ("precision", "extra", "bound"),
     [
         ("fp32", (("communication_data_type", "bf16"),), 2.0**-8),
-        ("bf16", (("communication_data_type", "fp32"),), 1e-6),
-        ("bf16", (("data_types", {"grad_accum_dtype": "bf16"}),), 2.0**-7),
-        ("fp32", (("prescale_gradients", True),), 1e-6),
-        ("fp32", (("gradient_predivide_factor", 2.0),), 1e-6),
+        thorough("bf16", (("communication_data_type", "fp32"),), 1e-6),
+        thorough("bf16", (("data_types", {"grad_accum_dtype": "bf16"}),), 2.0**-7),
+        thorough("fp32", (("prescale_gradients", True),), 1e-6),
+        thorough("fp32", (("gradient_predivide_factor", 2.0),), 1e-6),
     ],
 )
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
-def test_wires_and_accumulators(
-    precision: str, extra: tuple[tuple[str, Any], ...], bound: float, optimizer: str
-) -> None:
+def test_wires_and_accumulators(precision: str, extra: tuple[tuple[str, Any], ...], bound: float) -> None:
     """One rounding of each rank's gradient on a bf16 wire (2 ** -9 of it), one of every sum in a bf16 accumulator."""
-    base = Setting(precision=precision, extra=extra, optimizer=optimizer, lr=1e-2)
+    base = Setting(precision=precision, extra=extra, optimizer="Adafactor", lr=1e-2)
     settings = [base.with_stage(stage, accumulation=a) for stage in (0, 1, 2, 3) for a in (1, 2)]
     found = run_ranks(first_gradients, 2, "gpt", settings, False)[0]
     for setting, tensors in zip(settings, found, strict=True):
@@ -282,12 +238,13 @@ WIRES = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-10}
 SUMS = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-9}
 
 
-def test_combinations_of_division_wire_sum_and_clipping(world: int = 3) -> None:
-    """Every stage with every division, and what else is drawn: the gradient is the plain loop's, within roundings."""
+@pytest.mark.parametrize("half", [0, thorough(1)])
+def test_combinations_of_division_wire_sum_and_clipping(half: int) -> None:
+    """Every stage with every other division, and what else is drawn: the plain loop's gradient, within roundings."""
+    world, drawn = 3, []
     choose = random.Random(world)
-    drawn = []
     for stage in range(4):
-        for division in DIVISIONS:
+        for division in DIVISIONS[(half + stage) % 2 :: 2]:
             if stage == 3 and "gradient_allreduce_op" in division:
                 continue  # refused
             wire, sums = choose.choice(list(WIRES)), choose.choice(list(SUMS))
@@ -325,7 +282,7 @@ def master_memory(precision: str) -> dict[str, Any]:
     return {"exact": exact, "rounded": rounded, "dtypes": dtypes}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [thorough("bf16"), "fp16"])
 def test_masters_keep_the_initial_precision(precision: str) -> None:
     for found in run_ranks(master_memory, 2, precision):
         assert found == {"exact": True, "rounded": True, "dtypes": {DTYPES[precision]}}
@@ -350,16 +307,7 @@ class Keeper(nn.Module):
 
 def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
     """Two micro-batches; how rank 1 computes and differentiates its losses differs from rank 0."""
-    engine, *_ = shardwise.initialize(
-        model=Keeper(),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            precision: {"enabled": True},
-        },
-    )
+    engine = engine_of(Keeper(), stage, SGD, gradient_accumulation_steps=2, **{precision: {"enabled": True}})
     message, way = "", ways[dist.get_rank()]
     for attempt in (way, "engine"):
         for micro in range(2):
@@ -385,7 +333,7 @@ def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
     return [message, gradient]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_gradients_without_the_loss_scale_are_refused_on_every_rank(stage: int) -> None:
     expected = run_ranks(kept_loss, 2, "fp16", stage, {0: "engine", 1: "engine"})[0]
     assert not expected[0]

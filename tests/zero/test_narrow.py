@@ -12,7 +12,8 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import narrow, part_of
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, run_ranks, thorough
+from tests.zero.training import engine_of
 
 TP = 2
 
@@ -91,14 +92,7 @@ def narrowed(how: str, stage: int) -> tuple[bool, list[str]]:
         with shardwise.zero.GatheredParameters(parameters["layers.0.weight"]):
             assert parameters["layers.0.weight"].shape == (5, 4 if dist.get_rank() % TP == 0 else 3)
         assert parameters["layers.0.weight"].partition_numel() <= -(-35 // dist.get_world_size())
-    engine, *_ = shardwise.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = engine_of(model, stage, {"type": "SGD", "params": {"lr": 0.5}})
     engine.backward(engine(1.0))
     engine.step()
     engine.destroy()
@@ -112,9 +106,17 @@ def narrowed(how: str, stage: int) -> tuple[bool, list[str]]:
     return parameters["layers.1.bias"].is_meta, wrong
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("how", ["plain", "init", "meta"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "how", "world"),
+    [
+        (1, "plain", 2),
+        thorough(1, "init", 2),
+        (1, "meta", 2),
+        thorough(3, "plain", 4),
+        (3, "init", 4),
+        thorough(3, "meta", 4),
+    ],
+)
 def test_parts_of_a_model_however_it_was_built(how: str, world: int, stage: int) -> None:
     assert run_ranks(narrowed, world, how, stage) == [(False, [])] * world
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.training import (
     Outcome,
@@ -40,9 +40,9 @@ def families(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[l
     return list(groups.values())
 
 
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("half", [thorough(0), 1])
+@pytest.mark.parametrize("world", [thorough(2), 3])
+@pytest.mark.parametrize("name", [name if name == "form_hugging_face" else thorough(name) for name in CASES])
 def test_settings_are_bit_identical_and_match_the_plain_loop(name: str, world: int, half: int) -> None:
     base = Setting(accumulation=1 if world == 2 else 2)
     first, *others = grid(base)
@@ -60,8 +60,20 @@ def test_settings_are_bit_identical_and_match_the_plain_loop(name: str, world: i
         assert_close(reference.masters, expected.masters, 1e-6, f"{name}: parameters at {first_setting}")
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Adagrad", "momentum", "RMSprop"])
-@pytest.mark.parametrize("name", ["odd_mlp", "gpt_groups", "lora", "mixed_types"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        thorough("odd_mlp", "Adam"),
+        thorough("odd_mlp", "RMSprop"),
+        ("gpt_groups", "AdamW"),
+        thorough("gpt_groups", "Adagrad"),
+        thorough("gpt_groups", "momentum"),
+        thorough("lora", "AdamW"),
+        thorough("lora", "RMSprop"),
+        thorough("mixed_types", "Adam"),
+        ("mixed_types", "momentum"),
+    ],
+)
 def test_adam_like_optimizers_are_no_worse_than_the_plain_loop(name: str, optimizer: str) -> None:
     base = Setting(optimizer=optimizer, lr=1e-2, clip=0.5, accumulation=2)
     settings = [
@@ -86,7 +98,7 @@ def _train_on_poisoned_memory(name: str, settings: list[Setting]) -> list[Outcom
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", ["odd_mlp", "router"])
+@pytest.mark.parametrize("name", [thorough("odd_mlp"), "router"])
 def test_nothing_is_read_that_was_not_written(name: str) -> None:
     settings = [Setting(accumulation=n).with_stage(stage) for n in (1, 2) for stage in range(4)]
     expected = ranks_agree(run_ranks(train_all, 2, name, settings))

@@ -10,27 +10,21 @@ import torch
 import shardwise
 from shardwise.optim import Lion
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
-from tests.zero.training import DTYPES, Tensors, gradients, masters, parameters_digest
+from tests.zero.training import DTYPES, Tensors, each, engine_of, gradients, masters, parameters_digest
 
 HOWS = ("", "hook", "wrapper", "scheduler", "raises", "hook after raising")
 
 
 def train(stage: int, precision: str, how: str) -> tuple[str, Tensors, list[Any]]:
     case = CASES["odd_mlp"]
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.3,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-    }
+    config: dict[str, Any] = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.3}
     if precision != "fp32":
         config[precision] = {"enabled": True, **({"loss_scale": 256} if precision == "fp16" else {})}
     if how == "scheduler":
         config["scheduler"] = {"type": "ConstantLR", "params": {"factor": 1.0}}
-    engine, *_ = shardwise.initialize(model=case.make(), config=config)
+    engine = engine_of(case.make(), stage, {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}, **config)
     optimizer = engine.optimizer
     seen: list[Any] = []
 
@@ -75,14 +69,10 @@ def interrupt(engine: Any, optimizer: Any) -> list[bool]:
     return [torch.allclose(after[name], value, rtol=1e-6) for name, value in before.items()]
 
 
-def train_all(settings: list[tuple[int, str, str]]) -> list[tuple[str, Tensors, list[Any]]]:
-    return [train(*setting) for setting in settings]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), thorough("bf16"), "fp16"])
 def test_every_way_of_stepping_gives_the_same_bits(precision: str) -> None:
     settings = [(stage, precision, how) for stage in (0, 2, 3) for how in HOWS]
-    found = run_ranks(train_all, 2, settings)[0]
+    found = run_ranks(each, 2, train, settings)[0]
     known: dict[bool, tuple[str, Tensors]] = {}
     for (stage, _, how), (digest, values, seen) in zip(settings, found, strict=True):
         # Stages 0 and 2 add micro-batches and ranks in different orders.
@@ -141,44 +131,7 @@ def small_gradients(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return before, after
 
 
-@pytest.mark.parametrize("name", ["torch", "own"])
+@pytest.mark.parametrize("name", [thorough("torch"), "own"])
 def test_gradients_in_fp16_are_unscaled_in_fp32(name: str) -> None:
     before, after = run_ranks(small_gradients, 1, name)[0]
     assert torch.allclose(before - after, torch.full((1, 4), 0.02), rtol=5e-3)
-
-
-class RaisesOnce(torch.optim.SGD):
-    """Raises in its first step, whose frame refers to the gradients."""
-
-    shardwise_sharding = "elementwise"
-    raised = False
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        if not self.raised:
-            self.raised = True
-            raise ZeroDivisionError(len(gradients))
-        return super().step(closure)
-
-
-def step_again(raises: bool) -> torch.Tensor:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2, bias=False)
-    optimizer = RaisesOnce(model.parameters(), lr=0.1)
-    optimizer.raised = not raises
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.1}
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
-    engine.backward(engine(torch.ones(2, 3)).sum())
-    if raises:
-        with pytest.raises(ZeroDivisionError) as kept:
-            engine.step()
-        assert kept.traceback
-    engine.step()
-    found = safe_get_full_fp32_param(engine.module.weight)
-    engine.destroy()
-    return found
-
-
-def test_a_step_that_an_optimizer_has_ended_can_be_taken_again() -> None:
-    plain, again = (run_ranks(step_again, 1, raises)[0] for raises in (False, True))
-    assert torch.equal(plain, again)

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.memory import Category
 from shardwise.zero.units.plan import Plan
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.training import Setting, assert_identical, gradients, start, train_all
 
@@ -31,8 +31,9 @@ def both_ways(name: str, settings: list[Setting]) -> Any:
         return plain, train_all(name, settings)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulation", "precision"), [thorough(1, "fp32"), thorough(2, "fp32"), (2, "bf16"), thorough(1, "fp16")]
+)
 def test_one_rank_that_divides_has_the_bits_of_one_that_does_not(precision: str, accumulation: int) -> None:
     settings = [
         Setting(stage, accumulation=accumulation, precision=precision, clip=1.0, optimizer="AdamW", lr=1e-2)
@@ -44,7 +45,7 @@ def test_one_rank_that_divides_has_the_bits_of_one_that_does_not(precision: str,
         assert_identical(plain[0], first, f"{setting}")
 
 
-@pytest.mark.parametrize("name", ["odd_mlp", "borrower", "router", "mixed_types", "lora"])
+@pytest.mark.parametrize("name", [*map(thorough, ["odd_mlp", "borrower", "router", "mixed_types"]), "lora"])
 def test_models_that_are_not_regular(name: str) -> None:
     settings = [Setting(stage, accumulation=2, optimizer="momentum", clip=0.5) for stage in (0, 2, 3)]
     ((plain, divided),) = run_ranks(both_ways, 1, name, settings)
@@ -82,7 +83,7 @@ def taken(stage: int) -> tuple[int, int, int]:
     return peak[Category.GRADIENTS], peak[Category.BUFFERS], held
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [thorough(1), 2])
 def test_gradients_are_collected_where_they_stay(stage: int) -> None:
     ((gradients, buffers, held),) = run_ranks(taken, 1, stage)
     assert gradients == held and not buffers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +17,23 @@ from shardwise.config import names as known
 from shardwise.errors import ConfigError, UsageError
 from shardwise.optim import build
 from shardwise.utils import safe_get_full_optimizer_state
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES, GPT, Case, language, language_loss, regression, regression_loss
 from tests.zero.training import (
+    Maker,
     Outcome,
     Setting,
     Tensors,
     assert_close,
     assert_identical,
     assert_no_worse,
+    engine_of,
     gradients,
     make_optimizer,
     masters,
     parameters_digest,
     plain,
-    start,
+    train,
 )
 
 
@@ -51,8 +53,6 @@ class NormClipped(torch.optim.SGD):
         super().step(closure)
 
 
-Maker = Callable[[Iterable[Any]], torch.optim.Optimizer]
-
 MAKERS: dict[str, Maker] = {
     "AdamW": lambda groups: make_optimizer("AdamW", groups, 1e-2),
     "Adagrad": lambda groups: make_optimizer("Adagrad", groups, 1e-2),
@@ -64,17 +64,10 @@ MAKERS: dict[str, Maker] = {
     "Lion": lambda groups: optim.Lion(list(groups), lr=1e-3, weight_decay=0.05, betas=(0.8, 0.9)),
     "norms": lambda groups: NormClipped(list(groups), lr=1e-2, momentum=0.5),
     "Adafactor": lambda groups: torch.optim.Adafactor(list(groups), lr=1e-2),
+    "Muon": lambda groups: torch.optim.Muon(list(groups), lr=1e-2, momentum=0.8),
 }
-
-
-def only_matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.dim() == 2]
-
-
 MATRICES = Case("matrices", lambda: nn.Sequential(nn.Linear(5, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)),
                 regression(5, 3), regression_loss)  # fmt: skip
-if hasattr(torch.optim, "Muon"):
-    MAKERS["Muon"] = lambda groups: torch.optim.Muon(list(groups), lr=1e-2, momentum=0.8)
 
 
 def case_for(kind: str) -> Case:
@@ -91,20 +84,11 @@ def steps(engine: Any, case: Case, count: int, first: int = 0) -> list[Tensors]:
 
 
 def train_kind(kind: str, settings: list[Setting]) -> list[Outcome]:
-    outcomes = []
-    case = case_for(kind)
-    for setting in settings:
-        model = case.make()
-        engine = start(case, setting, model, MAKERS[kind](case.groups(model)))
-        seen = steps(engine, case, 4)
-        result = Outcome(masters(engine.module), seen, parameters=parameters_digest(engine.module))
-        outcomes.append(result)
-        engine.destroy()
-    return outcomes
+    return [train(case_for(kind), setting, 4, MAKERS[kind]) for setting in settings]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", list(MAKERS))
+@pytest.mark.parametrize("world", [2, thorough(3)])
+@pytest.mark.parametrize("kind", [kind if kind in ("norms", "Muon") else thorough(kind) for kind in MAKERS])
 def test_every_kind_of_optimizer(kind: str, world: int) -> None:
     settings = [Setting(stage=stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, 50))]
     outcomes = run_ranks(train_kind, world, kind, settings)
@@ -130,10 +114,10 @@ def options_of(name: str) -> dict[str, Any]:
     return {"lr": 1e-2, "bias_correction": True} if name in ("adam", "adamw") else {"lr": 1e-2}
 
 
-def train_names() -> dict[str, list[Outcome]]:
+def train_names(stages: tuple[int, ...]) -> dict[str, list[Outcome]]:
     found: dict[str, list[Outcome]] = {}
     for name in NAMES:
-        for stage in range(known.ONEBIT_STAGES.get(name, 3) + 1):
+        for stage in (stage for stage in stages if stage <= known.ONEBIT_STAGES.get(name, 3)):
             torch.manual_seed(5)
             config = {**Setting(stage=stage).config(), "optimizer": {"type": name, "params": options_of(name)}}
             engine, *_ = shardwise.initialize(model=WITH_BIASES.make(), config=config)
@@ -144,11 +128,12 @@ def train_names() -> dict[str, list[Outcome]]:
     return found
 
 
-def test_every_name_trains_at_every_stage() -> None:
-    found = run_ranks(train_names, 2)[0]
+@pytest.mark.parametrize("stages", [(0, 3), thorough((0, 1, 2))])
+def test_every_name_trains_at_every_stage(stages: tuple[int, ...]) -> None:
+    found = run_ranks(train_names, 2, stages)[0]
     assert {"lamb", "muon", "Adafactor", "Adagrad", "SGD", "Rprop"} <= found.keys()
     for name, outcomes in found.items():
-        for stage, outcome in enumerate(outcomes):
+        for stage, outcome in zip(stages, outcomes, strict=False):
             assert_identical(outcomes[0], outcome, f"{name}, stage {stage}")
 
         def make(groups: Any, name: str = name) -> torch.optim.Optimizer:
@@ -187,8 +172,18 @@ def continue_training(kind: str, name: str, settings: list[Setting]) -> list[Ten
     return results
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "momentum", "subclass", "own AdamW", "own Adagrad"])
-@pytest.mark.parametrize("name", ["odd_mlp", "gpt_groups"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        thorough("odd_mlp", "AdamW"),
+        thorough("odd_mlp", "own AdamW"),
+        thorough("odd_mlp", "subclass"),
+        thorough("gpt_groups", "Adagrad"),
+        thorough("gpt_groups", "momentum"),
+        thorough("gpt_groups", "subclass"),
+        ("gpt_groups", "own Adagrad"),
+    ],
+)
 def test_existing_state_is_sharded_with_its_optimizer(kind: str, name: str) -> None:
     settings = [Setting(stage=stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, 50))]
     found = run_ranks(continue_training, 2, kind, name, settings)[0]
@@ -219,11 +214,7 @@ def different_step_counts(stage: int) -> tuple[Tensors, dict[str, torch.Tensor |
         hidden = model[0](torch.ones(2, 3)) if step == 2 else torch.ones(2, 5)
         model[1](hidden).square().sum().backward()
         optimizer.step()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+    engine = engine_of(model, stage, optimizer)
     engine.backward(engine(torch.ones(2, 3)).square().sum())
     engine.step()
     states = {n: safe_get_full_optimizer_state(p, "exp_avg_sq") for n, p in model.named_parameters()}
@@ -232,7 +223,7 @@ def different_step_counts(stage: int) -> tuple[Tensors, dict[str, torch.Tensor |
     return result
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_step_counts_may_differ_between_parameters(stage: int) -> None:
     found, states = run_ranks(different_step_counts, 2, stage)[0]
     torch.manual_seed(3)
@@ -256,8 +247,7 @@ def low_precision_state() -> tuple[set[torch.dtype], float]:
     model(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+    engine = engine_of(model, 2, optimizer, bf16={"enabled": True})
     loss = engine(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().sum()
     engine.backward(loss)
     engine.step()
@@ -318,7 +308,7 @@ def train_given(way: str, stage: int) -> Given:
     return result
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_instance_class_callable_and_config_are_the_same(stage: int) -> None:
     found = {
         way: run_ranks(train_given, 2, way, stage)[0] for way in ("instance", "class", "callable", "config", "all")
@@ -376,6 +366,7 @@ def refuse(kind: str) -> str:
     try:
         shardwise.initialize(model=model, optimizer=makers[kind](), config=Setting(stage=1).config())
     except (ConfigError, UsageError) as error:
+        assert all(type(p) is nn.Parameter for p in model.parameters())
         return f"{type(error).__name__}: {error}"
     return "accepted"
 

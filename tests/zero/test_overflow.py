@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise
 from shardwise.errors import LossScaleError
 from shardwise.utils import logger
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.precision.test_scaler import reference
-from tests.zero.training import digest, masters
+from tests.zero.training import digest, engine_of, masters
 
 INF, NAN = float("inf"), float("nan")
 
@@ -61,15 +60,10 @@ FP32 = {"bf16": {"check_grad_overflow": True}}
 
 
 def build(stage: int, accumulation: int, more: dict[str, Any]) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 40},
-        **more,
-    }
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0625, momentum=0.5)
-    return shardwise.initialize(model=net, optimizer=optimizer, config=config)[0]
+    more = {"gradient_accumulation_steps": accumulation, **more}
+    return engine_of(net, stage, optimizer, zero={"reduce_bucket_size": 40}, **more)
 
 
 def micro_batch(engine: Any, spoilt: Spoilt | None) -> None:
@@ -158,7 +152,8 @@ def test_a_report_names_where_the_first_value_came_from() -> None:
         assert text in lines[0]
 
 
-def test_a_report_tells_forward_backward_and_reduction_apart() -> None:
+@pytest.mark.parametrize("stages", [(0, 3), thorough((1, 2))])
+def test_a_report_tells_forward_backward_and_reduction_apart(stages: tuple[int, ...]) -> None:
     wire = {**FP32, "communication_data_type": "fp16"}
     sums = {**FP32, "data_types": {"grad_accum_dtype": "fp16"}, "communication_data_type": "fp32"}
     large = (("second.weight", (1e5,)),)
@@ -175,7 +170,7 @@ def test_a_report_tells_forward_backward_and_reduction_apart() -> None:
         (wire, Spoilt((0,), large), "backward", (0,), "second.weight"),
         (sums, Spoilt((0, 1), half), "reduce", (), "second.weight"),
     ]
-    cases = [(stage, 1, more, spoilt) for stage in range(4) for more, spoilt, *_ in kinds]
+    cases = [(stage, 1, more, spoilt) for stage in stages for more, spoilt, *_ in kinds]
     found = run_ranks(reports, 2, cases)
     assert [case[:3] for case in found[0]] == [case[:3] for case in found[1]]
     for number, (case, (_, report, text, _)) in enumerate(zip(cases, found[0], strict=True)):
@@ -231,7 +226,7 @@ def expected_trace(scaling: dict[str, Any], spoilt: list[int | None]) -> Trace:
     ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, thorough(3)])
 def test_the_scale_follows_the_automaton_through_real_training(world: int) -> None:
     choose = random.Random(world)
     runs: list[tuple[int, dict[str, Any], list[int | None]]] = []

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.registry import Registry
 from shardwise.zero.units.partition import UnitSpec, find_units
-from tests.models import CASES, GPT, Router
+from tests.models import GPT, Router
 
 
 class Own(nn.Module):
@@ -110,13 +109,3 @@ def test_a_tied_head_is_a_home_of_the_embedding() -> None:
 def test_experts_of_a_list_are_units_of_their_own() -> None:
     _, specs = units_of(Router(experts=4), 10**9)
     assert {f"experts.{i}" for i in range(4)} <= {spec.name for spec in specs}
-
-
-@pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("cap", [1, 50, 10**9])
-def test_models_of_these_tests(name: str, cap: int) -> None:
-    model = CASES[name].make()
-    registry, specs = units_of(model, cap)
-    assert sorted(t.index for spec in specs for t in spec.tensors) == list(range(len(registry)))
-    for spec in specs:
-        assert spec.size <= cap or len([t for t in spec.tensors if t.numel]) == 1

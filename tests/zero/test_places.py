@@ -26,7 +26,7 @@ from shardwise.utils import (
 from tests.checkpoint import matrix
 from tests.device import checking
 from tests.device.recorded import record_all
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero import test_layerwise as layerwise
 from tests.zero import test_optimizers as optimizers
@@ -34,7 +34,7 @@ from tests.zero.elsewhere import Held, living_elsewhere
 from tests.zero.training import DTYPES, Outcome, Setting, assert_identical, masters, start, train_all
 
 ALL = ("optimizer", "gradients", "parameters")
-KINDS = [ALL[:1], ALL[1:2], ALL[2:], ALL]
+KINDS = [thorough(ALL[:1]), thorough(ALL[1:2]), thorough(ALL[2:]), ALL]
 STAGES = (0, 1, 2, 3)
 
 
@@ -55,11 +55,22 @@ def check_both(world: int, name: str, settings: list[Setting], kinds: tuple[str,
                 assert_identical(first, second, f"{setting}")
 
 
-@pytest.mark.parametrize("kinds", KINDS, ids="+".join)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("frees", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "frees", "accumulation", "precision", "kinds"),
+    [
+        thorough(1, False, 1, "fp32", ALL[:1]),
+        thorough(1, True, 2, "bf16", ALL[2:]),
+        thorough(1, False, 2, "bf16", ALL[1:2]),
+        thorough(1, True, 2, "fp16", ALL),
+        thorough(2, False, 2, "fp16", ALL[:1]),
+        thorough(2, True, 1, "fp32", ALL[1:2]),
+        (2, True, 2, "bf16", ALL[1:2]),
+        thorough(2, False, 1, "bf16", ALL[2:]),
+        thorough(2, True, 1, "fp32", ALL),
+        thorough(2, False, 2, "bf16", ALL),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
+)
 def test_it_has_the_bits_of_what_lives_on_the_device(
     world: int, frees: bool, accumulation: int, precision: str, kinds: tuple[str, ...]
 ) -> None:
@@ -68,8 +79,19 @@ def test_it_has_the_bits_of_what_lives_on_the_device(
     check_both(world, "gpt", settings, kinds, frees)
 
 
-@pytest.mark.parametrize("name", ["odd_mlp", "borrower", "mixed_types", "lora", "frozen_middle", "router"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        thorough(1, "borrower"),
+        thorough(1, "mixed_types"),
+        thorough(2, "odd_mlp"),
+        thorough(2, "borrower"),
+        thorough(2, "mixed_types"),
+        thorough(2, "lora"),
+        thorough(2, "frozen_middle"),
+        (2, "router"),
+    ],
+)
 def test_models_that_are_not_regular(world: int, name: str) -> None:
     settings = [Setting(stage, accumulation=2, optimizer="momentum", clip=0.5) for stage in (0, 2, 3)]
     check_both(world, name, settings, ALL)
@@ -78,9 +100,9 @@ def test_models_that_are_not_regular(world: int, name: str) -> None:
 @pytest.mark.parametrize(
     "zero",
     [
-        {"zero_quantized_weights": True},
-        {"zero_hpz_partition_size": 2, "zero_quantized_weights": True},
-        {"zero_quantized_gradients": True},
+        thorough({"zero_quantized_weights": True}),
+        thorough({"zero_hpz_partition_size": 2, "zero_quantized_weights": True}),
+        thorough({"zero_quantized_gradients": True}),
         {"mics_shard_size": 2},
     ],
     ids=lambda zero: "+".join(zero),
@@ -130,8 +152,20 @@ def optimizers_both_ways(kind: str) -> tuple[list[Outcome], list[Outcome], int]:
         return resident, train_with(kind, (0, 1, 3)), place.tiered
 
 
-@pytest.mark.parametrize("kind", ["own AdamW", "Lion", "lamb", "muon", "Adafactor", "subclass", "counting"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [
+        thorough(1, "own AdamW"),
+        thorough(1, "muon"),
+        thorough(1, "counting"),
+        thorough(2, "Lion"),
+        thorough(2, "lamb"),
+        thorough(2, "muon"),
+        thorough(2, "Adafactor"),
+        (2, "subclass"),
+        thorough(2, "counting"),
+    ],
+)
 def test_optimizers(world: int, kind: str) -> None:
     for resident, away, tiered in run_ranks(optimizers_both_ways, world, kind):
         assert tiered
@@ -181,8 +215,9 @@ def bytes_held(kinds: tuple[str, ...], stage: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "stage"), [thorough(1, 0), thorough(1, 3), thorough(2, 0), thorough(2, 1), thorough(2, 2), (2, 3)]
+)
 def test_nothing_is_on_the_device_at_rest_and_little_in_a_step(world: int, stage: int) -> None:
     for seen in run_ranks(bytes_held, world, ALL, stage):
         assert seen["released"] and seen["units"] > 4
@@ -264,8 +299,7 @@ def changed_both_ways(precision: str) -> list[tuple[Outcome, Outcome]]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "precision"), [thorough(1, "bf16"), thorough(2, "fp32"), (2, "bf16")])
 def test_values_are_read_and_changed(world: int, precision: str) -> None:
     for found in run_ranks(changed_both_ways, world, precision):
         for resident, away in found:
@@ -304,9 +338,16 @@ def saved_and_loaded(root: str, entry: matrix.Entry, background: bool) -> list[t
     return found
 
 
-@pytest.mark.parametrize("name", ["adamw", "AdamW", "muon"])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("background", "world", "name"),
+    [
+        thorough(False, 1, "AdamW"),
+        thorough(True, 1, "adamw"),
+        thorough(False, 2, "adamw"),
+        (True, 2, "AdamW"),
+        thorough(True, 2, "muon"),
+    ],
+)
 def test_checkpoints(tmp_path: Path, background: bool, world: int, name: str) -> None:
     entry = matrix.Entry(name, name, "bf16")
     for found in run_ranks(saved_and_loaded, world, str(tmp_path), entry, background):
@@ -319,7 +360,7 @@ def test_checkpoints(tmp_path: Path, background: bool, world: int, name: str) ->
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_every_schedule_of_streams_is_in_order(stage: int, kinds: tuple[str, ...]) -> None:
     setting = Setting(stage, clip=1.0, optimizer="momentum", precision="bf16", accumulation=2)
     with living_elsewhere(*kinds):

@@ -46,21 +46,21 @@ def examples(draw: st.DrawFn) -> tuple[str, int, Setting]:
         cap=draw(st.sampled_from([None, TINY, 300])),
         prefetch=draw(st.booleans()),
     )
-    return name, draw(st.integers(1, 4)), setting
+    return name, draw(st.integers(1, 3)), setting
 
 
 @given(examples())
 def test_any_combination_matches_the_plain_loop(example: tuple[str, int, Setting]) -> None:
     name, world, base = example
     settings = [base.with_stage(stage) for stage in range(4)]
-    outcomes = ranks_agree(run_ranks(train_all, world, name, settings))
-    expected = plain(CASES[name], base, world)
+    outcomes = ranks_agree(run_ranks(train_all, world, name, settings, 2))
+    expected = plain(CASES[name], base, world, 2)
     assert_identical(outcomes[0], outcomes[1], "stages 0 and 1")
     assert_identical(outcomes[2], outcomes[3], "stages 2 and 3")
     if base.accumulation == 1:
         assert_identical(outcomes[0], outcomes[2], "stages 0 and 2")
     for setting, outcome in zip(settings, outcomes, strict=True):
-        bounds = [EXACT] + [EXACT if base.precision == "fp32" else FLIP[base.precision]] * 2
+        bounds = [EXACT, EXACT if base.precision == "fp32" else FLIP[base.precision]]
         for step, (found, wanted) in enumerate(zip(outcome.gradients, expected.gradients, strict=True)):
             assert_close(found, wanted, bounds[step], f"gradients of step {step} at {setting}")
         assert_close(outcome.masters, expected.masters, bounds[-1], f"parameters at {setting}")

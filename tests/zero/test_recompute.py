@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import GPT, Case, language, language_loss
 from tests.zero.training import Outcome, Setting, assert_identical, train
 
@@ -52,8 +52,7 @@ def train_runners(settings: list[Setting], dropout: float, frozen: bool) -> list
     return outcomes
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("dropout", "frozen"), [thorough(0.0, False), (0.2, True)])
 def test_recomputation_changes_no_bit(dropout: float, frozen: bool) -> None:
     settings = [Setting(stage=stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, None), (3, 50))]
     settings += [Setting(stage=3, accumulation=2)]

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise
 from shardwise.comm import p2p, stall_watchdog
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
@@ -30,10 +29,10 @@ from shardwise.zero.passes import sidechannel
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.units.unit import Unit, UnitState
 from tests.device.recording import recording
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.test_one_rank import forced
-from tests.zero.training import Setting, digest, masters, start
+from tests.zero.training import SGD, Setting, digest, engine_of, masters, start
 
 CPU = torch.device("cpu")
 
@@ -236,7 +235,7 @@ def fetch_in_two_steps(accumulation: int) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [thorough(1), 2])
 def test_a_rank_that_is_behind_is_answered_while_the_device_still_writes_for_one_that_is_ahead(
     accumulation: int,
 ) -> None:
@@ -361,11 +360,7 @@ class Wide(nn.Module):
 def fetch_wide(mib: int) -> tuple[bool, float, float]:
     """All ranks fetch at once; return whether the values are right, and what a fetch and its answers add to memory."""
     world = dist.get_world_size()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    engine, *_ = shardwise.initialize(model=Wide(mib, world), config=config)
+    engine = engine_of(Wide(mib, world))
     unit = next(unit for unit in engine.sharded.units if unit.sharded)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the highest size begins anew
@@ -388,10 +383,7 @@ def resident(field: str) -> int:
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
-@pytest.mark.parametrize(
-    ("mib", "world"),
-    [(64, 2), *(pytest.param(*case, marks=pytest.mark.thorough) for case in [(9, 3), (256, 2), (128, 4)])],
-)
+@pytest.mark.parametrize(("mib", "world"), [thorough(64, 2), (9, 3), thorough(256, 2), thorough(128, 4)])
 def test_shards_of_real_size_are_fetched_straight_into_place(mib: int, world: int) -> None:
     for right, added, whole in run_ranks(fetch_wide, world, mib, timeout=300):
         assert right
@@ -415,16 +407,7 @@ class Doubling(nn.Module):
 
 
 def double(stage: int, empty: bool) -> tuple[str, int]:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": 2112 * 2112,
-        },
-    }
-    engine, *_ = shardwise.initialize(model=Doubling(), config=config)
+    engine = engine_of(Doubling(), stage, SGD, zero={"reduce_bucket_size": 2112 * 2112})
     generator = torch.Generator().manual_seed(dist.get_rank())
     for number in range(3):
         # From the second step on one rank needs the layer more often than any has before.
@@ -482,12 +465,7 @@ class Repeated(nn.Module):
 
 def repeat() -> tuple[int, int]:
     """Return how often values had to be fetched, and the most elements that were whole in the first pass."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1},
-    }
-    engine, *_ = shardwise.initialize(model=Repeated(), config=config)
+    engine = engine_of(Repeated(), 3, SGD, zero={"reduce_bucket_size": 1})
     sharded = engine.sharded
     most = 0
     launch = Unit.unshard
@@ -572,7 +550,7 @@ def fewer_batches(first: int, catch: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize(("first", "catch"), [(0, False), (0, True), (1, False), (1, True)])
+@pytest.mark.parametrize(("first", "catch"), [(0, False), thorough(0, True), thorough(1, False), (1, True)])
 def test_a_rank_that_destroys_its_engine_too_early_is_named(first: int, catch: bool) -> None:
     goes_on, destroys = run_ranks(fewer_batches, 2, first, catch, timeout=60)
     reason = ", after ValueError: no more data" if catch else ""

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from shardwise.comm.intra_node_transport import VARIABLE
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.training import Outcome, Setting, assert_identical, ranks_agree, train_all
 
@@ -31,7 +31,9 @@ def train_through(transport: str, name: str, settings: list[Setting]) -> list[Ou
         del os.environ[VARIABLE]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("form_")])
+@pytest.mark.parametrize(
+    "name", [name if name == "two_towers" else thorough(name) for name in CASES if not name.startswith("form_")]
+)
 def test_both_give_the_same_bits(name: str) -> None:
     world = 3 if name == "gpt" else 2
     settings = [setting for setting in STAGES if setting.precision in CASES[name].precisions]

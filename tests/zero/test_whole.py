@@ -18,7 +18,7 @@ from shardwise.memory import Category
 from shardwise.utils import safe_set_full_fp32_param
 from shardwise.zero.units.peaks import Orders, best_whole, gathered_together
 from shardwise.zero.units.released import is_released
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.training import DTYPES, Setting, assert_identical, parameters_digest, ranks_agree, start, train_all
 
@@ -113,8 +113,10 @@ def test_keys() -> None:
 # -- the same training -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["gpt", "frozen_half", "odd_mlp"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [thorough("gpt", "fp32"), thorough("gpt", "bf16"), thorough("frozen_half", "bf16"), ("odd_mlp", "fp32")],
+)
 def test_bits_do_not_depend_on_what_stays_whole(name: str, precision: str) -> None:
     base = Setting(stage=3, cap=50, precision=precision, optimizer="AdamW", lr=1e-2, clip=0.5, accumulation=2)
     strict = (("strict_sync", True),)
@@ -213,8 +215,10 @@ def resumed(directory: str, writer: Setting, reader: Setting) -> tuple[str, str]
     return straight, again
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("writes", "reads"), [(25, 25), (25, 0), (0, 25), (None, None)])
+@pytest.mark.parametrize(
+    ("writes", "reads", "precision"),
+    [thorough(25, 25, "fp32"), (25, 0, "bf16"), thorough(0, 25, "fp32"), thorough(None, None, "bf16")],
+)
 def test_resuming_is_exact(tmp_path: Path, writes: int | None, reads: int | None, precision: str) -> None:
     base = MIXED.with_stage(3, precision=precision, optimizer="AdamW", lr=1e-2)
     for straight, again in run_ranks(
@@ -277,7 +281,8 @@ def between_the_passes(what: str) -> tuple[str, int, str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "gathers"), [("read", 1), ("gather", 3), ("another forward", 2), ("one rank releases", 1)]
+    ("what", "gathers"),
+    [thorough("read", 1), ("gather", 3), thorough("another forward", 2), ("one rank releases", 1)],
 )
 def test_what_comes_between_forward_and_backward(what: str, gathers: int) -> None:
     plain = run_ranks(between_the_passes, 2, "")[0]

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Category
 from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import Simulation, rounded
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.memory import test_report as reports
 from tests.models import CASES, Case
 from tests.zero.test_changing import Model as ChangingModel
@@ -30,6 +30,8 @@ from tests.zero.training import (
     Tensors,
     assert_close,
     digest,
+    each,
+    engine_of,
     gradients,
     make_optimizer,
     masters,
@@ -54,19 +56,11 @@ def start(
     precision: str = "fp32",
     accumulation: int = 1,
     model: nn.Module | None = None,
-    optimizer: str = "AdamW",
     **more: Any,
 ) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
-        "bf16": {"enabled": precision == "bf16"},
-        **more,
-    }
     model = case.make() if model is None else model
-    owned = make_optimizer(optimizer, case.groups(model), 1e-2)
-    return shardwise.initialize(model=model, optimizer=owned, config=config)[0]
+    more = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": precision == "bf16"}, **more}
+    return engine_of(model, 3, make_optimizer("AdamW", case.groups(model), 1e-2), zero=zero, **more)
 
 
 def backward(engine: Any, case: Case, step: int, micro: int = 0, precision: str = "fp32") -> float:
@@ -114,10 +108,6 @@ def recorded(zero: Zero, accumulation: int, precision: str = "fp32", steps: int 
     if dist.get_rank():
         seen["masters"] = seen["gradients"] = None
     return seen
-
-
-def recorded_all(settings: Sequence[tuple[Zero, int]]) -> list[dict[str, Any]]:
-    return [recorded(zero, accumulation) for zero, accumulation in settings]
 
 
 def in_flat(tensors: Tensors, numel: int, slots: Sequence[tuple[str, int, int]]) -> torch.Tensor:
@@ -171,7 +161,7 @@ def check_against_one_process(seen: dict[str, Any], zero: Zero, accumulation: in
 
 def test_gradients_are_those_of_one_process() -> None:
     settings = [(QW, 1), (LOCO, 2), (ALL, 1), (HP, 1), (EXACT, 1)]
-    answers = run_ranks(recorded_all, WORLD, settings)
+    answers = run_ranks(each, WORLD, recorded, settings)
     for number, (zero, accumulation) in enumerate(settings):
         first, *others = [answer[number] for answer in answers]
         for other in others:
@@ -201,7 +191,7 @@ def losses(settings: Sequence[Zero], precision: str, accumulation: int) -> list[
 
 
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "settings"), [("fp32", 1, [EXACT, QW, QG, ALL]), ("bf16", 2, [EXACT, ALL])]
+    ("precision", "accumulation", "settings"), [thorough("fp32", 1, [EXACT, QW, QG, ALL]), ("bf16", 2, [EXACT, ALL])]
 )
 def test_training_comes_to_where_exact_training_does(precision: str, accumulation: int, settings: list[Zero]) -> None:
     exact, *others = torch.tensor(run_ranks(losses, WORLD, settings, precision, accumulation)).mean(0)
@@ -230,7 +220,7 @@ def test_prefetching_and_recomputing_change_no_bit() -> None:
         assert len(set(answer)) == 1
 
 
-@pytest.mark.parametrize("name", ["router", "mixture", "frozen_half", "odd_mlp"])
+@pytest.mark.parametrize("name", ["router", thorough("mixture"), thorough("frozen_half"), thorough("odd_mlp")])
 def test_ranks_agree_whatever_their_branches(name: str) -> None:
     answers = run_ranks(digests, WORLD, name, [(ALL, False), (HP, False), (EXACT, False)])
     assert all(answer == answers[0] for answer in answers)
@@ -261,7 +251,7 @@ def resumed(directory: str, zero: Zero, more: dict[str, Any]) -> tuple[list[str]
     ("zero", "more"),
     [
         (ALL, {}),
-        (
+        thorough(
             {"stage": 1},
             {"compression": {"type": "int4", "params": {"error_feedback": True, "stochastic_rounding": True}}},
         ),
@@ -341,7 +331,7 @@ def sent(settings: Sequence[Zero], precision: str) -> list[dict[tuple[str, str],
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_bytes_are_those_of_the_closed_form(precision: str) -> None:
     size = DTYPES[precision].itemsize
     shard = WIDE * WIDE // WORLD
@@ -370,13 +360,8 @@ def reported_all(precision: str, accumulation: int, settings: Sequence[Zero]) ->
     return [reports.report(3, precision, keep=0, accumulation=accumulation, zero=zero) for zero in settings]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "settings"),
-    [
-        pytest.param("fp32", 2, [ALL], marks=pytest.mark.thorough),
-        ("bf16", 1, [QW, HP, QG]),
-    ],
+    ("precision", "accumulation", "settings"), [thorough("fp32", 2, [ALL]), thorough("bf16", 1, [QW, HP, QG])]
 )
 def test_memory_is_as_planned(precision: str, accumulation: int, settings: list[Zero]) -> None:
     numel = sum(p.numel() for p in reports.GPT().parameters())
@@ -462,16 +447,7 @@ def changing() -> list[str]:
         torch.manual_seed(0)
         model = ChangingModel(recompute=False)
         owned = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_param_persistence_threshold": 0,
-                "reduce_bucket_size": 20,
-                **zero,
-            },
-        }
-        engine = shardwise.initialize(model=model, optimizer=owned, config=config)[0]
+        engine = engine_of(model, 3, owned, zero={"reduce_bucket_size": 20, **zero})
 
         def steps(engine: Any = engine) -> None:
             for number in range(3):

@@ -26,8 +26,12 @@ from tests.models import CASES, Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
+
 Tensors = dict[str, torch.Tensor]
 Run = tuple[int, int, torch.Tensor]
+Maker = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,22 @@ def make_optimizer(name: str, parameters: Any, lr: float) -> torch.optim.Optimiz
     }
     cls = torch.optim.SGD if name == "momentum" else getattr(torch.optim, name)
     return cls(list(parameters), lr=lr, **options.get(name, {}))
+
+
+def each(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """Call a function with several arguments in turn, in one call of the ranks."""
+    return [function(*case) for case in cases]
+
+
+def engine_of(
+    model: nn.Module, stage: int = 3, optimizer: Any = None, *, zero: Mapping[str, Any] | None = None, **config: Any
+) -> Any:
+    """Make an engine that releases small units as well; an optimizer may be the section of a configuration."""
+    config = {"train_micro_batch_size_per_gpu": 2, **config}
+    config["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})}
+    if isinstance(optimizer, dict):
+        config["optimizer"], optimizer = optimizer, None
+    return shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def start(case: Case, setting: Setting, model: nn.Module | None = None, optimizer: Any = None) -> Any:
@@ -203,9 +223,10 @@ def parameters_digest(model: nn.Module) -> str:
         return digest(list(model.parameters()))
 
 
-def train(case: Case, setting: Setting, steps: int) -> Outcome:
-    """Train on this rank with the others."""
-    engine = start(case, setting)
+def train(case: Case, setting: Setting, steps: int, make: Maker | None = None) -> Outcome:
+    """Train on this rank with the others; `make` makes an optimizer from parameters or groups."""
+    model = case.make()
+    engine = start(case, setting, model, make and make(case.groups(model)))
     outcome = Outcome()
     for step in range(steps):
         for micro in range(setting.accumulation):
@@ -225,11 +246,11 @@ def train(case: Case, setting: Setting, steps: int) -> Outcome:
     return outcome
 
 
-def train_all(name: str, settings: Sequence[Setting], steps: int = 3) -> list[Outcome]:
+def train_all(name: str, settings: Sequence[Setting], steps: int = 3, make: Maker | None = None) -> list[Outcome]:
     """Train a case with each setting in turn. Ranks other than 0 leave whole tensors out of their answer."""
     outcomes = []
     for setting in settings:
-        outcome = train(CASES[name], setting, steps)
+        outcome = train(CASES[name], setting, steps, make)
         if dist.get_rank():
             seen = digest([*outcome.masters.values(), *(g for grads in outcome.gradients for g in grads.values())])
             outcome.masters, outcome.gradients = (
@@ -263,7 +284,7 @@ def plain(
     *,
     wide: bool = False,
     model: nn.Module | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: Maker | None = None,
 ) -> Outcome:
     """Train in this process on the global batch.
 
