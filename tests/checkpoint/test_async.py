@@ -28,6 +28,7 @@ from shardwise.memory import Category, MemoryLimit
 from tests.checkpoint import test_kill
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_kill import ROOT, Job, end, events, instrument, listed_later, same, what_is_left
+from tests.harness import thorough
 
 ASYNC = {"async_save": True}
 
@@ -493,7 +494,7 @@ def killed_anywhere(path: str, overwrite: bool) -> list[str]:
     raise AssertionError("the save never ended")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [False, thorough(True)])
 def test_killed_at_any_moment_there_is_the_old_or_the_new_checkpoint(overwrite: bool, tmp_path: Path) -> None:
     (found,) = on_ranks(killed_anywhere, 1, str(tmp_path / "runs"), overwrite)
     assert len(found) > 30

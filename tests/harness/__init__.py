@@ -1,5 +1,12 @@
-"""Runs a function on several Gloo ranks in long-lived worker processes (see `tests.harness.pool`)."""
+"""Runs a function on several Gloo ranks in long-lived worker processes (see `tests.harness.pool`); marks cases."""
+
+import functools
+
+import pytest
 
 from tests.harness.pool import RankFailure, RankTimeout, close_pool, run_ranks, worker_pids
 
-__all__ = ["RankFailure", "RankTimeout", "close_pool", "run_ranks", "worker_pids"]
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
+"""A case of `parametrize` that `make exhaustive` runs and `make test` leaves out."""
+
+__all__ = ["RankFailure", "RankTimeout", "close_pool", "run_ranks", "thorough", "worker_pids"]
