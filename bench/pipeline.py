@@ -5,7 +5,7 @@
 All systems are built in the same processes, with the same layers, cuts and data, and take turns, forwards and backwards
 through the list. Each rank is one stage (two for schedules with several chunks). A turn is some steps of all
 micro-batches with a fused AdamW step. "idle" is the share of the batch in which a rank computes nothing (of this
-library, measured around each computation); "memory" is the highest resident size of a rank in a turn over that before it.
+library, measured around each computation); "memory" is the highest resident size of a rank in a turn over that before.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ def batches(options: argparse.Namespace) -> list[Any]:
 
 def of_shardwise(options: argparse.Namespace, name: str) -> tuple[Callable[[], Any], Any]:
     """Return a function that makes a step, and the engine."""
-    from shardwise.pipe import LayerSpec, PipelineModule
-
     import shardwise
+    from shardwise.pipe import LayerSpec, PipelineModule
 
     specs, chunks = [LayerSpec(*layer) for layer in layers(options.shape)], CHUNKS.get(name, 1)
     model = PipelineModule(

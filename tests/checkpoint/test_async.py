@@ -28,6 +28,7 @@ from shardwise.memory import Category, MemoryLimit
 from tests.checkpoint import test_kill
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_kill import ROOT, Job, end, events, instrument, listed_later, same, what_is_left
+from tests.harness import thorough
 
 ASYNC = {"async_save": True}
 
@@ -90,7 +91,7 @@ def content(path: str) -> tuple[list[bytes], str]:
 def same_files(path: str) -> int:
     compared = 0
     for number, (stage, dtype, optimizer) in enumerate(
-        [(0, "fp32", "AdamW"), (1, "fp16", "AdamW"), (2, "bf16", "Adafactor"), (3, "bf16", "AdamW"), (3, "fp32", "SGD")]
+        [(0, "fp16", "AdamW"), (1, "fp32", "SGD"), (2, "bf16", "Adafactor"), (3, "bf16", "AdamW")]
     ):
         where = f"{path}/{number}"
         client = {"values": torch.arange(3), "pair": (1, 2.5), "epoch": number}
@@ -133,7 +134,7 @@ def differing_frozen(before: dict[str, Any], other: Run) -> list[str]:
 
 
 def test_the_files_are_those_of_a_save_in_the_foreground_and_training_resumes_exactly(tmp_path: Path) -> None:
-    assert on_ranks(same_files, 2, str(tmp_path)) == [5, 5]
+    assert on_ranks(same_files, 2, str(tmp_path)) == [4, 4]
 
 
 def overlapping(path: str) -> list[str]:
@@ -223,49 +224,46 @@ def fail_by_removal(run: Run, path: str, victim: int) -> str:
 
 def failing(path: str) -> list[str]:
     messages = []
-    number = 0
-    for how in (fail_by_size, fail_by_kill, fail_by_kill_unseen, fail_by_removal):
-        for victim in (0, 1):
-            where = f"{path}/{number}"
-            run = started(where, config(2))
-            engine = run.engine
-            expected = how(run, where, victim)
-            run.step()  # training does not mind
-            with pytest.raises(CheckpointError) as caught:
-                if number % 3 == 0:
-                    engine.save_checkpoint(where, tag="c", asynchronous=number == 0)
-                elif number % 3 == 1:
-                    engine.wait_for_checkpoint()
-                else:
-                    engine.destroy()
-            message = str(caught.value)
-            assert f"{where}/b: writing this checkpoint in the background failed on rank" in message
-            assert re.search(expected, message), message
-            messages.append(message.replace(path, ""))
-            if number % 3 == 2:
-                assert engine.sharded.closed
-                engine.destroy()
+    for number, how in enumerate((fail_by_size, fail_by_kill, fail_by_kill_unseen, fail_by_removal)):
+        where = f"{path}/{number}"
+        run = started(where, config(2))
+        engine = run.engine
+        expected = how(run, where, number % 2)
+        run.step()  # training does not mind
+        with pytest.raises(CheckpointError) as caught:
+            if number % 3 == 0:
+                engine.save_checkpoint(where, tag="c", asynchronous=number == 0)
+            elif number % 3 == 1:
+                engine.wait_for_checkpoint()
             else:
-                # It is told once, and the next save works, with a new process where the old one is gone.
-                assert engine.wait_for_checkpoint() is None
-                assert run.load(where)[1] == {"n": "first"}
-                engine.save_checkpoint(where, tag="d", asynchronous=True)
-                assert engine.wait_for_checkpoint() == f"{where}/d"
                 engine.destroy()
-                meet()
-                assert sorted(os.listdir(where)) == ["d", "first", "latest"]
-                verify(f"{where}/d")
+        message = str(caught.value)
+        assert f"{where}/b: writing this checkpoint in the background failed on rank" in message
+        assert re.search(expected, message), message
+        messages.append(message.replace(path, ""))
+        if number % 3 == 2:
+            assert engine.sharded.closed
+            engine.destroy()
+        else:
+            # It is told once, and the next save works, with a new process where the old one is gone.
+            assert engine.wait_for_checkpoint() is None
+            assert run.load(where)[1] == {"n": "first"}
+            engine.save_checkpoint(where, tag="d", asynchronous=True)
+            assert engine.wait_for_checkpoint() == f"{where}/d"
+            engine.destroy()
             meet()
-            verify(f"{where}/first")
-            number += 1
+            assert sorted(os.listdir(where)) == ["d", "first", "latest"]
+            verify(f"{where}/d")
+        meet()
+        verify(f"{where}/first")
     return messages
 
 
 def test_a_failure_in_the_background_is_raised_on_all_ranks_and_nothing_else_is_lost(tmp_path: Path) -> None:
     one, other = on_ranks(failing, 2, str(tmp_path))
     assert one == other
-    assert [message.count("failed on rank 0") for message in one] == [1, 0, 1, 0, 1, 0, 1, 1]
-    assert "MB are free" in one[0] and "MB are free" in one[1]
+    assert [message.count("failed on rank 0") for message in one] == [1, 0, 1, 1]
+    assert "MB are free" in one[0]
 
 
 def refused(path: str) -> list[str]:
@@ -493,7 +491,7 @@ def killed_anywhere(path: str, overwrite: bool) -> list[str]:
     raise AssertionError("the save never ended")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [False, thorough(True)])
 def test_killed_at_any_moment_there_is_the_old_or_the_new_checkpoint(overwrite: bool, tmp_path: Path) -> None:
     (found,) = on_ranks(killed_anywhere, 1, str(tmp_path / "runs"), overwrite)
     assert len(found) > 30

@@ -163,11 +163,17 @@ def empty_latest(runs: Path) -> None:
     (runs / "latest").write_bytes(b"")
 
 
-FAULTS = [break_data, break_manifest, remove_manifest, remove_file, truncate_file, remove_directory]
-
-
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    ("fault", "trained"),
+    [
+        (break_data, True),
+        (break_manifest, False),
+        (remove_manifest, True),
+        (remove_file, False),
+        (truncate_file, True),
+        (remove_directory, False),
+    ],
+)
 def test_without_a_tag_the_newest_complete_one_is_loaded(runs: Path, fault: Any, trained: bool) -> None:
     fault(runs)
     for result in on_ranks(attempt, 2, str(runs), None, trained):

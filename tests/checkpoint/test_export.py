@@ -24,6 +24,7 @@ from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
 from tests.checkpoint.weights import save_by_hand
+from tests.harness import thorough
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,7 +67,7 @@ def exports(path: str, stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_an_engine_and_its_checkpoint_export_the_values_of_the_optimizer(stage: int, tmp_path: Path) -> None:
     expected = on_ranks(exports, 2, str(tmp_path), stage)[0]
     for dtype in ("fp32", "bf16"):

@@ -55,8 +55,7 @@ def failing(path: str, how: str, victim: int) -> tuple[str, list[str], bool]:
     return str(caught.value), left, untouched
 
 
-@pytest.mark.parametrize("how", ["new", "overwrite"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "how"), [(0, "new"), (1, "overwrite")])
 def test_a_rank_that_cannot_write_fails_the_save_on_all(how: str, victim: int, tmp_path: Path) -> None:
     results = on_ranks(failing, 2, str(tmp_path), how, victim)
     for number, (message, left, untouched) in enumerate(results):

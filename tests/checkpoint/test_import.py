@@ -18,6 +18,7 @@ from shardwise.checkpoint import open_source
 from shardwise.errors import CheckpointError, CheckpointPathError
 from tests.checkpoint.job import Model, Run, config, on_ranks
 from tests.checkpoint.weights import save_by_hand
+from tests.harness import thorough
 
 SEED = 9
 FORMS = ("single", "sharded", "bin", "bins", "wrapped", "dcp", "checkpoint")
@@ -92,7 +93,7 @@ def load_all(path: str, stage: int, dtype: str) -> dict[str, list[str]]:
     return wrong
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [thorough(0, "fp32"), thorough(1, "bf16"), (3, "bf16")])
 def test_every_form_is_loaded_with_all_digits(forms: Path, stage: int, dtype: str) -> None:
     for wrong in on_ranks(load_all, 2, str(forms), stage, dtype):
         assert wrong == {form: [] for form in FORMS}

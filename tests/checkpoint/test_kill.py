@@ -20,6 +20,7 @@ import torch
 from shardwise.checkpoint import Checkpoint, directory, verify
 from shardwise.checkpoint.safetensors_writer import TensorWriter
 from tests.checkpoint.job import Run, config, on_ranks
+from tests.harness import thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +122,7 @@ def listed_later(runs: Path) -> list[str]:
     return sorted(os.listdir(runs))
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [thorough(False), True])
 def test_killed_at_any_moment_of_a_save_there_is_the_old_or_the_new_checkpoint(overwrite: bool, tmp_path: Path) -> None:
     (found,) = on_ranks(kill_at_every_step, 1, str(tmp_path / "runs"), overwrite)
     assert len(found) > 30

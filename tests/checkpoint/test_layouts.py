@@ -11,6 +11,7 @@ import torch
 
 from shardwise.checkpoint import Checkpoint
 from tests.checkpoint.job import FROZEN, Run, config, on_ranks
+from tests.harness import thorough
 
 
 def train_and_save(path: str, stage: int, dtype: str, optimizer: str) -> None:
@@ -74,7 +75,7 @@ def losses(path: str, stage: int, micro: int, steps: int, load: bool) -> list[fl
     return found
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 1), (3, 2), (6, 3)])
+@pytest.mark.parametrize(("world", "stage"), [thorough(1, 3), thorough(2, 0), thorough(2, 1), (3, 2), thorough(6, 3)])
 def test_training_goes_on_with_the_same_losses_on_other_numbers_of_ranks(
     world: int, stage: int, tmp_path: Path
 ) -> None:
@@ -86,7 +87,7 @@ def test_training_goes_on_with_the_same_losses_on_other_numbers_of_ranks(
     assert len(set(expected)) == 6
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")])
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp32"), thorough("fp32", "bf16"), ("fp16", "bf16")])
 def test_master_weights_and_state_survive_a_change_of_dtype(saved: str, loaded: str, tmp_path: Path) -> None:
     source, target = str(tmp_path / "from"), str(tmp_path / "to")
     on_ranks(train_and_save, 2, source, 2, saved, "AdamW")

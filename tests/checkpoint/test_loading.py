@@ -20,7 +20,7 @@ from shardwise.checkpoint.selection import Selection
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Accountant, track_activations
 from tests.checkpoint.job import Model
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import CASES
 from tests.zero.training import Setting, start
 
@@ -91,7 +91,7 @@ def all_adapters(path: str) -> None:
         adapters(f"{path}/{stage}b", stage, stage, "bf16")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [thorough(1), 2])
 def test_adapters_and_their_base_come_from_different_checkpoints(world: int, tmp_path: Path) -> None:
     run_ranks(all_adapters, world, str(tmp_path))
 

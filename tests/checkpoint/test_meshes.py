@@ -32,7 +32,7 @@ from tests.checkpoint.matrix import (
     whole,
 )
 from tests.checkpoint.test_copies import as_node
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.tensor import together
 
 ADAMW, NARROW, MUON = (
@@ -79,7 +79,7 @@ def tensors(directory: Path) -> dict[str, tuple[torch.dtype, list[int], bytes]]:
     }
 
 
-@pytest.mark.parametrize("entry", [ADAMW, NARROW], ids=str)
+@pytest.mark.parametrize("entry", [thorough(ADAMW), NARROW], ids=str)
 def test_whole_weights_are_those_of_one_process(entry: Entry, tmp_path: Path) -> None:
     """From the engine, and from its checkpoint; masters, and what modules compute with."""
     run_ranks(save_and_export, SHARED.world, str(tmp_path), entry, SHARED)
@@ -128,8 +128,11 @@ def save_in_the_background_and_copy(root: str, entry: Entry, layout: Layout) -> 
     return wrong
 
 
-@pytest.mark.parametrize("entry", [ADAMW, NARROW, MUON], ids=str)
-@pytest.mark.parametrize("layout", [SHARED._replace(stage=1), Layout(2, 4, 2, 2, 2), SHARED], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "entry"),
+    [thorough(SHARED._replace(stage=1), ADAMW), thorough(Layout(2, 4, 2, 2, 2), NARROW), (SHARED, MUON)],
+    ids=str,
+)
 def test_memory_and_background_saves_are_exact(entry: Entry, layout: Layout, tmp_path: Path) -> None:
     for wrong in run_ranks(save_in_the_background_and_copy, layout.world, str(tmp_path), entry, layout):
         assert wrong == []
@@ -184,8 +187,7 @@ def divided_later(entry: Entry, layout: Layout) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("entry", [ADAMW, MUON], ids=str)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "entry"), [thorough(0, ADAMW), thorough(0, MUON), (3, MUON)], ids=str)
 def test_an_optimizer_goes_on_with_its_state_where_tensors_are_divided(entry: Entry, stage: int) -> None:
     (expected,) = run_ranks(divided_later, 1, entry, ALONE)
     for losses in run_ranks(divided_later, 2, entry, Layout(stage, 2, tensor=2)):

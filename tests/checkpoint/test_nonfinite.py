@@ -15,6 +15,7 @@ from shardwise.utils.logging import logger
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.checkpoint.test_retention import left, make
 from tests.engine.test_idle_steps import Lines
+from tests.harness import thorough
 
 
 def spoil(run: Run, state: bool = False) -> None:
@@ -49,7 +50,8 @@ def goes_wrong(root: str, settings: dict[str, Any], state: bool) -> tuple[list[s
 
 
 @pytest.mark.parametrize(
-    ("settings", "state"), [({}, False), ({"non_finite": "skip"}, True), ({"checkpoint": {"async_save": True}}, False)]
+    ("settings", "state"),
+    [thorough({}, False), ({"non_finite": "skip"}, True), ({"checkpoint": {"async_save": True}}, False)],
 )
 def test_such_checkpoints_are_marked_and_the_last_finite_one_is_gone_on_from(
     settings: dict[str, Any], state: bool, tmp_path: Path

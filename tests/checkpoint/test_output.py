@@ -202,17 +202,14 @@ def save(path: str, writer: dict[str, Any] | None, asynchronous: bool) -> bool:
     return bool(seen)
 
 
-@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
     ("writer", "expected"),
     [(None, (False, True)), ({"type": "python"}, (False, False)), ({"type": "fast"}, (True, True)), ({}, (True, True))],
 )
-def test_the_key_or_the_kind_of_save_decides(
-    writer: dict[str, Any] | None, expected: tuple[bool, bool], background: bool
-) -> None:
+def test_the_key_or_the_kind_of_save_decides(writer: dict[str, Any] | None, expected: tuple[bool, bool]) -> None:
     section = {} if writer is None else {"writer": writer}
     found = resolve({"train_batch_size": 1, "checkpoint": section}).config.checkpoint
-    assert found.writes_directly(background=background) == expected[background]
+    assert (found.writes_directly(background=False), found.writes_directly(background=True)) == expected
 
 
 @pytest.mark.parametrize("writer", [None, {"type": "fast"}])

@@ -32,7 +32,7 @@ def frozen(path: str) -> tuple[list[str], list[str]]:
     told = []
     for tag in ("a", "b"):
         assert engine._checkpoints.background.saving is not None
-        engine._checkpoints.background.saving._limit = 2.0
+        engine._checkpoints.background.saving._limit = 1.0
         process = process_of(run)
         if torch.distributed.get_rank() == 1:
             os.kill(process, signal.SIGSTOP)
@@ -69,12 +69,12 @@ def slow_part(path: str) -> str | None:
     run = started(path, config(2, checkpoint={"async_save": True}))
     background = run.engine._checkpoints.background.saving
     assert background is not None
-    background._limit = 3.0 if torch.distributed.get_rank() == 0 else 60.0
+    background._limit = 1.5 if torch.distributed.get_rank() == 0 else 60.0
     process = process_of(run)
     if torch.distributed.get_rank() == 1:
         os.kill(process, signal.SIGSTOP)
-        threading.Timer(6.0, os.kill, (process, signal.SIGCONT)).start()
-    with mock.patch.object(type(background), "turn", 8.0):  # so that rank 0 waits for longer than its limit
+        threading.Timer(3.0, os.kill, (process, signal.SIGCONT)).start()
+    with mock.patch.object(type(background), "turn", 4.0):  # so that rank 0 waits for longer than its limit
         run.engine.save_checkpoint(path, tag="slow")
         return run.engine.wait_for_checkpoint()
 
@@ -95,9 +95,9 @@ def hung(path: str) -> list[str]:
     saving.write_tensors = write
     slow_io.WARN_AFTER_S = before
     logger.removeHandler(handler)
-    return [line for line in handler.lines if "it has taken" in line]
+    return [line for line in handler.lines if "writes its part: it has taken" in line]
 
 
 def test_a_slow_disk_is_said_while_everybody_waits(tmp_path: Path) -> None:
     first, second = on_ranks(hung, 2, str(tmp_path))
-    assert first == [] and len(second) == 2 and "rank 1 writes its part: it has taken 0 s so far" in second[0]
+    assert first == [] and len(second) >= 2 and "rank 1 writes its part: it has taken 0 s so far" in second[0]

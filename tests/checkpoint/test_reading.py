@@ -16,7 +16,7 @@ import shardwise
 from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifestfile, safetensors_reader
 from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 WIDTH = 3400
 SIZE = 12 * (WIDTH * WIDTH + WIDTH)
@@ -100,7 +100,7 @@ def load(path: str, trained: bool) -> dict[str, Any]:
     return {"read": sum(counts), "wrong": wrong, "kept": kept}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [thorough(1), thorough(2), 3])
 def test_a_resuming_job_reads_optimizer_state_once(saved: str, world: int) -> None:
     found = run_ranks(load, world, saved, False)
     assert [one["wrong"] for one in found] == [[]] * world
@@ -148,7 +148,7 @@ def refusals(path: str, trained: bool) -> list[tuple[str, str, bool]]:
     return found
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("trained", [thorough(True), False])
 def test_damage_in_any_kind_of_block_is_refused_and_changes_nothing(saved: str, trained: bool) -> None:
     for found in run_ranks(refusals, 2, saved, trained):
         kinds = {kind.partition("/")[0] for kind, _, _ in found}

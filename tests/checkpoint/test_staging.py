@@ -25,6 +25,7 @@ from tests.checkpoint.test_tensorfile import TENSORS, equal
 from tests.device import checking
 from tests.device.recording import recording
 from tests.device.streams import far
+from tests.harness import thorough
 
 CPU = torch.device("cpu")
 LATE = pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
@@ -116,8 +117,9 @@ def there_and_back(root: str, stage: int, late: bool) -> None:
     assert near.step() == other.step()
 
 
-@LATE
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "late"), [thorough(0, False), thorough(3, False), (3, True)], ids=["0-early", "3-early", "3-late"]
+)
 def test_whole_checkpoints(late: bool, stage: int, tmp_path: Path) -> None:
     on_ranks(there_and_back, 2, str(tmp_path), stage, late)
 
@@ -211,7 +213,9 @@ def disturbed(root: str, stage: int, dtype: str) -> None:
             run.micro_batch() if disturb is batch_statistics_change else None
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [thorough(0, "fp32"), thorough(1, "bf16"), thorough(2, "fp32"), (3, "bf16")]
+)
 def test_snapshots_have_what_was_there_when_they_were_taken(stage: int, dtype: str, tmp_path: Path) -> None:
     on_ranks(disturbed, 2, str(tmp_path), stage, dtype)
 
@@ -257,6 +261,6 @@ def a_copy_fails(root: str, broken: int) -> None:
         assert run.engine.wait_for_checkpoint() == f"{root}/third"
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [thorough(0), 1])
 def test_a_device_that_fails_to_copy_fails_the_save(broken: int, tmp_path: Path) -> None:
     on_ranks(a_copy_fails, 2, str(tmp_path), broken)

@@ -33,8 +33,7 @@ def export(path: str, stage: int, dtype: str) -> dict[str, Any]:
     return {"peak": peak, "largest": largest, "state": state}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
 def test_plain_torch_loads_the_weights(stage: int, dtype: str, tmp_path: Path) -> None:
     results = on_ranks(export, 2, str(tmp_path), stage, dtype)
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "trained.safetensors"]

@@ -119,7 +119,7 @@ def in_nothing(work: Callable[[], Any]) -> None:
     threading.Thread(target=work, daemon=True).start()
     queue: Queue[None] = Queue()
     with contextlib.suppress(Empty):
-        queue.get(timeout=0.8)
+        queue.get(timeout=0.4)
 
 
 PLACES: dict[str, Callable[[Callable[[], Any]], None]] = {
@@ -135,9 +135,9 @@ def where_a_rank_waits(call: str) -> list[str]:
     tensor, seen = torch.ones(3), list[Position]()
     here = Here(thread=threading.get_ident())
     compare_calls(False)  # an engine may have switched it on
-    late = threading.Timer(0.4, lambda: seen.append(here()))
+    late = threading.Timer(0.2, lambda: seen.append(here()))
     if api.get_rank():
-        time.sleep(1.0)
+        time.sleep(0.6)
     else:
         late.start()
     if call == "forward":

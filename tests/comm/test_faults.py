@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.comm.stall_watchdog import EXIT_CODE
+from tests.harness import thorough
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -177,8 +179,6 @@ FAULTS = {
     "sleeps": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: is outside of collectives at .*@SLEEP",)),
     "loader": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: is in its data loader at .*@SLOW LOADER",)),
 }
-QUICK = {("forward", 2), ("stopped", 2)}
-"""Those of `make test`: the judgement of the others is tested in test_stalls.py."""
 
 
 def runs_in(process: Path, directory: Path) -> bool:
@@ -190,11 +190,8 @@ def runs_in(process: Path, directory: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("fault", "ranks"),
-    [
-        pytest.param(fault, ranks, marks=[] if (fault, ranks) in QUICK else pytest.mark.thorough)
-        for fault in FAULTS
-        for ranks in (2, 4)
-    ],
+    # The judgement of the others is tested in test_stalls.py.
+    [("forward", 2), *(thorough(*case) for case in itertools.product(FAULTS, (2, 4)) if case != ("forward", 2))],
 )
 def test_faults(tmp_path: Path, fault: str, ranks: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -22,6 +22,7 @@ from shardwise.compat import all_gather_single
 from shardwise.engine.parallel import SharedSequences
 from tests.device.recorded import imagined
 from tests.device.recording import recording
+from tests.harness import thorough
 from tests.models import CASES
 from tests.scale.test_groups import TENSOR, Net
 from tests.zero.training import Setting, start
@@ -130,7 +131,7 @@ def test_no_gathered_byte_outlives_its_last_reader(world: int, tmp_path: Path) -
     ("model", "world", "stage"),
     [
         ("odd_mlp", 2, 2),
-        *(pytest.param(*one, marks=pytest.mark.thorough) for one in (("gpt", 2, 1), ("gpt", 8, 2), ("gpt", 8, 1))),
+        *(thorough(*one) for one in (("gpt", 2, 1), ("gpt", 8, 2), ("gpt", 8, 1))),
     ],
 )
 def test_updated_parameters_are_all_that_stays_of_an_all_gather(

@@ -256,29 +256,36 @@ def test_ordered_sums_into_the_own_range_of_the_input(accumulate: bool) -> None:
         assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def small_cases(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+SHAPES: list[tuple[int, ...]] = [(), (5,), (7, 3)]
+
+
+def small(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return values(rank, torch.Size(shape).numel(), dtype).reshape(shape)
+
+
+def small_cases(dtype: torch.dtype) -> list[list[torch.Tensor]]:
     found = []
     backend = on_group()
-    for launch in (backend.all_reduce, lambda tensor, record: backend.broadcast(tensor, 1, record)):
-        tensor = values(dist.get_rank(), torch.Size(shape).numel(), dtype).reshape(shape)
-        if tensor.dim() == 2:
-            tensor = tensor.t().contiguous().t()  # not contiguous
-        launch(tensor, RECORD).wait()
-        found.append(tensor)
-    return found[0], found[1]
+    for shape in SHAPES:
+        both = [small(dist.get_rank(), shape, dtype) for _ in range(2)]
+        if len(shape) == 2:
+            both = [tensor.t().contiguous().t() for tensor in both]  # not contiguous
+        backend.all_reduce(both[0], RECORD).wait()
+        backend.broadcast(both[1], 1, RECORD).wait()
+        found.append(both)
+    return found
 
 
 @pytest.mark.parametrize("dtype", COPIED)
-@pytest.mark.parametrize("shape", [(), (5,), (7, 3)])
-def test_small_sums_and_broadcasts_of_any_dtype_and_layout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    terms = [values(rank, torch.Size(shape).numel(), dtype).reshape(shape) for rank in range(3)]
-    half = dtype in (BF16, torch.float16)
-    expected = terms[0].to(FP32 if half else dtype)
-    for term in terms[1:]:
-        expected = expected + term
-    for total, word in run_ranks(small_cases, 3, shape, dtype):
-        assert same_bits(total, expected.to(dtype))
-        assert same_bits(word, terms[1])
+def test_small_sums_and_broadcasts_of_any_dtype_and_layout(dtype: torch.dtype) -> None:
+    for found in run_ranks(small_cases, 3, dtype):
+        for shape, (total, word) in zip(SHAPES, found, strict=True):
+            terms = [small(rank, shape, dtype) for rank in range(3)]
+            expected = terms[0].to(FP32 if dtype in (BF16, torch.float16) else dtype)
+            for term in terms[1:]:
+                expected = expected + term
+            assert same_bits(total, expected.to(dtype))
+            assert same_bits(word, terms[1])
 
 
 class Failing(dist.Work):

@@ -31,6 +31,7 @@ from shardwise.comm.rank_status import (
 from shardwise.comm.stall_watchdog import EXIT_CODE, StallWatch, stop_watching, watch
 from shardwise.utils.logging import logger
 from tests.engine.test_idle_steps import Lines
+from tests.harness import thorough
 
 GATHER = Position("all_gather 'layers.0' #7", kind="gather", line="train.py:12", seconds=9.0, number=3)
 REDUCE = Position("reduce_scatter 'layers.3' #2", kind="reduce", line="train.py:20", seconds=8.0, number=5)
@@ -323,9 +324,12 @@ def test_a_rank_that_is_slow_is_named_and_waited_for(slow: Callable[[], Position
     assert len(warnings) <= 3  # told again after twice the time
 
 
-def test_a_rank_that_waits_on_a_device_ends_when_another_has_raised(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_waits_on_a_device_ends_when_another_has_raised(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.comm.stall_watchdog._AFTER_FAILURE_S", 1.0)
     key = "shardwise/failed/0"
-    with Ranks([growing(replace(GATHER, seconds=9.0))], 12.0) as ranks:
+    with Ranks([growing(GATHER)], 6.0) as ranks:
         ranks.store.set(key, "a stranger's text")
         time.sleep(0.5)
         ranks.store.set(key, seal("rank 1 has ended with ValueError: seeded. Its traceback:\nTraceback", SECRET, key))
@@ -487,7 +491,7 @@ def waiting(place: Position, since: float = 0.0, until: float = 1e9) -> Callable
     return lambda now: replace(place, seconds=now - since) if since <= now < until else BUSY
 
 
-SIZES = [8, 256, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (1024, 4096))]
+SIZES = [8, 256, *(thorough(ranks) for ranks in (1024, 4096))]
 
 
 @pytest.mark.parametrize("ranks", SIZES)

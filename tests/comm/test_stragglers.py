@@ -11,7 +11,7 @@ import pytest
 import shardwise
 from shardwise.comm.ledger import Record
 from shardwise.comm.stragglers import Part, Shares, Stragglers, blame, key_of, parts_of
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import language_loss
 from tests.profile.test_engine import BATCH, engine_of, window
 
@@ -99,7 +99,7 @@ TWO_LEVELS = {
 
 @pytest.mark.parametrize(
     ("world", "stage", "config"),
-    [(2, 3, {}), (3, 3, {}), (2, 0, {}), (2, 3, TWO_LEVELS)],
+    [thorough(2, 3, {}), thorough(3, 3, {}), (2, 0, {}), (2, 3, TWO_LEVELS)],
     ids=["2 ranks", "3 ranks", "stage 0", "replicas"],
 )
 def test_a_late_rank_is_named(world: int, stage: int, config: dict[str, Any]) -> None:

@@ -161,6 +161,7 @@ def test_the_adam_benchmark_runs(tmp_path: Path) -> None:
     assert "| shardwise AdamW | 28 |" in bench("table.py", "--results", str(tmp_path))
 
 
+@pytest.mark.thorough
 def test_the_benchmark_of_optimizers_on_devices_runs(tmp_path: Path) -> None:
     bench("optimizer_kernels.py", "--quick", "--device", "cpu", "--segments", "3", "--results", str(tmp_path))
     part = json.loads((tmp_path / "gpu.json").read_text())["parts"]["optimizer"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import thorough
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,16 +27,19 @@ def program(page):
 @pytest.mark.parametrize(
     ("page", "printed"),
     [
-        ("docs/parts.md", r"loss \d.*, norm \d.*, 128 parameters of 256 here"),
-        ("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
-        ("docs/sequence.md", r"loss \d.* of 128 tokens here, 252 in all"),
-        ("docs/getting-started.md", r"epoch 2: loss \d"),
-        ("docs/tensor.md", r"loss \d.*, 16512 of 30080 parameters here"),
-        ("docs/moe.md", r"loss \d.*, 2 of 4 experts here"),
+        thorough("docs/parts.md", r"loss \d.*, norm \d.*, 128 parameters of 256 here"),
+        thorough("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
+        thorough("docs/sequence.md", r"loss \d.* of 128 tokens here, 252 in all"),
+        thorough("docs/getting-started.md", r"epoch 2: loss \d"),
+        thorough("docs/tensor.md", r"loss \d.*, 16512 of 30080 parameters here"),
+        thorough("docs/moe.md", r"loss \d.*, 2 of 4 experts here"),
         pytest.param(
             "docs/export.md",
             r"\d+ parameters, torch.bfloat16",
-            marks=pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),
+            marks=[
+                pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),
+                pytest.mark.thorough,
+            ],
         ),
         ("README.md", r"after 50 steps: loss \d"),
     ],
@@ -48,6 +53,7 @@ def test_the_printed_program_runs(page, printed, tmp_path):
     assert re.search(printed, done.stdout)
 
 
+@pytest.mark.thorough
 def test_before_and_after_of_ddp_print_the_same(tmp_path):
     page = (ROOT / "docs/from-ddp.md").read_text()
     printed = []

@@ -16,6 +16,7 @@ from shardwise.dropin.version import VERSION
 from tests.dropin.clients import MISSING
 from tests.dropin.test_commands import DIRECTORY
 from tests.dropin.test_modules import package
+from tests.harness import thorough
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
@@ -125,8 +126,8 @@ FLAGS = "--use_deepspeed --zero_stage 2 --gradient_accumulation_steps 2 --gradie
     ("stage", "options"),
     [
         (3, "--config_file accelerate.yaml"),
-        pytest.param(2, FLAGS, marks=pytest.mark.thorough),
-        pytest.param(1, "--use_deepspeed --deepspeed_config_file config.json", marks=pytest.mark.thorough),
+        thorough(2, FLAGS),
+        thorough(1, "--use_deepspeed --deepspeed_config_file config.json"),
     ],
 )
 def test_what_is_launched_trains_as_told(stage: int, options: str, tmp_path: Path) -> None:

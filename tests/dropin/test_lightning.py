@@ -21,6 +21,7 @@ import shardwise
 from shardwise.checkpoint import Checkpoint
 from shardwise.zero.units.released import is_released
 from tests.dropin.clients import Ranks, mean_over_ranks, own_ranks
+from tests.harness import thorough
 from tests.harness.pool import RankFailure
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="not installed: lightning")
@@ -146,11 +147,11 @@ def with_fabric(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("micro", [thorough(1), 2])
 def test_fabric(ranks: Ranks, tmp_path: Path, micro: int) -> None:
     """With one backward pass before each step, and with two, as Fabric's scripts accumulate."""
     plain = ranks(with_fabric, 2, str(tmp_path), None, "32-true", micro)
-    for stage in range(4):
+    for stage in (1, 3) if micro == 2 else (0, 2):
         found = ranks(with_fabric, 2, f"{tmp_path}/{stage}", stage, "32-true", micro)
         for (first, after, again), (expected, later, _) in zip(found, plain, strict=True):
             assert first == pytest.approx(expected, rel=1e-5) and after == pytest.approx(later, rel=1e-5)
@@ -326,7 +327,7 @@ def test_trainer(ranks: Ranks, tmp_path: Path) -> None:
     for plain in expected:
         assert len(plain["losses"]) == 12 and plain["rates"][-1] < plain["rates"][0]
         assert plain["validated"] == plain["fitted"] and plain["loaded"] == plain["tested"]
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         for ours, plain in zip(ranks(with_trainer, 2, f"{tmp_path}/{stage}", stage), expected, strict=True):
             assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5) and ours["rates"] == plain["rates"]
             for metric in ("fitted", "validated", "tested", "loaded"):

@@ -1,6 +1,6 @@
 """Well-known programs, unchanged, with shardwise in DeepSpeed's place: the losses of the same programs without it.
 
-`make test` runs each once, each launcher several; `make exhaustive` all stages, precisions and launchers.
+`make exhaustive` runs every program by every launcher.
 """
 
 from __future__ import annotations
@@ -28,19 +28,11 @@ TELLING = {
     "nlp_example": ("accelerate", 2, "fp32"),
     "TRL SFT, LoRA": ("torchrun", 3, "fp32"),
 }
-"""The setting of each program that `make test` runs."""
-
-ALIKE = ("CIFAR tutorial", "HelloDeepSpeed", "nanoGPT", "run_clm, from a checkpoint", "deepspeed_with_config_support")
-"""Programs whose ways another one takes, too: `make exhaustive` runs them."""
+"""A setting of each program, and among them each launcher, stage and precision."""
 
 # Every program by every launcher, with stages and precisions in turn; bench/programs.py has the whole product.
-CASES = [
-    pytest.param(name, *setting, marks=[pytest.mark.thorough] if name in ALIKE else [])
-    for name, setting in TELLING.items()
-] + [
-    pytest.param(
-        name, launcher, STAGES[number % len(STAGES)], PRECISIONS[number % len(PRECISIONS)], marks=pytest.mark.thorough
-    )
+CASES = [(name, *setting) for name, setting in TELLING.items()] + [
+    (name, launcher, STAGES[number % len(STAGES)], PRECISIONS[number % len(PRECISIONS)])
     for row, name in enumerate(ALL)
     for number, launcher in enumerate(LAUNCHERS, row)
     if launcher != TELLING[name][0]
@@ -52,6 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     yield Place(tmp_path_factory.mktemp("programs"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.parametrize(("name", "launcher", "stage", "precision"), CASES)

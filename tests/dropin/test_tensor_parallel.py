@@ -13,6 +13,7 @@ from shardwise.parallel import end_tensors
 from tests.dropin.clients import MISSING, Ranks, forget, tokens
 from tests.dropin.test_accelerate import accelerator, train
 from tests.dropin.test_trainer import Logged, config, logged, trainer
+from tests.harness import thorough
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
@@ -54,7 +55,7 @@ def trained(directory: str, stage: int | None) -> tuple[Logged, Logged, float]:
     return first, second, difference
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize(("world", "stage"), [thorough(2, 1), (4, 3)])
 def test_trainer(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
     plain, *_ = ranks(trained, world // 2, str(tmp_path / "plain"), None)[0]
     for first, second, difference in ranks(trained, world, str(tmp_path / "divided"), stage):
@@ -98,7 +99,7 @@ def accelerated(directory: str, how: str) -> Any:
     return losses, after, again, state and {name: value.clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize(("world", "how"), [(2, "configuration"), (4, "parallelism")])
+@pytest.mark.parametrize(("world", "how"), [thorough(2, "configuration"), (4, "parallelism")])
 def test_accelerate(ranks: Ranks, tmp_path: Path, world: int, how: str) -> None:
     plain, _, _, weights = ranks(accelerated, world // 2, str(tmp_path), "plain")[0]
     for rank, (losses, after, again, state) in enumerate(ranks(accelerated, world, str(tmp_path), how)):

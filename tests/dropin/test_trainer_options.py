@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.dropin.clients import MISSING, Ranks, forget, gpt2, tokens
 from tests.dropin.test_trainer import Logged, config, logged, trainer
+from tests.harness import thorough
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
@@ -115,15 +116,17 @@ def only_the_model(directory: str, stage: int | None) -> Logged:
     return found
 
 
-CASES = (recomputed, own_optimizer, mixed, by_the_trainer, short_window, best, only_the_model)
+CASES = {
+    case.__name__: case
+    for case in (recomputed, own_optimizer, mixed, by_the_trainer, short_window, best, only_the_model)
+}
 
 
 def at_stages(name: str, directory: str) -> list[Logged]:
-    case = next(case for case in CASES if case.__name__ == name)
-    return [case(f"{directory}/{stage}", stage) for stage in (None, 2, 3)]
+    return [CASES[name](f"{directory}/{stage}", stage) for stage in (None, 2, 3)]
 
 
-@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
+@pytest.mark.parametrize("name", [*map(thorough, list(CASES)[:-1]), "only_the_model"])
 def test_options(name: str, ranks: Ranks, tmp_path: Path) -> None:
     for plain, second, third in ranks(at_stages, 2, name, str(tmp_path)):
         assert second == third
@@ -183,7 +186,7 @@ def in_bf16(directory: str) -> dict[int | None, Logged]:
     from transformers import GPT2LMHeadModel
 
     found = {}
-    for stage in (None, 0, 1, 2, 3):
+    for stage in (None, 1, 3):
         place = f"{directory}/{stage}"
         # transformers asks for use_cpu where there is no graphics card; the engine is there all the same.
         changes = {"bf16": True, "use_cpu": True, "eval_steps": 2, "save_steps": 2, "max_steps": 4}
@@ -209,7 +212,6 @@ def test_bf16(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks(in_bf16, 2, str(tmp_path)):
         plain = found[None]
         assert len(plain["loss"]) == 4 and len(plain["eval_loss"]) == 2
-        for stage in range(4):
+        for stage in (1, 3):
             assert found[stage]["loss"] == pytest.approx(plain["loss"], rel=1e-2)
             assert found[stage]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-2)
-        assert found[0] == found[1] and found[2] == found[3]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.hf.test_families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -40,7 +40,7 @@ def there_and_back(path: str, stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 def test_plain_transformers_loads_what_is_exported_and_gives_what_is_imported(stage: int, tmp_path: Path) -> None:
     given = {}
     for family in CHOSEN:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.launch.architectures import SHAPES, Decoder
 from shardwise.launch.cli import main
+from tests.harness import thorough
 
 
 def own() -> nn.Module:
@@ -42,7 +43,7 @@ def documented(title: str) -> dict[str, list[str]]:
     return {first.strip(): [cell.strip() for cell in cells] for first, *cells in rows}
 
 
-@pytest.mark.parametrize("stages", ["1", pytest.param("0,2,3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("stages", ["1", thorough("0,2,3")])
 def test_the_documented_table_of_a_published_case(capsys: pytest.CaptureFixture[str], stages: str) -> None:
     lines = run(capsys, "bloom-560m", "--ranks", "8", "--stages", stages).splitlines()
     assert lines[0] == (

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import thorough
+
 SHARDWISE = [sys.executable, "-m", "shardwise.launch"]
 NOT_INHERITED = (
     "OMP_NUM_THREADS",
@@ -145,7 +147,7 @@ def test_exit_code_of_a_killed_rank(tmp_path) -> None:
     assert "memory ran out" in done.stderr
 
 
-@pytest.mark.parametrize("how", ["torch", "shardwise"])
+@pytest.mark.parametrize("how", [thorough("torch"), "shardwise"])
 def test_collective_with_a_failed_peer_and_restart(tmp_path, how: str) -> None:
     script = _script(tmp_path, COLLECTIVE)
     # The collective itself would wait for ten minutes or more.
@@ -193,7 +195,7 @@ finally:
     assert done.stderr.rstrip().endswith("KeyError: 'recorded'")
 
 
-@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 137)])
+@pytest.mark.parametrize(("sig", "code"), [thorough(signal.SIGINT, 130), (signal.SIGTERM, 137)])
 def test_signals_to_the_launcher_leave_nothing_behind(tmp_path, sig: signal.Signals, code: int) -> None:
     argv = [*SHARDWISE, "run", "--nproc", "2", "--grace", "0.5", str(_script(tmp_path, STUBBORN))]
     launcher = subprocess.Popen(
@@ -237,10 +239,10 @@ if later:
 @pytest.mark.parametrize(
     ("what", "headline"),
     [
-        ("ends", r"rank 1 ended with exit code 0 [\d.]+ s after the start"),
+        thorough("ends", r"rank 1 ended with exit code 0 [\d.]+ s after the start"),
         ("stops", "rank 1 stands still: its process"),
         ("ends later", r"rank 1 ended with exit code 0 [\d.]+ s after the start"),
-        ("stops later", "rank 1 stands still: its process"),
+        thorough("stops later", "rank 1 stands still: its process"),
     ],
 )
 def test_a_rank_that_does_not_come_to_the_meeting_is_named(tmp_path, monkeypatch, what: str, headline: str) -> None:
@@ -437,7 +439,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("case", ["adopted", pytest.param("own", marks=pytest.mark.thorough), "raises"])
+@pytest.mark.parametrize("case", [thorough("adopted"), thorough("own"), "raises"])
 def test_no_thread_is_left_when_the_interpreter_ends(tmp_path, case: str) -> None:
     """Where one is inside of torch, or belongs to a group that torch has kept, the process aborts now and then."""
     done = _run("--nproc", "2", _script(tmp_path, THREADS_AT_THE_END), case)
@@ -458,9 +460,7 @@ print("done", engine.global_steps)
 """
 
 
-@pytest.mark.parametrize(
-    ("ranks", "first_to_end"), [(2, 0), *(pytest.param(3, first, marks=pytest.mark.thorough) for first in (0, 2))]
-)
+@pytest.mark.parametrize(("ranks", "first_to_end"), [(2, 0), *(thorough(3, first) for first in (0, 2))])
 def test_a_script_may_end_without_destroying_its_engine(tmp_path, ranks: int, first_to_end: int) -> None:
     done = _run("--nproc", str(ranks), _script(tmp_path, NO_DESTROY), str(first_to_end))
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.moe.huggingface import StackedExperts, convert
 from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 transformers = pytest.importorskip("transformers")
 
@@ -152,10 +152,10 @@ def trained(families: list[str], stage: int, ep_size: int, path: str, built: boo
     [
         (["mixtral", "qwen3_moe"], 3, 2, True),
         (["mixtral"], 3, 4, True),
-        pytest.param(list(FAMILIES), 0, 2, False, marks=pytest.mark.thorough),
-        pytest.param(list(FAMILIES), 1, 4, False, marks=pytest.mark.thorough),
-        pytest.param(list(FAMILIES), 2, 4, False, marks=pytest.mark.thorough),
-        pytest.param(list(FAMILIES), 3, 4, True, marks=pytest.mark.thorough),
+        thorough(list(FAMILIES), 0, 2, False),
+        thorough(list(FAMILIES), 1, 4, False),
+        thorough(list(FAMILIES), 2, 4, False),
+        thorough(list(FAMILIES), 3, 4, True),
     ],
 )
 def test_divided_experts_train_as_one_process(

@@ -23,6 +23,7 @@ from shardwise.engine import dryrun
 from shardwise.memory import Tier
 from shardwise.memory.dryrun import fake_copy
 from shardwise.optim import registry
+from tests.harness import thorough
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload
 
 DEVICE = "npy:0"
@@ -113,7 +114,9 @@ def run(place: str, *precisions: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [*(thorough(place) for place in PLACES if place != "some parameters near"), "some parameters near"]
+)
 def test_nothing_of_two_devices_meets(place: str) -> None:
     run(place)
 

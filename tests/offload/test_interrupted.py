@@ -16,7 +16,7 @@ import torch
 from shardwise.errors import OffloadError, UsageError
 from shardwise.memory import OutOfMemoryError, Tier
 from shardwise.offload import disk
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.offload.settings import offload
 from tests.offload.test_faults import CASE, made, masters_digest, steps
 
@@ -101,11 +101,11 @@ def undisturbed(place: str, directory: str) -> str:
 
 
 FAULTS = [
-    pytest.param("optimizer on disk", "preadv", errno.EIO, 0, "step", id="first-read"),
+    thorough("optimizer on disk", "preadv", errno.EIO, 0, "step", id="first-read"),
     pytest.param("optimizer on disk", "preadv", errno.EIO, 7, "step", id="later-read"),
     pytest.param("optimizer on disk", "pwritev", errno.ENOSPC, 2, "step", id="write"),
     pytest.param("gradients on disk", "preadv", errno.EIO, 0, "step", id="norm"),
-    pytest.param("all on disk", "preadv", errno.EIO, 1, "forward", id="forward"),
+    thorough("all on disk", "preadv", errno.EIO, 1, "forward", id="forward"),
     pytest.param("all on disk", "preadv", errno.EIO, 1, "backward", id="backward"),
 ]
 
@@ -253,7 +253,9 @@ def test_after_a_step_of_some_units_the_engine_refuses_to_go_on(tmp_path: Path) 
         assert "optimizer state were stepped, then MemoryError was raised" in refusal
 
 
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("place", ["optimizer on disk", "gradients on disk"])
+@pytest.mark.parametrize(
+    ("place", "after"),
+    [thorough("optimizer on disk", 0), thorough("optimizer on disk", 1), ("gradients on disk", 1)],
+)
 def test_a_step_without_memory_for_its_state_can_be_taken_again(tmp_path: Path, place: str, after: int) -> None:
     assert run_ranks(short_of_memory, 1, place, str(tmp_path), after) == run_ranks(undisturbed, 1, place, str(tmp_path))

@@ -23,6 +23,7 @@ from shardwise.errors import OffloadError
 from shardwise.memory import Accountant, Category, Tier, places
 from shardwise.memory.places import StateHome, TieredTensors, acquiring, in_turn, tier_in_use
 from shardwise.offload import Disks, HostPlace, disk
+from tests.harness import thorough
 from tests.offload.settings import played_device
 from tests.zero.elsewhere import Elsewhere
 
@@ -51,7 +52,7 @@ PLACES: dict[str, Callable[[Path], contextlib.AbstractContextManager[StateHome]]
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateHome]:
     with PLACES[request.param](tmp_path) as place:
         yield place
-        gc.collect()
+        gc.collect(1)  # those of the test; a full collection takes a second
 
 
 def counted(accountant: Accountant, tier: Tier) -> int:
@@ -123,7 +124,9 @@ def test_what_has_no_memory_of_its_own_stays_where_it_is(home: StateHome) -> Non
     assert torch.equal(whole, torch.arange(12.0)) and counted(accountant, home.tier) in (0, 48)
 
 
-@pytest.mark.parametrize("end", ["", "tiered.start()\n", "tiered.start()\ntiered.give_back(written=True)\n"])
+@pytest.mark.parametrize(
+    "end", [thorough(""), thorough("tiered.start()\n"), "tiered.start()\ntiered.give_back(written=True)\n"]
+)
 def test_what_is_never_given_back_ends_in_silence(tmp_path: Path, end: str) -> None:
     program = (
         "import sys, torch; from pathlib import Path\n"
@@ -294,7 +297,7 @@ def test_an_exception_in_between_leaves_everything_stored(home: StateHome) -> No
 
 
 @pytest.mark.parametrize("name", PLACES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=4),
     uses=st.lists(

@@ -17,11 +17,16 @@ from shardwise.zero.model import ShardedModel
 from tests.device import checking
 from tests.device.recorded import imagined, record, record_all, recording_now
 from tests.device.recording import COMPUTE, Event, Trace, recording
+from tests.harness import thorough
 from tests.models import CASES
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
 from tests.zero.training import Setting, start
 
-SCHEDULES = [*((1, place) for place in FROM_STAGE_1), *((3, place) for place in PLACES)]
+SCHEDULES = [
+    (3, "some parameters near"),
+    *(thorough(1, place) for place in FROM_STAGE_1),
+    *(thorough(3, place) for place in PLACES if place != "some parameters near"),
+]
 
 
 def problems(directory: Path, stage: int, place: str, *, world: int = 2) -> list[str]:
@@ -38,7 +43,9 @@ def test_every_schedule_is_in_order(tmp_path: Path, stage: int, place: str) -> N
     assert problems(tmp_path, stage, place) == []
 
 
-@pytest.mark.parametrize("place", [place for place, keys in PLACES.items() if "parameters" in keys])
+@pytest.mark.parametrize(
+    "place", [*map(thorough, ("parameters on host", "parameters on disk", "all on disk")), "some parameters near"]
+)
 def test_one_rank_is_in_order(tmp_path: Path, place: str) -> None:
     assert problems(tmp_path, 3, place, world=1) == []
 
@@ -51,8 +58,10 @@ def from_host(trace: Trace) -> Callable[[Event], bool]:
     )
 
 
-@pytest.mark.parametrize("place", ["parameters on host", "parameters on disk"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "place"),
+    [thorough(1, "parameters on host"), thorough(1, "parameters on disk"), (2, "parameters on disk")],
+)
 def test_parameters_are_copied_while_the_unit_before_computes(tmp_path: Path, world: int, place: str) -> None:
     """Each copy but that of the first unit overlaps with kernels: the second step knows what comes next."""
     setting = Setting(3, optimizer="momentum", precision="bf16", zero=tuple(offload(place, str(tmp_path)).items()))
@@ -131,10 +140,10 @@ def nothing(*_: object) -> None:
 @pytest.mark.parametrize(
     ("what", "name", "place"),
     [
-        (CopyStream, "follow", "optimizer on host"),
-        (Copied, "synchronize", "optimizer on host"),
-        (Copied, "wait", "optimizer on host"),
-        (Copied, "wait", "parameters on host"),
+        thorough(CopyStream, "follow", "optimizer on host"),
+        thorough(Copied, "synchronize", "optimizer on host"),
+        thorough(Copied, "wait", "optimizer on host"),
+        thorough(Copied, "wait", "parameters on host"),
         (CopyStream, "follow", "parameters on host"),
     ],
 )

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import shardwise
 from shardwise.errors import UsageError
 from shardwise.parallel import share_attention, split
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.models import GPT, VOCABULARY, data, llama, loss_of
 
 SIZES: dict[str, int] = {
@@ -173,9 +173,7 @@ def test_outputs_of_whole_sequences_that_a_rank_takes_from_its_tokens_are_named(
             assert re.search(words, found[name]), (name, found[name])
 
 
-@pytest.mark.parametrize(
-    "more", [{}, pytest.param({"bf16": {"enabled": True}}, marks=pytest.mark.thorough)], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize("more", [{}, thorough({"bf16": {"enabled": True}})], ids=["fp32", "bf16"])
 def test_what_differs_from_one_process_is_named(more: dict[str, Any]) -> None:
     for found in run_ranks(begun, 2, list(MODELS), more):
         assert {kind for kind, text in found.items() if text == "trains"} == {"right", "llama", "mixtral"}, found

@@ -21,7 +21,7 @@ from shardwise.errors import UsageError
 from shardwise.moe import MoE
 from shardwise.parallel import DistributedAttention, split
 from shardwise.parallel.recording import Passes
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.models import GPT, data, llama, loss_of
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -201,7 +201,7 @@ def begun(kinds: list[str], stage: int) -> dict[str, tuple[str, list[str]]]:
 OTHERS = ("counting", "hook of a module", "attention", "experts", "llama", "llama: reentrant")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_code_that_runs_in_training_only_is_compared(stage: int) -> None:
     for rank, found in enumerate(run_ranks(begun, 2, [*CHANGES, *OTHERS], stage)):
         for kind, (end, told) in found.items():

@@ -14,7 +14,7 @@ import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel import RoundRobinLoader, begin, current, end, split
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.models import MODELS, data, llama, loss_of
 
 CONFIG = {
@@ -75,7 +75,7 @@ def asked(how: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("how", ["pair", "mesh", "replicas", "unit", "begun"])
+@pytest.mark.parametrize("how", [*map(thorough, ("pair", "mesh", "replicas", "unit")), "begun"])
 def test_ways_to_ask(how: str) -> None:
     sequences = [[0, 2], [1, 3]] if how in ("mesh", "unit") else [[0, 1], [2, 3]]
     for rank, (ranks, batch, counted) in enumerate(run_ranks(asked, 4, how)):

@@ -14,7 +14,7 @@ from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.memory.track import track_activations
 from shardwise.parallel import TiledMLP, sequence_tiled_compute, tiled_loss
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.zero.training import gradients
 
 
@@ -91,7 +91,7 @@ def peak(tokens: int, words: int, tiles: int) -> int:
     return accountant.peak[Category.ACTIVATIONS]
 
 
-@pytest.mark.parametrize(("tokens", "words"), [(1024, 16384), pytest.param(8192, 131072, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("tokens", "words"), [(1024, 16384), thorough(8192, 131072)])
 def test_memory_is_that_of_a_tile(tokens: int, words: int) -> None:
     logits = 4 * tokens * words
     assert peak(tokens, words, 64) < 0.1 * logits

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.errors import UsageError
 from shardwise.parallel import RingAttention, RoundRobinLoader, SequenceLoader, mean_loss, split
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.models import MODELS, ROWS, alone, data, loss_of
 from tests.zero.training import gradients, masters
 
@@ -66,9 +66,9 @@ def assert_equal(found: Any, exact: Any) -> None:
             assert (ours[name] - value).norm() <= 1e-4 * value.norm() + 1e-6 * largest, name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("kind", "packed"), [("gpt", False), ("llama", False), ("llama", True)])
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), 2, thorough(3)])
+@pytest.mark.parametrize(("kind", "packed"), [thorough("gpt", False), thorough("llama", False), ("llama", True)])
+@pytest.mark.parametrize(("world", "size"), [thorough(2, 2), thorough(4, 2), (4, 4)])
 def test_training_is_that_of_one_process(kind: str, packed: bool, stage: int, world: int, size: int) -> None:
     if kind == "gpt" and size == 4:
         pytest.skip("it has three heads")
@@ -85,8 +85,10 @@ def test_losses_of_a_sequence_that_all_its_ranks_differentiate() -> None:
         assert_equal(found, exact)
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("gpt", False), ("llama", True)])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "kind", "packed"),
+    [thorough(False, "gpt", False), thorough(False, "llama", True), (True, "llama", True)],
+)
 def test_a_size_of_one_leaves_scripts_as_they_are(kind: str, packed: bool, weighted: bool) -> None:
     if weighted:
         exact = alone(kind, STEPS, 2, torch.float64, packed)
@@ -234,7 +236,7 @@ def step_once(how: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("how", ["recomputed", "offloaded"])
+@pytest.mark.parametrize("how", [thorough("recomputed"), "offloaded"])
 def test_activations_may_be_recomputed_or_offloaded(how: str) -> None:
     plain, other = (run_ranks(step_once, 2, kind)[0] for kind in ("plain", how))
     assert all(torch.equal(other[name], value) for name, value in plain.items())

@@ -15,7 +15,7 @@ from shardwise.moe import MoE
 from shardwise.parallel import DistributedAttention, RingAttention, mean_loss, split
 from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 WIDTH, WORDS, TOKENS = 16, 24, 8
 KINDS = ("ulysses", "ring", "experts", "part", "recomputed")
@@ -162,7 +162,7 @@ WHOLE = [[(kind, stage, form) for stage in range(4) for form in FORMS] for kind 
 
 @pytest.mark.parametrize(
     "cases",
-    [QUICK, *(pytest.param(cases, marks=pytest.mark.thorough) for cases in WHOLE)],
+    [QUICK, *(thorough(cases) for cases in WHOLE)],
     ids=["quick", *KINDS],
 )
 def test_a_rank_without_labels_contributes_zeros(cases: list[tuple[str, int, str]]) -> None:

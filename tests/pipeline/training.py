@@ -79,7 +79,7 @@ def batch(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.
 
 @dataclass(frozen=True)
 class Setting:
-    """A training run. `config`: further sections; `made`: of the layers; `batches`: of a step, micro-batch and place."""
+    """A training run. `config`: further sections; `made`: layers; `batches`: of a step, micro-batch and place."""
 
     stages: int = 2
     schedule: str = "1f1b"

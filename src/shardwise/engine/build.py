@@ -242,7 +242,8 @@ def _build(
 
         # The configuration before any group, because most mistakes are found here, on every rank alike.
         resolution = _resolve(source, members, optimizer, requested, pipeline)
-        settings, positions = resolution.config, resolution.config.pipeline.stages
+        settings = resolution.config
+        positions = 1 if settings.pipeline.stages == "auto" else settings.pipeline.stages
         if pipeline is None and positions > 1:
             pipeline = model = as_pipeline(model)
             known = nn.Module()

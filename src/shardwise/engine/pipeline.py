@@ -361,8 +361,8 @@ def as_pipeline(model: nn.Module) -> PipelineModule:
 
         return PipelineModule(to_layers(model))
     raise PipelineError(
-        f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor a model of "
-        "transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], loss_fn=...), or remove the key"
+        f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor a model "
+        "of transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], loss_fn=...), or remove the key"
     )
 
 

@@ -469,6 +469,8 @@ class PipelineModule(nn.Module):
         ConfigError: `num_stages` contradicts `topology`, or the layers cannot be divided.
     """
 
+    loss_fn: Callable[..., Any] | None
+
     def __init__(
         self,
         layers: Sequence[Any] | Layers,
@@ -613,8 +615,8 @@ class PipelineModule(nn.Module):
             )
         first, *rest = self._stages.values()
         value = first(*args, **kwargs)
-        for stage in rest:
-            value = stage(value)
+        for following in rest:
+            value = following(value)
         return value
 
     def train(self, mode: bool = True) -> PipelineModule:

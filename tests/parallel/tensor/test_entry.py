@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from shardwise.dropin.adapters import groups
 from shardwise.parallel import current_tensors, end_tensors
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.tensor import models
 from tests.parallel.tensor.clients import Unit, megatron, parallelized
 from tests.parallel.tensor.models import ROWS, RULES, alone, data, decoder, trained
@@ -68,10 +68,10 @@ def meshed(how: Any) -> Any:
 @pytest.mark.parametrize(
     ("how", "tensor", "grid"),
     [
-        ({"dp": 2, "tp": 2}, 2, (4,)),
-        ({"model": 4}, 4, (4,)),
-        ({"dp_replicate": 2, "tensor": 2}, 2, (2, 2)),
-        ("slice", 2, (4,)),
+        thorough({"dp": 2, "tp": 2}, 2, (4,)),
+        thorough({"model": 4}, 4, (4,)),
+        thorough({"dp_replicate": 2, "tensor": 2}, 2, (2, 2)),
+        thorough("slice", 2, (4,)),
         ((2, 1, 2), 2, (4,)),
     ],
 )
@@ -105,7 +105,7 @@ def divided(stage: int) -> Any:
     return before, here, first, again, found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 def test_a_model_is_divided_at_once(stage: int) -> None:
     expected = decoder()(data(0, ROWS)).item()
     results = run_ranks(divided, 4, stage)
@@ -128,8 +128,8 @@ def with_unit(stage: int, size: int, apart: bool) -> Any:
     return found, norm
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("world", "size", "apart"), [(2, 2, False), (4, 2, True)])
+@pytest.mark.parametrize("stage", [*map(thorough, range(3)), 3])
+@pytest.mark.parametrize(("world", "size", "apart"), [thorough(2, 2, False), (4, 2, True)])
 def test_layers_of_an_mpu(stage: int, world: int, size: int, apart: bool) -> None:
     for rank, (found, (place, ranks)) in enumerate(run_ranks(with_unit, world, stage, size, apart)):
         assert (place, ranks) == (rank // 2 if apart else rank % size, size)
@@ -158,9 +158,9 @@ def with_dtensors(stage: int, size: int, own: bool) -> Any:
     return found, kinds, kinds_after, float(after)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("stage", [*map(thorough, range(3)), 3])
+@pytest.mark.parametrize(("world", "size"), [thorough(2, 2), (4, 2)])
+@pytest.mark.parametrize("own", [thorough(False), True])
 def test_dtensors(stage: int, world: int, size: int, own: bool) -> None:
     results = run_ranks(with_dtensors, world, stage, size, own)
     for found, kinds, kinds_after, after in results:

@@ -12,7 +12,7 @@ import shardwise
 from shardwise.engine.plans import plan_model
 from shardwise.memory import Accountant, Category, track_activations
 from shardwise.parallel import tiled_loss
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.tensor.test_tokens import MODELS, config, ids
 
 LENGTH = 48
@@ -42,10 +42,10 @@ def planned(kind: str, stage: int, norms: bool) -> Any:
     return found, {category.value: size for category, size in measured.items()}, (report.total.planned, most)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", [thorough("llama"), "gpt2"])
+@pytest.mark.parametrize("stage", [*map(thorough, range(3)), 3])
+@pytest.mark.parametrize("norms", [thorough(False), True])
+@pytest.mark.parametrize("world", [2, thorough(4)])
 def test_the_dry_run_is_what_is_measured(kind: str, stage: int, norms: bool, world: int) -> None:
     for found, measured, (total, most) in run_ranks(planned, world, kind, stage, norms):
         assert total == pytest.approx(most, rel=0.03), (found, measured)
@@ -103,9 +103,7 @@ def loss_over(tokens: int, words: int, tiles: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    ("tokens", "words", "tiles"), [(512, 4096, 64), pytest.param(8192, 131072, 64, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("tokens", "words", "tiles"), [(512, 4096, 64), thorough(8192, 131072, 64)])
 def test_a_loss_over_divided_words_in_tiles(tokens: int, words: int, tiles: int) -> None:
     """It peaks below a tenth of the bytes of all logits in fp32."""
     torch.manual_seed(1)

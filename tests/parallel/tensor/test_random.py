@@ -18,7 +18,7 @@ from shardwise.errors import DesyncError, UsageError
 from shardwise.moe import MoE
 from shardwise.recompute import partitioned
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.tensor.models import ROWS, RULES, TOKENS, WIDTH, WORDS, Block, Decoder, data
 
 
@@ -113,7 +113,12 @@ def test_what_ranks_drop() -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [{}, {"partition_activations": True}, {"partition_activations": True, "cpu_checkpointing": True}]
+    "section",
+    [
+        thorough({}),
+        thorough({"partition_activations": True}),
+        {"partition_activations": True, "cpu_checkpointing": True},
+    ],
 )
 def test_recomputed_regions_drop_the_same(section: dict[str, bool]) -> None:
     plain = run_ranks(step, 2, 0.3, False)
@@ -330,7 +335,7 @@ def test_what_ranks_drop_of_their_own_tokens() -> None:
         assert not any(torch.equal(seen[0], mask) for mask in seen[1:]), path
 
 
-@pytest.mark.parametrize("recompute", ["blocks", "halves"])
+@pytest.mark.parametrize("recompute", [thorough("blocks"), "halves"])
 def test_own_tokens_are_dropped_again(recompute: str) -> None:
     """Also where a checkpointed function begins with them."""
     for (losses, masks, values, *_), (losses_again, masks_again, values_again, known, _) in zip(
@@ -485,7 +490,7 @@ def noisy(between: bool, recompute: bool, seeded: bool, kind: type[Noisy] = Nois
     return [list(one.values()) for one in grads], [block.kept for block in blocks]
 
 
-@pytest.mark.parametrize(("between", "kind"), [(False, Noisy), (True, Noisy), (True, Routed)])
+@pytest.mark.parametrize(("between", "kind"), [thorough(False, Noisy), thorough(True, Noisy), (True, Routed)])
 def test_numbers_that_are_drawn_without_dropout_are_those_of_the_forward_pass(between: bool, kind: type[Noisy]) -> None:
     """Also in the first pass, in which it is not known yet whether numbers are drawn in divided layers."""
     plain, again = (run_ranks(noisy, 2, between, recompute, False, kind) for recompute in (False, True))

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwise
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.tensor.models import ROWS, RULES, alone, check, decoder, trained
 
 STEPS = 20
@@ -33,9 +33,9 @@ def train(stage: int, size: int, tied: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), thorough(3)])
+@pytest.mark.parametrize(("world", "size"), [thorough(2, 2), (4, 2), thorough(4, 4)])
+@pytest.mark.parametrize("tied", [thorough(False), True])
 def test_training_is_that_of_one_process(stage: int, world: int, size: int, tied: bool) -> None:
     expected = alone(STEPS, world // size, tied=tied)
     for found in run_ranks(train, world, stage, size, tied):

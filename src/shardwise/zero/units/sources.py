@@ -39,6 +39,7 @@ class _OffloadedShards:
     """Copies offloaded shards into the unsharded buffers, which no peer fills."""
 
     scratch: Sequence[torch.Tensor] = ()
+    completed = False  # until `wait`
 
     def __init__(self, sections: Sequence[FlatParamStorage]) -> None:
         self._sections = sections
