@@ -67,6 +67,18 @@ def test_each_computation_occurs_once_on_the_rank_of_its_stage(schedule: Schedul
 
 @given(schedules())
 @settings(deadline=None)
+def test_a_stage_takes_micro_batches_in_ascending_order(schedule: Schedule) -> None:
+    """Because gradients are added in this order, all schedules give the same bits."""
+    for ops in (frozenset({F}), INPUT_GRADIENT, WEIGHT_GRADIENT):
+        taken = defaultdict(list)
+        for action in schedule:
+            if action.op in ops:
+                taken[action.stage].append(action.micro_batch)
+        assert all(numbers == list(range(schedule.micro_batches)) for numbers in taken.values())
+
+
+@given(schedules())
+@settings(deadline=None)
 def test_messages_of_a_link_are_received_in_the_order_of_their_production(schedule: Schedule) -> None:
     lowered = with_communication(schedule)
     validate(lowered)
