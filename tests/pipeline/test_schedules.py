@@ -189,6 +189,7 @@ def test_stages_are_placed_in_a_loop_or_a_v() -> None:
     assert placement_of("zbv", 3) == (0, 1, 2, 2, 1, 0)
     assert make_schedule("inference", 3, 4, placement="v").rank_of == placement_of("zbv", 3)
     assert make_schedule("gpipe", 2, 4, chunks=3).rank_of == (0, 1) * 3
+    assert make_schedule("zbv", 1, 4, 2, "loop") == make_schedule("zbv", 1, 4, 2, "v") == make_schedule("zbv", 1, 4)
 
 
 @pytest.mark.parametrize(
