@@ -115,5 +115,5 @@ def test_trace_events_have_all_actions_in_microseconds() -> None:
 
 
 def test_spans_without_a_computation_are_refused() -> None:
-    with pytest.raises(UsageError, match="no forward or backward"):
+    with pytest.raises(UsageError, match="no forward or backward in the spans takes time"):
         svg(MEASURED[-1:])

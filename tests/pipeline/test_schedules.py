@@ -67,6 +67,18 @@ def test_each_computation_occurs_once_on_the_rank_of_its_stage(schedule: Schedul
 
 @given(schedules())
 @settings(deadline=None)
+def test_a_stage_takes_micro_batches_in_ascending_order(schedule: Schedule) -> None:
+    """Because gradients are added in this order, all schedules give the same bits."""
+    for ops in (frozenset({F}), INPUT_GRADIENT, WEIGHT_GRADIENT):
+        taken = defaultdict(list)
+        for action in schedule:
+            if action.op in ops:
+                taken[action.stage].append(action.micro_batch)
+        assert all(numbers == list(range(schedule.micro_batches)) for numbers in taken.values())
+
+
+@given(schedules())
+@settings(deadline=None)
 def test_messages_of_a_link_are_received_in_the_order_of_their_production(schedule: Schedule) -> None:
     lowered = with_communication(schedule)
     validate(lowered)
@@ -177,6 +189,7 @@ def test_stages_are_placed_in_a_loop_or_a_v() -> None:
     assert placement_of("zbv", 3) == (0, 1, 2, 2, 1, 0)
     assert make_schedule("inference", 3, 4, placement="v").rank_of == placement_of("zbv", 3)
     assert make_schedule("gpipe", 2, 4, chunks=3).rank_of == (0, 1) * 3
+    assert make_schedule("zbv", 1, 4, 2, "loop") == make_schedule("zbv", 1, 4, 2, "v") == make_schedule("zbv", 1, 4)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ _STYLES = {
     Op.BACKWARD_INPUT: _Style("I", 214, (230, 159, 0), "#1d2329"),
     Op.BACKWARD_WEIGHT: _Style("W", 176, (204, 121, 167), "#1d2329"),
 }
-_LEFT, _TOP, _ROW = 62, 34, 26  # pixels
+_LEFT, _TOP, _ROW, _WIDEST = 62, 34, 26, 30_000  # pixels
 
 
 class _Timeline:
@@ -43,14 +43,14 @@ class _Timeline:
 
     def __init__(self, spans: Iterable[Span]) -> None:
         shown = sorted((s for s in spans if s.action.op in COMPUTATIONS), key=lambda span: (span.rank, span.start))
-        if not shown:
-            raise UsageError("cannot draw the time of a pipeline: the spans have no forward or backward")
+        if not any(span.end > span.start for span in shown):
+            raise UsageError("cannot draw the time of a pipeline: no forward or backward in the spans takes time")
         self.ranks: dict[int, list[Span]] = defaultdict(list)
         for span in shown:
             self.ranks[span.rank].append(span)
         self.start, self.end = min(span.start for span in shown), max(span.end for span in shown)
         durations = sorted(span.end - span.start for span in shown if span.end > span.start)
-        self.short = durations[len(durations) // 4] if durations else 1.0
+        self.short = durations[len(durations) // 4]
         self.digits = len(str(max(span.action.micro_batch for span in shown)))
         self.ops = [op for op in _STYLES if any(span.action.op is op for span in shown)]
         self.chunks = {
@@ -70,7 +70,7 @@ def svg(spans: Iterable[Span], title: str = "", unit: str = "") -> str:
     """
     line = _Timeline(spans)
     duration = line.end - line.start
-    scale = max((8 + 7 * line.digits) / line.short, 420 / duration)
+    scale = min(max((8 + 7 * line.digits) / line.short, 420 / duration), _WIDEST / duration)
     right, bottom = _LEFT + scale * duration, _TOP + _ROW * len(line.ranks)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{right + 12:.0f}" height="{bottom + 46}" '
@@ -100,7 +100,7 @@ def svg(spans: Iterable[Span], title: str = "", unit: str = "") -> str:
             parts.append(_box(x, bottom + 22, 14, _colours(op, chunk)[0], height=14))
             x += 16
         parts.append(_text(x + 4, bottom + 33, name))
-        x += 16 + 6.5 * len(name)
+        x += 18 + 6 * len(name)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -119,7 +119,7 @@ def _box(x: float, y: float, width: float, fill: str, height: int = _ROW - 3) ->
 def _colours(op: Op, chunk: int) -> tuple[str, str]:
     """Return the colours of a box and of its text."""
     style = _STYLES[op]
-    share = 0.6 * chunk / (chunk + 0.2)  # of white
+    share = 1 - 0.6**chunk  # of white
     fill = "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in style.fill)
     return fill, style.ink if chunk == 0 else "#1d2329"
 

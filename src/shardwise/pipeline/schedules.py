@@ -319,7 +319,8 @@ def placement_of(name: str, ranks: int, chunks: int | None = None, placement: st
         close = difflib.get_close_matches(str(name).lower().replace("_", "-"), SCHEDULES, n=1)
         advice = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(SCHEDULES)}"
         raise ConfigError(f"{where} is unknown; {advice}")
-    placement = kind.placements[0] if placement is None else placement
+    same = (ranks, chunks) == (1, 2) and placement in ("loop", "v")  # two stages of one rank are a loop and a V
+    placement = kind.placements[0] if placement is None or same else placement
     if placement not in kind.placements:
         raise ConfigError(f"{where}: placement is {placement!r}, expected {' or '.join(map(repr, kind.placements))}")
     least, most = (2, 2) if placement == "v" else kind.chunks
