@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,12 +30,12 @@ def to_layers(model: Any, example: Any = None) -> TransformerLayers:
 
     The layers are the embedding, each block, and the head; in encoder-decoder models also the start of the decoder. The
     first stage takes a mapping of the model's keyword arguments (tensors), or the token numbers only. The last stage
-    returns the model's output; with `labels` in the inputs, the output has the loss. Between stages travel the hidden
-    states, other block arguments that depend on parameters, and the inputs.
+    returns the model's output (of use_cache=False); with `labels` in the inputs, the output has the loss. Between
+    stages travel the hidden states, other block arguments that depend on parameters, and the inputs.
 
     A small model of the same class and configuration is split and compared with itself, with and without padding: the
     outputs and all gradients must be equal bit by bit. The model may be on the meta device: `build(..., device=...)`
-    initializes the parameters of the rank's own stages, each layer under a seed that is drawn here.
+    initializes the parameters of the rank's own stages, each module under a seed that is drawn here.
 
     Args:
         model: a `transformers.PreTrainedModel`.
@@ -93,16 +94,23 @@ class TransformerLayers(Layers):
         pieces = dict(_pieces(model, plan.lists))
         if unknown := sorted(set(pieces) - set(plan.segments)):
             raise ConfigError(f"{type(model).__name__}: the compared small model has no module {', '.join(unknown)}")
-        self.modules = blocks | pieces
+        known, order = blocks | pieces, model.named_modules(remove_duplicate=False)
+        self.modules = {name: known[name] for name, _ in order if name in known}
         self.shells = {name: _shell(module) for name, module in self.modules.items()}
         self.template = _skeleton(model, set(self.modules) | set(plan.lists))
         self.stateless = {name for name, piece in pieces.items() if not piece.state_dict()}
-        self.sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
+        self.sizes = {name: p.numel() for name, p in _every(model)}
         firsts: dict[int, str] = {}
-        parameters = model.named_parameters(remove_duplicate=False)
-        self.canonical = {name: firsts.setdefault(id(p), name) for name, p in parameters}
+        self.canonical = {name: firsts.setdefault(id(p), name) for name, p in _every(model)}
         self.parts = [self._part(number, block, pieces) for number, block in self.places]
-        self.seeds = torch.randint(2**62, (len(self.places),), device="cpu").tolist()
+        self.seed = int(torch.randint(2**62, (), device="cpu"))
+        # A stage may have a shared parameter without the module whose initialization gives the values.
+        shared = {self.module_of(tie.name) for tie in self.ties()}
+        self.sources = {n: copy.deepcopy(self.modules[n]) for n in sorted(shared) if _on_meta(self.modules[n])}
+
+    def module_of(self, parameter: str) -> str:
+        """Return the name of the module that has a parameter."""
+        return next(name for name in self.shells if parameter.startswith(f"{name}."))
 
     def _part(self, number: int, block: int | None, pieces: Collection[str]) -> list[str]:
         """Return the names of the modules of a layer that have state."""
@@ -157,27 +165,30 @@ class TransformerLayers(Layers):
         self.modules = {name: module for name, module in self.modules.items() if name in names}
 
     def materialize(self, stage: PipelineStage, device: torch.device | str) -> None:
-        """Move a stage to a device; modules on the meta device are initialized, each layer under its seed."""
+        """Move a stage to a device; modules on the meta device are initialized, each under a seed of its own."""
         assert isinstance(stage, _TransformerStage)
-        for layer in range(stage.first, stage.last):
-            with seeded(self.seeds[layer]):
-                for name in self.parts[layer]:
-                    self._initialize(stage, name, device)
-        for name in self.stateless:
-            self._initialize(stage, name, device)
+        for name in stage.own:
+            module = stage.get_submodule(name)
+            if _on_meta(module):
+                self._initialize(name, module, device)
         stage.tie()
+        for name, source in self.sources.items():
+            aliases = [alias for alias in stage.aliases if alias.startswith(f"{name}.")]
+            if aliases:
+                module = copy.deepcopy(source)
+                self._initialize(name, module, device)
+                with torch.no_grad():
+                    for alias in aliases:
+                        stage.get_parameter(alias).copy_(module.get_parameter(alias.removeprefix(f"{name}.")))
         stage.to(device)
 
-    def _initialize(self, stage: PipelineStage, name: str, device: torch.device | str) -> None:
-        module = stage.get_submodule(name)
-        if not any(tensor.is_meta for _, tensor in _tensors(module)):
-            return
+    def _initialize(self, name: str, module: nn.Module, device: torch.device | str) -> None:
         module.to_empty(device=device)
         owner = child = self.template
         for part in name.split("."):
             owner = child if hasattr(child, "_init_weights") else owner
             child = child._modules.get(part, child)
-        with torch.no_grad():
+        with torch.no_grad(), seeded((self.seed + zlib.crc32(name.encode())) % 2**63):
             marks = {own: _mark(tensor) for own, tensor in _tensors(module)}
             _initialize_tree(module, owner)
             for own, tensor in _tensors(module):
@@ -186,6 +197,10 @@ class TransformerLayers(Layers):
                         f"{name}.{own}: _init_weights of the model gives no value to this tensor, which was on the "
                         "meta device. Build the model on the CPU, or build without `device` and load a checkpoint"
                     )
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for _, tensor in _tensors(module))
 
 
 _UNSET = -113
@@ -259,19 +274,14 @@ class _Gates(nn.Module):
 
 
 class _Absent(nn.Module):
-    """Stands for a module of another stage, and returns a placeholder."""
+    """Stands for a module that the stage runs in some parts of the forward pass, or in none."""
 
-    def __init__(self, width: Callable[[], torch.Tensor], shell: nn.Module, widens: bool) -> None:
+    def __init__(self, call: Callable[..., Any], shell: nn.Module) -> None:
         super().__init__()
-        self._parts = (width, shell, widens)
+        self._parts = (call, shell)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        like, shell, widens = self._parts
-        given = next(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
-        if isinstance(shell, nn.Dropout):
-            return given
-        hidden = like()
-        return hidden.new_zeros(()).expand(*(given.shape if widens else given.shape[:-1]), hidden.shape[-1])
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._parts[0](args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_parts"][1], name) if "_parts" in self.__dict__ else super().__getattr__(name)
@@ -291,25 +301,21 @@ class _TransformerStage(PipelineStage):
         self._main_input, self._places = layers.main_input, layers.places
         self._offsets = [self._places.index((number, 0)) for number in range(len(layers.plan.lists))]
         own = {name for layer in range(first, last) for name in layers.parts[layer]}
-        segments = {segment for segment, block in self._places[first:last] if block is None}
-        modules = {name: layers.modules[name] for name in layers.modules if name in own}
-        parameters = {
-            f"{m}.{n}": p for m, of in modules.items() for n, p in of.named_parameters(remove_duplicate=False)
-        }
+        self.own = [name for name in layers.modules if name in own or name in layers.stateless]
+        self._segments = {segment for segment, block in self._places[first:last] if block is None}
+        modules = {name: layers.modules[name] for name in self.own}
+        parameters = {f"{name}.{n}": p for name, module in modules.items() for n, p in _every(module)}
         self._canonical = {name: layers.canonical[name] for name in parameters}
+        self.aliases = {start for start in self._canonical.values() if start not in self._canonical}
         for name, start in self._canonical.items():
-            if start not in self._canonical:
+            if start in self.aliases:
                 self.add_alias(start, parameters[name])
-        for name in [name for name in layers.modules if name in own or name in layers.stateless]:
-            self.add(name, layers.modules[name])
-        real = own | {
-            name
-            for name in layers.stateless
-            if not isinstance(layers.shells[name], nn.Dropout) or segments & layers.plan.segments[name]
-        }
+        for name, module in modules.items():
+            self.add(name, module)
+        real = {name for name in self.own if self._is_real(name, layers)}
         lengths = {layers.plan.lists[k]: i + 1 for k, i in self._places if i is not None}
         stand_ins: dict[str, nn.Module] = {
-            name: _Absent(self._hidden, shell, name in layers.plan.widens)
+            name: _Absent(partial(self._at_piece, name, isinstance(shell, nn.Dropout)), shell)
             for name, shell in layers.shells.items()
             if name in layers.plan.segments and name not in real
         }
@@ -331,16 +337,22 @@ class _TransformerStage(PipelineStage):
         self._received: dict[str, Any] = {}
         self._replaced: dict[str, Any] = {}
         self._run: list[int] = []
+        self._segment = 0
+
+    def _is_real(self, name: str, layers: TransformerLayers) -> bool:
+        """Return True if a module of this stage runs in every call. Dropout of other stages must draw no numbers."""
+        calls = layers.plan.segments.get(name, set())
+        return calls <= self._segments or (name in layers.stateless and not isinstance(layers.shells[name], nn.Dropout))
 
     def tie(self) -> None:
         """Make the shared parameters of this stage one again, after the modules have got new parameters."""
         first: dict[str, nn.Parameter] = {}
-        for name, start in self._canonical.items():
+        for name, start in sorted(self._canonical.items(), key=lambda item: item[0] != item[1]):
             holder, _, own = name.rpartition(".")
             module = self.get_submodule(holder)
             shared = first.setdefault(start, module.get_parameter(own))
             module.register_parameter(own, shared)
-            if start not in self._canonical:
+            if start in self.aliases:
                 self.add_alias(start, shared)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -363,7 +375,7 @@ class _TransformerStage(PipelineStage):
                 for name in self._plan.dropped & set(output):
                     output[name] = None
         finally:
-            ran, self._received, self._replaced, self._run = self._run, {}, {}, []
+            ran, self._received, self._replaced, self._run, self._segment = self._run, {}, {}, [], 0
         wanted = [i for i in range(self.first, self.last) if self._places[i][1] is not None]
         if ran != wanted:
             raise UsageError(
@@ -395,7 +407,18 @@ class _TransformerStage(PipelineStage):
         number, block = self._places[self.first]
         return number if block is not None else number - 1
 
+    def _at_piece(self, name: str, dropout: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._segment in self._segments and self._segment in self._plan.segments[name]:
+            return self.get_submodule(name)(*args, **kwargs)
+        given = next(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+        if dropout:
+            return given
+        hidden = self._hidden()
+        lead = given.shape if name in self._plan.widens else given.shape[:-1]
+        return hidden.new_zeros(()).expand(*lead, hidden.shape[-1])
+
     def _at_block(self, number: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._segment = number + 1
         place = self._offsets[number] + index
         if place < self.first:
             hidden = self._hidden() if number == self._entry_list() else args[0]
@@ -405,7 +428,8 @@ class _TransformerStage(PipelineStage):
         if self.first > 0 and number == self._entry_list():
             args, kwargs = self._with_received(names, args, kwargs, place == self.first)
         if place >= self.last:
-            values = {name: _argument(names, name, args, kwargs) for name in self._plan.carried[number][index > 0]}
+            carried = sorted(self._plan.carried[number][index > 0])  # all ranks send and receive in this order
+            values = {name: _argument(names, name, args, kwargs) for name in carried}
             raise _Stop({name: value for name, value in values.items() if value is not None})
         block = self.get_submodule(f"{self._plan.lists[number]}.{index}")
         self._run.append(place)
@@ -431,6 +455,11 @@ class _TransformerStage(PipelineStage):
             else:
                 options[name] = value
         return tuple(changed), options
+
+
+def _every(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return all names of all parameters; a shared parameter has several."""
+    return module.named_parameters(remove_duplicate=False)
 
 
 def _argument(names: list[str], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
