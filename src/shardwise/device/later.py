@@ -49,4 +49,4 @@ class Later:
             return [0.0] * self._values.numel()
         if self._arrived is not None:
             self._streams.block(self._arrived, timedelta.max)
-        return [float(value) for value in self._values.tolist()]
+        return list(map(float, self._values.tolist()))
