@@ -539,7 +539,7 @@ class TrainStep:
         signals = self._signals.facts(self._job.rank)
         inputs, self._inputs = self._inputs, None
         compared = [] if inputs is None else inputs.facts()
-        ahead = float(sharded.unsharder.take_ahead())
+        ahead = float(sharded.model_pass.unsharder.take_ahead())
         local = [*self._window.facts(), refused, non_finite, ahead, *losses, *signals, *compared]
         sums = norm = by_tensor = None
         if formed is not None and probe is None:
@@ -691,7 +691,7 @@ class TrainStep:
 
     def _scale_of_sums(self) -> float:
         prescale = self._sharded.reducer.prescale if self._sharded.reducer is not None else 1.0
-        return prescale * (1.0 if self.loss_scaler is None else self.loss_scaler.scale)
+        return prescale * self.scale
 
     def reduction_scale(self) -> float:
         """Return the divisor of sums over ranks and micro-batches for their mean (or sum, as configured), without
