@@ -247,6 +247,9 @@ def transforming() -> bool:
     return _peek_transform() is not None
 
 
+# Returns the version counter of a tensor.
+version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
 # Context without dispatch to `__torch_function__` of tensor subclasses.
 without_overrides = torch._C.DisableTorchFunctionSubclass
 

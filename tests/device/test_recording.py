@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.comm import native
 from shardwise.comm.collective_queue import CollectiveQueue
-from shardwise.device.later import Later
+from shardwise.device.streams import Later
 from shardwise.engine import Engine
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param

@@ -129,6 +129,7 @@ class TrainStep:
         self._signals = signals
         self._shows_loss = shows_loss
         self._boundary: bool | None = None
+        self._managed = bool(config.managed_gradient_accumulation)
         self._loss_is_scaled = self._scale_entered = self._unscaled = False
         self._in_batch = self._continues = False
         self._prepared: _Prepared | None = None
@@ -250,7 +251,7 @@ class TrainStep:
                 "engine.backward(loss, weight=...): the engine has no optimizer, and engine.step() divides by the sum "
                 "of the weights. Pass optimizer= to initialize(), or multiply the loss yourself"
             )
-        if not self._averages:
+        if self._config.gradient_allreduce_op != "mean":
             raise UsageError(
                 'engine.backward(loss, weight=...): `gradient_allreduce_op` is "sum", and weights make a mean over '
                 'ranks and micro-batches. Set it to "mean", or leave the weight out and divide the loss yourself'
@@ -360,10 +361,6 @@ class TrainStep:
                 f"has had are dropped, and the mean is still over {self._batches.steps}. The engine drops gradients by "
                 "itself after each update: remove the call if it follows each engine.step()"
             )
-
-    @property
-    def _managed(self) -> bool:
-        return bool(self._config.managed_gradient_accumulation)
 
     def reduces_now(self) -> bool:
         """Whether the backward pass that starts now ends an accumulation window."""
@@ -561,7 +558,7 @@ class TrainStep:
         signals = self._signals.facts(self._job.rank)
         inputs, self._inputs = self._inputs, None
         compared = [] if inputs is None else inputs.facts()
-        ahead = float(sharded.unsharder.take_ahead())
+        ahead = float(sharded.model_pass.unsharder.take_ahead())
         local = [*self._window.facts(), refused, non_finite, ahead, *losses, *signals, *compared]
         sums = norm = by_tensor = None
         if formed is not None and probe is None:
@@ -627,7 +624,8 @@ class TrainStep:
         self, reduced: torch.Tensor, gradients: StepGradients | None, norm: torch.Tensor | None, *, now: bool
     ) -> _Reduced:
         """Read the step's all-reduce and the norm: now, or at the next step if no decision depends on them."""
-        self.read_pending()
+        if self._pending is not None:
+            self.read_pending()
         # One host wait for all values.
         values = Later(reduced if norm is None else torch.cat([reduced, norm.reshape(1)]))
         if gradients is not None and not now:
@@ -705,10 +703,6 @@ class TrainStep:
 
     # -- gradient scales ---------------------------------------------------------------------------------------------
 
-    @property
-    def _averages(self) -> bool:
-        return self._config.gradient_allreduce_op == "mean"
-
     def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
         if weight is not None:
             # If all weights are 0, sums and gradient are zero.
@@ -723,7 +717,7 @@ class TrainStep:
         """Return the divisor of sums over ranks and micro-batches for their mean (or sum, as configured), without
         weights, because residuals of lossy reductions keep their own.
         """
-        ranks = self._sharded.domain.world if self._averages else 1
+        ranks = self._sharded.domain.world if self._config.gradient_allreduce_op == "mean" else 1
         return ranks * self._batches.steps * self._scale_of_sums()
 
     def gradient_factor(self) -> float | torch.Tensor:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.native import await_release, users_of
 from shardwise.compat import has_values
-from shardwise.device.later import Later
+from shardwise.device.streams import Later
 from shardwise.errors import ConfigError, UsageError
 from shardwise.registry import declare_part, narrow
 

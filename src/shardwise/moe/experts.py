@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.compat import grouped_product, has_values, writes_empty_groups
-from shardwise.device.later import numbers_on
+from shardwise.device.streams import numbers_on
 from shardwise.errors import UsageError
 from shardwise.moe.dispatch import by_expert, permuted
 from shardwise.moe.exchange import ExpertGroup, RowCounts

@@ -208,6 +208,7 @@ class ShardedModel:
             stay = stay.intersection(*self.comm.exchange(sorted(stay), "whole"))
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
             self.units.append(builder.build(index, spec, sections, sharded=plan.releases and index not in stay))
+        self._gathered_after_steps = [unit for unit in self.units if unit.is_updated_elsewhere and self.comm.world > 1]
         builder.prepare_gathers([unit for unit in self.units if unit.sharded])
         self._trainable = [p for p, t in zip(registry.parameters, registry, strict=True) if t.trainable]
         self._section_of = {
@@ -434,7 +435,7 @@ class ShardedModel:
 
     def check_can_step(self) -> None:
         """Raise UsageError before a step if parameters are gathered for evaluation, or were frozen or replaced."""
-        if self.unsharder.suspended:
+        if self.model_pass.unsharder.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
@@ -451,7 +452,8 @@ class ShardedModel:
 
         Loaded parameters are copied whole. The end of a `GatheredParameters` block takes over changes of sharded units.
         """
-        self.await_copies()
+        if self.copied is not None:
+            self.copied.wait()
         changed = self.guards.changed()
         if not changed or self.update is None:
             return
@@ -480,9 +482,8 @@ class ShardedModel:
             self.stepped = True
             give_back_freed_memory()  # the new optimizer state lies among freed buffers
         self.values_changed()
-        if self.comm.world > 1:
-            for unit in self.units:
-                unit.all_gather_update()
+        for unit in self._gathered_after_steps:
+            unit.all_gather_update()
         self.shards_written()
 
     def shards_written(self) -> None:

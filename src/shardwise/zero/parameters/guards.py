@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from shardwise.compat import without_overrides
+from shardwise.compat import version_of, without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.utils.logging import logger
@@ -63,7 +63,8 @@ class Guards:
     ) -> None:
         pairs = list(zip(registry, registry.parameters, strict=True))
         self._module = module
-        self._trained = [(t.index, p) for t, p in pairs if t.trainable]
+        self._trained = [p for t, p in pairs if t.trainable]
+        self._indices = [t.index for t, _ in pairs if t.trainable]
         self._frozen = [(t, p) for t, p in pairs if not p.requires_grad]
         self._names = [t.name for t in registry if t.trainable]
         self._versions: list[int] = []
@@ -116,7 +117,7 @@ class Guards:
         """Raise UsageError, with names, unless the optimizer steps exactly the parameters that require a gradient."""
         with without_overrides():
             unfrozen = [tensor.name for tensor, parameter in self._frozen if parameter.requires_grad]
-            trained = list(map(_requires_grad, (parameter for _, parameter in self._trained)))
+            trained = list(map(_requires_grad, self._trained))
         if not all(trained):
             frozen = [name for name, requires_grad in zip(self._names, trained, strict=True) if not requires_grad]
             raise UsageError(
@@ -180,12 +181,12 @@ class Guards:
         now = self._read()
         if now == self._versions:
             return set()
-        return {index for (index, _), old, new in zip(self._trained, self._versions, now, strict=True) if old != new}
+        return {index for index, old, new in zip(self._indices, self._versions, now, strict=True) if old != new}
 
     def _read(self) -> list[int]:
         # Version counters need no values.
         with without_overrides():
-            return [parameter._version for _, parameter in self._trained]
+            return list(map(version_of, self._trained))
 
     def _watch_loading(self, module: nn.Module, registry: Registry) -> None:
         def before(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
@@ -267,7 +268,7 @@ class Guards:
             _owned.discard(self._optimizer)
             self._optimizer = None
         self._trained, self._frozen, self._versions, self.loaded = [], [], [], set()
-        self._members, self._names = [], []
+        self._members, self._names, self._indices = [], [], []
         self._absent = _never
 
 

@@ -115,6 +115,8 @@ class Reducer:
         self.gradients = {
             u.index: UnitGradients(u, plan.levels(u.domain).gradients, calls, accountant) for u in units if u.trainable
         }
+        # These are summed over inner dimensions first.
+        self._inner = [one for one in self.gradients.values() if 0 < one.level < one.domain.depth]
         self.watching = False
         self.watches_all = not domain.ranks.streams.beside
         self.separate: Collection[int] = frozenset()
@@ -136,7 +138,7 @@ class Reducer:
     @property
     def unfinished(self) -> bool:
         """Whether gradients of this window are still to be reduced over some ranks."""
-        return self.partial or any(gradients.sums for gradients in self.gradients.values())
+        return self.partial or any(gradients.sums for gradients in self._inner)
 
     @property
     def on_device(self) -> bool:
@@ -525,7 +527,7 @@ class Reducer:
                 gradients.reduced = False
             self.order.reduced = 0
             self._flush()
-        if any(gradients.sums for gradients in self.gradients.values()):
+        if self._inner and self.unfinished:
             for gradients in self._queue:
                 if not gradients.sums:
                     continue  # of a domain that has nothing beyond the ranks that have been summed over

@@ -49,16 +49,16 @@ class GradientSums:
         self._accountant = accountant
         self._reducer = reducer
         # Offloaded gradients are acquired unit by unit; the others are read at once on each device.
-        self._parts: list[tuple[_Part, list[Acquisition]]] = []
+        self._offloaded: list[tuple[_Part, list[Acquisition]]] = []
         by_device: dict[torch.device, list[FlatParamStorage]] = {}
         for unit in units:
             acquired = [section for section in unit.trainable if section.gradient_needs_acquiring]
             if acquired:
-                self._parts.append((_Part(acquired), [(section.tiered_gradient, False) for section in acquired]))
+                self._offloaded.append((_Part(acquired), [(section.tiered_gradient, False) for section in acquired]))
             for section in unit.trainable:
                 if not section.gradient_needs_acquiring:
                     by_device.setdefault(section.steps_on, []).append(section)
-        self._parts += [(_Part(sections), []) for sections in by_device.values()]
+        self._at_hand = [_Part(sections) for sections in by_device.values()]
 
     def own_squares(self) -> torch.Tensor:
         """Return this rank's sums of squares by tensor (no collective). Raises OffloadError."""
@@ -106,14 +106,17 @@ class GradientSums:
         if self._reducer.local:
             return form(self._own_runs())
         formed: list[torch.Tensor] = []
-        in_turn(self._parts, lambda part: formed.append(form(self._reduced_runs(part)).to(self._device)))
+        if self._offloaded:
+            in_turn(self._offloaded, lambda part: formed.append(form(self._reduced_runs(part)).to(self._device)))
+        for part in self._at_hand:
+            formed.append(form(self._reduced_runs(part)).to(self._device))
         return functools.reduce(torch.add, formed) if formed else self.nothing()
 
     def _reduced_runs(self, part: _Part) -> Runs:
         """Return the ranges of reduced gradients on this rank. They are rebuilt if the gradients have new memory."""
         sections = part.sections
         gradients = [section.stepped_gradient for section in sections]
-        if part.runs is None or any(a is not b for a, b in zip(gradients, part.seen, strict=True)):
+        if part.runs is None or list(map(id, gradients)) != list(map(id, part.seen)):
             part.seen = gradients
             places, counts = self._numbering.places, self._numbering.counts
             runs = [

@@ -38,6 +38,10 @@ class FlatParamStorage:
     Attributes:
         written_level: level at which this rank's range gets new values.
         sharded: whether the parameters are resharded between uses.
+        steps_apart: whether the optimizer steps on another tier than the device.
+        written_in_place: whether such an optimizer writes `published` there.
+        gradient_needs_acquiring: whether `stepped_gradient` is offloaded to another tier.
+        master_is_parameter: whether master weights are the parameters themselves.
     """
 
     def __init__(
@@ -66,8 +70,13 @@ class FlatParamStorage:
         self.tiered_state = TieredTensors(home, accountant, label)
         self.tiered_gradient = TieredTensors(homes.gradients, accountant, label)
         self.tiered_shard, self.tiered_second = (TieredTensors(homes.parameters, accountant, label) for _ in range(2))
-        alike = not layout.whole and levels.optimizer == levels.parameters
-        self._shares = alike and self._in_place(self.tiered_shard)
+        self.steps_apart = home.used_on is not None
+        self.written_in_place = self._in_place(self.tiered_shard)
+        self._gradient_in_place = self._in_place(self.tiered_gradient)
+        self.gradient_needs_acquiring = self.tiered_gradient.away and not self._gradient_in_place
+        self._fetches = self.steps_apart and self.gradient_needs_acquiring and homes.gradients.used_on is None
+        shares = not layout.whole and levels.optimizer == levels.parameters and self.written_in_place
+        self.master_is_parameter = master_dtype == layout.dtype and (not self.steps_apart or shares)
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self.sharded = levels.parameters > 0 or self.tiered_shard.away
         self.master_start, self.master_stop = layout.range_of(domain.place, levels.optimizer)
@@ -108,11 +117,6 @@ class FlatParamStorage:
     def _in_place(self, tiered: TieredTensors) -> bool:
         """Whether offloaded state is used on its tier, because the optimizer steps there."""
         return self.steps_apart and tiered.away and tiered.home.at_hand
-
-    @property
-    def _fetches(self) -> bool:
-        tiered = self.tiered_gradient
-        return self.steps_apart and tiered.away and not tiered.home.at_hand and tiered.home.used_on is None
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -161,18 +165,13 @@ class FlatParamStorage:
     def stepped_gradient(self) -> torch.Tensor:
         """Gradient for `master` on the tier of the optimizer; each access may copy it."""
         gradient = self.whole_gradient
-        if self._in_place(self.tiered_gradient):
+        if self._gradient_in_place:
             return self.tiered_gradient.in_place(gradient)
         if self._fetches and not self.tiered_gradient.acquired:
             fetched = torch.empty(gradient.shape, dtype=gradient.dtype, device=self.steps_on)
             self._accountant.hold(Category.GRADIENTS, fetched, Tier.HOST)
             return self.tiered_gradient.read(gradient, fetched)
         return gradient
-
-    @property
-    def gradient_needs_acquiring(self) -> bool:
-        """Whether `stepped_gradient` is offloaded to another tier."""
-        return self.tiered_gradient.away and not self._in_place(self.tiered_gradient)
 
     @property
     def measured_gradient(self) -> torch.Tensor:
@@ -215,19 +214,9 @@ class FlatParamStorage:
         return self.master_stop - self.master_start == self.layout.numel
 
     @property
-    def master_is_parameter(self) -> bool:
-        """Whether master weights are the parameters themselves."""
-        return self.master_dtype == self.layout.dtype and (not self.steps_apart or self._shares)
-
-    @property
     def master_is_stored(self) -> bool:
         """Whether the optimizer updates offloaded parameters on their tier. Frozen parameters have no master."""
         return self.master is not None and self.master_is_parameter and self.steps_apart
-
-    @property
-    def steps_apart(self) -> bool:
-        """Whether the optimizer steps on another tier than the device."""
-        return self.tiered_state.home.used_on is not None
 
     def widen_source(self, dtype: torch.dtype) -> None:
         """Keep the initial values in a wider dtype than the parameters', for master weights."""
@@ -316,11 +305,6 @@ class FlatParamStorage:
     def published(self) -> torch.Tensor:
         """Range of the low-precision parameters that corresponds to `master`."""
         return self.domain.within(self.shard, self.levels.parameters, self.levels.optimizer)
-
-    @property
-    def written_in_place(self) -> bool:
-        """Whether an optimizer on another tier writes `published` there."""
-        return self._in_place(self.tiered_shard)
 
     @property
     def published_in_place(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.comm.collective_queue import Work
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
-from shardwise.compat import is_shared, never_compiled, without_overrides
+from shardwise.compat import is_shared, never_compiled, version_of, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory.places import Acquisition, acquiring
@@ -54,6 +54,7 @@ class Unit:
     Attributes:
         sharded: whether the parameters are resharded between uses.
         level: level of the domain at which the parameters are sharded between uses.
+        is_updated_elsewhere: whether a step updates parameters of this rank's shard on other ranks.
         away: whether shards are offloaded.
         unguarded: whether parameters have their own classes, and uses are not seen.
         pins: number of users outside of passes that keep the unit unsharded.
@@ -86,6 +87,7 @@ class Unit:
         self.trainable = [section for section in self.sections if section.layout.trainable]
         self.sharded = any(section.sharded for section in self.sections)
         self.level = max((section.levels.parameters for section in self.sections), default=0)
+        self.is_updated_elsewhere = any(section.written_level > self.level for section in self.trainable)
         self.away = any(section.tiered_shard.away for section in self.sections)
         self.domain = domain
         self.state = UnitState.UNSHARDED
@@ -126,7 +128,7 @@ class Unit:
             for slot in section.layout.slots
         ]
 
-    @property
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The user's parameter objects."""
         return [self.registry.parameters[tensor.index] for tensor in self.tensors]
@@ -376,7 +378,7 @@ class Unit:
 
     def _read_versions(self) -> list[int]:
         with without_overrides():
-            return [parameter._version for parameter, _, _ in self._classes]
+            return list(map(version_of, self.parameters))
 
     def _keep_changes(self) -> None:
         """Store changes in place that `forward` has made (a codebook, a clamped weight), the same on all ranks.

@@ -277,8 +277,9 @@ class SegmentUpdate(UpdatePart):
     @contextlib.contextmanager
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
         """Let the optimizer step all segments in the block, and move new state to its tier."""
-        self._outputs.make_room([self._everything.sections])
-        with acquiring(self.away):
+        if self._stages:
+            self._outputs.make_room([self._everything.sections])
+        with acquiring(self.away) if self.away else contextlib.nullcontext():
             with self._stepping(self._everything, factor):
                 yield
             for part, _ in self._parts if self.away else ():
@@ -295,7 +296,12 @@ class SegmentUpdate(UpdatePart):
         """Whether a step takes memory for the segments: copies from tiers, host buffers, or wide gradients."""
         sections = self._everything.sections
         narrow = any(section.accumulate_dtype.itemsize < 4 for section in sections)
-        return narrow or bool(self.away) or any(map(self._outputs.stages, sections))
+        return narrow or bool(self.away) or self._stages
+
+    @cached_property
+    def _stages(self) -> bool:
+        """Whether parameters are copied from the host after a step."""
+        return any(map(self._outputs.stages, self._everything.sections))
 
     def _splits(self) -> bool:
         """Return True if the optimizer gives the same result in several calls, each for some segments.

@@ -206,10 +206,14 @@ class Update:
             raise
 
     def _versions(self) -> list[int]:
-        state = self.optimizer.state
-        stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        entries = (value for parameter in stepped for value in state.get(parameter, {}).values())
-        return [tensor._version for tensor in (*stepped, *entries) if isinstance(tensor, torch.Tensor)]
+        state, found = self.optimizer.state, list[int]()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                found.append(parameter._version)
+                for value in state.get(parameter, {}).values():
+                    if isinstance(value, torch.Tensor):
+                        found.append(value._version)
+        return found
 
     def _step(self, factor: float | torch.Tensor) -> None:
         if len(self.parts) == 1:
