@@ -52,7 +52,7 @@ LIMIT_S = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run also the cases that are marked thorough")
+    parser.addoption("--exhaustive", action="store_true", help="run thorough cases as well")
     parser.addoption("--progress", action="store_true", help="say now and then how far the run is (tests/progress.py)")
 
 
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases that are marked `thorough`, unless all are wanted or a case is named."""
+    """Leave out thorough cases, unless the command line names a case or asks for all."""
     if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 LEFT_OUT = pytest.StashKey[tuple[int, int]]()
-"""Cases that are left out, and of how many tests."""
+"""How many thorough cases are left out, and of how many tests."""
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -82,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     cases, tests = config.stash.get(LEFT_OUT, (0, 0))
     if cases:
         terminalreporter.write_line(
-            f"{cases} cases of {tests} tests, marked thorough, were left out; `make exhaustive` runs them"
+            f"{cases} thorough cases of {tests} tests were left out; `make exhaustive` runs them"
         )
 
 
