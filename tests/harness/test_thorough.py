@@ -1,8 +1,4 @@
-<<<<<<<< HEAD:tests/harness/test_left_out.py
-"""What `make test` leaves out, and tests that hang."""
-========
 """What `make test` leaves out, and that tests which hang end."""
->>>>>>>> wt-t1:tests/harness/test_thorough.py
 
 from __future__ import annotations
 
@@ -60,11 +56,7 @@ def test_the_number_of_cases_that_are_left_out_is_said(tmp_path: Path) -> None:
         timeout=100,
     )
     assert "2 passed, 5 deselected" in done.stdout, done.stdout + done.stderr
-<<<<<<<< HEAD:tests/harness/test_left_out.py
-    assert "5 cases of 2 tests, marked thorough, were left out" in done.stdout
-========
     assert "5 thorough cases of 2 tests were left out" in done.stdout
->>>>>>>> wt-t1:tests/harness/test_thorough.py
 
 
 def test_a_test_that_hangs_fails_and_the_rest_goes_on(tmp_path: Path) -> None:
