@@ -136,7 +136,11 @@ def test_stages_equal_the_whole_model(name: str, padded: bool) -> None:
         assert torch.equal(output.logits, expected.logits)
         assert found.keys() == grads.keys()
         for known, grad in grads.items():
-            assert torch.equal(found[known], grad), known
+            if known == "shared.weight" and count == 2:
+                # T5 uses the parameter three times, and two stages add the three gradients in another order.
+                torch.testing.assert_close(found[known], grad, rtol=1e-6, atol=1e-8)
+            else:
+                assert torch.equal(found[known], grad), known
 
 
 def test_a_stage_has_its_own_parameters_only() -> None:
