@@ -294,6 +294,12 @@ def test_an_own_example_is_compared() -> None:
         to_layers(small_model("llama"), example=LateSkip(config))
 
 
+def test_a_small_model_that_fails_is_no_fault_of_the_stages() -> None:
+    config = transformers.MixtralConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=3)
+    with pytest.raises(ConfigError, match=r"a small model of this configuration.*fails.*to_layers\(model, example="):
+        to_layers(transformers.MixtralForCausalLM(config))
+
+
 def test_skipped_blocks_are_noticed() -> None:
     torch.manual_seed(0)
     config = transformers.OPTConfig(

@@ -69,7 +69,7 @@ def _block_lists(model: Any) -> list[str]:
     return blocks
 
 
-# Sizes of a reduced model, by the names of configurations. Every head has 8 elements.
+# Sizes of a reduced model, by the names of configurations.
 _WIDTHS = {
     "hidden_size": 32,
     "word_embed_proj_dim": 32,
@@ -84,8 +84,6 @@ _WIDTHS = {
     "num_attention_heads": 4,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
-    "head_dim": 8,
-    "d_kv": 8,
     "vocab_size": 96,
 }
 _DEPTHS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "max_window_layers")
@@ -98,7 +96,7 @@ def _reduced(model: Any) -> Any:
     heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     wide = getattr(config, "word_embed_proj_dim", None) not in (None, config.hidden_size)
     for name, size in _WIDTHS.items():
-        if getattr(config, name, None) is not None:
+        if getattr(config, name, None) is not None and not isinstance(getattr(type(config), name, None), property):
             setattr(config, name, size)
     if wide:
         config.word_embed_proj_dim = 16
@@ -119,10 +117,14 @@ def _reduced(model: Any) -> Any:
     try:
         return type(model)(config)
     except Exception as error:
-        raise ConfigError(
-            f"{type(model).__name__}: no small model of this configuration can be built to compare its pipeline stages "
-            f"with the whole ({error}). Pass a small model of the same class and options: to_layers(model, example=...)"
-        ) from error
+        raise _no_example(type(model).__name__, error) from error
+
+
+def _no_example(title: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{title}: a small model of this configuration, with which pipeline stages would be compared, fails ({error}). "
+        "Pass a small model of the same class and options: to_layers(model, example=...)"
+    )
 
 
 def _samples(model: Any) -> list[dict[str, torch.Tensor]]:
@@ -152,6 +154,10 @@ def _checked_plan(small: Any, title: str) -> Plan:
     lists = _block_lists(small)
     try:
         samples = _samples(small)
+        _whole(small, samples[0])
+    except Exception as error:
+        raise _no_example(title, error) from error
+    try:
         plan = _trace(small, lists, samples[0])
         layers = TransformerLayers(small, plan)
         for sample in samples:
