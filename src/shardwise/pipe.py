@@ -13,7 +13,8 @@ from shardwise.pipeline import (
     with_communication,
 )
 from shardwise.pipeline.idle import IdleTimes
-from shardwise.pipeline.module import LayerSpec, PipelineModule, PipelineStage, TiedLayerSpec
+from shardwise.pipeline.layers import LayerSpec, PipelineStage, TiedLayerSpec
+from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -136,7 +137,11 @@ def test_stages_equal_the_whole_model(name: str, padded: bool) -> None:
         assert torch.equal(output.logits, expected.logits)
         assert found.keys() == grads.keys()
         for known, grad in grads.items():
-            assert torch.equal(found[known], grad), known
+            if known == "shared.weight" and count == 2:
+                # T5 uses the parameter three times, and two stages add the three gradients in another order.
+                torch.testing.assert_close(found[known], grad, rtol=1e-6, atol=1e-8)
+            else:
+                assert torch.equal(found[known], grad), known
 
 
 def test_a_stage_has_its_own_parameters_only() -> None:
@@ -289,6 +294,12 @@ def test_an_own_example_is_compared() -> None:
         to_layers(small_model("llama"), example=LateSkip(config))
 
 
+def test_a_small_model_that_fails_is_no_fault_of_the_stages() -> None:
+    config = transformers.MixtralConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=3)
+    with pytest.raises(ConfigError, match=r"a small model of this configuration.*fails.*to_layers\(model, example="):
+        to_layers(transformers.MixtralForCausalLM(config))
+
+
 def test_skipped_blocks_are_noticed() -> None:
     torch.manual_seed(0)
     config = transformers.OPTConfig(
@@ -316,3 +327,44 @@ def test_wrong_inputs_and_intervals() -> None:
     module.build([0], 2)
     with pytest.raises(UsageError, match="has been dropped, because this rank did not need"):
         module.build([1], 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_recomputed_blocks_give_the_same_gradients(name: str) -> None:
+    model = small_model(name)
+    calls = [0]
+
+    def count_calls(*_: Any) -> None:
+        calls[0] += 1
+
+    results = []
+    for interval in (0, 1):
+        modules = on_ranks(model, 3, activation_checkpoint_interval=interval)
+        blocks = [m for module in modules for m in module.modules() if type(m).__name__ in ("GPT2Block", "T5Block")]
+        for block in blocks:
+            block.register_forward_pre_hook(count_calls)
+        calls[0] = 0
+        results.append(step([module.stage(i) for i, module in enumerate(modules)], batch_of(name, True)))
+        assert calls[0] == (1 + interval) * len(blocks)
+    (expected, grads), (output, found) = results
+    assert torch.equal(output.logits, expected.logits)
+    assert all(torch.equal(found[known], grad) for known, grad in grads.items())
+
+
+def test_a_stage_keeps_no_tensor_of_a_pass() -> None:
+    modules = on_ranks(small_model("llama"), 2)
+    passed = modules[0].stage(0)(batch_of("llama", True))
+    last = modules[1].stage(1)
+    hidden = passed["values"]["hidden_states"]
+    alive = weakref.ref(hidden)
+    with torch.no_grad():
+        last(passed)
+    del passed, hidden
+    assert alive() is None
+
+
+def test_messages_have_one_order_on_all_ranks() -> None:
+    modules = on_ranks(small_model("t5"), 2, partition_method=[0, 5, 7])
+    passed = modules[0].stage(0)(batch_of("t5", True))
+    assert list(passed["values"]) == ["encoder_hidden_states", "hidden_states", "position_bias"]
+    assert list(passed["inputs"]) == ["input_ids", "attention_mask", "labels"]

@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils import checkpoint as torch_checkpoint
 
 from shardwise.errors import ConfigError, UsageError
-from shardwise.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from shardwise.pipeline.layers import LayerSpec, TiedLayerSpec
+from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.topology import PipeDataParallelTopology
 
 
