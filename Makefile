@@ -71,8 +71,7 @@ test-gpu: $(STAMP)
 rehearse-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q --progress -p no:cacheprovider tests/gpu --rehearse
 
-# Also what `make test` leaves out: most of large products, and repetitions (tests/sampling.py). About an hour on two
-# cores.
+# Also the cases marked thorough, which `make test` leaves out. About an hour on two cores.
 exhaustive: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --exhaustive
 

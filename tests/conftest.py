@@ -22,7 +22,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import sampling
 from tests.harness import close_pool, run_ranks
 from tests.progress import Progress
 
@@ -53,7 +52,7 @@ LIMIT_S = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run every case of large products (tests/sampling.py)")
+    parser.addoption("--exhaustive", action="store_true", help="run thorough cases as well")
     parser.addoption("--progress", action="store_true", help="say now and then how far the run is (tests/progress.py)")
 
 
@@ -65,48 +64,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of large products; see `tests.sampling`."""
+    """Leave out thorough cases, unless the command line names a case or asks for all."""
     if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
         return
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = set()
-    for name, cases in functions.items():
-        file = name.removeprefix("tests/").partition("::")[0]
-        kept.update(id(cases[place]) for place in sampling.sample(file, [_entries(case) for case in cases]))
-    kept -= {id(item) for item in items if item.get_closest_marker("thorough")}
-    left_out = [item for item in items if id(item) not in kept]
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
     config.hook.pytest_deselected(items=left_out)
-    config.stash[LEFT_OUT] = (
-        len(left_out),
-        len({item.nodeid.partition("[")[0] for item in left_out}),
-        sum(item.get_closest_marker("thorough") is not None for item in left_out),
-    )
-    items[:] = [item for item in items if id(item) in kept]
+    config.stash[LEFT_OUT] = len(left_out), len({item.nodeid.partition("[")[0] for item in left_out})
+    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
-LEFT_OUT = pytest.StashKey[tuple[int, int, int]]()
-"""Cases of large products that are left out, of how many tests, and how many of them are marked `thorough`."""
+LEFT_OUT = pytest.StashKey[tuple[int, int]]()
+"""How many thorough cases are left out, and of how many tests."""
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say how many cases were left out."""
-    cases, tests, thorough = config.stash.get(LEFT_OUT, (0, 0, 0))
+    cases, tests = config.stash.get(LEFT_OUT, (0, 0))
     if cases:
         terminalreporter.write_line(
-            f"{cases} cases of {tests} tests were left out ({thorough} marked thorough; tests/sampling.py); "
-            "`make exhaustive` runs them"
+            f"{cases} thorough cases of {tests} tests were left out; `make exhaustive` runs them"
         )
-
-
-def _entries(item: pytest.Item) -> sampling.Case:
-    """Return the entry of each `parametrize` that a case has."""
-    found = []
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        found.append(repr([item.callspec.params[name.strip()] for name in names]))  # type: ignore[attr-defined]
-    return tuple(found)
 
 
 class TestTooLongError(Exception):
