@@ -572,6 +572,7 @@ def test_an_answer_behind_what_the_peer_computes_is_found() -> None:
     assert f"rank {WORLD - 1}: host for say fetch" in found.text
 
 
+@pytest.mark.thorough
 def test_streams_that_wait_for_reductions_are_found() -> None:
     """Gathers run behind a wait for a reduction, in which a peer that waits for the gather cannot take part."""
     with ordered_by("device"), mock.patch.object(UnitOrder, "must_not_wait", lambda self, unit: False):
@@ -579,6 +580,7 @@ def test_streams_that_wait_for_reductions_are_found() -> None:
     assert found.kind == "stuck"
 
 
+@pytest.mark.thorough
 def test_gathers_that_no_helper_launches_are_found() -> None:
     @contextlib.contextmanager
     def alone(self: Unsharder) -> Iterator[None]:

@@ -256,6 +256,7 @@ def test_from_outside(tmp_path: Path) -> None:
     assert all(row["link_share"] > 0 for row in told["rows"])
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, threading\n"

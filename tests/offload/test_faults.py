@@ -224,7 +224,8 @@ def trained_at_real_size(place: str, directory: str) -> tuple[str, int]:
     return result, largest
 
 
-@pytest.mark.parametrize("place", [thorough("all on host"), "all on disk"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", ["all on host", "all on disk"])
 def test_shards_of_real_size(tmp_path: Path, place: str) -> None:
     (resident, largest), (away, _) = (
         run_ranks(trained_at_real_size, 1, where, str(tmp_path))[0] for where in ("device", place)
