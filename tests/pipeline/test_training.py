@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.pipe import LayerSpec
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.pipeline.training import (
     ROWS,
     WIDTH,
@@ -52,20 +52,29 @@ def equal(one: Run, other: Run) -> None:
         assert torch.equal(one.parameters[name], other.parameters[name]), name
 
 
-@pytest.mark.parametrize(("stages", "places"), [(2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("made", [layers, untied])
-def test_every_schedule_and_stage_of_zero_is_equal_to_one_process(stages: int, places: int, made: Any) -> None:
+@pytest.mark.parametrize(
+    ("made", "stages", "places", "zero"),
+    [
+        (untied, 2, 2, 1),
+        (untied, 2, 2, 3),
+        (layers, 3, 1, 0),
+        *(
+            thorough(made, stages, places, zero)
+            for made, stages, places in [(untied, 2, 1), (layers, 2, 1), (untied, 3, 1), (layers, 2, 2)]
+            for zero in (0, 1, 2, 3)
+        ),
+    ],
+)
+def test_every_schedule_is_equal_to_one_process(made: Any, stages: int, places: int, zero: int) -> None:
     """Where copies of a tied weight are on one rank, their gradients are added up in another order."""
     expected = alone(Setting(made=made), places)
-    for zero in (0, 1, 2, 3):
-        settings = [Setting(stages, schedule, zero, made=made) for schedule in SCHEDULES]
-        found = run_ranks(train_all, stages * places, settings)
-        by_setting = list(zip(*found, strict=True))
-        for runs in by_setting:
-            check(list(runs), expected)
-            for run in runs:
-                for reference in by_setting[0] if made is untied else ():
-                    equal(run, reference)
+    settings = [Setting(stages, schedule, zero, made=made) for schedule in SCHEDULES]
+    by_setting = list(zip(*run_ranks(train_all, stages * places, settings), strict=True))
+    for runs in by_setting:
+        check(list(runs), expected)
+        for run in runs:
+            for reference in by_setting[0] if made is untied else ():
+                equal(run, reference)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])
