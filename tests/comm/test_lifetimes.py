@@ -54,7 +54,9 @@ class Outputs:
         self._others: list[weakref.ref[torch.UntypedStorage]] = []
         self.most = 0
 
-    def launch(self, op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Work]:
+    def launch(
+        self, op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup, **_: Any
+    ) -> list[Work]:
         storages = self._gathered if op is all_gather_single else self._others
         for out, own in pairs:
             parts = max(1, out.numel() // max(1, own.numel()))
@@ -104,7 +106,7 @@ def alive_after_steps(
     """
     outputs, case, alive = Outputs(), CASES[model], []
     with imagined(world, 0), recording(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_launch", outputs.launch)
+        patch.setattr(native, "launch_together", outputs.launch)
         patch.setattr("shardwise.comm.stall_watchdog.default_store", dist.HashStore)
         engine = start(case, Setting(stage, precision="bf16", extra=extra))
         assert (followed() is not None) is ("stall_limit" not in dict(extra))
@@ -179,7 +181,7 @@ def test_no_activation_that_ranks_exchange_outlives_its_last_reader(stage: int, 
         **dict(observers(tmp_path)),
     }
     with imagined(8, 0), recording(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_launch", outputs.launch)
+        patch.setattr(native, "launch_together", outputs.launch)
         patch.setattr("shardwise.comm.stall_watchdog.default_store", dist.HashStore)
         patch.setattr(SharedSequences, "compare", lambda *_, **__: None)  # imagined ranks have no tokens
         patch.setattr(communicator.Communicator, "barrier", lambda *_: None)

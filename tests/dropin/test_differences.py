@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,15 @@ import shardwise
 import shardwise.absent
 from shardwise.config import accept, resolve
 from shardwise.dropin.launcher import REFUSED, job_of
-from shardwise.errors import AbsentNameError, BatchSizeError, ConfigError, ConflictError, NotBuiltError, UsageError
+from shardwise.errors import (
+    AbsentNameError,
+    BatchSizeError,
+    ConfigError,
+    ConflictError,
+    NotBuiltError,
+    PipelineError,
+    UsageError,
+)
 from tests.harness.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -473,8 +482,6 @@ def test_old_keys() -> None:
 
 
 def test_not_built() -> None:
-    with pytest.raises(NotBuiltError, match="pipeline parallelism; remove the section"):
-        accepted(pipeline={"stages": 2})
     with pytest.raises(NotBuiltError, match="GPUDirect Storage; switch it off"):
         accepted(aio={"use_gds": True})
     lenient = resolve(accept({"train_batch_size": 1, "aio": {"use_gds": True}, "compile": {"deepcompile": True}}))
@@ -684,8 +691,8 @@ def test_import() -> None:
 def test_absent_names() -> None:
     import deepspeed
 
-    with pytest.raises(AbsentNameError, match="pipeline parallelism is not built yet"):
-        deepspeed.PipelineModule(layers=[])
+    with pytest.raises(AbsentNameError, match="inference is not built yet"):
+        deepspeed.InferenceEngine(model=None)
     assert not hasattr(deepspeed.comm, "cdb")
     with pytest.raises(AbsentNameError, match="DeepSpeed's own backends"):
         from deepspeed.comm import cdb  # noqa: F401
@@ -828,8 +835,13 @@ def test_trap_19(facts: Facts) -> None:
 
 
 def test_trap_20() -> None:
-    with pytest.raises(NotBuiltError, match="pipeline parallelism"):
-        accepted(pipeline={"enabled": True, "stages": 2})
+    from shardwise import Engine
+    from shardwise.engine import PipelineEngine
+
+    for call in (PipelineEngine.forward, PipelineEngine.backward, PipelineEngine.step):
+        with pytest.raises(PipelineError, match=r"engine\.train_batch\(\)"):
+            call(mock.Mock(spec=PipelineEngine))
+    assert not hasattr(Engine, "train_batch")
 
 
 def test_trap_21() -> None:

@@ -148,3 +148,12 @@ def test_a_sequence_that_is_too_long_for_a_rank_trains_on_two() -> None:
     assert len(losses) == 2 and losses[1] < losses[0]
     peak = float(re.findall(r"with 2 ranks a sequence ([\d.]+) MiB on each", output)[0])
     assert peak <= 32
+
+
+def test_a_pipeline_learns_and_shows_its_idle_time(tmp_path: Path) -> None:
+    options = ("--steps", "21", "--picture", str(tmp_path / "step.svg"))
+    output = launch("pipeline.py", *options, nproc=4, environment=part_of_the_manual(tmp_path))
+    losses = [float(value) for value in re.findall(r"step +\d+ +loss (\S+)", output)]
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
+    assert "idle share of all ranks" in output and "stage 1 of 2" in output
+    assert (tmp_path / "step.svg").read_text().startswith("<svg")

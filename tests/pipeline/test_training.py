@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.pipe import LayerSpec
+from shardwise.pipe import LayerSpec, TiedLayerSpec
 from tests.harness import run_ranks, thorough
 from tests.pipeline.training import (
     ROWS,
@@ -23,6 +23,7 @@ from tests.pipeline.training import (
     batch,
     data,
     engine_of,
+    head,
     layers,
     place_of,
     train,
@@ -186,6 +187,31 @@ def test_values_between_stages_may_be_nested() -> None:
     expected = alone(settings[0], 1)
     for runs in zip(*run_ranks(train_all, 3, settings), strict=True):
         check(list(runs), expected)
+
+
+class Placed(nn.Embedding):
+    """An embedding with positions: a tied module of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+        self.places = nn.Embedding(8, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + self.places(torch.arange(ids.shape[1]))
+
+
+def all_tied() -> list[Any]:
+    again = TiedLayerSpec("words", Placed, forward_fn=head)
+    return [TiedLayerSpec("words", Placed), *layers()[1:-1], again]
+
+
+def test_tied_modules_share_all_parameters() -> None:
+    settings = [Setting(stages, "1f1b", zero, made=all_tied) for stages, zero in [(2, 0), (2, 3)]]
+    expected = alone(settings[0], 2)
+    for runs in zip(*run_ranks(train_all, 4, settings), strict=True):
+        check(list(runs), expected)
+        copies = [run.parameters["layers.0.weight"] for run in runs if "layers.0.weight" in run.parameters]
+        assert len(copies) == 4 and all(torch.equal(copy, copies[0]) for copy in copies)
 
 
 class Frozen(Block):

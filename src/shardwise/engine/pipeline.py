@@ -379,15 +379,18 @@ def build_stages(model: PipelineModule, place: PipelineRanks, job: Communicator)
 
 def tie(model: PipelineModule, place: PipelineRanks, job: Communicator) -> dict[int, CopiesElsewhere]:
     """Declare the parameters that other positions have, too, and copy the first position's values (all ranks call)."""
-    found = {}
+    found: dict[int, CopiesElsewhere] = {}
+    parts: dict[tuple[int, ...], Communicator] = {}
     for tied in model.tied_parameters():
-        positions = sorted({place.rank_of[stage] for stage in tied.users})
+        positions = tuple(sorted({place.rank_of[stage] for stage in tied.users}))
         if len(positions) == 1:
             continue
         lines = [[place.stage_ranks[p][n] for p in positions] for n in range(len(place.stage_ranks[0]))]
         if place.position not in positions:
             continue
-        ranks = job.part(lines, f"copies of {tied.name}")
+        if positions not in parts:
+            parts[positions] = job.part(lines, f"copies on positions {', '.join(map(str, positions))}")
+        ranks = parts[positions]
         parameter = model.get_parameter(tied.name)
         declare_part(parameter, ranks=range(len(place.stage_ranks[0])))
         values = parameter.detach().to(job.device)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -125,7 +125,7 @@ class Reducer:
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, WorkChain, Sequence[FlatParamStorage]] | None = None
         self._replicating: list[Work] = []
-        self._copies = copies or {}
+        self._copies = _flat_copies(self.gradients.values(), copies or {})
         self._returned: UnitGradients | None = None  # returned to its tier, maybe still being stored
         self._stretches = Stretches("backward")
         self.follow_order()
@@ -550,17 +550,11 @@ class Reducer:
 
     def sum_copies(self) -> None:
         """Add up gradients of parameters that ranks outside of the pass group have, too, after `zero_absent`."""
-        for gradients in self.gradients.values() if self._copies else ():
-            for section in gradients.unit.trainable:
-                ranks = {self._copies.get(slot.index) for slot in section.layout.slots}
-                if ranks == {None}:
-                    continue
-                (found,) = ranks
-                assert found is not None
-                gradients.acquire_sums()
-                found.all_reduce(section.whole_gradient, gradients.unit.name, "explicit").wait()
-                gradients.release_sums()
-                gradients.settle()
+        for gradients, section, ranks in self._copies:
+            gradients.acquire_sums()
+            ranks.all_reduce(section.whole_gradient, gradients.unit.name, "explicit").wait()
+            gradients.release_sums()
+            gradients.settle()
 
     def _settle_local(self) -> None:
         self.local = self.update.stays_local()
@@ -604,6 +598,33 @@ class Reducer:
             if not self._keeps_gradients:
                 for section in gradients.unit.trainable:
                     section.free_gradient()
+
+
+def _flat_copies(
+    units: Iterable[UnitGradients], copies: Mapping[int, Communicator]
+) -> list[tuple[UnitGradients, FlatParamStorage, Communicator]]:
+    """Return flat parameters that ranks outside of the pass group have, too, in one order on all of these ranks.
+
+    Raises UsageError if their layouts differ, because shards would be of different elements (these ranks call).
+    """
+    found: list[tuple[str, UnitGradients, FlatParamStorage, Communicator]] = []
+    for gradients in units if copies else ():
+        for section in gradients.unit.trainable:
+            names = [gradients.unit.registry[slot.index].name for slot in section.layout.slots]
+            ranks = {copies.get(slot.index) for slot in section.layout.slots}
+            if ranks == {None}:
+                continue
+            one = next(iter(ranks))
+            if len(ranks) > 1 or one is None:
+                raise UsageError(f"parameters {', '.join(names)} of one module are shared with different ranks")
+            found.append((names[0], gradients, section, one))
+    found.sort(key=lambda entry: entry[0])
+    for name, gradients, section, ranks in found:
+        slots = [(gradients.unit.registry[s.index].name, s.offset, s.numel) for s in section.layout.slots]
+        layout = repr((slots, section.layout.numel, str(section.layout.dtype), section.levels))
+        if len(set(ranks.fingerprints(layout, "copies"))) > 1:
+            raise UsageError(f"the module of parameter {name!r} has other parameters on other ranks that share these")
+    return [(gradients, section, ranks) for _, gradients, section, ranks in found]
 
 
 class _Flight(NamedTuple):
