@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import resolve
-from shardwise.errors import NotBuiltError
+from shardwise.errors import ConflictError, NotBuiltError
 
 ADAM = {"type": "Adam", "params": {"lr": 5e-5}}
 COMMS_LOGGER = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
@@ -132,15 +132,13 @@ SPARSE_ATTENTION = {
 REFUSED = {
     "autotuning": (small(autotuning=AUTOTUNING), ["autotuning.enabled"]),
     "sparse attention": (small(sparse_attention=SPARSE_ATTENTION), ["sparse_attention"]),
-    "hybrid parallelism": (
-        small(
-            zero_optimization={"stage": 3},
-            pipeline={"enabled": True, "partition": "uniform", "stages": 4},
-            tensor_parallel={"enabled": True, "size": 2},
-        ),
-        ["pipeline.enabled", "pipeline.stages"],
-    ),
 }
+
+HYBRID = small(
+    zero_optimization={"stage": 3},
+    pipeline={"enabled": True, "partition": "uniform", "stages": 4},
+    tensor_parallel={"enabled": True, "size": 2},
+)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -149,6 +147,13 @@ def test_accepted(name: str) -> None:
     config = resolution.config
     assert config.train_batch_size == config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
     assert not resolution.warnings
+
+
+def test_hybrid_parallelism_divides_the_ranks() -> None:
+    config = resolve(HYBRID, world_size=8).config
+    assert config.pipeline.stages == 4 and config.tensor_parallel.size == 2
+    with pytest.raises(ConflictError, match="pipeline.stages: is 4, but there are 2 ranks"):
+        resolve(HYBRID, world_size=2)
 
 
 @pytest.mark.parametrize("name", REFUSED)

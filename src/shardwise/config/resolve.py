@@ -178,7 +178,9 @@ def _positions(config: Config, world_size: int, facts: Facts) -> tuple[int, Prob
     if written != "auto" and wanted not in (None, configured):
         message = f"is {configured}, but the PipelineModule has num_stages={wanted}; remove one"
         return 1, Problem(_STAGES, message, ConflictError)
-    positions = config.pipeline.stages = wanted or configured
+    positions = wanted or configured
+    if wanted is not None:
+        config.pipeline.stages = wanted
     if positions < 1 or world_size % positions:
         message = (
             f"is {positions}, but there are {world_size} ranks; choose a divisor of {world_size}, or start a multiple "

@@ -130,14 +130,14 @@ def _no_example(title: str, error: Exception) -> ConfigError:
 def _samples(model: Any) -> list[dict[str, torch.Tensor]]:
     """Return inputs of a small model: without padding, and with padding on either side."""
     known = inspect.signature(model.forward).parameters
-    tokens = torch.randint(3, model.config.get_text_config().vocab_size, (3, 10))
+    tokens = torch.randint(3, model.config.get_text_config().vocab_size, (3, 10), device="cpu")
     inputs = {model.main_input_name: tokens}
     mask = torch.ones_like(tokens)
     mask[0, 7:], mask[1, :4] = 0, 0
     if "decoder_input_ids" in known:
         inputs["decoder_input_ids"] = tokens.flip(0)[:, :6]
     target = inputs.get("decoder_input_ids", tokens)
-    choices = [{"labels": target}, {"labels": torch.tensor([0, 1, 1])}] if "labels" in known else []
+    choices = [{"labels": target}, {"labels": torch.tensor([0, 1, 1], device="cpu")}] if "labels" in known else []
     for labels in choices:
         try:
             model(**inputs, **labels)
@@ -263,7 +263,7 @@ def _gradients(model: Any, passed: list[tuple[Any, Any]]) -> dict[str, torch.Ten
     grads: list[Any] | None = None
     for given, output in reversed(passed):
         results = _trainable(output)
-        starts = grads if grads is not None else [torch.cos(torch.arange(r.numel()).view_as(r)) for r in results]
+        starts = grads if grads is not None else [torch.cos(torch.arange(r.numel(), device="cpu").view_as(r)) for r in results]
         torch.autograd.backward(results, starts)
         grads = [leaf.grad for leaf in _trainable(given)]
     found = {name: p.grad for name, p in model.named_parameters()}

@@ -60,7 +60,7 @@ class Recompute:
                 # Because re-entrant functions give no gradients if no input requires one, as for token numbers.
                 places.append(len(leaves))
                 leaves.append(None)
-                tensors.append(torch.empty(0, requires_grad=True))
+                tensors.append(torch.empty(0, requires_grad=True, device="cpu"))
             return self.function(call, *tensors)
         return torch_checkpoint.checkpoint(call, *tensors, use_reentrant=False)
 

@@ -101,7 +101,7 @@ class Sender:
             self._link.send([torch.zeros(1, dtype=torch.int64, device=self._device)], label)
         else:
             data = torch.frombuffer(bytearray(form.encoded()), dtype=torch.uint8).to(self._device)
-            self._link.send([torch.tensor([len(data)], dtype=torch.int64, device=self._device), data], label)
+            self._link.send([torch.full((1,), len(data), dtype=torch.int64, device=self._device), data], label)
         self._last = form
         self._link.send([tensor.detach().contiguous() for tensor in tensors], label)
         return [tensor for tensor, (_, _, wanted) in zip(tensors, form.tensors, strict=True) if wanted]
