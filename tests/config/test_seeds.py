@@ -152,7 +152,7 @@ def test_accepted(name: str) -> None:
 def test_hybrid_parallelism_divides_the_ranks() -> None:
     config = resolve(HYBRID, world_size=8).config
     assert config.pipeline.stages == 4 and config.tensor_parallel.size == 2
-    with pytest.raises(ConflictError, match="pipeline.stages: is 4, but there are 2 ranks"):
+    with pytest.raises(ConflictError, match=r"pipeline\.stages: is 4, but there are 2 ranks"):
         resolve(HYBRID, world_size=2)
 
 

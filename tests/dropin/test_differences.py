@@ -427,7 +427,7 @@ def test_clipping_default(facts: Facts) -> None:
 
 def test_overflow_default(facts: Facts) -> None:
     assert facts["defaults"]["checks"] is False
-    elsewhere("zero/test_mixed_precision.py", "test_bf16_skips_overflows_only_if_asked")
+    elsewhere("engine/test_nonfinite.py", "test_steps_are_skipped_or_end_the_run")
 
 
 def test_accumulation_dtype(facts: Facts) -> None:

@@ -263,7 +263,8 @@ def _gradients(model: Any, passed: list[tuple[Any, Any]]) -> dict[str, torch.Ten
     grads: list[Any] | None = None
     for given, output in reversed(passed):
         results = _trainable(output)
-        starts = grads if grads is not None else [torch.cos(torch.arange(r.numel(), device="cpu").view_as(r)) for r in results]
+        places = [torch.arange(result.numel(), device="cpu").view_as(result) for result in results]
+        starts = grads if grads is not None else [torch.cos(place) for place in places]
         torch.autograd.backward(results, starts)
         grads = [leaf.grad for leaf in _trainable(given)]
     found = {name: p.grad for name, p in model.named_parameters()}
