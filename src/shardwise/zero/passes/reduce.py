@@ -611,11 +611,11 @@ def _flat_copies(
     for gradients in units if copies else ():
         for section in gradients.unit.trainable:
             names = [gradients.unit.registry[slot.index].name for slot in section.layout.slots]
-            ranks = {copies.get(slot.index) for slot in section.layout.slots}
-            if ranks == {None}:
+            having = {copies.get(slot.index) for slot in section.layout.slots}
+            if having == {None}:
                 continue
-            one = next(iter(ranks))
-            if len(ranks) > 1 or one is None:
+            one = next(iter(having))
+            if len(having) > 1 or one is None:
                 raise UsageError(f"parameters {', '.join(names)} of one module are shared with different ranks")
             found.append((names[0], gradients, section, one))
     found.sort(key=lambda entry: entry[0])
