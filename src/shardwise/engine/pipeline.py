@@ -254,8 +254,8 @@ class PipelineEngine(Engine):
             forms = hashlib.sha256("\n".join(texts).encode()).hexdigest() if len(set(texts)) == 1 else ""
         same = bool(forms) and forms == self._last_forms and torch.is_grad_enabled()
         self._last_forms = forms if torch.is_grad_enabled() else ""
-        told = self._pipe.exchange([len(batches) if self._reads_data else -1, same], "pipeline_batch")
-        missing = [(self._place.ranks[place], had) for place, (had, _) in enumerate(told) if 0 <= had < max(1, count)]
+        gathered = self._pipe.exchange([len(batches) if self._reads_data else -1, same], "pipeline_batch")
+        missing = [(self._place.ranks[place], had) for place, (had, _) in enumerate(gathered) if 0 <= had < max(1, count)]
         if missing:
             shown = ", ".join(f"rank {rank} has {had}" for rank, had in missing)
             raise PipelineError(
@@ -263,7 +263,7 @@ class PipelineEngine(Engine):
                 "needs a data iterator of the same length: initialize(training_data=...), engine.set_dataloader() or "
                 "data_iter="
             )
-        return any(flag for _, flag in told)
+        return any(flag for _, flag in gathered)
 
     def _loss(self, output: Any, labels: Any) -> Any:
         return output if self._model.loss_fn is None else self._model.loss_fn(output, labels)
@@ -371,9 +371,9 @@ def build_stages(model: PipelineModule, place: PipelineRanks, job: Communicator)
     costs = None
     if model.measures and job.world > 1:
         own = [asdict(cost) for cost in model.profile()] if job.rank == 0 else None
-        told = job.share_object(own, "pipeline_costs")
-        assert isinstance(told, list)
-        costs = [LayerCost(**cost) for cost in told]
+        shared = job.share_object(own, "pipeline_costs")
+        assert isinstance(shared, list)
+        costs = [LayerCost(**cost) for cost in shared]
     model.build(place.stages, len(place.rank_of), costs=costs)
 
 

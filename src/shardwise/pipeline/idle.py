@@ -147,9 +147,9 @@ def recording(comm: Communicator) -> Iterator[IdleTimes]:
     for unit, begun, ended in recorder.found:
         first, last = (at + seconds_between(anchor, one) + clock.offset for one in (begun, ended))
         own.append([unit, first, last])
-    told = comm.exchange([own, clock.uncertainty], "idle_times")
-    times.uncertainty = max(uncertainty for _, uncertainty in told)
-    for rank, (spans, _) in enumerate(told):
+    gathered = comm.exchange([own, clock.uncertainty], "idle_times")
+    times.uncertainty = max(uncertainty for _, uncertainty in gathered)
+    for rank, (spans, _) in enumerate(gathered):
         for unit, first, last in spans:
             op, stage, micro_batch = unit.split()
             times.spans.append(Span(rank, Action(Op(op), int(stage), int(micro_batch)), first, last))
