@@ -173,7 +173,8 @@ def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple
 
 def _positions(config: Config, world_size: int, facts: Facts) -> tuple[int, Problem | None]:
     """Resolve the number of ranks of a pipeline."""
-    written, wanted = config.pipeline.stages, facts.pipeline_stages
+    written: int | str = config.pipeline.stages if config.pipeline.enabled is not False else "auto"
+    wanted = facts.pipeline_stages
     configured = 1 if written == "auto" else int(written)
     if written != "auto" and wanted not in (None, configured):
         message = f"is {configured}, but the PipelineModule has num_stages={wanted}; remove one"

@@ -50,14 +50,6 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
-def _above_one(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
-
-
-def _above_zero(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
-
-
 def _sparse(value: Any) -> bool:
     return value is not None and value.mode != "dense"
 
@@ -253,11 +245,6 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),
     Ignored("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
     Ignored("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
-    Ignored(
-        "pipeline.activation_checkpoint_interval",
-        _above_zero,
-        "it belongs to a PipelineModule. Recompute in the model (shardwise.checkpointing.checkpoint)",
-    ),
 )
 
 

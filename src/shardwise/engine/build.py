@@ -245,8 +245,10 @@ def _build(
         settings = resolution.config
         positions = 1 if settings.pipeline.stages == "auto" else settings.pipeline.stages
         if pipeline is None and positions > 1:
-            pipeline = model = as_pipeline(model)
+            pipeline = model = as_pipeline(model, settings.pipeline.partition)
             known = nn.Module()
+        if pipeline is not None and settings.pipeline.activation_checkpoint_interval:
+            pipeline.set_checkpoint_interval(settings.pipeline.activation_checkpoint_interval)
         check_packages(settings)
         check_shard_size(settings, requested)
 

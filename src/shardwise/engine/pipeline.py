@@ -75,6 +75,7 @@ class PipelineEngine(Engine):
         super().__init__(**parts)
         self._place, self._pipe, self._schedule = place, pipe, schedule
         self._model: PipelineModule = self.module
+        self._dynamic = self._resolution.config.pipeline.dynamic_shape or self._model.dynamic_shape
         self._runtime = Runtime(self.job, place.ranks, place.position, place.rank_of, self._stage_name)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
@@ -252,10 +253,12 @@ class PipelineEngine(Engine):
         if self.is_first_stage():
             texts = [f"{form_of(inputs, 'the data iterator')[0]}" for inputs, _ in batches]
             forms = hashlib.sha256("\n".join(texts).encode()).hexdigest() if len(set(texts)) == 1 else ""
-        same = bool(forms) and forms == self._last_forms and torch.is_grad_enabled()
+        same = bool(forms) and forms == self._last_forms and torch.is_grad_enabled() and not self._dynamic
         self._last_forms = forms if torch.is_grad_enabled() else ""
         gathered = self._pipe.exchange([len(batches) if self._reads_data else -1, same], "pipeline_batch")
-        missing = [(self._place.ranks[place], had) for place, (had, _) in enumerate(gathered) if 0 <= had < max(1, count)]
+        missing = [
+            (self._place.ranks[place], had) for place, (had, _) in enumerate(gathered) if 0 <= had < max(1, count)
+        ]
         if missing:
             shown = ", ".join(f"rank {rank} has {had}" for rank, had in missing)
             raise PipelineError(
@@ -354,12 +357,15 @@ class _Work:
         self._engine.differentiate(roots, gradients, last=last)
 
 
-def as_pipeline(model: nn.Module) -> PipelineModule:
-    """Return an ordinary model as a pipeline: a model of transformers; a PipelineError for others."""
+def as_pipeline(model: nn.Module, partition: str) -> PipelineModule:
+    """Return an ordinary model as a pipeline: a model of transformers; a PipelineError for others.
+
+    `partition` is `pipeline.partition` of the configuration.
+    """
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         from shardwise.pipeline.huggingface import to_layers
 
-        return PipelineModule(to_layers(model))
+        return PipelineModule(to_layers(model), partition_method=partition)
     raise PipelineError(
         f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor a model "
         "of transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], loss_fn=...), or remove the key"

@@ -58,7 +58,7 @@ class PipelineModule(nn.Module):
         activation_checkpoint_interval: number of adjacent layers that are recomputed together; 0: none.
         activation_checkpoint_func: activation checkpointing function; None: that of torch, non-reentrant.
         checkpointable_layers: class names of the layers that may be recomputed; None: layers with parameters.
-        dynamic_shape: accepted for compatibility without effect; shapes may always differ between micro-batches.
+        dynamic_shape: shapes of activations depend on more than the shapes of the inputs.
         sample_batch: input of the first layer for `profile`; partition_method `best` then uses measured times.
 
     Raises:

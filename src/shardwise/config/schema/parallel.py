@@ -21,11 +21,29 @@ class Pipeline(ConfigSection):
     )
     chunks: Int | None = key(None, "Stages of each rank; null: the fewest that the schedule has.", ge=1)
     dynamic_shape: bool = key(False, "Shapes of activations depend on more than the shapes of the inputs.")
-    seed_layers: bool = key(False, "Seed the random generator for every layer, so that the split does not matter.")
-    activation_checkpoint_interval: Int = key(0, "Recompute activations of every so many layers; 0: none.", ge=0)
-    pipe_partitioned: bool = key(True, "Split activations sent between stages over tensor-parallel ranks.")
-    grad_partitioned: bool = key(True, "Split gradients sent between stages over tensor-parallel ranks.")
-    use_reentrant: bool = key(True, "Use the reentrant form of activation checkpointing.")
+    seed_layers: bool = key(
+        False,
+        "Seed the random generator for every layer, so that the split does not matter.",
+        no_effect="each layer of a PipelineModule has a seed of its own",
+    )
+    activation_checkpoint_interval: Int = key(
+        0, "Recompute activations of every so many layers; 0: as the PipelineModule says.", ge=0
+    )
+    pipe_partitioned: bool = key(
+        True,
+        "Split activations sent between stages over tensor-parallel ranks.",
+        no_effect="each tensor-parallel rank sends the activations of its stage whole",
+    )
+    grad_partitioned: bool = key(
+        True,
+        "Split gradients sent between stages over tensor-parallel ranks.",
+        no_effect="each tensor-parallel rank sends the gradients of its stage whole",
+    )
+    use_reentrant: bool = key(
+        True,
+        "Use the reentrant form of activation checkpointing.",
+        no_effect="recomputation is not reentrant; PipelineModule(activation_checkpoint_func=...) takes another",
+    )
 
 
 class TPSize(ConfigSection):
