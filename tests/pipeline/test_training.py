@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.errors import PeerLostError, UsageError
 from shardwise.pipe import LayerSpec, TiedLayerSpec
 from tests.harness import run_ranks, thorough
 from tests.pipeline.training import (
@@ -150,6 +151,45 @@ def test_shapes_may_change_between_micro_batches_and_steps() -> None:
         check(list(runs), expected)
 
 
+class Dropping(nn.Module):
+    """Returns rows of which the number depends on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, 1)[: int(x.abs().sum() * 100) % 5 + 1]
+
+
+def dropping() -> list[Any]:
+    return [*untied()[:3], LayerSpec(Dropping), *untied()[3:]]
+
+
+def mean_of(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def of_unknown_shapes(dynamic: bool) -> str:
+    options = {"partition_method": [0, 4, len(dropping())]}
+    config = {"pipeline": {"dynamic_shape": dynamic}}
+    setting = Setting(2, "1f1b", 1, steps=4, made=dropping, loss=mean_of, options=options, config=config)
+    engine = engine_of(setting)
+    try:
+        for step in range(setting.steps):
+            engine.train_batch(data(setting, step))
+    except UsageError as error:
+        return str(error)
+    except PeerLostError:
+        return "lost"
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_shapes_that_depend_on_values_need_a_key() -> None:
+    assert run_ranks(of_unknown_shapes, 2, True) == ["", ""]
+    first, second = run_ranks(of_unknown_shapes, 2, False)
+    assert "Set `pipeline.dynamic_shape`, so that shapes are sent with each micro-batch" in first
+    assert second == "lost"
+
+
 class Nested(nn.Module):
     """Passes on a dictionary with a mask, None, a number, and a tensor that needs no gradient."""
 
@@ -276,7 +316,7 @@ def test_branches_that_some_ranks_do_not_use() -> None:
             torch.testing.assert_close(run.losses, one[0].losses, rtol=1e-6, atol=1e-6)
 
 
-def recomputing(interval: int) -> tuple[Run, int]:
+def recomputing(interval: int, by_key: bool) -> tuple[Run, int]:
     calls = 0
 
     class Counted(Block):
@@ -288,14 +328,15 @@ def recomputing(interval: int) -> tuple[Run, int]:
     def made() -> list[Any]:
         return [layers()[0], *(LayerSpec(Counted, WIDTH) for _ in range(6)), *layers()[-2:]]
 
-    options = {"activation_checkpoint_interval": interval}
-    return train(Setting(2, "1f1b", 1, steps=1, made=made, options=options)), calls
+    key = {"activation_checkpoint_interval": interval}
+    config, options = ({"pipeline": key}, {}) if by_key else ({}, key)
+    return train(Setting(2, "1f1b", 1, steps=1, made=made, options=options, config=config)), calls
 
 
 def test_the_interval_of_recomputation_is_used() -> None:
     expected = alone(Setting(steps=1), 1)
-    for interval, factor in ((0, 1), (1, 2), (2, 2)):
-        found = run_ranks(recomputing, 2, interval)
+    for interval, by_key, factor in ((0, False, 1), (1, False, 2), (2, False, 2), (1, True, 2)):
+        found = run_ranks(recomputing, 2, interval, by_key)
         check([run for run, _ in found], expected)
         assert sum(calls for _, calls in found) == 6 * 4 * factor
 

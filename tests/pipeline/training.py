@@ -130,9 +130,9 @@ def engine_of(setting: Setting) -> Any:
         "gradient_accumulation_steps": setting.micro_batches,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": setting.zero, "stage3_param_persistence_threshold": 0},
-        "pipeline": {"schedule": setting.schedule},
+        "pipeline": {"schedule": setting.schedule, **setting.config.get("pipeline", {})},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-        **setting.config,
+        **{key: value for key, value in setting.config.items() if key != "pipeline"},
     }
     model = model_of(setting.stages, setting.made, setting.loss, **setting.options)
     return shardwise.initialize(model=model, config=config)[0]
