@@ -53,9 +53,17 @@ def step(engine: Any, setting: Setting) -> None:
     engine.step()
 
 
+def another(engine: Any, setting: Setting) -> None:
+    if engine.is_last_stage():
+        engine.eval_batch(data(setting, 1), num_micro_batches=2)
+    else:
+        engine.train_batch(data(setting, 1))
+
+
 @pytest.mark.parametrize(
     ("run", "text"),
     [
+        (another, "rank 0 is in train_batch() of 4 micro-batches, and rank 1 in eval_batch() of 2 micro-batches"),
         (short, "train_batch(): 4 micro-batches are needed, and rank 1 has 3"),
         (none, "4 micro-batches are needed, and rank 0 has 0, rank 1 has 0. Every rank with the first or the last"),
         (not_pairs, "expected a pair (inputs, labels)"),

@@ -255,10 +255,17 @@ class PipelineEngine(Engine):
             forms = hashlib.sha256("\n".join(texts).encode()).hexdigest() if len(set(texts)) == 1 else ""
         same = bool(forms) and forms == self._last_forms and torch.is_grad_enabled() and not self._dynamic
         self._last_forms = forms if torch.is_grad_enabled() else ""
-        gathered = self._pipe.exchange([len(batches) if self._reads_data else -1, same], "pipeline_batch")
-        missing = [
-            (self._place.ranks[place], had) for place, (had, _) in enumerate(gathered) if 0 <= had < max(1, count)
-        ]
+        own = [len(batches) if self._reads_data else -1, same, f"{call} of {count} micro-batches"]
+        gathered = self._pipe.exchange(own, "pipeline_batch")
+        calls = list(dict.fromkeys(entry[2] for entry in gathered))
+        if len(calls) > 1:
+            first = next(place for place, entry in enumerate(gathered) if entry[2] != calls[0])
+            raise PipelineError(
+                f"rank {self._place.ranks[0]} is in {calls[0]}, and rank {self._place.ranks[first]} in "
+                f"{gathered[first][2]}. All ranks of a pipeline make the same calls"
+            )
+        counts = [(self._place.ranks[place], had) for place, (had, *_) in enumerate(gathered)]
+        missing = [(rank, had) for rank, had in counts if 0 <= had < max(1, count)]
         if missing:
             shown = ", ".join(f"rank {rank} has {had}" for rank, had in missing)
             raise PipelineError(
@@ -266,7 +273,7 @@ class PipelineEngine(Engine):
                 "needs a data iterator of the same length: initialize(training_data=...), engine.set_dataloader() or "
                 "data_iter="
             )
-        return any(flag for _, flag in gathered)
+        return any(entry[1] for entry in gathered)
 
     def _loss(self, output: Any, labels: Any) -> Any:
         return output if self._model.loss_fn is None else self._model.loss_fn(output, labels)
