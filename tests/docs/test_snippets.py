@@ -32,6 +32,7 @@ def program(page):
         thorough("docs/sequence.md", r"loss \d.* of 128 tokens here, 252 in all"),
         thorough("docs/getting-started.md", r"epoch 2: loss \d"),
         thorough("docs/tensor.md", r"loss \d.*, 16512 of 30080 parameters here"),
+        thorough("docs/pipeline.md", r"after 10 steps: loss \d"),
         thorough("docs/moe.md", r"loss \d.*, 2 of 4 experts here"),
         pytest.param(
             "docs/export.md",
@@ -66,3 +67,9 @@ def test_before_and_after_of_ddp_print_the_same(tmp_path):
         printed.append(re.findall(r"epoch \d: loss [\d.]+", done.stdout))
     assert printed[0] == printed[1] and len(printed[0]) == 2
     assert (tmp_path / "weights.safetensors").exists()
+
+
+def test_a_schedule_is_shown_before_it_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pipeline.md").read_text(), re.DOTALL)
+    exec(next(block for block in blocks if "simulate(" in block), {})
+    assert "11% idle" in capsys.readouterr().out
