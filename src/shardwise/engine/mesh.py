@@ -239,8 +239,8 @@ def model_parallel_size(mpu: Any) -> int:
         size = getattr(mpu, name, lambda: 1)()
         if size > 1:
             raise NotBuiltError(
-                f"{_MPU}: mpu.{name}() is {size}: this version does not have pipeline parallelism. Pass an mpu with "
-                "one stage, or none; ZeRO stage 3 divides large layers over all ranks"
+                f"{_MPU}: mpu.{name}() is {size}: the stages of a unit are not taken over. Pass a "
+                "shardwise.pipe.PipelineModule, whose stages the engine places itself, and no mpu"
             )
     size = int(_of_unit(mpu, "world_size", lambda: 1)())
     if size > 1 and not all(map(callable, (_of_unit(mpu, "group"), getattr(mpu, "get_data_parallel_group", None)))):
