@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.errors import PeerLostError, UsageError
+from shardwise.moe import MoE
 from shardwise.pipe import LayerSpec, TiedLayerSpec
 from tests.harness import run_ranks, thorough
 from tests.pipeline.training import (
@@ -227,6 +228,30 @@ def test_values_between_stages_may_be_nested() -> None:
     expected = alone(settings[0], 1)
     for runs in zip(*run_ranks(train_all, 3, settings), strict=True):
         check(list(runs), expected)
+
+
+class Experts(nn.Module):
+    """A layer of experts, which are divided over the ranks of its stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        expert = nn.Linear(WIDTH, WIDTH)
+        self.experts = MoE(WIDTH, expert, 4, ep_size=2, k=1, drop_tokens=False, use_rts=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(x)[0]
+
+
+def with_experts() -> list[Any]:
+    return [*untied()[:4], LayerSpec(Experts), LayerSpec(Block, WIDTH), untied()[-1]]
+
+
+def test_experts_on_one_stage_only() -> None:
+    one = run_ranks(train, 2, Setting(1, "1f1b", 1, made=with_experts))
+    for schedule, zero in (("1f1b", 1), ("zb-h1", 2)):
+        for run in run_ranks(train, 4, Setting(2, schedule, zero, made=with_experts)):
+            torch.testing.assert_close(run.losses, one[0].losses, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(run.norms, one[0].norms, rtol=1e-6, atol=1e-6)
 
 
 class Placed(nn.Embedding):

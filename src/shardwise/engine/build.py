@@ -273,9 +273,9 @@ def _build(
         rank_of = placement_of(settings.pipeline.schedule, positions, settings.pipeline.chunks)
         place = PipelineRanks.of(job.rank, job.world, positions, rank_of)
         build_stages(pipeline, place, job)
+        pipe = job.part([list(ranks) for ranks in zip(*place.stage_ranks, strict=True)], "pipeline")
         if positions > 1:
             whole = job.part(place.stage_ranks, "stage")
-            pipe = job.part([list(ranks) for ranks in zip(*place.stage_ranks, strict=True)], "pipeline")
             data = whole
             copies = tie(pipeline, place, job)
 
@@ -407,8 +407,8 @@ def _build(
         step if job.rank == 0 else None,
     )
     make: Callable[..., Engine] = Engine
-    if place is not None:
-        make = functools.partial(PipelineEngine, place=place, pipe=pipe or whole, schedule=settings.pipeline.schedule)
+    if place is not None and pipe is not None:
+        make = functools.partial(PipelineEngine, place=place, pipe=pipe, schedule=settings.pipeline.schedule)
     engine = make(
         sharded=sharded,
         step=step,
