@@ -44,12 +44,14 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
         sample = values[:: size >> 14].abs()
         wanted = min(math.ceil(1.25 * count / size * sample.numel()) + 16, sample.numel())
         threshold = float(sample.topk(wanted).values[-1])
-        scratch = torch.empty(_CHUNK, dtype=values.dtype, device=values.device)
+        del sample
+        scratch = torch.empty(min(size, _CHUNK), dtype=values.dtype, device=values.device)
         found = []
         for number, chunk in enumerate(values.split(_CHUNK)):
             large = (torch.abs(chunk, out=scratch[: chunk.numel()]) < threshold).logical_not_()
             # Several times faster than torch's nonzero on a CPU.
             found.append(torch.from_numpy(numpy.flatnonzero(large.numpy())).add_(number * _CHUNK))
+        del scratch, large
         reached = torch.cat(found)
         if reached.numel() >= count:
             return reached[values[reached].abs().topk(count, sorted=False).indices]
