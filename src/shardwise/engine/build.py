@@ -361,6 +361,7 @@ def _build(
                 plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
                 norm_group=job,
                 copies=copies,
+                chunks=() if pipeline is None else pipeline.stages,
             ),
         )
 

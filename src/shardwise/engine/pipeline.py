@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from shardwise.engine.engine import Engine
 from shardwise.errors import PipelineError, UsageError
-from shardwise.pipeline.actions import Schedule
+from shardwise.pipeline.actions import Op, Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
 from shardwise.pipeline.lowering import with_communication
 from shardwise.pipeline.messages import form_of
@@ -22,11 +22,16 @@ from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.partition import LayerCost
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
+from shardwise.pipeline.split_backward import DeferredWeights
 from shardwise.registry import declare_part
+from shardwise.zero.passes.model_pass import Part
 from shardwise.zero.passes.reduce import CopiesElsewhere
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
+
+
+_WEIGHT_GRADIENT = frozenset({Op.BACKWARD_WEIGHT})
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,8 @@ class PipelineEngine(Engine):
         steps = self._batches.steps
         schedule = self._made(self._schedule, steps)
         batches = self._fetch(data_iter, steps, "train_batch()")
-        self._step.begin_batch()
+        self._step.begin_batch(single=steps == 1 and not schedule.has(_WEIGHT_GRADIENT))
+        self.sharded.model_pass.end_graphs()
         with torch.enable_grad():
             work = _Work(self, batches, trains=True)
             self._runtime.run(schedule, work, fixed=self._agree(batches, steps, "train_batch()"))
@@ -320,14 +326,25 @@ class PipelineEngine(Engine):
 
     # -- computations of a stage ---------------------------------------------------------------------------------------
 
-    def run_stage(self, stage: int, value: Any) -> Any:
+    def run_stage(self, stage: int, micro_batch: int, value: Any) -> Any:
         """Return the outputs of a stage of this rank."""
+        self._select(stage, micro_batch)
         return super().forward(value, stage=stage)
 
+    def _select(self, stage: int, micro_batch: int) -> None:
+        self.sharded.model_pass.select(self._place.stages.index(stage), (stage, micro_batch))
+
     def differentiate(
-        self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool
+        self,
+        key: tuple[int, int],
+        roots: Sequence[Any],
+        gradients: Sequence[torch.Tensor | None] | None,
+        *,
+        part: Part = Part.WHOLE,
+        last: bool,
     ) -> None:
         """Run a backward pass from outputs with their gradients; None: from a loss, or (loss, weight)."""
+        self._select(*key)
         self._step.set_gradient_accumulation_boundary(last)
         with contextlib.ExitStack() as around:
             if gradients is None:
@@ -338,7 +355,7 @@ class PipelineEngine(Engine):
             around.enter_context(self._memory.reporting_oom("engine.train_batch()", graph=True))
             around.enter_context(self.sharded.noting_disk_errors())
             around.enter_context(self._observers.during("backward"))
-            self.sharded.backward(roots, gradients)
+            self.sharded.backward(roots, gradients, part=part)
 
 
 class _Work:
@@ -354,14 +371,27 @@ class _Work:
     def forward(self, stage: int, micro_batch: int, value: Any) -> Any:
         """Return the outputs of a stage; in training the loss of the last one."""
         engine = self._engine
-        output = engine.run_stage(stage, value)
+        output = engine.run_stage(stage, micro_batch, value)
         if not self._trains or stage < len(engine._place.rank_of) - 1:
             return output
         return engine._loss(output, self._batches[micro_batch][1])
 
-    def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool) -> None:
+    def backward(
+        self,
+        key: tuple[int, int],
+        roots: Sequence[Any],
+        gradients: Sequence[torch.Tensor | None] | None,
+        *,
+        split: bool,
+        last: bool,
+    ) -> None:
         """Differentiate."""
-        self._engine.differentiate(roots, gradients, last=last)
+        self._engine.differentiate(key, roots, gradients, part=Part.FIRST if split else Part.WHOLE, last=last)
+
+    def weight_gradients(self, key: tuple[int, int], weights: DeferredWeights, *, last: bool) -> None:
+        """Compute the other gradients of parameters."""
+        roots = weights.take()
+        self._engine.differentiate(key, roots, [None] * len(roots), part=Part.SECOND, last=last)
 
 
 def as_pipeline(model: nn.Module, partition: str) -> PipelineModule:

@@ -132,6 +132,7 @@ class TrainStep:
         self._managed = bool(config.managed_gradient_accumulation)
         self._loss_is_scaled = self._scale_entered = self._unscaled = False
         self._in_batch = self._continues = False
+        self._single = True
         self._prepared: _Prepared | None = None
         watch = config.anomaly_watch
         self.anomalies = Anomalies(job.rank)
@@ -226,9 +227,13 @@ class TrainStep:
             self._loss_is_scaled = False
             self._pass_weight = None
 
-    def begin_batch(self) -> None:
-        """Begin a batch in which ranks run their backward passes one after the other: weights are in units of 1."""
+    def begin_batch(self, *, single: bool) -> None:
+        """Begin a batch in which ranks run their backward passes one after the other: weights are in units of 1.
+
+        `single`: the batch has one micro-batch.
+        """
         self._reference_agreed = self._in_batch = True
+        self._single = single
 
     @contextlib.contextmanager
     def passing_on(self) -> Iterator[None]:
@@ -370,7 +375,7 @@ class TrainStep:
 
     def begins_window(self) -> bool:
         """Whether no rank has had a micro-batch of this window; False where the script counts micro-batches."""
-        return self._managed and self.micro_steps == self.window_began
+        return self._single and self._managed and self.micro_steps == self.window_began
 
     def _new_window(self) -> Window:
         window = Window(

@@ -36,8 +36,23 @@ class StageWork(Protocol):
     def forward(self, stage: int, micro_batch: int, value: Any) -> Any:
         """Return the outputs of a stage; of the last stage the loss in training, else what the caller collects."""
 
-    def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool) -> None:
-        """Differentiate. `gradients` None: of a loss. `last`: the last backward pass of this rank in the batch."""
+    def backward(
+        self,
+        key: tuple[int, int],
+        roots: Sequence[Any],
+        gradients: Sequence[torch.Tensor | None] | None,
+        *,
+        split: bool,
+        last: bool,
+    ) -> None:
+        """Differentiate, for (stage, micro-batch) `key`.
+
+        `gradients` None: of a loss. `split`: `weight_gradients` follows. `last`: the last call of this stage in the
+        batch.
+        """
+
+    def weight_gradients(self, key: tuple[int, int], weights: DeferredWeights, *, last: bool) -> None:
+        """Compute the other gradients of parameters."""
 
 
 @dataclass
@@ -54,13 +69,13 @@ class _Held:
 
 @dataclass
 class _Batch:
-    """One run of a schedule. `last`: place of the last backward pass in this rank's actions."""
+    """One run of a schedule. `last`: places of the last backward pass of each stage in this rank's actions."""
 
     schedule: Schedule
     work: StageWork
     trains: bool
     split: bool
-    last: int
+    last: frozenset[int]
     results: dict[int, Any] = field(default_factory=dict)
 
 
@@ -122,13 +137,13 @@ class Runtime:
         """
         self._begin(schedule, fixed)
         actions = schedule.actions[self._position]
-        backward = [place for place, action in enumerate(actions) if action.op in INPUT_GRADIENT | WEIGHT_GRADIENT]
+        backward = {a.stage: place for place, a in enumerate(actions) if a.op in INPUT_GRADIENT | WEIGHT_GRADIENT}
         split = any(a.op is Op.BACKWARD_WEIGHT for a in actions)
-        batch = _Batch(schedule, work, bool(backward), split, backward[-1] if backward else -1)
+        batch = _Batch(schedule, work, bool(backward), split, frozenset(backward.values()))
         for number, action in enumerate(actions):
             try:
                 with named(RANGE, text_of(action)) if action.op in COMPUTATIONS else _NOTHING:
-                    self._execute(action, batch, last=number == batch.last)
+                    self._execute(action, batch, last=number in batch.last)
             except Exception as error:
                 logger.error(
                     "%s, %s of micro-batch %d: %s: %s",
@@ -159,7 +174,7 @@ class Runtime:
         elif op is Op.BACKWARD_WEIGHT:
             held = self._held.pop(key)
             assert held.weights is not None
-            batch.work.backward(*held.weights.take(), last=last)
+            batch.work.weight_gradients(key, held.weights, last=last)
         elif op is Op.SEND_BACKWARD:
             link = self._senders[action.stage, "gradients"]
             assert isinstance(link, Link)
@@ -242,16 +257,17 @@ class Runtime:
     def _backward(self, action: Action, work: StageWork, *, last: bool, whole: bool) -> None:
         key = action.stage, action.micro_batch
         held = self._held[key]
+        split = held.weights is not None
         if held.loss is not None:
-            work.backward([held.loss], None, last=last and not held.weights)
+            work.backward(key, [held.loss], None, split=split, last=last and not split)
             held.loss = None
         else:
             gradients = self._gradients.pop((action.stage + 1, action.micro_batch))
-            work.backward(held.outputs, gradients, last=last and not held.weights)
+            work.backward(key, held.outputs, gradients, split=split, last=last and not split)
         inputs, held.inputs, held.outputs = held.inputs, [], []
         if action.stage > 0:
             self._gradients[key] = [torch.zeros_like(i) if i.grad is None else i.grad for i in inputs]
         if whole:
             weights = self._held.pop(key).weights
             if weights is not None:
-                work.backward(*weights.take(), last=last)
+                work.weight_gradients(key, weights, last=last)

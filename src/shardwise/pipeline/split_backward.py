@@ -1,10 +1,11 @@
 """Backward passes in two parts: gradients of a stage's inputs first, those of weights later (zero-bubble schedules).
 
-Inside of `DeferredWeights.collecting` a function of activations and leaf parameters (`linear`, `addmm`, convolutions)
-computes on leaves of its own. The backward pass that follows differentiates it with respect to the activations, and
-keeps the small graph; `DeferredWeights.take` differentiates that graph with respect to the weights. Both call the
-kernels of PyTorch's own backward pass, so gradients are the same, bit by bit. Gradients of all other operators come
-with the first part. Gradients of weights go through the parameters' nodes of the graph, so hooks of parameters run.
+Inside of `DeferredWeights.collecting` a function of activations and leaf parameters (`linear`, `embedding`,
+convolutions) computes on leaves of its own. The backward pass that follows differentiates it with respect to the
+activations, and keeps the small graph; `DeferredWeights.take` differentiates that graph with respect to the weights.
+Both call the kernels of PyTorch's own backward pass, so gradients are the same, bit by bit. Gradients of all other
+operators come with the first part. Gradients of weights go through the parameters' nodes of the graph, so hooks of
+parameters run.
 
 Method: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 2.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,52 +23,31 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-_SPLIT = frozenset({F.linear, torch.addmm, torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d})
-"""Functions whose gradients of weights cost as much as those of activations, and whose arguments are flat."""
-
-
-class _Part(NamedTuple):
-    output: torch.Tensor
-    """Output of the function, with a graph that ends at `weights`."""
-    weights: Sequence[torch.Tensor]
-    edges: Sequence[GradientEdge]
-    """Of the parameters, in the order of `weights`."""
-    gradient: torch.Tensor
+_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d}
+_SPLIT = frozenset({F.linear, torch.addmm, F.embedding, *_CONVOLUTIONS})
+"""Functions whose gradients of weights take much time or memory, and whose arguments are flat."""
 
 
 class DeferredWeights:
     """Gradients of weights of one micro-batch in one stage that are still to be computed."""
 
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
+        self._roots: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Split the functions that run in the block."""
-        with _Mode(self._parts.append):
+        with _Mode(self._roots.append):
             yield
 
-    def take(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Compute the gradients of weights and free the graphs; return the parameters' edges and the gradients.
-
-        A weight that is used several times gets one gradient, the sum in the order of the backward pass.
-        """
-        edges: dict[Any, GradientEdge] = {}
-        sums: dict[Any, torch.Tensor] = {}
-        parts, self._parts = self._parts, []
-        while parts:
-            part = parts.pop(0)
-            found = torch.autograd.grad(part.output, part.weights, part.gradient)
-            for edge, gradient in zip(part.edges, found, strict=True):
-                edges[edge.node] = edge
-                known = sums.get(edge.node)
-                sums[edge.node] = gradient if known is None else known + gradient
-            del part
-        return list(edges.values()), list(sums.values())
+    def take(self) -> list[torch.Tensor]:
+        """Return the roots whose backward pass computes the gradients, function by function, and frees the graphs."""
+        roots, self._roots = self._roots, []
+        return roots
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, note: Callable[[_Part], None]) -> None:
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._note = note
 
@@ -79,29 +60,35 @@ class _Mode(TorchFunctionMode):
         if not weights or any(isinstance(value, torch.Tensor) and type(value) not in _KINDS for value in given):
             return function(*args, **kwargs)
         changed: dict[int, torch.Tensor] = {}
-        inputs: list[torch.Tensor] = []
+        # The first argument makes results require a gradient where no other does.
+        anchor = torch.empty(0, device=weights[0].device, requires_grad=True)
         with torch.enable_grad():
             for value in given:
-                if isinstance(value, torch.Tensor) and id(value) not in changed:
-                    leaf = changed[id(value)] = value.detach().requires_grad_(value.requires_grad)
-                    if value.requires_grad and not _is_weight(value):
-                        inputs.append(leaf)
+                if not isinstance(value, torch.Tensor) or id(value) in changed:
+                    continue
+                if _is_weight(value):
+                    changed[id(value)] = _Weight.apply(anchor, value.detach())
+                else:
+                    changed[id(value)] = value.detach().requires_grad_(value.requires_grad)
             output = function(
                 *(changed.get(id(value), value) for value in args),
                 **{name: changed.get(id(value), value) for name, value in kwargs.items()},
             )
         sources = [value for value in given if isinstance(value, torch.Tensor) and not _is_weight(value)]
-        leaves = [changed[id(weight)] for weight in dict.fromkeys(weights)]
-        edges = [get_gradient_edge(weight) for weight in dict.fromkeys(weights)]
+        places = [id(changed[id(source)]) for source in sources]
+        inputs = {id(leaf): leaf for source in sources if (leaf := changed[id(source)]).requires_grad}
+        found = dict.fromkeys(weights)
+        edge, part = get_gradient_edge(output), _Part([get_gradient_edge(changed[id(weight)]) for weight in found])
+        root = _Later.apply(part, *found)
+        note = self._note
 
         def differentiated(gradient: torch.Tensor) -> list[torch.Tensor | None]:
-            found = torch.autograd.grad(output, inputs, gradient, retain_graph=True) if inputs else ()
-            self._note(_Part(output, leaves, edges, gradient))
-            given_back = dict(zip(map(id, inputs), found, strict=True))
-            return [given_back.get(id(changed[id(source)])) for source in sources]
+            own = torch.autograd.grad([edge], list(inputs.values()), [gradient], retain_graph=True) if inputs else ()
+            part.output, part.gradient = edge, gradient
+            note(root)
+            of = dict(zip(inputs, own, strict=True))
+            return [of.get(place) for place in places]
 
-        # The first argument makes the result require a gradient where no activation does.
-        anchor = torch.empty(0, device=output.device, requires_grad=True)
         result: torch.Tensor = _Node.apply(anchor, output.detach(), differentiated, *sources)
         return result
 
@@ -111,6 +98,41 @@ _KINDS = (torch.Tensor, nn.Parameter)
 
 def _is_weight(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and value.requires_grad and value.is_leaf
+
+
+@dataclass
+class _Part:
+    """A split function. Edges keep no tensors: outputs and unsharded weights are freed."""
+
+    weights: Sequence[GradientEdge]
+    output: GradientEdge | None = None
+    gradient: torch.Tensor | None = None
+
+
+class _Later(torch.autograd.Function):
+    """A root with an edge to each weight of a split function; its backward computes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.part = part
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        part, ctx.part = ctx.part, None
+        return None, *torch.autograd.grad([part.output], part.weights, [part.gradient])
+
+
+class _Weight(torch.autograd.Function):
+    """A weight in the graph of a split function."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, weight: torch.Tensor) -> Any:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise AssertionError("its gradient is taken at its output")
 
 
 class _Node(torch.autograd.Function):

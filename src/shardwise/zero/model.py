@@ -11,6 +11,7 @@ import hashlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -47,8 +48,8 @@ from shardwise.zero.parameters.unsharded_access import Wholes
 from shardwise.zero.passes.calls import UnitCalls
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.hooks import Hooks
-from shardwise.zero.passes.model_pass import Pass, backward_order
-from shardwise.zero.passes.order import Phase, UnitOrder, UnitUsage
+from shardwise.zero.passes.model_pass import Part, Pass, backward_order
+from shardwise.zero.passes.order import Chunk, Phase
 from shardwise.zero.passes.peer_shards import NoPeers, PeerShards
 from shardwise.zero.passes.plain import PlainGradients
 from shardwise.zero.passes.reduce import CopiesElsewhere, Reducer
@@ -93,6 +94,7 @@ class Sharding:
         plain: without an optimizer, leave gradients in `.grad`, averaged over ranks (True) or summed; None: drop them.
         norm_group: ranks over which squares of gradients are summed, and that save together; None: the pass group.
         copies: by `id(parameter)`, parameters that ranks outside of the pass group have, too.
+        chunks: parts of the model that run in passes of their own; none: the model is one.
     """
 
     stepping: Stepping
@@ -110,6 +112,7 @@ class Sharding:
     plain: bool | None = None
     norm_group: Communicator | None = None
     copies: Mapping[int, CopiesElsewhere] = field(default_factory=dict)
+    chunks: Sequence[nn.Module] = ()
 
 
 class ShardedModel:
@@ -154,7 +157,7 @@ class ShardedModel:
         orders = self._build_units(sources)
         self._build_passes()
         self._build_guards()
-        self.model_pass.set_order(*orders)
+        self.model_pass.set_order([orders] * len(self.model_pass.chunks))
         # Owners of unsharded tensors send to all ranks.
         whole_tensors = bool(self.stepping.whole) and self.plan.shard_optimizer
         steps = self.update is not None
@@ -226,10 +229,9 @@ class ShardedModel:
         if sharded:
             one_rank = self.comm.imagined or self.comm.world == 1
             self.channel = NoPeers() if one_rank else SideChannel(self.comm, sharded)
-        order, usage, calls = UnitOrder(self.units), UnitUsage(self.units), UnitCalls(self.units)
+        chunks, calls = self._find_chunks(), UnitCalls()
         unsharder = Unsharder(
-            order,
-            usage,
+            chunks[0],
             self.channel,
             domain.gathers,
             prefetch=plan.prefetch,
@@ -248,7 +250,7 @@ class ShardedModel:
                 prescale=sharding.prescale,
                 compressor=sharding.compressor,
                 keeps_gradients=self.keeps_gradients,
-                order=order,
+                chunks=chunks,
                 calls=calls,
                 unsharder=unsharder,
                 update=self.update,
@@ -271,8 +273,16 @@ class ShardedModel:
             self.update.bind(self.reducer.own_gradient, self.values_changed)
         if self.channel is not None:
             self.channel.on_want(unsharder.on_peer_blocked)
-        self.model_pass = Pass(order, usage, calls, unsharder, self.reducer, self.registry, self.presence)
+        self.model_pass = Pass(chunks, calls, unsharder, self.reducer, self.registry, self.presence)
         self.hooks = Hooks(self.module, self.units, self.model_pass)
+
+    def _find_chunks(self) -> list[Chunk]:
+        parts = [set(part.modules()) for part in self.sharding.chunks or [self.module]]
+        known = set().union(*parts)
+        return [
+            Chunk([u for u in self.units if not part.isdisjoint(u.modules) or known.isdisjoint(u.modules)])
+            for part in parts
+        ]
 
     def _build_guards(self) -> None:
         averages = self.sharding.plain
@@ -302,7 +312,8 @@ class ShardedModel:
     @property
     def order(self) -> tuple[list[int], list[int]]:
         """Indices of all units in the forward and in the backward order."""
-        return self.model_pass.order.indices
+        forward, backward = zip(*(chunk.order.indices for chunk in self.model_pass.chunks), strict=True)
+        return list(dict.fromkeys(chain(*forward))), list(dict.fromkeys(chain(*backward[::-1])))
 
     @property
     def driver(self) -> Driver:
@@ -369,9 +380,11 @@ class ShardedModel:
         grad_tensors: Sequence[torch.Tensor | None] | None = None,
         *,
         retain_graph: bool = False,
+        part: Part = Part.WHOLE,
     ) -> None:
         """Differentiate like `torch.autograd.backward` (all ranks call; zeros if no tensor depends on the model)."""
         self.hooks.settle()
+        self.model_pass.begin_part(part)
         reducer = self.reducer
         passes = reducer.passes if reducer is not None else 0
         if self.plain is not None:
@@ -504,14 +517,17 @@ class ShardedModel:
 
         Raises DesyncError on every rank, with the units of rank 0 and of the first rank that differs.
         """
-        taken = self.comm.fingerprints(str(self.model_pass.usage.branches), "strict_sync")
-        self.model_pass.usage.branches = 0
+        usages = [chunk.usage for chunk in self.model_pass.chunks]
+        taken = self.comm.fingerprints(str([usage.branches for usage in usages]), "strict_sync")
+        for usage in usages:
+            usage.branches = 0
         others = [rank for rank, branches in enumerate(taken) if branches != taken[0]]
         if others:
             names = [unit.name for unit in self.units]
             used = []
             for rank in (0, others[0]):
-                trace = self.comm.share_object(self.model_pass.usage.first_uses, "strict_sync.trace", src=rank)
+                own = [index for usage in usages for index in usage.first_uses]
+                trace = self.comm.share_object(own, "strict_sync.trace", src=rank)
                 assert isinstance(trace, list)
                 used.append([names[index] for index in trace])
             if used[0] == used[1]:
@@ -540,13 +556,12 @@ class ShardedModel:
             self.reducer.compressor.end_step(applied)
         if not self._order_agreed:
             self._order_agreed = True
-            usage = self.model_pass.usage
-            traced = [usage.forward_order(), usage.backward_order(), sorted(usage.untracked)]
-            order = self.comm.share_object(traced, "unit_order")
-            assert isinstance(order, list)
-            self.model_pass.order.traced = True
-            self.model_pass.set_order(*order[:2])
-            self.unsharder.launch_first(order[2])
+            usages = [chunk.usage for chunk in self.model_pass.chunks]
+            traced = [[usage.forward_order(), usage.backward_order(), sorted(usage.untracked)] for usage in usages]
+            orders = self.comm.share_object(traced, "unit_order")
+            assert isinstance(orders, list)
+            self.model_pass.set_order([(forward, backward) for forward, backward, _ in orders], traced=True)
+            self.unsharder.launch_first({index for *_, untracked in orders for index in untracked})
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers of updated parameters."""

@@ -9,7 +9,8 @@ graph, gradients are summed in the same order as without sharding, bit by bit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,25 +101,43 @@ class AtEnd:
         return self._callback() is None
 
 
-class UnitCalls:
-    """Forward calls of the units of one pass that a backward pass may differentiate."""
+class _Graph:
+    """Calls in one graph. Dictionary keys and sets are indices of units."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._uses: dict[int, weakref.WeakSet[Use]] = {unit.index: weakref.WeakSet() for unit in units}
-        self._recomputed: dict[int, int] = {}  # calls without a graph in a forward pass: re-entrant checkpoints
-        self._used: set[int] = set()
-        self._tracked: set[int] = set()
+    def __init__(self) -> None:
+        self.uses: defaultdict[int, weakref.WeakSet[Use]] = defaultdict(weakref.WeakSet)
+        self.recomputed: dict[int, int] = {}  # calls without a graph in a forward pass: re-entrant checkpoints
+        self.used: set[int] = set()
+        self.tracked: set[int] = set()
+
+
+class UnitCalls:
+    """Forward calls of units that a backward pass may differentiate, by graph."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, _Graph] = {}
         self._to_track: set[int] | None = None
+        self.select(None)
+
+    def select(self, graph: Hashable) -> None:
+        """Choose the graph of the next pass; None: the only one. The others are differentiated by other passes."""
+        self._key = graph
+        self._now = self._graphs.setdefault(graph, _Graph())
+
+    def forget(self) -> None:
+        """Drop all graphs but the one without a name, and select it."""
+        self._graphs = {None: self._graphs[None]}
+        self.select(None)
 
     def enter(self, unit: Unit, phase: Phase, *, builds_graph: bool) -> None:
         """Record that a module of the unit is called."""
-        index = unit.index
+        index, recomputed = unit.index, self._now.recomputed
         if phase is Phase.FORWARD and builds_graph:
-            self._used.add(index)
+            self._now.used.add(index)
             if not torch.is_grad_enabled():
-                self._recomputed[index] = self._recomputed.get(index, 0) + 1
-        elif phase is Phase.BACKWARD and self._recomputed.get(index) and torch.is_grad_enabled():
-            self._recomputed[index] -= 1
+                recomputed[index] = recomputed.get(index, 0) + 1
+        elif phase is Phase.BACKWARD and recomputed.get(index) and torch.is_grad_enabled():
+            recomputed[index] -= 1
 
     def differentiated(self, unit: Unit, phase: Phase) -> bool:
         """Return True if the graph of a call that begins now may be differentiated.
@@ -128,7 +147,7 @@ class UnitCalls:
         """
         if not torch.is_grad_enabled():
             return False
-        return phase is Phase.FORWARD or (phase is Phase.BACKWARD and unit.index in self._recomputed)
+        return phase is Phase.FORWARD or (phase is Phase.BACKWARD and unit.index in self._now.recomputed)
 
     def tracks(self, unit: Unit) -> bool:
         """Return True if calls of the unit are tracked through the backward pass.
@@ -144,48 +163,53 @@ class UnitCalls:
 
     def begin(self, units: Sequence[Unit], done: Callable[[Unit], None]) -> Use:
         """Track a call of some units until a backward pass has run its graph (`done` of each) or it is freed."""
+        graph = self._now
 
         def ended(use: Use) -> None:
             for unit in units:
-                self._uses[unit.index].discard(use)
+                graph.uses[unit.index].discard(use)
                 done(unit)
 
         use = Use(ended)
         for unit in units:
-            self._uses[unit.index].add(use)
-            self._tracked.add(unit.index)
+            graph.uses[unit.index].add(use)
+            graph.tracked.add(unit.index)
         return use
 
     def end(self, units: Sequence[Unit], use: Use, outputs: Any, before: Callable[[Unit], None]) -> None:
         """Record the return of the tracked call; `before` is called for each unit before outputs are differentiated."""
-        reference = weakref.ref(use)
+        reference, graph = weakref.ref(use), self._now
 
         @never_compiled
         def wanted() -> None:
             for unit in units:
                 call = reference()
                 if call is not None:  # again, if the graph was retained
-                    self._uses[unit.index].add(call)
+                    graph.uses[unit.index].add(call)
                 before(unit)
 
         if not use.follow(outputs, wanted):
             for unit in units:
-                self._uses[unit.index].discard(use)
+                graph.uses[unit.index].discard(use)
 
     def used(self, unit: Unit) -> bool:
         """Return True if the unit has computed outputs that may be differentiated."""
-        return unit.index in self._used
+        return unit.index in self._now.used
 
     def in_use(self, unit: Unit) -> bool:
         """Return True if a tracked call of the unit is still to be differentiated."""
-        return bool(self._uses[unit.index])
+        return bool(self._now.uses[unit.index])
 
     def settled(self, unit: Unit) -> bool:
         """Return True if calls of the unit are tracked and all of them have been differentiated."""
-        return unit.index in self._tracked and not self._recomputed.get(unit.index) and not self._uses[unit.index]
+        graph, index = self._now, unit.index
+        return index in graph.tracked and not graph.recomputed.get(index) and not graph.uses[index]
 
     def end_backward(self) -> None:
         """End a backward pass. Graphs that the pass has not used may still be differentiated."""
-        self._recomputed.clear()
-        self._used = {index for index, uses in self._uses.items() if uses}
-        self._tracked &= self._used
+        graph = self._now
+        graph.recomputed.clear()
+        graph.used = {index for index, uses in graph.uses.items() if uses}
+        graph.tracked &= graph.used
+        if not graph.used and self._key is not None:
+            self._graphs.pop(self._key, None)

@@ -1,12 +1,19 @@
-"""Pass: runs the forward and backward passes of a model chunk over its units.
+"""Pass: runs the forward and backward passes of model chunks over their units.
 
 Hooks of modules call `pre_forward` and `post_forward`, hooks in autograd's graph `pre_backward`, hooks of parameters
 `post_backward` when gradients are complete. The unsharder and the reducer do the work, and share one `UnitOrder`.
+
+A model has one chunk, or several that run one after the other, in the same order on all ranks of the pass group. Their
+graphs may wait for their backward passes together. `select` chooses the chunk and the graph of the next pass.
+
+The backward pass of a graph may be split in two (`Part`). Units with sharded gradients are reduced once for a graph:
+the first part holds gradients of parameters, and the second adds its own and reduces the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +25,23 @@ from shardwise.registry import LogicalTensor, Registry
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.calls import AtEnd, UnitCalls, Use
 from shardwise.zero.passes.gradients import UnitGradients
-from shardwise.zero.passes.order import Phase, UnitOrder, UnitUsage
+from shardwise.zero.passes.order import Chunk, Phase, UnitOrder, UnitUsage
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.saved import SavedValues
 from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import Unit, UnitState
+
+
+class Part(Enum):
+    """Part of the backward pass of a graph."""
+
+    WHOLE = "whole"
+    FIRST = "first"
+    """Gradients of inputs, and of some parameters."""
+    SECOND = "second"
+    """Gradients of the other parameters, which are computed without any parameter."""
 
 
 class Call(NamedTuple):
@@ -38,20 +55,23 @@ class Call(NamedTuple):
 
 
 class Pass:
-    """Runs the passes of one model chunk. `reducer` is None if nothing is trained."""
+    """Runs the passes of the chunks of a model. `reducer` is None if nothing is trained."""
 
     def __init__(
         self,
-        order: UnitOrder,
-        usage: UnitUsage,
+        chunks: Sequence[Chunk],
         calls: UnitCalls,
         unsharder: Unsharder,
         reducer: Reducer | None,
         registry: Registry,
         presence: Presence,
     ) -> None:
-        self.order, self.usage, self.calls = order, usage, calls
+        self.chunks, self.calls = chunks, calls
         self.unsharder, self.reducer = unsharder, reducer
+        self._part = Part.WHOLE
+        self._held: dict[Hashable, list[tuple[UnitGradients, int, int, torch.Tensor]]] = {}
+        self._holds: list[tuple[UnitGradients, int, int, torch.Tensor]] | None = None
+        self.select(0)
         self.saved = SavedValues(self._recall)
         self._registry = registry
         self._presence = presence
@@ -65,9 +85,33 @@ class Pass:
                     hook = self._gradient_hook(gradients, section, number)
                     self._handles.append(registry.parameters[slot.index].register_post_accumulate_grad_hook(hook))
 
-    def set_order(self, forward: Sequence[int], backward: Sequence[int]) -> None:
-        """Set the orders of all units that all ranks have agreed on (between passes only)."""
-        self.order.set(forward, backward)
+    def select(self, chunk: int, graph: Hashable = None) -> None:
+        """Choose the chunk of the next pass, by number, and its graph, if several wait for their backward passes."""
+        chosen = self.chunks[chunk]
+        self.order: UnitOrder = chosen.order
+        self.usage: UnitUsage = chosen.usage
+        self._graph = graph
+        self.calls.select(graph)
+        self.unsharder.select(chosen)
+        if self.reducer is not None:
+            self.reducer.select(chunk)
+
+    def begin_part(self, part: Part) -> None:
+        """Set the part of the next backward pass."""
+        self._part, self.saved.reads = part, part is not Part.SECOND
+
+    def end_graphs(self) -> None:
+        """Drop graphs and gradients that still wait for a backward pass; an error has ended their batch."""
+        self.begin_part(Part.WHOLE)
+        self._held.clear()
+        self.calls.forget()
+        self.select(0)
+
+    def set_order(self, orders: Sequence[tuple[Sequence[int], Sequence[int]]], *, traced: bool = False) -> None:
+        """Set the forward and backward orders of the chunks that all ranks have agreed on (between passes only)."""
+        for chunk, (forward, backward) in zip(self.chunks, orders, strict=True):
+            chunk.order.set(forward, backward)
+            chunk.order.traced = traced
         if self.reducer is not None:
             self.reducer.follow_order()
 
@@ -161,18 +205,27 @@ class Pass:
         if self.order.phase is Phase.FORWARD:
             self.end_forward()  # it was interrupted, and nothing has called since
         self.order.phase = Phase.BACKWARD
-        if self.reducer is not None:
-            self.reducer.begin(differentiates=differentiates)
+        reducer, part = self.reducer, self._part
+        self._holds = self._held.setdefault(self._graph, []) if self._holding else None
+        if reducer is not None:
+            reducer.begin(differentiates=differentiates, holding=self._holds is not None)
         self._inside = {}
         self.saved.forget()
-        self.unsharder.begin_backward()
-        for unit in self.order.backward:
+        self.unsharder.begin_backward(unshards=part is not Part.SECOND)
+        for unit in self.order.backward if part is not Part.SECOND else ():
             if unit.index in self.usage.untracked:
                 self.unsharder.keep_to_end(unit)
                 self._unshard(unit)
                 unit.unguard()
-        if self.reducer is not None and differentiates:
-            self.reducer.begin_profile_range()
+        if reducer is not None and part is Part.SECOND:
+            for gradient in self._held.pop(self._graph, ()):
+                reducer.add(*gradient)
+        if reducer is not None and differentiates:
+            reducer.begin_profile_range()
+
+    @property
+    def _holding(self) -> bool:
+        return self._part is Part.FIRST and self.reducer is not None and self.reducer.every_pass
 
     def join_backward(self) -> None:
         """Take part in a backward pass of the peers: the loss of this rank does not depend on the model."""
@@ -232,9 +285,13 @@ class Pass:
             if gradients.task != number_of_pass():
                 self._ensure_backward()
                 reducer.first_of_pass(gradients, index)
-            buffer = gradients.buffers.get(place) or reducer.buffer_for(gradients, place, section)
             # Equal rows of a sparse gradient are summed in one order.
-            buffer.put(number, grad.coalesce().to_dense() if grad.is_sparse else grad)
+            grad = grad.coalesce().to_dense() if grad.is_sparse else grad
+            if self._holds is None:
+                buffer = gradients.buffers.get(place) or reducer.buffer_for(gradients, place, section)
+                buffer.put(number, grad)
+            else:
+                self._holds.append((gradients, place, number, grad))
             del grad
             gradients.seen.add(index)
             expected = gradients.expected

@@ -1,4 +1,4 @@
-"""Order of the units of a pass, and the position of the current pass in it.
+"""Order of the units of a model chunk, and the position of the current pass in it.
 
 Each forward and backward pass unshards every sharded unit exactly once, in an order that all ranks have agreed on,
 whether this rank uses the unit or not. Each reducing backward pass reduces every trained unit exactly once. Hence all
@@ -34,10 +34,10 @@ class Phase(Enum):
 
 
 class UnitOrder:
-    """Orders and positions that the unsharder and the reducer of one pass share; see the module docstring.
+    """Orders and positions of one model chunk, which unsharder and reducer share; see the module docstring.
 
     Attributes:
-        indices: indices of all units in the forward and in the backward order.
+        indices: indices of the units in the forward and in the backward order.
         forward, backward: sharded units in the order of first use, and in the reverse order of last use, in forward.
         reductions: indices of trained units in the order of reductions, the reverse of the forward order.
         traced: the orders are those of a forward pass, not of registration.
@@ -66,9 +66,11 @@ class UnitOrder:
         self.set(order, order[::-1])
 
     def set(self, forward: Sequence[int], backward: Sequence[int]) -> None:
-        """Set the orders of all units that all ranks have agreed on (between passes only)."""
-        self.indices = list(forward), list(backward)
+        """Set the orders that all ranks have agreed on (between passes only); units of other chunks are left out."""
         units = self._units
+        forward = [index for index in forward if index in units]
+        backward = [index for index in backward if index in units]
+        self.indices = forward, backward
         self.forward = [units[index] for index in forward if units[index].sharded]
         self.backward = [units[index] for index in backward if units[index].sharded]
         self.reductions = [index for index in reversed(forward) if units[index].trainable]
@@ -76,11 +78,11 @@ class UnitOrder:
         # By reduction: the last place in the backward order whose all-gather (of a sharded unit) is launched before it.
         self._launched = list(accumulate((self._places.get(index, -1) for index in self.reductions), max))
 
-    def begin(self, phase: Phase) -> None:
-        """Begin a pass at its first unit."""
+    def begin(self, phase: Phase, *, unshards: bool = True) -> None:
+        """Begin a pass at its first unit. `unshards` False: the pass reads no parameters, on any rank."""
         self.phase = phase
         order = self.backward if phase is Phase.BACKWARD else self.forward
-        self.sequence = [unit for unit in order if not unit.pins]
+        self.sequence = [unit for unit in order if not unit.pins] if unshards else []
         self.position = {unit.index: place for place, unit in enumerate(self.sequence)}
         self.advance_to(0)
 
@@ -112,7 +114,7 @@ class UnitOrder:
 
 
 class UnitUsage:
-    """Counts uses of the units of one pass on this rank, in forward passes.
+    """Counts uses of the units of one model chunk on this rank, in forward passes.
 
     The first forward pass of a job finds the orders that all ranks then agree on. Counts may differ by rank: they
     decide only when this rank reshards the unit.
@@ -183,3 +185,10 @@ class UnitUsage:
             last = use.get(index, last)
             keys[index] = (last, index)
         return sorted(keys, key=lambda index: keys[index])
+
+
+class Chunk:
+    """A part of the model that runs in passes of its own, in one order on all ranks of the pass group."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.order, self.usage = UnitOrder(units), UnitUsage(units)

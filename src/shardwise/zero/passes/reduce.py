@@ -35,7 +35,7 @@ from shardwise.utils.logging import logger
 from shardwise.zero.passes.calls import UnitCalls
 from shardwise.zero.passes.driver import Driver
 from shardwise.zero.passes.gradients import UnitGradients
-from shardwise.zero.passes.order import UnitOrder
+from shardwise.zero.passes.order import Chunk
 from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.gradient_buffers import FlatGradient, GradientBuffer, GradientList
@@ -57,7 +57,7 @@ class CopiesElsewhere(NamedTuple):
 
 
 class Reducer:
-    """Collects and reduces the gradients of one pass; see the module docstring.
+    """Collects and reduces the gradients of the selected model chunk; see the module docstring.
 
     `domain` is that of the pass group; units may have domains of some of its ranks. `wire_dtype` None: that of the flat
     parameters, or else of the local gradients. `prescale` multiplies gradients before communication. `compressor` is
@@ -70,6 +70,7 @@ class Reducer:
         separate: units whose reduction must end before other buffers are allocated (`shardwise.zero.units.peaks`).
         local: gradients of this window are only added locally, for an optimizer that communicates itself.
         brought: the current backward pass has brought gradients.
+        every_pass: each backward pass reduces gradients; False: only those at the end of an accumulation window.
         passes: number of backward passes that have ended.
         partial: gradients of this window have been added locally, and not reduced.
     """
@@ -85,7 +86,7 @@ class Reducer:
         prescale: float = 1.0,
         keeps_gradients: bool = False,
         compressor: Compressor | None = None,
-        order: UnitOrder,
+        chunks: Sequence[Chunk],
         calls: UnitCalls,
         unsharder: Unsharder,
         update: Update,
@@ -94,7 +95,7 @@ class Reducer:
     ) -> None:
         self.domain = domain
         self.accountant = accountant
-        self._every_pass = plan.shard_gradients
+        self.every_pass = plan.shard_gradients
         self._launches = domain.ranks.streams.beside
         # With 0 a device would have no queued work while the host waits.
         self._ahead = 1 if domain.async_reductions else 0
@@ -103,7 +104,10 @@ class Reducer:
         self.prescale = prescale
         self._keeps_gradients = keeps_gradients
         self.compressor = compressor if domain.world > 1 else None
-        self.order, self._calls, self._unsharder = order, calls, unsharder
+        self._chunks, self._calls, self._unsharder = chunks, calls, unsharder
+        self._ended: set[int] = set()  # chunks that have had their last backward pass in this window
+        self._holding = False
+        self._held: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # until the buffer exists
         self.update, self.driver = update, driver
         self.local = self._lossy = False
         self._hold = functools.partial(accountant.hold, Category.BUFFERS)
@@ -131,9 +135,18 @@ class Reducer:
         self.follow_order()
 
     def follow_order(self) -> None:
-        """Take over the order of reductions after a change of `order` (between passes only)."""
-        self._queue = [self.gradients[index] for index in self.order.reductions]
+        """Take over the orders of reductions after a change (between passes only)."""
+        self._queues = [[self.gradients[index] for index in chunk.order.reductions] for chunk in self._chunks]
+        self._all = list({id(gradients): gradients for queue in self._queues for gradients in queue}.values())
+        self._chunks_of = {
+            one.unit.index: {number for number, queue in enumerate(self._queues) if one in queue} for one in self._all
+        }
+        self.select(0)
         self.find_separate()
+
+    def select(self, chunk: int) -> None:
+        """Choose the chunk of the next pass, by number."""
+        self._chunk, self.order, self._queue = chunk, self._chunks[chunk].order, self._queues[chunk]
 
     @property
     def unfinished(self) -> bool:
@@ -161,16 +174,26 @@ class Reducer:
             )
         self._blocks_host = True
 
-    def begin(self, *, differentiates: bool) -> None:
-        """Begin a backward pass (all ranks call). `differentiates` False: this rank's gradients are zeros."""
+    def begin(self, *, differentiates: bool, holding: bool = False) -> None:
+        """Begin a backward pass (all ranks call).
+
+        `differentiates` False: this rank's gradients are zeros. `holding`: a later pass gets the gradients (`add`).
+        """
         self.brought = False
         self.boundary = self.driver.reduces_now()
+        self._holding = holding
         self._settle_local()
-        order = self.order
+        order, queue = self.order, self._queues[self._chunk]
         order.reduced, order.on_device = 0, self.on_device
-        order.reduces = (self._every_pass or self.boundary) and not self.local  # else gradients are added locally
-        for gradients in self.gradients.values():
+        # Else gradients are added locally.
+        order.reduces = (self.every_pass or self.boundary) and not self.local and not holding
+        for gradients in queue:
             gradients.begin(used=self._calls.used(gradients.unit), outside=not differentiates)
+        if order.reduces and not self.every_pass:
+            # A unit of several chunks is reduced by the last of them.
+            self._ended.add(self._chunk)
+            queue = [gradients for gradients in queue if self._chunks_of[gradients.unit.index] <= self._ended]
+        self._queue = queue
         self.driver.backward_begins()
 
     def end(self) -> None:
@@ -179,15 +202,18 @@ class Reducer:
         Because peers wait for its collectives, a pass that an exception has ended early is ended in the same way.
         """
         self._stretches.end()
+        rest = self._queues[self._chunk]
         if self.order.reduces:
+            reduced = set(map(id, self._queue))
+            rest = [gradients for gradients in rest if id(gradients) not in reduced]
             self._flush()
-        else:
+        elif not self._holding:
             self.partial = True
-            for gradients in self.gradients.values():
-                gradients.task = -1
-                gradients.rest()
-            for gradients in self.gradients.values():
-                gradients.settle()
+        for gradients in rest:
+            gradients.task = -1
+            gradients.rest()
+        for gradients in rest:
+            gradients.settle()
         self._calls.track_only({index for index, gradients in self.gradients.items() if gradients.nested})
         self.passes += 1
 
@@ -220,28 +246,34 @@ class Reducer:
         gradients.look_ahead()
         gradients.task = number_of_pass()
 
-    def _collected_as(self, section: FlatParamStorage) -> tuple[bool, torch.dtype]:
+    def add(self, gradients: UnitGradients, place: int, number: int, grad: torch.Tensor) -> None:
+        """Add a gradient that an earlier pass has held to those of this pass, which reduces; before it brings any."""
+        self.brought = True
+        gradients.seen.add(gradients.unit.sections[place].layout.slots[number].index)
+        self._held.setdefault((gradients.unit.index, place), []).append((number, grad))
+
+    def _collected_as(self, gradients: UnitGradients, section: FlatParamStorage) -> tuple[bool, torch.dtype]:
         # Micro-batches are summed in the accumulator's dtype; the gradient of a single pass is sent in its own dtype.
         # The choice is the same on all ranks.
-        separate = section.domain.world > 1 and not self.local and (self._every_pass or self._single)
+        separate = section.domain.world > 1 and not self.local and (self.every_pass or self._single(gradients))
         sent = None if self._lossy else self.wire_of(section)
         return separate, (sent or section.layout.dtype) if separate else section.accumulate_dtype
 
-    @property
-    def _single(self) -> bool:
-        return self.boundary and not self.partial and self.driver.begins_window()
+    def _single(self, gradients: UnitGradients) -> bool:
+        alone = len(self._chunks_of[gradients.unit.index]) == 1
+        return alone and self.boundary and not self.partial and self.driver.begins_window()
 
     def buffer_for(self, gradients: UnitGradients, place: int, section: FlatParamStorage) -> GradientBuffer:
         """Return the buffer that collects a flat parameter's gradients."""
         known = gradients.buffers.get(place)
         if known is not None:
             return known
-        separate, dtype = self._collected_as(section)
+        separate, dtype = self._collected_as(gradients, section)
         make = functools.partial(torch.empty, section.layout.numel, dtype=dtype, device=section.device)
         buffer: GradientBuffer
         if not (separate or gradients.accumulated or section.tiered_gradient.away) and section.keeps_whole_gradient:
             # The accumulator is free and as large as the sum. One copy per unit has fewer launches, but takes memory.
-            if self._launches and section.domain.world == 1 and self._single and not self.local:
+            if self._launches and section.domain.world == 1 and self._single(gradients) and not self.local:
                 buffer = GradientList(section.places, dtype, lambda: section.whole_gradient, self.accountant)
             else:
                 buffer = FlatGradient(section.places, section.whole_gradient)
@@ -261,12 +293,14 @@ class Reducer:
                 else:
                     gradients.keep(buffer.flat)
         gradients.buffers[place] = buffer
+        for number, grad in self._held.pop((gradients.unit.index, place), ()):
+            buffer.put(number, grad)
         return buffer
 
     def find_separate(self) -> None:
         """Find `separate`, for the current orders and dtypes."""
         queue = []
-        for gradients in self._queue if self._every_pass else ():
+        for gradients in self._all if self.every_pass else ():
             sections, inner = gradients.unit.trainable, gradients.comm
             sent = sum(s.layout.numel * (self.wire_of(s) or s.layout.dtype).itemsize for s in sections)
             received, once = (inner.received(sent, accumulate=adds) for adds in (True, False))
@@ -286,7 +320,7 @@ class Reducer:
     def was_finite(self, index: int, *, formerly: bool = False) -> bool | None:
         """Return whether this rank's sent gradients of a unit were finite (`formerly`: a window ago); None: unknown."""
         own = self.gradients[index].was_finite(formerly=formerly)
-        if own is None and self._queue[-1].was_finite(formerly=formerly) is False:
+        if own is None and any(queue[-1].was_finite(formerly=formerly) is False for queue in self._queues if queue):
             return False
         return own
 
@@ -523,12 +557,12 @@ class Reducer:
             self._complete_local()
             return
         if self.partial:
-            for gradients in self.gradients.values():
+            for gradients in self._all:
                 gradients.reduced = False
-            self.order.reduced = 0
+            self.order.reduced, self._queue = 0, self._all
             self._flush()
         if self._inner and self.unfinished:
-            for gradients in self._queue:
+            for gradients in self._all:
                 if not gradients.sums:
                     continue  # of a domain that has nothing beyond the ranks that have been summed over
                 self._wait_oldest(self._ahead, blocking=not self.domain.async_reductions)
@@ -588,7 +622,7 @@ class Reducer:
     def clear(self) -> None:
         """Begin a new window: drop gradients, and free their memory unless it is kept."""
         self.partial = False
-        self._own = {}
+        self._own, self._ended = {}, set()
         for gradients in self.gradients.values():
             gradients.accumulated = False
             gradients.sums = {}

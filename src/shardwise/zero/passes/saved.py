@@ -13,6 +13,7 @@ copied. They can check by `lets_go` whether this pair needs a tensor, and pass i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,11 +36,16 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 class SavedValues:
-    """Saved-tensor hooks of one engine; `recall` makes the values of a unit valid before a node reads them."""
+    """Saved-tensor hooks of one engine; `recall` makes the values of a unit valid before a node reads them.
+
+    Attributes:
+        reads: nodes read values of units; False: their shapes only, so the hooks unshard nothing and give NaN.
+    """
 
     def __init__(self, recall: Callable[[Unit], None]) -> None:
         self.recall = recall
         self._units: dict[int, Unit] = {}
+        self.reads = True
 
     def know(self, unit: Unit) -> None:
         """Register the memory of an unsharded unit."""
@@ -50,6 +56,14 @@ class SavedValues:
     def forget(self) -> None:
         """Drop all registered memory."""
         self._units.clear()
+
+    def value(self, place: _Place) -> torch.Tensor:
+        """Return a tensor in a unit's memory."""
+        if not self.reads:
+            dtype, _, size, _ = place.view
+            return torch.full((), math.nan, dtype=dtype, device=place.section.full.device).expand(size)
+        self.recall(place.unit)
+        return place.tensor()
 
     def open(self) -> bool:
         """Enable the hooks on this thread; return True if `close` must be called, because they were not enabled."""
@@ -118,8 +132,7 @@ class SavedValues:
         if torch.is_grad_enabled():
             self.cover()
         if type(packed) is _Place:
-            self.recall(packed.unit)
-            return packed.tensor()
+            return self.value(packed)
         tensor, version = packed
         check_version(tensor, version, tensor)
         return tensor
@@ -177,13 +190,13 @@ class _WithOuterHooks:
         if torch.is_grad_enabled():
             self.saved.cover()
         if type(packed) is _Place:
-            self.saved.recall(packed.unit)
+            value = self.saved.value(packed)
             if self._activations_only:
-                return packed.tensor()
-            tensor, unit = self._outer_unpack(packed.tensor()), packed.unit
+                return value
+            tensor, unit = self._outer_unpack(value), packed.unit
         else:
             tensor, unit = self._outer_unpack(packed.content), packed.unit
-        if unit is not None:
+        if unit is not None and self.saved.reads:
             self.saved.recall(unit)  # the outer pair may have unsharded and resharded the unit
         return tensor
 

@@ -21,7 +21,7 @@ from itertools import zip_longest
 
 from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.errors import ReleasedParameterError, UsageError
-from shardwise.zero.passes.order import Phase, UnitOrder, UnitUsage
+from shardwise.zero.passes.order import Chunk, Phase
 from shardwise.zero.passes.peer_shards import PeerShards
 from shardwise.zero.units.unit import Unit, UnitState, UnshardReason
 
@@ -29,7 +29,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Unsharder:
-    """Unshards and reshards the units of one pass; see the module docstring.
+    """Unshards and reshards the units of the selected model chunk; see the module docstring.
 
     `peers` is None if no unit is sharded. `prefetch` launches the next unit's all-gather during the computation of a
     unit; `prefetch_elements` launches more while their units have at most so many elements.
@@ -42,8 +42,7 @@ class Unsharder:
 
     def __init__(
         self,
-        order: UnitOrder,
-        usage: UnitUsage,
+        chunk: Chunk,
         peers: PeerShards | None,
         queue: CollectiveQueue,
         *,
@@ -51,7 +50,7 @@ class Unsharder:
         prefetch_elements: int = 0,
         backward_follows: bool = True,
     ) -> None:
-        self.order, self.usage = order, usage
+        self.order, self.usage = chunk.order, chunk.usage
         self.suspended = False
         self.reason = UnshardReason.PLAIN
         self.late = 0
@@ -76,6 +75,11 @@ class Unsharder:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
+    def select(self, chunk: Chunk) -> None:
+        """Choose the chunk of the next pass."""
+        with self._lock:
+            self.order, self.usage = chunk.order, chunk.usage
+
     def begin_forward(self) -> None:
         """Begin a forward pass."""
         self.reshard_kept()
@@ -86,11 +90,11 @@ class Unsharder:
         """Launch the other all-gathers, and reshard all units but the first one of the backward order."""
         self._end(keep=self._first_of_backward)
 
-    def begin_backward(self) -> None:
-        """Begin a backward pass."""
+    def begin_backward(self, *, unshards: bool = True) -> None:
+        """Begin a backward pass. `unshards` False: it reads no parameters, on any rank."""
         with self._lock:
             self._backward_passes += 1
-            self._begin(Phase.BACKWARD)
+            self._begin(Phase.BACKWARD, unshards=unshards)
             if self.order.on_device:
                 self._launch_to(self._last_at_start)
 
@@ -98,12 +102,12 @@ class Unsharder:
         """Launch the other all-gathers, and reshard all units."""
         self._end()
 
-    def _begin(self, phase: Phase) -> None:
+    def _begin(self, phase: Phase, *, unshards: bool = True) -> None:
         if self._heir is not None:  # the pass before has not come to its all-gather
             self._heir.drop_inherited()
             self._heir = None
         order = self.order
-        order.begin(phase)
+        order.begin(phase, unshards=unshards)
         if phase is Phase.BACKWARD:
             self.reason = UnshardReason.BACKWARD
         else:

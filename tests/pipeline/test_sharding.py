@@ -1,0 +1,67 @@
+"""Pipelines with ZeRO: each pass unshards and reduces the units of one stage, whatever else is on the rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardwise.memory import Category
+from shardwise.pipe import LayerSpec
+from tests.harness import run_ranks
+from tests.pipeline.training import MICRO_BATCHES, WORDS, Block, Setting, data, engine_of
+
+WIDTH = 256
+
+
+def wide() -> list[Any]:
+    """Return layers that are large enough to be sharded: each block is a unit."""
+    blocks = [LayerSpec(Block, WIDTH) for _ in range(8)]
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, WORDS, bias=False)]
+
+
+def measure(setting: Setting) -> tuple[Counter[str], list[int], int, dict[Category, int]]:
+    """Return the collectives of a step by kind, bytes of the units, late unshards, and peaks of memory."""
+    engine = engine_of(setting)
+    for step in range(2):
+        engine.train_batch(data(setting, step))
+    first, accountant = engine.ledger.sequence, engine.sharded.accountant
+    accountant.reset_peak()
+    engine.train_batch(data(setting, 2))
+    kinds = Counter(record.kind for record in engine.ledger.records(since=first))
+    sizes = [sum(section.layout.numel * 4 for section in unit.sections) for unit in engine.sharded.units]
+    late, peaks = engine.sharded.unsharder.late, dict(accountant.peak)
+    engine.destroy()
+    return kinds, sizes, late, peaks
+
+
+def case(schedule: str, zero: int, *marks: Any) -> Any:
+    """Return the case of a schedule and ZeRO stage."""
+    chunks = {"pipeline": {"chunks": 2}} if schedule == "interleaved" else {}
+    return pytest.param(Setting(2, schedule, zero, made=wide, config=chunks), id=f"{schedule}-{zero}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        case("zbv", 3),
+        *(case(s, 3, pytest.mark.thorough) for s in ("1f1b", "gpipe", "interleaved", "zb-h1", "dualpipe-v")),
+        *(case(s, 1, pytest.mark.thorough) for s in ("1f1b", "interleaved", "zbv")),
+        *(case(s, 2, pytest.mark.thorough) for s in ("1f1b", "interleaved", "zbv")),
+    ],
+)
+def test_each_unit_is_unsharded_twice_and_reduced_once_a_micro_batch(setting: Setting) -> None:
+    for kinds, sizes, late, peaks in run_ranks(measure, 4, setting):
+        units, passes = len(sizes), MICRO_BATCHES if setting.zero > 1 else 1
+        assert late == 0
+        assert kinds["reduce"] == passes * units
+        if setting.zero == 3:
+            # The first unit of the backward pass may be kept from the forward pass.
+            assert 2 * passes * (units - 1) <= kinds["gather"] <= 2 * passes * units
+            # A rank may have one unit more for peers that are ahead.
+            assert peaks[Category.GATHERED] <= 3 * max(sizes)
+        else:
+            assert kinds["gather"] == units
+        assert peaks[Category.BUFFERS] <= 5 * max(sizes)
