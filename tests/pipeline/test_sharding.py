@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shardwise.memory import Category
 from shardwise.pipe import LayerSpec
 from tests.harness import run_ranks
-from tests.pipeline.training import MICRO_BATCHES, WORDS, Block, Setting, data, engine_of
+from tests.pipeline.training import MICRO_BATCHES, WORDS, Block, Setting, alone, data, engine_of, train_all
 
 WIDTH = 256
 
@@ -19,6 +21,19 @@ WIDTH = 256
 def wide() -> list[Any]:
     """Return layers that are large enough to be sharded: each block is a unit."""
     blocks = [LayerSpec(Block, WIDTH) for _ in range(8)]
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, WORDS, bias=False)]
+
+
+class Twice(nn.Linear):
+    """A layer whose weight is used by a linear function, whose gradient comes later, and by another one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.weight.mean())
+
+
+def twice() -> list[Any]:
+    """Return layers that use weights twice."""
+    blocks = [LayerSpec(Twice, WIDTH, WIDTH) for _ in range(4)]
     return [LayerSpec(nn.Embedding, WORDS, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, WORDS, bias=False)]
 
 
@@ -65,3 +80,28 @@ def test_each_unit_is_unsharded_twice_and_reduced_once_a_micro_batch(setting: Se
         else:
             assert kinds["gather"] == units
         assert peaks[Category.BUFFERS] <= 5 * max(sizes)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("interleaved", marks=pytest.mark.thorough)])
+def test_units_may_stay_unsharded_over_all_micro_batches(schedule: str) -> None:
+    pipeline = {"keep_unsharded": True, "chunks": 2}
+    keeping = Setting(2, schedule, 3, made=wide, config={"pipeline": pipeline})
+    for kinds, sizes, late, peaks in run_ranks(measure, 4, keeping):
+        assert late == 0
+        assert kinds["gather"] == len(sizes)
+        assert kinds["reduce"] == MICRO_BATCHES * len(sizes)
+        assert peaks[Category.GATHERED] == sum(sizes)
+    plain = replace(keeping, config={"pipeline": {"chunks": 2}})
+    for one, other in run_ranks(train_all, 4, [keeping, plain]):
+        assert one.losses == other.losses
+        assert all(torch.equal(one.parameters[name], other.parameters[name]) for name in one.parameters)
+
+
+def test_weights_of_both_kinds_of_functions_get_the_sum() -> None:
+    settings = [Setting(2, "zbv", zero, made=twice, config={"pipeline": {"chunks": 2}}) for zero in (1, 3)]
+    expected = alone(settings[0], 2)
+    for runs in run_ranks(train_all, 4, settings):
+        for run in runs:
+            torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(expected.losses))
+            for name, values in run.parameters.items():
+                torch.testing.assert_close(values, expected.parameters[name], rtol=1e-4, atol=1e-5)

@@ -80,7 +80,9 @@ class PipelineEngine(Engine):
         super().__init__(**parts)
         self._place, self._pipe, self._schedule = place, pipe, schedule
         self._model: PipelineModule = self.module
-        self._dynamic = self._resolution.config.pipeline.dynamic_shape or self._model.dynamic_shape
+        settings = self._resolution.config.pipeline
+        self._dynamic = settings.dynamic_shape or self._model.dynamic_shape
+        self._keeps_unsharded = settings.keep_unsharded
         self._runtime = Runtime(self.job, place.ranks, place.position, place.rank_of, self._stage_name)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
@@ -156,7 +158,8 @@ class PipelineEngine(Engine):
         batches = self._fetch(data_iter, steps, "train_batch()")
         self._step.begin_batch(single=steps == 1 and not schedule.has(_WEIGHT_GRADIENT))
         self.sharded.model_pass.end_graphs()
-        with torch.enable_grad():
+        keeping = self.sharded.unsharder.keeping() if self._keeps_unsharded else contextlib.nullcontext()
+        with torch.enable_grad(), keeping:
             work = _Work(self, batches, trains=True)
             self._runtime.run(schedule, work, fixed=self._agree(batches, steps, "train_batch()"))
         self._step.micro_steps += steps - 1

@@ -70,6 +70,7 @@ class Unsharder:
         self._from_peers: set[int] = set()  # units copied from peers before the launch of their all-gather
         self._first: Collection[int] = frozenset()
         self._was_ahead = False
+        self._keeping: list[Unit] | None = None  # units that stay unsharded over several passes
         self._to_end: set[int] = set()  # units that stay unsharded to the end of this pass
         self._to_end_of: dict[Phase, set[int]] = {phase: set() for phase in Phase}
 
@@ -80,6 +81,20 @@ class Unsharder:
         with self._lock:
             self.order, self.usage = chunk.order, chunk.usage
 
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep units unsharded from their first use in the block to its end (all ranks enter it between passes)."""
+        self.reshard_kept()
+        kept = self._keeping = []
+        try:
+            yield
+        finally:
+            self._keeping = None
+            for unit in kept:
+                unit.pins -= 1
+                unit.reshard()
+            self._queue.catch_up()
+
     def begin_forward(self) -> None:
         """Begin a forward pass."""
         self.reshard_kept()
@@ -88,7 +103,7 @@ class Unsharder:
 
     def end_forward(self) -> None:
         """Launch the other all-gathers, and reshard all units but the first one of the backward order."""
-        self._end(keep=self._first_of_backward)
+        self._end(keep=self._first_of_backward if self._keeping is None else None)
 
     def begin_backward(self, *, unshards: bool = True) -> None:
         """Begin a backward pass. `unshards` False: it reads no parameters, on any rank."""
@@ -183,6 +198,9 @@ class Unsharder:
                 unit.unshard(self.reason)
             else:
                 unit.join_unshard(self.reason)  # it is unsharded here, but the peers need this rank's shard
+            if self._keeping is not None:
+                unit.pins += 1
+                self._keeping.append(unit)
             following = order.following
             if following is not None and following.away and following is not self._kept:
                 following.look_ahead()
