@@ -34,7 +34,7 @@ MEASURED = [
 
 
 def spans(name: str, ranks: int, micro_batches: int) -> list[Span]:
-    schedule = with_sharding(with_communication(make_schedule(name, ranks, micro_batches)), keep=False)
+    schedule = with_sharding(with_communication(make_schedule(name, ranks, micro_batches)), "run")
     return [span for spans in simulate(schedule).spans for span in spans]
 
 

@@ -109,23 +109,24 @@ def test_schedules_end_with_any_times(schedule: Schedule, data: st.DataObject) -
     durations = st.lists(st.floats(0, 10), min_size=schedule.stages, max_size=schedule.stages)
     times = Times(*(data.draw(durations) for _ in range(4)), message=data.draw(st.floats(0, 10)))
     implied = simulate(schedule, times)
-    explicit = simulate(with_sharding(with_communication(schedule), keep=False), times)
+    explicit = simulate(with_sharding(with_communication(schedule), "run"), times)
     assert (implied.makespan, implied.busy, implied.peak) == (explicit.makespan, explicit.busy, explicit.peak)
 
 
-@given(schedules(), st.booleans())
+@given(schedules(), st.sampled_from(["pass", "run", "step"]))
 @settings(deadline=None)
-def test_sharding_encloses_the_computations_of_a_stage(schedule: Schedule, keep: bool) -> None:
-    lowered = with_sharding(with_communication(schedule), keep)
+def test_sharding_encloses_the_computations_of_a_stage(schedule: Schedule, unsharded_for: str) -> None:
+    lowered = with_sharding(with_communication(schedule), unsharded_for)
     validate(lowered)
     for actions in lowered.actions:
         count = Counter((a.op, a.stage) for a in actions)
         stages = {a.stage for a in actions if a.op is F}
         trains = SCHEDULES[schedule.name].trains
-        assert all(count[Op.UNSHARD, s] == count[Op.RESHARD, s] >= 1 for s in stages)
+        assert all(count[Op.UNSHARD, s] == count[Op.RESHARD, s] for s in stages)
+        assert all((count[Op.UNSHARD, s] > 0) == (unsharded_for != "pass") for s in stages)
         assert all(count[Op.REDUCE, s] == trains for s in stages)
         assert [a for a in actions if a.op is Op.STEP] == [Action(Op.STEP)] * trains
-        if keep or len(stages) == 1:
+        if unsharded_for == "step" or (unsharded_for == "run" and len(stages) == 1):
             assert all(count[Op.UNSHARD, s] == 1 for s in stages)
         shown = [a for a in actions if a.op in COMPUTATIONS | {Op.UNSHARD, Op.RESHARD}]
         for first, second in pairwise(shown):
@@ -133,7 +134,7 @@ def test_sharding_encloses_the_computations_of_a_stage(schedule: Schedule, keep:
 
 
 def test_messages_and_sharding_of_a_small_schedule() -> None:
-    lowered = with_sharding(with_communication(make_schedule("1f1b", ranks=2, micro_batches=2)), keep=True)
+    lowered = with_sharding(with_communication(make_schedule("1f1b", ranks=2, micro_batches=2)), "step")
     assert [str(action) for action in lowered.actions[1]] == [
         "RECV_FORWARD of stage 1, micro-batch 0",
         "UNSHARD of stage 1",
@@ -148,7 +149,7 @@ def test_messages_and_sharding_of_a_small_schedule() -> None:
         "SEND_BACKWARD of stage 1, micro-batch 1",
         "STEP",
     ]
-    turn = with_sharding(with_communication(make_schedule("naive", 1, 1, chunks=2)), keep=False)
+    turn = with_sharding(with_communication(make_schedule("naive", 1, 1, chunks=2)), "run")
     assert [(a.op, a.stage) for a in turn.actions[0]] == [
         (Op.UNSHARD, 0),
         (F, 0),
@@ -242,7 +243,7 @@ FIRST, SECOND = (list(actions) for actions in SMALL.actions)
         ),
         (
             changed(SMALL, 0, [*FIRST, Action(Op.STEP)]),
-            "rank 0: FORWARD of stage 0, micro-batch 0, but the stage is resha",
+            r"rank 0: at the end stages \[\] are unsharded and stages \[\] reduced, expected \[\] and \[0\], then STEP",
         ),
         (replace(SMALL, ranks=3), "ranks is 3, found actions or ranks for 2"),
         (replace(SMALL, rank_of=(0, 2)), r"rank_of is \(0, 2\), expected each rank below 2"),
@@ -279,7 +280,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
     ],
 )
 def test_wrong_sharding_is_named(position: int, action: Action, message: str) -> None:
-    sharded = with_sharding(SMALL, keep=True)
+    sharded = with_sharding(SMALL, "step")
     actions = list(sharded.actions[0])
     actions.insert(position % len(actions), action)
     with pytest.raises(ScheduleError, match=message):

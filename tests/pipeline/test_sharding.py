@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,18 +82,24 @@ def test_each_unit_is_unsharded_twice_and_reduced_once_a_micro_batch(setting: Se
 
 
 @pytest.mark.parametrize("schedule", ["zbv", pytest.param("interleaved", marks=pytest.mark.thorough)])
-def test_units_may_stay_unsharded_over_all_micro_batches(schedule: str) -> None:
-    pipeline = {"keep_unsharded": True, "chunks": 2}
-    keeping = Setting(2, schedule, 3, made=wide, config={"pipeline": pipeline})
-    for kinds, sizes, late, peaks in run_ranks(measure, 4, keeping):
+def test_units_may_stay_unsharded_over_several_passes(schedule: str) -> None:
+    step, run, each = (
+        Setting(2, schedule, 3, made=wide, config={"pipeline": {"unsharded_for": value, "chunks": 2}})
+        for value in ("step", "run", "pass")
+    )
+    for kinds, sizes, late, peaks in run_ranks(measure, 4, step):
         assert late == 0
         assert kinds["gather"] == len(sizes)
         assert kinds["reduce"] == MICRO_BATCHES * len(sizes)
         assert peaks[Category.GATHERED] == sum(sizes)
-    plain = replace(keeping, config={"pipeline": {"chunks": 2}})
-    for one, other in run_ranks(train_all, 4, [keeping, plain]):
-        assert one.losses == other.losses
-        assert all(torch.equal(one.parameters[name], other.parameters[name]) for name in one.parameters)
+    for kinds, sizes, late, peaks in run_ranks(measure, 4, run):
+        assert late == 0
+        assert len(sizes) < kinds["gather"] < 2 * MICRO_BATCHES * (len(sizes) - 1)
+        assert peaks[Category.GATHERED] < sum(sizes)
+    for runs in run_ranks(train_all, 4, [step, run, each]):
+        for one in runs[:2]:
+            assert one.losses == runs[2].losses
+            assert all(torch.equal(one.parameters[name], runs[2].parameters[name]) for name in one.parameters)
 
 
 def test_weights_of_both_kinds_of_functions_get_the_sum() -> None:

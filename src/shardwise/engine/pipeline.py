@@ -16,7 +16,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import PipelineError, UsageError
 from shardwise.pipeline.actions import Op, Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
-from shardwise.pipeline.lowering import with_communication
+from shardwise.pipeline.lowering import with_communication, with_sharding
 from shardwise.pipeline.messages import form_of
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.partition import LayerCost
@@ -82,7 +82,7 @@ class PipelineEngine(Engine):
         self._model: PipelineModule = self.module
         settings = self._resolution.config.pipeline
         self._dynamic = settings.dynamic_shape or self._model.dynamic_shape
-        self._keeps_unsharded = settings.keep_unsharded
+        self._unsharded_for = settings.unsharded_for
         self._runtime = Runtime(self.job, place.ranks, place.position, place.rank_of, self._stage_name)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
@@ -158,16 +158,9 @@ class PipelineEngine(Engine):
         batches = self._fetch(data_iter, steps, "train_batch()")
         self._step.begin_batch(single=steps == 1 and not schedule.has(_WEIGHT_GRADIENT))
         self.sharded.model_pass.end_graphs()
-        keeping = self.sharded.unsharder.keeping() if self._keeps_unsharded else contextlib.nullcontext()
-        with torch.enable_grad(), keeping:
-            work = _Work(self, batches, trains=True)
+        with torch.enable_grad():
+            work = _Work(self, batches, steps, trains=True)
             self._runtime.run(schedule, work, fixed=self._agree(batches, steps, "train_batch()"))
-        self._step.micro_steps += steps - 1
-        self._step.set_gradient_accumulation_boundary(True)
-        try:
-            super().step()
-        finally:
-            self._step.set_gradient_accumulation_boundary(None)
         report = self.last_step
         assert report is not None and report.loss is not None
         return report.loss.float()
@@ -200,7 +193,7 @@ class PipelineEngine(Engine):
         self.module.eval()
         try:
             with torch.no_grad():
-                work = _Work(self, batches, trains=False)
+                work = _Work(self, batches, count, trains=False)
                 found = self._runtime.run(schedule, work, fixed=self._agree(batches, count, "eval_batch()"))
         finally:
             self.module.train(was_training)
@@ -228,7 +221,7 @@ class PipelineEngine(Engine):
         if (name, count) not in self._schedules:
             chunks = len(self._place.rank_of) // len(self._place.ranks)
             made = make_schedule(name, len(self._place.ranks), count, chunks, self._place.placement)
-            self._schedules[name, count] = with_communication(made)
+            self._schedules[name, count] = with_sharding(with_communication(made), self._unsharded_for)
         return self._schedules[name, count]
 
     def _fetch(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[Any]:
@@ -337,6 +330,23 @@ class PipelineEngine(Engine):
     def _select(self, stage: int, micro_batch: int) -> None:
         self.sharded.model_pass.select(self._place.stages.index(stage), (stage, micro_batch))
 
+    def keep(self, stage: int) -> None:
+        """Keep the parameters of a stage unsharded until `release`."""
+        self.sharded.model_pass.keep(self._place.stages.index(stage))
+
+    def release(self, stage: int) -> None:
+        """Reshard the parameters of a stage."""
+        self.sharded.model_pass.release(self._place.stages.index(stage))
+
+    def update(self, micro_batches: int) -> None:
+        """Step with the gradients of all micro-batches."""
+        self._step.micro_steps += micro_batches - 1
+        self._step.set_gradient_accumulation_boundary(True)
+        try:
+            super().step()
+        finally:
+            self._step.set_gradient_accumulation_boundary(None)
+
     def differentiate(
         self,
         key: tuple[int, int],
@@ -364,8 +374,8 @@ class PipelineEngine(Engine):
 class _Work:
     """Work of a rank's stages in one batch (`shardwise.pipeline.runtime.StageWork`)."""
 
-    def __init__(self, engine: PipelineEngine, batches: Sequence[Any], *, trains: bool) -> None:
-        self._engine, self._batches, self._trains = engine, batches, trains
+    def __init__(self, engine: PipelineEngine, batches: Sequence[Any], micro_batches: int, *, trains: bool) -> None:
+        self._engine, self._batches, self._micro_batches, self._trains = engine, batches, micro_batches, trains
 
     def inputs(self, micro_batch: int) -> Any:
         """Return the inputs of the first stage."""
@@ -395,6 +405,18 @@ class _Work:
         """Compute the other gradients of parameters."""
         roots = weights.take()
         self._engine.differentiate(key, roots, [None] * len(roots), part=Part.SECOND, last=last)
+
+    def unshard(self, stage: int) -> None:
+        """Keep the parameters of a stage unsharded until `reshard`."""
+        self._engine.keep(stage)
+
+    def reshard(self, stage: int) -> None:
+        """Reshard the parameters of a stage."""
+        self._engine.release(stage)
+
+    def step(self) -> None:
+        """Step with the gradients of the batch."""
+        self._engine.update(self._micro_batches)
 
 
 def as_pipeline(model: nn.Module, partition: str) -> PipelineModule:

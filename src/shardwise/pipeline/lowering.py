@@ -36,24 +36,26 @@ def with_communication(schedule: Schedule) -> Schedule:
     )
 
 
-def with_sharding(schedule: Schedule, keep: bool) -> Schedule:
-    """Insert UNSHARD, RESHARD and REDUCE of stages, and the STEP.
+def with_sharding(schedule: Schedule, unsharded_for: str = "pass") -> Schedule:
+    """Insert REDUCE of stages after their last backward pass, the STEP, and UNSHARD and RESHARD of stages.
 
     Args:
-        keep: True: a stage is unsharded from its first to its last computation. False: for each run of its computations
-            that no computation of another stage interrupts.
+        unsharded_for: "step": from the first to the last computation of a stage. "run": each run of its computations
+            that no computation of another stage interrupts. "pass": computations unshard what they need, without
+            actions.
     """
-    return replace(schedule, actions=tuple(tuple(_sharded(actions, keep)) for actions in schedule.actions))
+    return replace(schedule, actions=tuple(tuple(_sharded(actions, unsharded_for)) for actions in schedule.actions))
 
 
-def _sharded(actions: tuple[Action, ...], keep: bool) -> Iterator[Action]:
+def _sharded(actions: tuple[Action, ...], unsharded_for: str) -> Iterator[Action]:
     stages = [(action.stage, position) for position, action in enumerate(actions) if action.op in COMPUTATIONS]
     before: dict[int, Action] = {}
     after: dict[int, list[Action]] = defaultdict(list)
-    for stage, run in groupby(sorted(stages) if keep else stages, key=itemgetter(0)):
-        positions = [position for _, position in run]
-        before[positions[0]] = Action(Op.UNSHARD, stage)
-        after[positions[-1]].append(Action(Op.RESHARD, stage))
+    if unsharded_for != "pass":
+        for stage, run in groupby(sorted(stages) if unsharded_for == "step" else stages, key=itemgetter(0)):
+            positions = [position for _, position in run]
+            before[positions[0]] = Action(Op.UNSHARD, stage)
+            after[positions[-1]].append(Action(Op.RESHARD, stage))
     last = {action.stage: position for position, action in enumerate(actions) if action.op in WEIGHT_GRADIENT}
     for stage, position in last.items():
         after[position].append(Action(Op.REDUCE, stage))
@@ -114,9 +116,10 @@ def _expected(schedule: Schedule, found: Counter[tuple[int, Action]]) -> Iterato
 def _check_sharding(where: str, actions: tuple[Action, ...]) -> None:
     unsharded: set[int] = set()
     reduced: set[int] = set()
+    explicit = {action.stage for action in actions if action.op in (Op.UNSHARD, Op.RESHARD)}
     for position, action in enumerate(actions):
         stage, op = action.stage, action.op
-        if op in COMPUTATIONS | {Op.RESHARD} and stage not in unsharded:
+        if op in COMPUTATIONS | {Op.RESHARD} and stage in explicit - unsharded:
             raise ScheduleError(f"{where}: {action}, but the stage is resharded")
         if op is Op.UNSHARD and stage in unsharded:
             raise ScheduleError(f"{where}: {action}, but the stage is unsharded")

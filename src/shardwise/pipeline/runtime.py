@@ -8,7 +8,7 @@ kept per stage and micro-batch, from the action that makes them to the last that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.links import Link
 from shardwise.device.ranges import named
-from shardwise.pipeline.actions import COMPUTATIONS, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Op, Schedule
+from shardwise.pipeline.actions import COMPUTATIONS, WEIGHT_GRADIENT, Action, Op, Schedule
 from shardwise.pipeline.idle import RANGE, text_of
 from shardwise.pipeline.messages import Form, Receiver, Sender, form_of
 from shardwise.pipeline.split_backward import DeferredWeights
@@ -47,12 +47,20 @@ class StageWork(Protocol):
     ) -> None:
         """Differentiate, for (stage, micro-batch) `key`.
 
-        `gradients` None: of a loss. `split`: `weight_gradients` follows. `last`: the last call of this stage in the
-        batch.
+        `gradients` None: of a loss. `split`: `weight_gradients` follows. `last`: the stage is reduced now.
         """
 
     def weight_gradients(self, key: tuple[int, int], weights: DeferredWeights, *, last: bool) -> None:
         """Compute the other gradients of parameters."""
+
+    def unshard(self, stage: int) -> None:
+        """Keep the parameters of a stage unsharded until `reshard`."""
+
+    def reshard(self, stage: int) -> None:
+        """Reshard the parameters of a stage."""
+
+    def step(self) -> None:
+        """Step with the gradients of the batch."""
 
 
 @dataclass
@@ -69,13 +77,13 @@ class _Held:
 
 @dataclass
 class _Batch:
-    """One run of a schedule. `last`: places of the last backward pass of each stage in this rank's actions."""
+    """One run of a schedule. `last`: places in this rank's actions of backward passes that reduce gradients."""
 
     schedule: Schedule
     work: StageWork
     trains: bool
     split: bool
-    last: frozenset[int]
+    last: Collection[int]
     results: dict[int, Any] = field(default_factory=dict)
 
 
@@ -137,14 +145,22 @@ class Runtime:
         """
         self._begin(schedule, fixed)
         actions = schedule.actions[self._position]
-        backward = {a.stage: place for place, a in enumerate(actions) if a.op in INPUT_GRADIENT | WEIGHT_GRADIENT}
+        backward: dict[int, int] = {}
+        last: set[int] = set()
+        for place, action in enumerate(actions):
+            if action.op in WEIGHT_GRADIENT:
+                backward[action.stage] = place
+            elif action.op is Op.REDUCE:
+                last.add(backward[action.stage])
         split = any(a.op is Op.BACKWARD_WEIGHT for a in actions)
-        batch = _Batch(schedule, work, bool(backward), split, frozenset(backward.values()))
+        batch = _Batch(schedule, work, bool(backward), split, last)
         for number, action in enumerate(actions):
             try:
                 with named(RANGE, text_of(action)) if action.op in COMPUTATIONS else _NOTHING:
                     self._execute(action, batch, last=number in batch.last)
             except Exception as error:
+                if action.micro_batch < 0:
+                    raise
                 logger.error(
                     "%s, %s of micro-batch %d: %s: %s",
                     self._where(action.stage),
@@ -154,9 +170,12 @@ class Runtime:
                     error,
                 )
                 raise
+        self._flush()
+        return batch.results
+
+    def _flush(self) -> None:
         for link in self._links:
             link.flush()
-        return batch.results
 
     def _execute(self, action: Action, batch: _Batch, *, last: bool) -> None:
         key, op = (action.stage, action.micro_batch), action.op
@@ -182,6 +201,13 @@ class Runtime:
         elif op is Op.RECV_BACKWARD:
             source = action.stage + 1, action.micro_batch
             self._gradients[source] = self._receivers[action.stage + 1, "gradients"].take(source)[1]
+        elif op is Op.UNSHARD:
+            batch.work.unshard(action.stage)
+        elif op is Op.RESHARD:
+            batch.work.reshard(action.stage)
+        elif op is Op.STEP:
+            self._flush()
+            batch.work.step()
 
     def close(self) -> None:
         """Release all values and messages, also after a batch that an error has ended."""

@@ -21,10 +21,11 @@ class Pipeline(ConfigSection):
     )
     chunks: Int | None = key(None, "Stages of each rank; null: the fewest that the schedule has.", ge=1)
     dynamic_shape: bool = key(False, "Shapes of activations depend on more than the shapes of the inputs.")
-    keep_unsharded: bool = key(
-        False,
-        "ZeRO stage 3: keep parameters unsharded from the first to the last micro-batch of a step, which takes one "
-        "all-gather of each unit in place of two a micro-batch, and the memory of all parameters of a rank's stages.",
+    unsharded_for: Literal["pass", "run", "step"] = key(
+        "pass",
+        "How long ZeRO stage 3 keeps the parameters of a stage unsharded: a unit at a time in each pass of a "
+        "micro-batch, in a run of passes of the same stage, or from the first to the last micro-batch of a step. The "
+        "longer, the fewer all-gathers; run and step need the memory of all parameters of the stage.",
     )
     seed_layers: bool = key(
         False,

@@ -100,8 +100,18 @@ class Pass:
         """Set the part of the next backward pass."""
         self._part, self.saved.reads = part, part is not Part.SECOND
 
+    def keep(self, chunk: int) -> None:
+        """Keep the units of a chunk unsharded from their next use to `release` (all ranks call)."""
+        self.unsharder.keep(self.chunks[chunk])
+
+    def release(self, chunk: int) -> None:
+        """Reshard the units that have been unsharded since `keep`."""
+        self.unsharder.release(self.chunks[chunk])
+
     def end_graphs(self) -> None:
         """Drop graphs and gradients that still wait for a backward pass; an error has ended their batch."""
+        for chunk in self.chunks:
+            self.unsharder.release(chunk)
         self.begin_part(Part.WHOLE)
         self._held.clear()
         self.calls.forget()

@@ -21,7 +21,7 @@ from itertools import zip_longest
 
 from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.errors import ReleasedParameterError, UsageError
-from shardwise.zero.passes.order import Chunk, Phase
+from shardwise.zero.passes.order import Chunk, Phase, UnitOrder
 from shardwise.zero.passes.peer_shards import PeerShards
 from shardwise.zero.units.unit import Unit, UnitState, UnshardReason
 
@@ -70,7 +70,7 @@ class Unsharder:
         self._from_peers: set[int] = set()  # units copied from peers before the launch of their all-gather
         self._first: Collection[int] = frozenset()
         self._was_ahead = False
-        self._keeping: list[Unit] | None = None  # units that stay unsharded over several passes
+        self._keeping: dict[UnitOrder, list[Unit]] = {}  # units that stay unsharded over several passes
         self._to_end: set[int] = set()  # units that stay unsharded to the end of this pass
         self._to_end_of: dict[Phase, set[int]] = {phase: set() for phase in Phase}
 
@@ -81,19 +81,17 @@ class Unsharder:
         with self._lock:
             self.order, self.usage = chunk.order, chunk.usage
 
-    @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Keep units unsharded from their first use in the block to its end (all ranks enter it between passes)."""
+    def keep(self, chunk: Chunk) -> None:
+        """Keep the units of a chunk unsharded from their next use to `release` (all ranks call)."""
         self.reshard_kept()
-        kept = self._keeping = []
-        try:
-            yield
-        finally:
-            self._keeping = None
-            for unit in kept:
-                unit.pins -= 1
-                unit.reshard()
-            self._queue.catch_up()
+        self._keeping[chunk.order] = []
+
+    def release(self, chunk: Chunk) -> None:
+        """Reshard the units that have been unsharded since `keep`."""
+        for unit in self._keeping.pop(chunk.order, ()):
+            unit.pins -= 1
+            unit.reshard()
+        self._queue.catch_up()
 
     def begin_forward(self) -> None:
         """Begin a forward pass."""
@@ -103,7 +101,7 @@ class Unsharder:
 
     def end_forward(self) -> None:
         """Launch the other all-gathers, and reshard all units but the first one of the backward order."""
-        self._end(keep=self._first_of_backward if self._keeping is None else None)
+        self._end(keep=None if self.order in self._keeping else self._first_of_backward)
 
     def begin_backward(self, *, unshards: bool = True) -> None:
         """Begin a backward pass. `unshards` False: it reads no parameters, on any rank."""
@@ -198,9 +196,9 @@ class Unsharder:
                 unit.unshard(self.reason)
             else:
                 unit.join_unshard(self.reason)  # it is unsharded here, but the peers need this rank's shard
-            if self._keeping is not None:
+            if order in self._keeping:
                 unit.pins += 1
-                self._keeping.append(unit)
+                self._keeping[order].append(unit)
             following = order.following
             if following is not None and following.away and following is not self._kept:
                 following.look_ahead()
