@@ -26,8 +26,8 @@ _SPLIT = frozenset({F.linear, torch.addmm, torch.conv1d, torch.conv2d, torch.con
 
 
 class _Part(NamedTuple):
-    output: torch.Tensor
-    """Output of the function, with a graph that ends at `weights`."""
+    output: GradientEdge
+    """Of the function's output, with a graph that ends at `weights`: the tensor is freed."""
     weights: Sequence[torch.Tensor]
     edges: Sequence[GradientEdge]
     """Of the parameters, in the order of `weights`."""
@@ -56,7 +56,7 @@ class DeferredWeights:
         parts, self._parts = self._parts, []
         while parts:
             part = parts.pop(0)
-            found = torch.autograd.grad(part.output, part.weights, part.gradient)
+            found = torch.autograd.grad([part.output], part.weights, [part.gradient])
             for edge, gradient in zip(part.edges, found, strict=True):
                 edges[edge.node] = edge
                 known = sums.get(edge.node)
@@ -93,10 +93,11 @@ class _Mode(TorchFunctionMode):
         sources = [value for value in given if isinstance(value, torch.Tensor) and not _is_weight(value)]
         leaves = [changed[id(weight)] for weight in dict.fromkeys(weights)]
         edges = [get_gradient_edge(weight) for weight in dict.fromkeys(weights)]
+        edge = get_gradient_edge(output)
 
         def differentiated(gradient: torch.Tensor) -> list[torch.Tensor | None]:
-            found = torch.autograd.grad(output, inputs, gradient, retain_graph=True) if inputs else ()
-            self._note(_Part(output, leaves, edges, gradient))
+            found = torch.autograd.grad([edge], inputs, [gradient], retain_graph=True) if inputs else ()
+            self._note(_Part(edge, leaves, edges, gradient))
             given_back = dict(zip(map(id, inputs), found, strict=True))
             return [given_back.get(id(changed[id(source)])) for source in sources]
 
