@@ -26,11 +26,11 @@ _SPLIT = frozenset({F.linear, torch.addmm, torch.conv1d, torch.conv2d, torch.con
 
 
 class _Part(NamedTuple):
-    output: GradientEdge
-    """Of the function's output, with a graph that ends at `leaves`: the tensor is freed."""
-    leaves: Sequence[torch.Tensor]
-    parameters: Sequence[nn.Parameter]
-    """In the order of `leaves`."""
+    output: torch.Tensor
+    """Output of the function, with a graph that ends at `weights`."""
+    weights: Sequence[torch.Tensor]
+    edges: Sequence[GradientEdge]
+    """Of the parameters, in the order of `weights`."""
     gradient: torch.Tensor
 
 
@@ -46,29 +46,23 @@ class DeferredWeights:
         with _Mode(self._parts.append):
             yield
 
-    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return roots and their gradients for a backward pass that computes the gradients of weights.
+    def take(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Compute the gradients of weights and free the graphs; return the parameters' edges and the gradients.
 
-        The pass frees the graph of each function and accumulates its gradients before those of the next one. Because
-        autograd begins with the newest node, functions come in the order of the first backward pass.
+        A weight that is used several times gets one gradient, the sum in the order of the backward pass.
         """
+        edges: dict[Any, GradientEdge] = {}
+        sums: dict[Any, torch.Tensor] = {}
         parts, self._parts = self._parts, []
-        roots: list[torch.Tensor] = [_Weights.apply(part, *part.parameters) for part in reversed(parts)]
-        return roots, [torch.ones_like(root) for root in roots]
-
-
-class _Weights(torch.autograd.Function):
-    """A root whose backward pass returns the gradients of a function's weights."""
-
-    @staticmethod
-    def forward(ctx: Any, part: _Part, *_: torch.Tensor) -> torch.Tensor:
-        ctx.part = part
-        return part.gradient.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        part, ctx.part = ctx.part, None
-        return None, *torch.autograd.grad([part.output], part.leaves, [part.gradient])
+        while parts:
+            part = parts.pop(0)
+            found = torch.autograd.grad(part.output, part.weights, part.gradient)
+            for edge, gradient in zip(part.edges, found, strict=True):
+                edges[edge.node] = edge
+                known = sums.get(edge.node)
+                sums[edge.node] = gradient if known is None else known + gradient
+            del part
+        return list(edges.values()), list(sums.values())
 
 
 class _Mode(TorchFunctionMode):
@@ -97,13 +91,12 @@ class _Mode(TorchFunctionMode):
                 **{name: changed.get(id(value), value) for name, value in kwargs.items()},
             )
         sources = [value for value in given if isinstance(value, torch.Tensor) and not _is_weight(value)]
-        parameters = list(dict.fromkeys(weights))
-        leaves = [changed[id(weight)] for weight in parameters]
-        edge = get_gradient_edge(output)
+        leaves = [changed[id(weight)] for weight in dict.fromkeys(weights)]
+        edges = [get_gradient_edge(weight) for weight in dict.fromkeys(weights)]
 
         def differentiated(gradient: torch.Tensor) -> list[torch.Tensor | None]:
-            found = torch.autograd.grad([edge], inputs, [gradient], retain_graph=True) if inputs else ()
-            self._note(_Part(edge, leaves, parameters, gradient))
+            found = torch.autograd.grad(output, inputs, gradient, retain_graph=True) if inputs else ()
+            self._note(_Part(output, leaves, edges, gradient))
             given_back = dict(zip(map(id, inputs), found, strict=True))
             return [given_back.get(id(changed[id(source)])) for source in sources]
 
