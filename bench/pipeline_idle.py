@@ -7,7 +7,8 @@ ranks of a pipeline do not compete for cores, and two cores suffice for eight ra
 messages over Gloo, the order of actions, and the engine. The model has two layers for each rank, and the same time as a
 whole for each number of ranks. With --uneven, layers take between 0.7 and 1.3 times the mean.
 
-"step" is the time from the first to the last computation of any rank, "idle" the share of it in which a rank computes
+A run replaces the results of its schedules and numbers of ranks, and keeps the others. Of --rounds steps the fastest
+counts, because other programs of the machine only slow steps down. "step" is the time from the first to the last computation of any rank, "idle" the share of it in which a rank computes
 nothing, "activations" the peak of the accountant's category on any rank. Simulated figures are those of
 `shardwise.pipe.simulate` for the same times, with messages of no duration.
 """
@@ -15,6 +16,7 @@ nothing, "activations" the peak of the accountant's category on any rank. Simula
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from typing import Any
@@ -93,7 +95,7 @@ def engine_of(options: argparse.Namespace, schedule: str, world: int) -> Any:
 
 
 def with_times_of(idle: Any, schedule: Any) -> float:
-    """Return the simulated time of a step whose computations take the measured times."""
+    """Return the simulated time of a step whose computations take their mean measured times."""
     from shardwise.pipe import Times, simulate
     from shardwise.pipeline.actions import COMPUTATIONS
 
@@ -155,6 +157,8 @@ def row_of(schedule: str, world: int, measured: dict[str, Any], expected: dict[s
         "ranks": world,
         "step_ms": measured["step"] * 1e3,
         "simulated_step_ms": expected["step"] * 1e3,
+        "ratio": measured["step"] / expected["step"],
+        "ratio_own_times": measured["step"] / measured["own_times"],
         "idle_share": statistics.mean(measured["idle"]),
         "simulated_idle_share": statistics.mean(expected["idle"]),
         "activations_mb": measured["activations"] / 1e6,
@@ -164,13 +168,18 @@ def row_of(schedule: str, world: int, measured: dict[str, Any], expected: dict[s
     }
     differs = max(abs(a - b) for a, b in zip(measured["idle"], expected["idle"], strict=True))
     print(
-        f"{world} ranks {schedule:12s} step {row['step_ms']:7.0f} ms (simulated {row['simulated_step_ms']:7.0f}, "
-        f"ratio {measured['step'] / expected['step']:.3f}, own {measured['step'] / measured['own_times']:.3f})  idle {row['idle_share']:5.1%} "
-        f"({row['simulated_idle_share']:5.1%}, ranks differ by {differs:.1%} or less)  "
+        f"{world} ranks {schedule:12s} step {row['step_ms']:6.0f} ms (simulated {row['simulated_step_ms']:6.0f}, "
+        f"ratio {row['ratio']:.3f}; with the measured times of computations {row['ratio_own_times']:.3f})  "
+        f"idle {row['idle_share']:5.1%} ({row['simulated_idle_share']:5.1%}, ranks differ by {differs:.1%} or less)  "
         f"activations {row['activations_mb']:5.2f} MB ({row['simulated_activations_mb']:5.2f})",
         flush=True,
     )
     return row
+
+
+def key(row: dict[str, Any]) -> tuple[int, int]:
+    """Return the place of a row in the results."""
+    return row["ranks"], SCHEDULES.index(row["schedule"])
 
 
 def main() -> None:
@@ -180,7 +189,7 @@ def main() -> None:
     known.add_argument("--micro-batches", type=int, default=16)
     known.add_argument("--milliseconds", type=float, default=240.0, help="of a forward pass of the whole model")
     known.add_argument("--schedules", default=",".join(SCHEDULES))
-    known.add_argument("--rounds", type=int, default=3, help="measured steps; the median is shown")
+    known.add_argument("--rounds", type=int, default=3, help="measured steps")
     known.add_argument("--uneven", action="store_true", help="layers take different times")
     known.add_argument("--pictures", help="leave a picture of a measured step of each schedule in this directory")
     options = read(known)
@@ -192,12 +201,15 @@ def main() -> None:
         return
     from _machine import save
 
-    rows = []
+    name = f"pipeline_idle_m{options.micro_batches}" + ("_uneven" if options.uneven else "")
+    file = options.results / f"{name}.json"
+    rows = {key(row): row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
     for world in map(int, options.nproc.split(",")):
         found = ranks(world)
-        rows += [row_of(name, world, found[name], simulated(options, name, world)) for name in options.chosen]
-    name = f"pipeline_idle_m{options.micro_batches}" + ("_uneven" if options.uneven else "")
-    save(options.results, name, rows, rounds=options.rounds)
+        for schedule in options.chosen:
+            row = row_of(schedule, world, found[schedule], simulated(options, schedule, world))
+            rows[key(row)] = row
+        save(options.results, name, [rows[place] for place in sorted(rows)])
 
 
 if __name__ == "__main__":
