@@ -16,12 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def program(page):
-    """The first Python block of a page that is a whole program."""
-    return next(
-        block
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-        if "shardwise.initialize" in block
-    )
+    """The first Python block of a page that is a whole program, or, of "page#word", the first with the word."""
+    page, _, word = page.partition("#")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return next(block for block in blocks if (word or "shardwise.initialize") in block)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +31,14 @@ def program(page):
         thorough("docs/getting-started.md", r"epoch 2: loss \d"),
         thorough("docs/tensor.md", r"loss \d.*, 16512 of 30080 parameters here"),
         thorough("docs/pipeline.md", r"after 10 steps: loss \d"),
+        pytest.param(
+            "docs/pipeline.md#to_pipeline",
+            r"after 20 steps: loss \d",
+            marks=[
+                pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),
+                pytest.mark.thorough,
+            ],
+        ),
         thorough("docs/moe.md", r"loss \d.*, 2 of 4 experts here"),
         pytest.param(
             "docs/export.md",

@@ -39,7 +39,7 @@ def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[An
     """Return a profiler range; a null context if no profiler or listener is active. `size`: bytes, if not the unit's.
 
     Names: "forward", "backward", "step", "boundary"; "gather", "wait for gather", "reduce", "wait for reduction";
-    "acquire", "wait for tensors", "store", "wait for store", "copy".
+    "acquire", "wait for tensors", "store", "wait for store", "copy"; "action", "message" of pipelines.
 
     >>> with torch.profiler.profile() as profile, named("gather", "layers.0"):
     ...     pass

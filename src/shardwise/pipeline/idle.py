@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,35 @@ from typing_extensions import override
 from shardwise.comm.clocks import measure
 from shardwise.comm.communicator import Communicator
 from shardwise.device.clock import Instant, now, seconds_between
-from shardwise.device.ranges import Listener, listening
+from shardwise.device.ranges import Listener, listening, named, watched
 from shardwise.pipeline import picture
 from shardwise.pipeline.actions import COMPUTATIONS, Action, Op
 from shardwise.pipeline.simulator import Span
 
-RANGE = "action"
-"""Name of the range around each computation of a pipeline rank (`shardwise.device.ranges`)."""
+_NOTHING = nullcontext()
+
+RANGE, MESSAGE = "action", "message"
+"""Names of the ranges around each computation and each message of a pipeline rank (`shardwise.device.ranges`)."""
+
+_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
+_OPS = {letter: op for op, letter in _LETTERS.items()}
+
+
+def range_of(action: Action) -> AbstractContextManager[Any]:
+    """Return the range of a computation or message; a null context for other actions."""
+    if action.micro_batch < 0 or not watched():
+        return _NOTHING
+    return named(RANGE if action.op in COMPUTATIONS else MESSAGE, text_of(action))
 
 
 def text_of(action: Action) -> str:
-    """Return an action as the unit of its range.
+    """Return an action as the unit of its range: letter or words, micro-batch and stage.
 
-    >>> text_of(Action(Op.BACKWARD_INPUT, 2, 5))
-    'backward_input 2 5'
+    >>> text_of(Action(Op.BACKWARD_INPUT, 2, 5)), text_of(Action(Op.RECV_BACKWARD, 2, 5))
+    ('I5 stage 2', 'recv backward 5 stage 2')
     """
-    return f"{action.op.value} {action.stage} {action.micro_batch}"
+    name = _LETTERS.get(action.op) or f"{action.op.value.replace('_', ' ')} "
+    return f"{name}{action.micro_batch} stage {action.stage}"
 
 
 class _Recorder(Listener):
@@ -151,5 +164,5 @@ def recording(comm: Communicator) -> Iterator[IdleTimes]:
     times.uncertainty = max(uncertainty for _, uncertainty in gathered)
     for rank, (spans, _) in enumerate(gathered):
         for unit, first, last in spans:
-            op, stage, micro_batch = unit.split()
-            times.spans.append(Span(rank, Action(Op(op), int(stage), int(micro_batch)), first, last))
+            name, _, stage = unit.split()
+            times.spans.append(Span(rank, Action(_OPS[name[0]], int(stage), int(name[1:])), first, last))

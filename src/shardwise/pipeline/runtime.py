@@ -17,9 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.links import Link
-from shardwise.device.ranges import named
-from shardwise.pipeline.actions import COMPUTATIONS, WEIGHT_GRADIENT, Action, Op, Schedule
-from shardwise.pipeline.idle import RANGE, text_of
+from shardwise.pipeline.actions import WEIGHT_GRADIENT, Action, Op, Schedule
+from shardwise.pipeline.idle import range_of
 from shardwise.pipeline.messages import Form, Receiver, Sender, form_of
 from shardwise.pipeline.split_backward import DeferredWeights
 from shardwise.utils.logging import logger
@@ -156,7 +155,7 @@ class Runtime:
         batch = _Batch(schedule, work, bool(backward), split, last)
         for number, action in enumerate(actions):
             try:
-                with named(RANGE, text_of(action)) if action.op in COMPUTATIONS else _NOTHING:
+                with range_of(action):
                     self._execute(action, batch, last=number in batch.last)
             except Exception as error:
                 if action.micro_batch < 0:

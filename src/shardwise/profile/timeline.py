@@ -40,6 +40,7 @@ TRACKS: dict[str, tuple[int, str]] = {
     "collective": (60, "other collectives"),
     "move": (70, "moves"),
     "idle": (90, "idle"),
+    "stage": (100, "stage"),  # of a pipeline: the number of the stage is added to both
 }
 
 FLIGHTS_TRACK = (80, "moves under way")
@@ -61,6 +62,8 @@ CATEGORIES: dict[str, str] = {
     "copy": "move",
     "bring": "move",
     "take": "move",
+    "action": "stage",
+    "message": "stage",
 }
 
 _SHOWN = {"gather": "launch gather of", "reduce": "launch reduction of", "boundary": "end of the window"}
@@ -238,9 +241,14 @@ class Recorder(Listener, Watcher):
     def _of_span(self, span: Span, microseconds: Callable[[Instant], float]) -> Event:
         args = {"unit": span.unit, "bytes": span.size or self.sizes.get(span.unit, 0), "line": span.line}
         begun = microseconds(span.begun)
+        category = CATEGORIES.get(span.what, "compute")
+        name = f"{_SHOWN.get(span.what, span.what)} {span.unit}".rstrip()
+        if category == "stage":
+            name, _, stage = span.unit.rpartition(" stage ")
+            args["stage"] = int(stage)
         return {
-            "name": f"{_SHOWN.get(span.what, span.what)} {span.unit}".rstrip(),
-            "cat": CATEGORIES.get(span.what, "compute"),
+            "name": name,
+            "cat": category,
             "ph": "X",
             "ts": begun,
             "dur": max(0.0, microseconds(span.ended) - begun),
@@ -348,6 +356,8 @@ def _lay_out(events: list[Event]) -> dict[int, str]:
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
     for event in events:
         first, name = FLIGHTS_TRACK if event["tid"] else TRACKS[event["cat"]]
+        if event["cat"] == "stage":
+            first, name = first + event["args"]["stage"], f"{name} {event['args']['stage']}"
         start, stop = round(event["ts"], 3), round(event["ts"] + event["dur"], 3)
         event["ts"], event["dur"] = start, round(stop - start, 3)
         for place in range(first, first + 9):

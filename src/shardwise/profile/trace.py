@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.comm.stragglers import Part, Shares, Stragglers, blame, lateness
 from shardwise.errors import TimelineError
-from shardwise.profile.timeline import FLIGHTS_TRACK, FORMAT, Event, write
+from shardwise.profile.timeline import FLIGHTS_TRACK, FORMAT, TRACKS, Event, write
 
 # categories of a rank's time breakdown, in order of precedence
 SHARES = ("gather waits", "reduction waits", "other waits", "moves", "step", "compute", "idle")
@@ -102,8 +102,11 @@ def _checked(file: Path) -> Timeline:
 
 
 def merge(timelines: Sequence[Timeline]) -> list[Event]:
-    """Return the events of all ranks, with arrows from the last rank in a collective to the ranks it blocked."""
-    found = [event for timeline in timelines for event in timeline.events]
+    """Return the events of all ranks, with arrows from the last rank in a collective to the ranks it blocked.
+
+    Tracks of pipeline stages are moved to a process of their own, in the order of stages.
+    """
+    found = _with_stages_together([event for timeline in timelines for event in timeline.events])
     number = 0
     for together in _met(timelines):
         parts = {rank: _part(event) for rank, event in together.items()}
@@ -123,6 +126,25 @@ def merge(timelines: Sequence[Timeline]) -> list[Event]:
             }
             found += [{**arrow, **begin}, {**arrow, **end}]
     return found
+
+
+def _with_stages_together(events: list[Event]) -> list[Event]:
+    of_stages = [event for event in events if event.get("cat") == "stage"]
+    if not of_stages:
+        return events
+    order = sorted({(event["args"]["stage"], event["pid"]) for event in of_stages})
+    tracks = {track: number for number, track in enumerate(order, 1)}
+    process = 1 + max(event["pid"] for event in events)
+
+    def metadata(name: str, tid: int, /, **args: Any) -> Event:
+        return {"name": name, "ph": "M", "pid": process, "tid": tid, "args": args}
+
+    found = [metadata("process_name", 0, name="pipeline"), metadata("process_sort_index", 0, sort_index=-1)]
+    for (stage, rank), tid in tracks.items():
+        found.append(metadata("thread_name", tid, name=f"stage {stage}, rank {rank}"))
+        found.append(metadata("thread_sort_index", tid, sort_index=tid))
+    found += [{**event, "pid": process, "tid": tracks[event["args"]["stage"], event["pid"]]} for event in of_stages]
+    return found + [event for event in events if event["tid"] < TRACKS["stage"][0]]  # with no names of moved tracks
 
 
 def write_merged(timelines: Sequence[Timeline], path: str | Path) -> None:
