@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -40,20 +41,29 @@ class Recompute:
             return all(type(layer).__name__ in self.classes for layer in layers)
         return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
 
-    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `run` under activation checkpointing, with all tensors as positional arguments of the function."""
+    def __call__(self, layers: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `run` of a group of layers, under activation checkpointing if the group is covered.
+
+        All tensors are positional arguments of the checkpointing function.
+        """
+        if not self.covers(layers):
+            return run(*args, **kwargs)
         leaves, form = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in places]
+        calls = 0
         for i in places:
             leaves[i] = None
 
         def call(*given: Any) -> Any:
+            nonlocal calls
+            calls += 1
             filled = list(leaves)
             for i, tensor in zip(places, given, strict=True):
                 filled[i] = tensor
             own_args, own_kwargs = tree_unflatten(filled[: form.num_leaves], form)
-            return run(*own_args, **own_kwargs)
+            with _on_copies(layers if calls > 1 else ()):
+                return run(*own_args, **own_kwargs)
 
         if self.function is not None:
             if not any(tensor.requires_grad for tensor in tensors):
@@ -63,6 +73,20 @@ class Recompute:
                 tensors.append(torch.empty(0, requires_grad=True, device="cpu"))
             return self.function(call, *tensors)
         return torch_checkpoint.checkpoint(call, *tensors, use_reentrant=False)
+
+
+@contextmanager
+def _on_copies(layers: Iterable[Any]) -> Iterator[None]:
+    """Let BatchNorm update copies of its running statistics, because the first computation has updated them."""
+    modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
+    tables = [(module._buffers, {**module._buffers}) for module in modules if isinstance(module, _BatchNorm)]
+    for table, buffers in tables:
+        table.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for table, buffers in tables:
+            table.update(buffers)
 
 
 @dataclass(frozen=True)
@@ -413,8 +437,7 @@ class _LayerStage(PipelineStage):
         for start in range(0, len(self.calls), size):
             group = self.calls[start : start + size]
             modules = [function if home is None else self._layer(home) for home, function in group]
-            run = partial(self._run, group)
-            value = self.recompute(run, value) if self.recompute.covers(modules) else run(value)
+            value = self.recompute(modules, partial(self._run, group), value)
         return value
 
     def _layer(self, home: int) -> nn.Module:

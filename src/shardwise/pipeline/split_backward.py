@@ -119,7 +119,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, differentiated: Any, *_: torch.Tensor) -> Any:
         ctx.differentiated = differentiated
-        return output.view_as(output)
+        return output.detach()  # no view, because views of custom functions cannot be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
