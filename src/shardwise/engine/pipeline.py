@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.stage_checks import SharedBuffers, check_leaves
 from shardwise.errors import PipelineError, UsageError
 from shardwise.pipeline.actions import Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
@@ -81,6 +82,9 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._last_forms = ""
+        self._completes = True
+        self._checked_stages: set[int] = set()
+        self._shared_buffers = SharedBuffers(self._model, place.rank_of)
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
 
@@ -133,27 +137,39 @@ class PipelineEngine(Engine):
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Run one step: all micro-batches forward and backward, and the update (all ranks call).
+    def train_batch(self, data_iter: Iterator[Any] | None = None, num_micro_batches: int | None = None) -> Any:
+        """Run micro-batches forward and backward, and the update if they complete a step (all ranks call).
 
         Args:
             data_iter: yields (inputs, labels) for each micro-batch, on ranks with the first or last stage; default: the
                 data loader or iterator that has been set.
+            num_micro_batches: default: all that the step still needs, `gradient_accumulation_steps` at its begin. A
+                call with fewer accumulates gradients.
 
         Returns:
-            The mean loss of all micro-batches and data-parallel ranks, a 0-D tensor, the same on all ranks.
+            The mean loss of all micro-batches of the step and data-parallel ranks, a 0-D tensor, the same on all ranks;
+            None before the step is complete.
 
         Raises:
             PipelineError: the data iterators of some ranks have ended, or a loss is missing.
         """
-        steps = self._batches.steps
-        schedule = self._made(self._schedule, steps)
-        batches = self._fetch(data_iter, steps, "train_batch()")
+        left = self._batches.steps - (self._step.micro_steps - self._step.window_began)
+        count = left if num_micro_batches is None else num_micro_batches
+        if not 1 <= count <= left:
+            raise PipelineError(
+                f"train_batch(num_micro_batches={count}): the step needs {left} more of {self._batches.steps} "
+                f"micro-batches (gradient_accumulation_steps). Pass 1 to {left}"
+            )
+        schedule = self._made(self._schedule, count)
+        batches = self._fetch(data_iter, count, "train_batch()")
         self._step.begin_batch()
+        self._completes = count == left
         with torch.enable_grad():
             work = _Work(self, batches, trains=True)
-            self._runtime.run(schedule, work, fixed=self._agree(batches, steps, "train_batch()"))
-        self._step.micro_steps += steps - 1
+            self._runtime.run(schedule, work, fixed=self._agree(batches, count, "train_batch()"))
+        self._step.micro_steps += count - self._completes
+        if not self._completes:
+            return None
         self._step.set_gradient_accumulation_boundary(True)
         try:
             super().step()
@@ -294,6 +310,21 @@ class PipelineEngine(Engine):
         self._pipe.all_reduce(values, "eval_loss").wait()
         return values.float()
 
+    @override
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
+    ) -> None:
+        """Compile the stages of this rank with `torch.compile`; arguments and errors as of `Engine.compile`."""
+        stages = () if self.is_compiled else self._model.stages
+        super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled, **options)
+        for stage in stages:
+            stage.compile(backend=backend, **{**(compile_kwargs or {}), **options})
+
     # -- calls that a pipeline does not have ---------------------------------------------------------------------------
 
     @override
@@ -314,6 +345,22 @@ class PipelineEngine(Engine):
         raise PipelineError("engine.step(): a pipeline runs whole batches. Call engine.train_batch()")
 
     @override
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Raise PipelineError: `train_batch` counts micro-batches."""
+        raise PipelineError(
+            "engine.set_gradient_accumulation_boundary(): a pipeline counts micro-batches. Accumulate gradients of "
+            "several calls with engine.train_batch(num_micro_batches=...)"
+        )
+
+    @override
+    def no_sync(self) -> Any:
+        """Raise PipelineError: `train_batch` reduces gradients once in a step."""
+        raise PipelineError(
+            "engine.no_sync(): a pipeline reduces gradients in the last backward pass of a step. Accumulate gradients "
+            "of several calls with engine.train_batch(num_micro_batches=...)"
+        )
+
+    @override
     def destroy(self) -> None:
         self._runtime.close()
         super().destroy()
@@ -324,11 +371,18 @@ class PipelineEngine(Engine):
         """Return the outputs of a stage of this rank."""
         return super().forward(value, stage=stage)
 
+    def check_stage(self, stage: int, value: Any, output: Any) -> None:
+        """Check a stage's forward pass: the parameters that the output depends on, once, and shared buffers."""
+        if stage not in self._checked_stages:
+            self._checked_stages.add(stage)
+            check_leaves(self._stage_name(stage), output, value, {id(p) for p in self._model.parameters()})
+        self._shared_buffers.check()
+
     def differentiate(
         self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool
     ) -> None:
         """Run a backward pass from outputs with their gradients; None: from a loss, or (loss, weight)."""
-        self._step.set_gradient_accumulation_boundary(last)
+        self._step.set_gradient_accumulation_boundary(last and self._completes)
         with contextlib.ExitStack() as around:
             if gradients is None:
                 loss, weight = roots[0] if isinstance(roots[0], tuple) else (roots[0], None)
@@ -355,9 +409,11 @@ class _Work:
         """Return the outputs of a stage; in training the loss of the last one."""
         engine = self._engine
         output = engine.run_stage(stage, value)
-        if not self._trains or stage < len(engine._place.rank_of) - 1:
-            return output
-        return engine._loss(output, self._batches[micro_batch][1])
+        if self._trains and stage == len(engine._place.rank_of) - 1:
+            output = engine._loss(output, self._batches[micro_batch][1])
+        if self._trains:
+            engine.check_stage(stage, value, output)
+        return output
 
     def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None, *, last: bool) -> None:
         """Differentiate."""

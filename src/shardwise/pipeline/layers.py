@@ -161,6 +161,10 @@ class Layers(ABC):
     def ties(self) -> list[TiedParameter]:
         """Return the shared parameters and the layers that use each."""
 
+    def shared_modules(self) -> dict[str, tuple[int, ...]]:
+        """Return the names of modules that several layers are, and these layers."""
+        return {}
+
     @abstractmethod
     def build(self, number: int, first: int, last: int, recompute: Recompute) -> PipelineStage:
         """Return a stage of the layers from `first` to before `last`; layers that have been built are used again."""
@@ -346,6 +350,11 @@ class SpecLayers(Layers):
     def ties(self) -> list[TiedParameter]:
         """Return the shared parameters and the layers that use each."""
         return self._ties
+
+    def shared_modules(self) -> dict[str, tuple[int, ...]]:
+        """Return the names of modules that several layers are, and these layers."""
+        users = {home: tuple(i for i, other in enumerate(self._homes) if other == home) for home in self._homes}
+        return {f"layers.{home}": layers for home, layers in users.items() if len(layers) > 1}
 
     def build(self, number: int, first: int, last: int, recompute: Recompute) -> PipelineStage:
         """Return a stage of the layers from `first` to before `last`."""

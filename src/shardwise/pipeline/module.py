@@ -197,6 +197,10 @@ class PipelineModule(nn.Module):
         found = [replace(t, users=tuple(sorted({*map(self.stage_owner, t.users)}))) for t in self._layers.ties()]
         return [tie for tie in found if len(tie.users) > 1]
 
+    def shared_modules(self) -> dict[str, tuple[int, ...]]:
+        """Return the names of modules that several layers are, with the stages of these layers."""
+        return {name: tuple(map(self.stage_owner, of)) for name, of in self._layers.shared_modules().items()}
+
     def set_checkpoint_interval(self, interval: int) -> None:
         """Set the number of adjacent layers that are recomputed together; 0: none."""
         self.recompute.interval = interval

@@ -102,7 +102,7 @@ class _Mode(TorchFunctionMode):
 
         # The first argument makes the result require a gradient where no activation does.
         anchor = torch.empty(0, device=output.device, requires_grad=True)
-        result: torch.Tensor = _Node.apply(anchor, output.detach(), differentiated, *sources)
+        result: torch.Tensor = _Node.apply(anchor, output.detach(), differentiated, edges, *sources)
         return result
 
 
@@ -117,10 +117,12 @@ class _Node(torch.autograd.Function):
     """The output of a split function, in the graph of its activations."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, differentiated: Any, *_: torch.Tensor) -> Any:
-        ctx.differentiated = differentiated
+    def forward(
+        ctx: Any, anchor: torch.Tensor, output: torch.Tensor, differentiated: Any, edges: Any, *_: torch.Tensor
+    ) -> Any:
+        ctx.differentiated, ctx.weights = differentiated, edges
         return output.detach()  # no view, because views of custom functions cannot be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, None, None, *ctx.differentiated(gradient)
+        return None, None, None, None, *ctx.differentiated(gradient)
