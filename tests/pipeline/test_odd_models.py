@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwise.errors import PeerLostError, UsageError
 from shardwise.pipe import LayerSpec
-from tests.harness import thorough
+from tests.harness import run_ranks, thorough
 from tests.pipeline.gradients import compare
-from tests.pipeline.training import WIDTH, WORDS, Block, Logits, Setting
+from tests.pipeline.training import WIDTH, WORDS, Block, Logits, Setting, data, engine_of
 
 KINDS = ("gpipe", "1f1b", "zb-h1", "zbv")
 """A schedule of whole backward passes, of split ones, and of two stages of a rank next to each other."""
@@ -227,3 +228,41 @@ def test_running_statistics_do_not_depend_on_recomputation_and_schedules() -> No
         for schedule in KINDS
     ]
     compare(settings, 2)
+
+
+def hidden() -> list[Any]:
+    words = nn.Embedding(WORDS, WIDTH)
+    return [words, *(LayerSpec(Block, WIDTH) for _ in range(3)), lambda x: F.linear(x, words.weight)]
+
+
+def shared_statistics() -> list[Any]:
+    norm = Normed()
+    return [nn.Embedding(WORDS, WIDTH), norm, Block(WIDTH), norm, Logits()]
+
+
+def failure(setting: Setting) -> str:
+    engine = engine_of(setting)
+    try:
+        engine.train_batch(data(setting, 0))
+    except (UsageError, PeerLostError) as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_functions_that_use_another_stage_s_weights_are_refused(schedule: str, checkpointing: int) -> None:
+    """The weights would be a copy on each rank, and only one of them would be trained."""
+    options = {"partition_method": "uniform", "activation_checkpoint_interval": checkpointing}
+    found = run_ranks(failure, 2, Setting(2, schedule, made=hidden, options=options))
+    assert "stage 1 of 2 (layers 2 to 4): the output depends on a trained tensor of shape (11, 8)" in found[1]
+    assert "write both layers as TiedLayerSpec" in found[1] and "rank 1" in found[0]
+    compare([Setting(1, schedule, made=hidden, options=options)], 1)
+
+
+def test_running_statistics_of_a_layer_on_two_stages_are_refused() -> None:
+    found = run_ranks(failure, 2, Setting(2, made=shared_statistics, options={"partition_method": "uniform"}))
+    assert "layers.1 (Normed) is a layer of the stages 0, 1, and its forward pass changes the buffer norm." in found[0]
+    compare([Setting(1, made=shared_statistics)], 1)
