@@ -17,10 +17,8 @@ from shardwise.moe import MoE
 from shardwise.pipe import LayerSpec, make_schedule
 from shardwise.zero.access import safe_get_full_optimizer_state
 from tests.harness import run_ranks, thorough
-from tests.pipeline.gradients import PLAIN, Gradients, compare, gradients, gradients_alone, gradients_of_all
-from tests.pipeline.training import WIDTH, WORDS, Block, Logits, Setting, alone, data, engine_of, layers, train, untied
-
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v")
+from tests.pipeline.gradients import PLAIN, Gradients, compare, gradients_alone, gradients_of_all
+from tests.pipeline.training import WIDTH, WORDS, Block, Logits, Setting, alone, data, engine_of, train, untied
 
 
 class Parts(nn.Module):
