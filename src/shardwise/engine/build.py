@@ -129,6 +129,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
 ) -> EngineParts:
     """Shard a model for training and return its engine.
 
@@ -156,6 +157,7 @@ def initialize(
             `sequence_parallel_size`). (3) A mesh with the last dimension `tp` (also the key
             `tensor_parallel.autotp_size`), optionally after `dp_replicate`, `dp` (or `dp_shard`) and `sp`.
         config_params: older name of `config`.
+        loss_fn: makes the model a pipeline of `pipeline.stages` stages; called with its output and the labels.
 
     Returns:
         (engine, optimizer, training dataloader or None, lr scheduler or None).
@@ -199,6 +201,7 @@ def initialize(
                 config,
                 mesh_param,
                 config_params,
+                loss_fn,
             )
             undo.pop_all()  # the engine closes them from now on
     except ConfigError as error:
@@ -222,6 +225,7 @@ def _build(
     config: Any,
     mesh_param: Any,
     config_params: Any,
+    loss_fn: Callable[..., Any] | None,
 ) -> EngineParts:
     with refusing(mpu):
         check_unwrapped(model)
@@ -244,8 +248,8 @@ def _build(
         resolution = _resolve(source, members, optimizer, requested, pipeline)
         settings = resolution.config
         positions = 1 if settings.pipeline.stages == "auto" else settings.pipeline.stages
-        if pipeline is None and positions > 1:
-            pipeline = model = as_pipeline(model, settings.pipeline.partition)
+        if pipeline is None and (positions > 1 or loss_fn is not None):
+            pipeline = model = as_pipeline(model, settings.pipeline.partition, loss_fn)
             known = nn.Module()
         if pipeline is not None and settings.pipeline.activation_checkpoint_interval:
             pipeline.set_checkpoint_interval(settings.pipeline.activation_checkpoint_interval)

@@ -17,6 +17,7 @@ from shardwise.engine.stage_checks import SharedBuffers, check_leaves
 from shardwise.errors import PipelineError, UsageError
 from shardwise.pipeline.actions import Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
+from shardwise.pipeline.layers import SpecLayers
 from shardwise.pipeline.lowering import with_communication
 from shardwise.pipeline.messages import form_of
 from shardwise.pipeline.module import PipelineModule
@@ -420,18 +421,22 @@ class _Work:
         self._engine.differentiate(roots, gradients, last=last)
 
 
-def as_pipeline(model: nn.Module, partition: str) -> PipelineModule:
-    """Return an ordinary model as a pipeline: a model of transformers; a PipelineError for others.
+def as_pipeline(model: nn.Module, partition: str, loss_fn: Callable[..., Any] | None) -> PipelineModule:
+    """Return an ordinary model as a pipeline: an nn.Sequential, a model of transformers; a PipelineError for others.
 
     `partition` is `pipeline.partition` of the configuration.
     """
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        layers = SpecLayers(list(model), names=list(model._modules))
+        return PipelineModule(layers, loss_fn=loss_fn, partition_method=partition)
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         from shardwise.pipeline.huggingface import to_layers
 
-        return PipelineModule(to_layers(model), partition_method=partition)
+        return PipelineModule(to_layers(model), loss_fn=loss_fn, partition_method=partition)
     raise PipelineError(
-        f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor a model "
-        "of transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], loss_fn=...), or remove the key"
+        f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor an "
+        "nn.Sequential nor a model of transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], "
+        "loss_fn=...), pass each rank's part, PipelineModule.from_stages(module, loss_fn=...), or remove the key"
     )
 
 

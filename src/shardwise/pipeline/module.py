@@ -21,6 +21,7 @@ from shardwise.pipeline.layers import (
     Alias,
     Layers,
     LayerSpec,
+    OwnStages,
     PipelineStage,
     Recompute,
     SpecLayers,
@@ -105,6 +106,28 @@ class PipelineModule(nn.Module):
         if _ranks() == 1:
             self.build(range(self.num_stages or 1), self.num_stages or 1)
 
+    @classmethod
+    def from_stages(
+        cls,
+        modules: nn.Module | Sequence[nn.Module],
+        num_stages: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> PipelineModule:
+        """Return a pipeline of a model that the client has divided: each rank passes the modules of its own stages.
+
+        A stage is called with the result of the stage before, as one argument. Parameters of stage i have the names
+        `stages.i.NAME`. Stages share no parameters. Data-parallel ranks pass modules with equal weights.
+
+        Args:
+            modules: the module of this rank's stage; several, in order, for a schedule with several stages on a rank.
+            num_stages: number of pipeline ranks. Consecutive ranks have the same stage, the first ranks stage 0.
+            loss_fn: as of the constructor; only the last stage needs it.
+            options: `activation_checkpoint_interval`, `activation_checkpoint_func` or `dynamic_shape`.
+        """
+        own = [modules] if isinstance(modules, nn.Module) else modules
+        return cls(OwnStages(own), num_stages, loss_fn=loss_fn, **options)
+
     def topology(self) -> ProcessTopology | None:
         """Return the requested topology."""
         return self._topology
@@ -122,6 +145,8 @@ class PipelineModule(nn.Module):
     def partition(self, stages: int, costs: Sequence[LayerCost] | None = None) -> list[int]:
         """Return the boundaries of pipeline stages; `costs` are those of `profile`, equal on all ranks."""
         method = self.partition_method
+        if isinstance(self._layers, OwnStages):
+            return list(range(stages + 1))
         if costs is None and self.measures:
             if _ranks() > 1:
                 raise UsageError(
@@ -178,6 +203,8 @@ class PipelineModule(nn.Module):
         """Return the layers of a stage in words."""
         assert self.boundaries is not None
         first, last = self.boundaries[stage], self.boundaries[stage + 1] - 1
+        if isinstance(self._layers, OwnStages):
+            return f"stages.{stage}"
         return f"layer {first}" if first == last else f"layers {first} to {last}"
 
     @property
