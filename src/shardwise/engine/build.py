@@ -151,7 +151,8 @@ def initialize(
         dist_init_required: False: use the existing process group. None or True: create it if missing.
         collate_fn: makes a batch from a list of samples.
         config: dict, path, or base64 or text JSON.
-        mesh_param: mesh of the ranks to shard over, in one of three forms. (1) A DeviceMesh with a dimension `shard`,
+        mesh_param: mesh of the ranks to shard over, in one of three forms; a DeviceMesh may have the further dimension
+            `pp` of pipeline ranks, outside of the others. (1) A DeviceMesh with a dimension `shard`,
             or with `replicate` and `shard` (HSDP; also the key `zero_optimization.mics_shard_size`). (2) A pair of
             numbers, data-parallel and sequence-parallel ranks, or a mesh with a dimension `sp` (also the key
             `sequence_parallel_size`). (3) A mesh with the last dimension `tp` (also the key
@@ -480,11 +481,14 @@ def _resolve(
 ) -> Resolution:
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
+    of_model = None if pipeline is None else pipeline.num_stages
+    if requested.stages is not None and of_model not in (None, requested.stages):
+        raise ConflictError(f"{requested.where}: the PipelineModule has num_stages={of_model}. Leave num_stages out")
     facts = Facts(
         lr=None if lr is None else float(lr),
         sequence_parallel_size=requested.size,
         tensor_parallel_size=requested.tensor,
-        pipeline_stages=None if pipeline is None else pipeline.num_stages,
+        pipeline_stages=requested.stages or of_model,
     )
     resolution = resolve(source, world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)
