@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.grid import PipelineParallelGrid
 from shardwise.engine.stage_checks import SharedBuffers, check_leaves
 from shardwise.errors import PipelineError, UsageError
 from shardwise.pipeline.actions import Schedule
@@ -24,6 +27,7 @@ from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.partition import LayerCost
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
+from shardwise.pipeline.topology import PipeModelDataParallelTopology
 from shardwise.registry import declare_part
 from shardwise.zero.passes.reduce import CopiesElsewhere
 
@@ -132,6 +136,20 @@ class PipelineEngine(Engine):
     def stage_id(self) -> int:
         """This rank's position in its pipeline."""
         return self._place.position
+
+    @functools.cached_property
+    def grid(self) -> PipelineParallelGrid:
+        """Ranks and process groups of the pipeline, data-parallel and tensor-parallel dimensions.
+
+        A group is created at its first use, by its ranks.
+        """
+        tensor = 1 if self._tensors is None else self._tensors.group.size
+        size = self.job.world // self.num_stages // tensor
+
+        def make(ranks: Sequence[int]) -> Any:
+            return dist.new_group([self.job.members[rank] for rank in ranks], use_local_synchronization=True)
+
+        return PipelineParallelGrid(PipeModelDataParallelTopology(self.num_stages, tensor, size), self.job.rank, make)
 
     def _stage_name(self, stage: int) -> str:
         return f"stage {stage} of {len(self._place.rank_of)} ({self._model.layers_of(stage)})"
