@@ -57,6 +57,8 @@ _COALESCED = (
 _LOADERS = "engine.deepspeed_io() takes both kinds of data"
 _REDUCES = "gradients are reduced while backward() runs and clipped in step(), so that nothing is left to be called"
 
+_LOSSES = "a loss function returns one loss; pass further ones from layer to layer, and add them there"
+
 # Reason -> members of DeepSpeedEngine, separated by spaces.
 _ENGINE: dict[str, str] = {
     "DeepSpeedConfig(engine.config) reads it as a whole": "_config",
@@ -89,12 +91,15 @@ _ENGINE: dict[str, str] = {
     ),
     "only the engine of a pipeline runs whole batches: pass a shardwise.pipe.PipelineModule to initialize()": (
         "train_batch eval_batch inference_batch set_dataloader set_dataiterator set_batch_fn is_first_stage "
-        "is_last_stage get_pipeline_parallel_rank num_stages stage_id record_idle"
+        "is_last_stage get_pipeline_parallel_rank num_stages stage_id record_idle grid"
     ),
-    PIPELINE: (
-        "grid set_has_attention_mask reset_activation_shape get_additional_losses log_for_device tput_log "
-        "is_pipe_parallel"
+    "messages between stages may have any form, and shapes are agreed again when they change; leave the call out": (
+        "set_has_attention_mask reset_activation_shape"
     ),
+    _LOSSES: "get_additional_losses",
+    "times are logged (`timers.throughput`), and engine.record_idle() has those of a pipeline": "tput_log",
+    "logging.getLogger is what a script logs with": "log_for_device",
+    "engine.pipeline_parallelism and engine.num_stages say it": "is_pipe_parallel",
     "the module of this engine has no such method, and the hybrid engine, which would have one, is not built yet": (
         "generate fuse_lora_weight unfuse_lora_weight"
     ),
@@ -117,3 +122,20 @@ _ENGINE: dict[str, str] = {
 
 # Member of DeepSpeedEngine -> reason of its absence.
 ENGINE: dict[str, str] = {name: reason for reason, names in _ENGINE.items() for name in names.split()}
+
+_FILES = "engine.save_checkpoint() and load_checkpoint() write and read all layers, in no files of a layer each"
+
+# Reason -> members of DeepSpeed's PipelineModule.
+_PIPELINE_MODULE: dict[str, str] = {
+    "the engine adds up the gradients of tied weights in each step": "allreduce_tied_weight_gradients",
+    "tied_parameters() says which weights are tied, and on which stages": "get_tied_weights_and_groups tied_comms",
+    "engine.grid has the ranks and groups": "mpu",
+    "num_stages has it": "num_pipeline_stages",
+    "boundaries has it": "parts",
+    "stages has the layers of this rank": "forward_funcs",
+    _FILES: "ckpt_prefix ckpt_layer_path ckpt_layer_path_list save_state_dict load_state_dir",
+    _LOSSES: "get_additional_losses",
+}
+
+# Member of PipelineModule -> reason of its absence.
+PIPELINE_MODULE: dict[str, str] = {name: reason for reason, names in _PIPELINE_MODULE.items() for name in names.split()}

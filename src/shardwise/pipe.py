@@ -1,5 +1,6 @@
 """Pipeline parallelism: models as layers, their stages, topologies, and schedules ([docs/pipeline.md])."""
 
+from shardwise.engine.grid import PipelineParallelGrid
 from shardwise.pipeline import (
     SCHEDULES,
     Schedule,
@@ -17,7 +18,6 @@ from shardwise.pipeline.layers import LayerSpec, PipelineStage, TiedLayerSpec
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.topology import (
     PipeDataParallelTopology,
-    PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )

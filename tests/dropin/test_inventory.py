@@ -170,6 +170,12 @@ def subject(path: str) -> Any:
         model = torch.nn.Linear(2, 1)
         settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
         return importlib.import_module("deepspeed").initialize(model=model, config=settings)[0]
+    if name in ("PipelineEngine", "PipelineModule"):
+        layers = [torch.nn.Linear(2, 1)]
+        module = importlib.import_module("deepspeed.pipe").PipelineModule(layers, num_stages=1, loss_fn=torch.sub)
+        settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+        deepspeed = importlib.import_module("deepspeed")
+        return module if name == "PipelineModule" else deepspeed.initialize(model=module, config=settings)[0]
     if name == "DeepSpeedAccelerator":
         return importlib.import_module("deepspeed").get_accelerator()
     if name == "MonitorMaster":

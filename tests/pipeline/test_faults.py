@@ -148,7 +148,11 @@ def built(stages: int | None, config: dict[str, Any], **options: Any) -> tuple[s
     ("stages", "config", "text"),
     [
         (3, {}, "pipeline.stages: is 3, but there are 2 ranks; choose a divisor of 2"),
-        (2, {"pipeline": {"stages": 1}}, "is 1, but the PipelineModule has num_stages=2; remove one"),
+        (
+            2,
+            {"pipeline": {"stages": 1}},
+            "is 1, but the PipelineModule (num_stages) or the mesh (pp) has 2; remove one",
+        ),
         (2, {"pipeline": {"schedule": "zbw"}}, "did you mean 'zbv'"),
         (2, {"pipeline": {"schedule": "zbv", "chunks": 3}}, "3 stages on each rank, expected 2"),
         (2, {"pipeline": {"schedule": "interleaved", "chunks": 8}}, "16"),

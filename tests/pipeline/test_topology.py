@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import UsageError
+from shardwise.pipe import PipelineParallelGrid
 from shardwise.pipeline.topology import (
     PipeDataParallelTopology,
-    PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )

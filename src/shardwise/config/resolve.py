@@ -177,7 +177,7 @@ def _positions(config: Config, world_size: int, facts: Facts) -> tuple[int, Prob
     wanted = facts.pipeline_stages
     configured = 1 if written == "auto" else int(written)
     if written != "auto" and wanted not in (None, configured):
-        message = f"is {configured}, but the PipelineModule has num_stages={wanted}; remove one"
+        message = f"is {configured}, but the PipelineModule (num_stages) or the mesh (pp) has {wanted}; remove one"
         return 1, Problem(_STAGES, message, ConflictError)
     positions = wanted or configured
     if wanted is not None:

@@ -4,11 +4,16 @@ key is the path of a class. `PARAMETER` stands for a resharded parameter.
 
 from __future__ import annotations
 
-from shardwise.absent import ENGINE, OPS
+from shardwise.absent import ENGINE, OPS, PIPELINE_MODULE
 from shardwise.dropin.entries import Entry, Missing, members, merge, missing
 from shardwise.engine.getters import GETTERS
 
 PARAMETER = "a released parameter of ZeRO stage 3"
+
+_PIPELINE_ENGINE = (
+    *("set_has_attention_mask", "reset_activation_shape", "get_additional_losses"),
+    *("tput_log", "log_for_device", "is_pipe_parallel"),
+)
 
 _NO_STATE = "nothing is attached to parameters: GatheredParameters and the engine move values"
 
@@ -64,6 +69,30 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps get_lr get_mom get_type"),
         members("get_data_parallel_rank get_tensor_parallel_rank get_model_parallel_rank"),
         {name: Missing(reason) for name, reason in ENGINE.items()},
+    ),
+    "deepspeed.runtime.pipe.engine.PipelineEngine": merge(
+        members("pipeline_parallelism num_stages stage_id grid"),
+        members(
+            "train_batch(data_iter=None)",
+            "eval_batch(data_iter, return_logits=False, compute_loss=True, reduce_output='avg', bcast_loss=True, "
+            "num_micro_batches=None)",
+            "inference_batch(data_iter)",
+            "set_dataloader(loader)",
+            "set_dataiterator(iterator)",
+            "set_batch_fn(fn)",
+            "set_train_batch_size(train_batch_size)",
+            "is_first_stage()",
+            "is_last_stage()",
+            "get_pipeline_parallel_rank()",
+            "is_gradient_accumulation_boundary()",
+            "load_module_state_dict(checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False)",
+        ),
+        {name: Missing(ENGINE[name]) for name in _PIPELINE_ENGINE},
+    ),
+    "deepspeed.runtime.pipe.module.PipelineModule": merge(
+        members("num_stages topology stage_owner forward loss_fn train state_dict compile"),
+        members("set_checkpoint_interval(interval)"),
+        {name: Missing(reason) for name, reason in PIPELINE_MODULE.items()},
     ),
     "deepspeed.accelerator.DeepSpeedAccelerator": merge(
         members("is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"),

@@ -129,6 +129,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
 ) -> EngineParts:
     """Shard a model for training and return its engine.
 
@@ -150,12 +151,14 @@ def initialize(
         dist_init_required: False: use the existing process group. None or True: create it if missing.
         collate_fn: makes a batch from a list of samples.
         config: dict, path, or base64 or text JSON.
-        mesh_param: mesh of the ranks to shard over, in one of three forms. (1) A DeviceMesh with a dimension `shard`,
+        mesh_param: mesh of the ranks to shard over, in one of three forms; a DeviceMesh may have the further dimension
+            `pp` of pipeline ranks, outside of the others. (1) A DeviceMesh with a dimension `shard`,
             or with `replicate` and `shard` (HSDP; also the key `zero_optimization.mics_shard_size`). (2) A pair of
             numbers, data-parallel and sequence-parallel ranks, or a mesh with a dimension `sp` (also the key
             `sequence_parallel_size`). (3) A mesh with the last dimension `tp` (also the key
             `tensor_parallel.autotp_size`), optionally after `dp_replicate`, `dp` (or `dp_shard`) and `sp`.
         config_params: older name of `config`.
+        loss_fn: makes the model a pipeline of `pipeline.stages` stages; called with its output and the labels.
 
     Returns:
         (engine, optimizer, training dataloader or None, lr scheduler or None).
@@ -199,6 +202,7 @@ def initialize(
                 config,
                 mesh_param,
                 config_params,
+                loss_fn,
             )
             undo.pop_all()  # the engine closes them from now on
     except ConfigError as error:
@@ -222,6 +226,7 @@ def _build(
     config: Any,
     mesh_param: Any,
     config_params: Any,
+    loss_fn: Callable[..., Any] | None,
 ) -> EngineParts:
     with refusing(mpu):
         check_unwrapped(model)
@@ -244,8 +249,8 @@ def _build(
         resolution = _resolve(source, members, optimizer, requested, pipeline)
         settings = resolution.config
         positions = 1 if settings.pipeline.stages == "auto" else settings.pipeline.stages
-        if pipeline is None and positions > 1:
-            pipeline = model = as_pipeline(model, settings.pipeline.partition)
+        if pipeline is None and (positions > 1 or loss_fn is not None):
+            pipeline = model = as_pipeline(model, settings.pipeline.partition, loss_fn)
             known = nn.Module()
         if pipeline is not None and settings.pipeline.activation_checkpoint_interval:
             pipeline.set_checkpoint_interval(settings.pipeline.activation_checkpoint_interval)
@@ -477,11 +482,14 @@ def _resolve(
 ) -> Resolution:
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
+    of_model = None if pipeline is None else pipeline.num_stages
+    if requested.stages is not None and of_model not in (None, requested.stages):
+        raise ConflictError(f"{requested.where}: the PipelineModule has num_stages={of_model}. Leave num_stages out")
     facts = Facts(
         lr=None if lr is None else float(lr),
         sequence_parallel_size=requested.size,
         tensor_parallel_size=requested.tensor,
-        pipeline_stages=None if pipeline is None else pipeline.num_stages,
+        pipeline_stages=requested.stages or of_model,
     )
     resolution = resolve(source, world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)

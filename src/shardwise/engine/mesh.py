@@ -46,6 +46,9 @@ _NAMES = {
 }
 """Accepted names of mesh dimensions, by kind, from the outermost to the innermost."""
 
+_STAGES = ("pp", "pipe", "pipeline", "pipeline_parallel")
+"""Accepted names of the dimension of pipeline ranks, which is outside of all others."""
+
 _MPU = "initialize(mpu=...)"
 
 
@@ -89,6 +92,7 @@ class RequestedParallelism:
     Attributes:
         where: source of the request, for messages.
         size, tensor: ranks of a sequence-parallel group, and of a tensor-parallel group.
+        stages: ranks of a pipeline. Other ranks here are then those of the first stage.
         lines: sequence-parallel groups, by ranks in the job; None: consecutive ranks.
         own, own_tensor: global ranks of this rank's groups, if the caller has made them.
         arrangement: HSDP groups of a mesh; None without replicas.
@@ -104,6 +108,7 @@ class RequestedParallelism:
     own_tensor: list[int] | None = None
     arrangement: Arrangement | None = None
     shard: int | None = None
+    stages: int | None = None
 
 
 def requested_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> RequestedParallelism:
@@ -144,10 +149,30 @@ def _of_mesh(mesh: Any, members: Sequence[int]) -> RequestedParallelism:
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or ("replicate", "shard")[max(0, 2 - ranks.ndim) :]
     where = f"initialize(mesh_param=...): a mesh of {dict(zip(names, ranks.shape, strict=False))}"
+    place = next((place for place, name in enumerate(names) if name in _STAGES), None)
+    if place is None:
+        return _of_ranks(mesh, ranks, names, where, members)
+    stages, others = ranks.shape[place], [name for name in names if name != names[place]]
+    if ranks.movedim(place, 0).flatten().tolist() != list(members):
+        sizes = [stages, *(size for dim, size in enumerate(ranks.shape) if dim != place)]
+        raise UsageError(
+            f"{where} has ranks {ranks.tolist()}, and the engine {list(members)}: the ranks of a pipeline stage are "
+            f"neighbours. {_would_do(mesh, [names[place], *others], sizes)}"
+        )
+    first = list(members)[: len(members) // stages]
+    found = RequestedParallelism(where)
+    if others:
+        found = _of_ranks(mesh, ranks.select(place, 0), others, where, first)
+    return replace(found, stages=stages)
+
+
+def _of_ranks(
+    mesh: DeviceMesh, ranks: torch.Tensor, names: Sequence[str], where: str, members: Sequence[int]
+) -> RequestedParallelism:
     kinds = [next((kind for kind, known in _NAMES.items() if name in known), "") for name in names]
     if "" in kinds or len(set(kinds)) < ranks.ndim:
         raise UsageError(
-            f"{where} is not supported: it may have one dimension each of "
+            f"{where} is not supported: it may have one dimension each of pipeline ({', '.join(_STAGES)}), "
             + ", ".join(f"{kind} ({', '.join(known)})" for kind, known in _NAMES.items())
         )
     sizes = [ranks.shape[kinds.index(kind)] if kind in kinds else 1 for kind in _NAMES]

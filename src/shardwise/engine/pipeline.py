@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.grid import PipelineParallelGrid
+from shardwise.engine.stage_checks import SharedBuffers, check_leaves
 from shardwise.errors import PipelineError, UsageError
 from shardwise.pipeline.actions import Op, Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
+from shardwise.pipeline.layers import SpecLayers
 from shardwise.pipeline.lowering import with_communication, with_sharding
 from shardwise.pipeline.messages import form_of
 from shardwise.pipeline.module import PipelineModule
@@ -23,6 +28,7 @@ from shardwise.pipeline.partition import LayerCost
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
 from shardwise.pipeline.split_backward import DeferredWeights
+from shardwise.pipeline.topology import PipeModelDataParallelTopology
 from shardwise.registry import declare_part
 from shardwise.zero.passes.model_pass import Part
 from shardwise.zero.passes.reduce import CopiesElsewhere
@@ -88,6 +94,9 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._last_forms = ""
+        self._completes = True
+        self._checked_stages: set[int] = set()
+        self._shared_buffers = SharedBuffers(self._model, place.rank_of)
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
 
@@ -135,32 +144,58 @@ class PipelineEngine(Engine):
         """This rank's position in its pipeline."""
         return self._place.position
 
+    @functools.cached_property
+    def grid(self) -> PipelineParallelGrid:
+        """Ranks and process groups of the pipeline, data-parallel and tensor-parallel dimensions.
+
+        A group is created at its first use, by its ranks.
+        """
+        tensor = 1 if self._tensors is None else self._tensors.group.size
+        size = self.job.world // self.num_stages // tensor
+
+        def make(ranks: Sequence[int]) -> Any:
+            return dist.new_group([self.job.members[rank] for rank in ranks], use_local_synchronization=True)
+
+        return PipelineParallelGrid(PipeModelDataParallelTopology(self.num_stages, tensor, size), self.job.rank, make)
+
     def _stage_name(self, stage: int) -> str:
         return f"stage {stage} of {len(self._place.rank_of)} ({self._model.layers_of(stage)})"
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Run one step: all micro-batches forward and backward, and the update (all ranks call).
+    def train_batch(self, data_iter: Iterator[Any] | None = None, num_micro_batches: int | None = None) -> Any:
+        """Run micro-batches forward and backward, and the update if they complete a step (all ranks call).
 
         Args:
             data_iter: yields (inputs, labels) for each micro-batch, on ranks with the first or last stage; default: the
                 data loader or iterator that has been set.
+            num_micro_batches: default: all that the step still needs, `gradient_accumulation_steps` at its begin. A
+                call with fewer accumulates gradients.
 
         Returns:
-            The mean loss of all micro-batches and data-parallel ranks, a 0-D tensor, the same on all ranks.
+            The mean loss of all micro-batches of the step and data-parallel ranks, a 0-D tensor, the same on all ranks;
+            None before the step is complete.
 
         Raises:
             PipelineError: the data iterators of some ranks have ended, or a loss is missing.
         """
-        steps = self._batches.steps
-        schedule = self._made(self._schedule, steps)
-        batches = self._fetch(data_iter, steps, "train_batch()")
-        self._step.begin_batch(single=steps == 1 and not schedule.has(_WEIGHT_GRADIENT))
+        left = self._batches.steps - (self._step.micro_steps - self._step.window_began)
+        count = left if num_micro_batches is None else num_micro_batches
+        if not 1 <= count <= left:
+            raise PipelineError(
+                f"train_batch(num_micro_batches={count}): the step needs {left} more of {self._batches.steps} "
+                f"micro-batches (gradient_accumulation_steps). Pass 1 to {left}"
+            )
+        schedule = self._made(self._schedule, count)
+        batches = self._fetch(data_iter, count, "train_batch()")
+        self._step.begin_batch(single=self._batches.steps == 1 and not schedule.has(_WEIGHT_GRADIENT))
         self.sharded.model_pass.end_graphs()
+        self._completes = count == left
         with torch.enable_grad():
-            work = _Work(self, batches, steps, trains=True)
-            self._runtime.run(schedule, work, fixed=self._agree(batches, steps, "train_batch()"))
+            work = _Work(self, batches, count, trains=True)
+            self._runtime.run(schedule, work, fixed=self._agree(batches, count, "train_batch()"))
+        if not self._completes:
+            return None
         report = self.last_step
         assert report is not None and report.loss is not None
         return report.loss.float()
@@ -296,6 +331,21 @@ class PipelineEngine(Engine):
         self._pipe.all_reduce(values, "eval_loss").wait()
         return values.float()
 
+    @override
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
+    ) -> None:
+        """Compile the stages of this rank with `torch.compile`; arguments and errors as of `Engine.compile`."""
+        stages = () if self.is_compiled else self._model.stages
+        super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled, **options)
+        for stage in stages:
+            stage.compile(backend=backend, **{**(compile_kwargs or {}), **options})
+
     # -- calls that a pipeline does not have ---------------------------------------------------------------------------
 
     @override
@@ -314,6 +364,22 @@ class PipelineEngine(Engine):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Raise PipelineError: `train_batch` steps."""
         raise PipelineError("engine.step(): a pipeline runs whole batches. Call engine.train_batch()")
+
+    @override
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Raise PipelineError: `train_batch` counts micro-batches."""
+        raise PipelineError(
+            "engine.set_gradient_accumulation_boundary(): a pipeline counts micro-batches. Accumulate gradients of "
+            "several calls with engine.train_batch(num_micro_batches=...)"
+        )
+
+    @override
+    def no_sync(self) -> Any:
+        """Raise PipelineError: `train_batch` reduces gradients once in a step."""
+        raise PipelineError(
+            "engine.no_sync(): a pipeline reduces gradients in the last backward pass of a step. Accumulate gradients "
+            "of several calls with engine.train_batch(num_micro_batches=...)"
+        )
 
     @override
     def destroy(self) -> None:
@@ -339,13 +405,22 @@ class PipelineEngine(Engine):
         self.sharded.model_pass.release(self._place.stages.index(stage))
 
     def update(self, micro_batches: int) -> None:
-        """Step with the gradients of all micro-batches."""
-        self._step.micro_steps += micro_batches - 1
+        """Count micro-batches, and step if they complete the accumulation window."""
+        self._step.micro_steps += micro_batches - self._completes
+        if not self._completes:
+            return
         self._step.set_gradient_accumulation_boundary(True)
         try:
             super().step()
         finally:
             self._step.set_gradient_accumulation_boundary(None)
+
+    def check_stage(self, stage: int, value: Any, output: Any) -> None:
+        """Check a stage's forward pass: the parameters that the output depends on, once, and shared buffers."""
+        if stage not in self._checked_stages:
+            self._checked_stages.add(stage)
+            check_leaves(self._stage_name(stage), output, value, {id(p) for p in self._model.parameters()})
+        self._shared_buffers.check()
 
     def differentiate(
         self,
@@ -358,7 +433,7 @@ class PipelineEngine(Engine):
     ) -> None:
         """Run a backward pass from outputs with their gradients; None: from a loss, or (loss, weight)."""
         self._select(*key)
-        self._step.set_gradient_accumulation_boundary(last)
+        self._step.set_gradient_accumulation_boundary(last and self._completes)
         with contextlib.ExitStack() as around:
             if gradients is None:
                 loss, weight = roots[0] if isinstance(roots[0], tuple) else (roots[0], None)
@@ -385,9 +460,11 @@ class _Work:
         """Return the outputs of a stage; in training the loss of the last one."""
         engine = self._engine
         output = engine.run_stage(stage, micro_batch, value)
-        if not self._trains or stage < len(engine._place.rank_of) - 1:
-            return output
-        return engine._loss(output, self._batches[micro_batch][1])
+        if self._trains and stage == len(engine._place.rank_of) - 1:
+            output = engine._loss(output, self._batches[micro_batch][1])
+        if self._trains:
+            engine.check_stage(stage, value, output)
+        return output
 
     def backward(
         self,
@@ -419,18 +496,22 @@ class _Work:
         self._engine.update(self._micro_batches)
 
 
-def as_pipeline(model: nn.Module, partition: str) -> PipelineModule:
-    """Return an ordinary model as a pipeline: a model of transformers; a PipelineError for others.
+def as_pipeline(model: nn.Module, partition: str, loss_fn: Callable[..., Any] | None) -> PipelineModule:
+    """Return an ordinary model as a pipeline: an nn.Sequential, a model of transformers; a PipelineError for others.
 
     `partition` is `pipeline.partition` of the configuration.
     """
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        layers = SpecLayers(list(model), names=list(model._modules))
+        return PipelineModule(layers, loss_fn=loss_fn, partition_method=partition)
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         from shardwise.pipeline.huggingface import to_layers
 
-        return PipelineModule(to_layers(model), partition_method=partition)
+        return PipelineModule(to_layers(model), loss_fn=loss_fn, partition_method=partition)
     raise PipelineError(
-        f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor a model "
-        "of transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], loss_fn=...), or remove the key"
+        f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor an "
+        "nn.Sequential nor a model of transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], "
+        "loss_fn=...), pass each rank's part, PipelineModule.from_stages(module, loss_fn=...), or remove the key"
     )
 
 

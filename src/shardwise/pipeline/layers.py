@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -40,20 +41,29 @@ class Recompute:
             return all(type(layer).__name__ in self.classes for layer in layers)
         return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
 
-    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `run` under activation checkpointing, with all tensors as positional arguments of the function."""
+    def __call__(self, layers: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `run` of a group of layers, under activation checkpointing if the group is covered.
+
+        All tensors are positional arguments of the checkpointing function.
+        """
+        if not self.covers(layers):
+            return run(*args, **kwargs)
         leaves, form = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in places]
+        calls = 0
         for i in places:
             leaves[i] = None
 
         def call(*given: Any) -> Any:
+            nonlocal calls
+            calls += 1
             filled = list(leaves)
             for i, tensor in zip(places, given, strict=True):
                 filled[i] = tensor
             own_args, own_kwargs = tree_unflatten(filled[: form.num_leaves], form)
-            return run(*own_args, **own_kwargs)
+            with _on_copies(layers if calls > 1 else ()):
+                return run(*own_args, **own_kwargs)
 
         if self.function is not None:
             if not any(tensor.requires_grad for tensor in tensors):
@@ -63,6 +73,20 @@ class Recompute:
                 tensors.append(torch.empty(0, requires_grad=True, device="cpu"))
             return self.function(call, *tensors)
         return torch_checkpoint.checkpoint(call, *tensors, use_reentrant=False)
+
+
+@contextmanager
+def _on_copies(layers: Iterable[Any]) -> Iterator[None]:
+    """Let BatchNorm update copies of its running statistics, because the first computation has updated them."""
+    modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
+    tables = [(module._buffers, {**module._buffers}) for module in modules if isinstance(module, _BatchNorm)]
+    for table, buffers in tables:
+        table.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for table, buffers in tables:
+            table.update(buffers)
 
 
 @dataclass(frozen=True)
@@ -136,6 +160,10 @@ class Layers(ABC):
     @abstractmethod
     def ties(self) -> list[TiedParameter]:
         """Return the shared parameters and the layers that use each."""
+
+    def shared_modules(self) -> dict[str, tuple[int, ...]]:
+        """Return the names of modules that several layers are, and these layers."""
+        return {}
 
     @abstractmethod
     def build(self, number: int, first: int, last: int, recompute: Recompute) -> PipelineStage:
@@ -236,16 +264,24 @@ def seeded(seed: int, seed_fn: Callable[[int], Any] | None = None) -> Iterator[N
 
 
 class SpecLayers(Layers):
-    """Layers as specifications, modules, and functions; the module of layer i is named `layers.i`.
+    """Layers as specifications, modules, and functions.
 
     Args:
         layers: specifications, modules and functions in order, or an nn.Sequential.
         seeds: a seed for each layer.
         seed_fn: called with the seed before a layer is built; None: seeds torch.
+        names: of the layers' modules in the whole model; None: `layers.i` for layer i.
     """
 
-    def __init__(self, layers: Sequence[Any], seeds: Sequence[int], seed_fn: Callable[[int], Any] | None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        seeds: Sequence[int] = (),
+        seed_fn: Callable[[int], Any] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
         self._entries, self._seeds, self._seed_fn = list(layers), seeds, seed_fn
+        self._names = [f"layers.{i}" for i in range(len(self._entries))] if names is None else list(names)
         self._homes: list[int] = []
         self._modules: dict[int, nn.Module] = {}
         self._firsts: dict[str, int] = {}
@@ -302,10 +338,11 @@ class SpecLayers(Layers):
             key = entry.key if isinstance(entry, TiedLayerSpec) else None
             own: dict[str, nn.Parameter | None] = {}
             if key is not None and home != self._firsts[key]:
-                own = {f"layers.{self._firsts[key]}.{attr}": None for attr in entry.tied_weight_attr}
+                own = {f"{self._names[self._firsts[key]]}.{attr}": None for attr in entry.tied_weight_attr}
             elif key is not None or isinstance(entry, nn.Module):
                 outline = self._outline(home)
-                own = {f"layers.{home}.{n}": p for n, p in outline.named_parameters()} if outline is not None else {}
+                parameters = outline.named_parameters() if outline is not None else ()
+                own = {f"{self._names[home]}.{n}": p for n, p in parameters}
             for name, parameter in own.items():
                 if isinstance(entry, nn.Module) and parameter is not None:
                     name = names.setdefault(id(parameter), name)
@@ -323,6 +360,11 @@ class SpecLayers(Layers):
         """Return the shared parameters and the layers that use each."""
         return self._ties
 
+    def shared_modules(self) -> dict[str, tuple[int, ...]]:
+        """Return the names of modules that several layers are, and these layers."""
+        users = {home: tuple(i for i, other in enumerate(self._homes) if other == home) for home in self._homes}
+        return {self._names[home]: layers for home, layers in users.items() if len(layers) > 1}
+
     def build(self, number: int, first: int, last: int, recompute: Recompute) -> PipelineStage:
         """Return a stage of the layers from `first` to before `last`."""
         stage = _LayerStage(number, first, last, recompute)
@@ -330,15 +372,15 @@ class SpecLayers(Layers):
         used = {id(p) for module in modules.values() if module is not None for p in module.parameters()}
         for name, parameter in self._shared.items():
             # The name in this stage is that of the whole model, which may be of a layer on another stage.
-            if id(parameter) in used and int(name.split(".")[1]) not in modules:
+            if id(parameter) in used and not any(name.startswith(f"{self._names[home]}.") for home in modules):
                 stage.add_alias(name, parameter)
         for home, module in modules.items():
             if module is not None:
-                stage.add(f"layers.{home}", module)
+                stage.add(self._names[home], module)
         for i in range(first, last):
             entry, home = self._entries[i], self._homes[i]
             function = entry.forward_fn if isinstance(entry, TiedLayerSpec) else None
-            stage.calls.append((None, entry) if modules[home] is None else (home, function))
+            stage.calls.append((None, entry) if modules[home] is None else (self._names[home], function))
         return stage
 
     def _module(self, home: int) -> nn.Module | None:
@@ -361,7 +403,7 @@ class SpecLayers(Layers):
         """Share parameters of a new module with the first layer of its key."""
         first = self._firsts[entry.key]
         for attr in entry.tied_weight_attr:
-            name, where = f"layers.{first}.{attr}", f"TiedLayerSpec {entry.key!r}: layer {home} ({entry!r})"
+            name, where = f"{self._names[first]}.{attr}", f"TiedLayerSpec {entry.key!r}: layer {home} ({entry!r})"
             owner, _, own = attr.rpartition(".")
             try:
                 holder = module.get_submodule(owner)
@@ -404,26 +446,59 @@ class _LayerStage(PipelineStage):
     def __init__(self, number: int, first: int, last: int, recompute: Recompute) -> None:
         super().__init__(number, first, last)
         self.recompute = recompute
-        # (number in `layers`, function of module and input) or (None, function of the input), in order
-        self.calls: list[tuple[int | None, Any]] = []
+        # (name of a module, function of module and input) or (None, function of the input), in order
+        self.calls: list[tuple[str | None, Any]] = []
 
     def forward(self, *inputs: Any) -> Any:
         value: Any = inputs[0] if len(inputs) == 1 else inputs
         size = self.recompute.interval or len(self.calls)
         for start in range(0, len(self.calls), size):
             group = self.calls[start : start + size]
-            modules = [function if home is None else self._layer(home) for home, function in group]
-            run = partial(self._run, group)
-            value = self.recompute(run, value) if self.recompute.covers(modules) else run(value)
+            modules = [function if name is None else self.get_submodule(name) for name, function in group]
+            value = self.recompute(modules, partial(self._run, group), value)
         return value
 
-    def _layer(self, home: int) -> nn.Module:
-        return self.get_submodule(f"layers.{home}")
-
-    def _run(self, group: Sequence[tuple[int | None, Any]], value: Any) -> Any:
-        for home, function in group:
-            if home is None:
-                value = function(value)
-            else:
-                value = self._layer(home)(value) if function is None else function(self._layer(home), value)
+    def _run(self, group: Sequence[tuple[str | None, Any]], value: Any) -> Any:
+        for name, function in group:
+            module = None if name is None else self.get_submodule(name)
+            value = function(value) if module is None else function(module, value) if function else module(value)
         return value
+
+
+class OwnStages(Layers):
+    """Stages that the client has built, one module for each stage of this rank; module of stage i is `stages.i`."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._numbers: list[int] = []
+
+    def costs(self) -> list[LayerCost]:
+        """Return name and number of parameters of each stage of this rank."""
+        return [LayerCost(type(m).__name__, sum(p.numel() for p in m.parameters())) for m in self._modules]
+
+    def ties(self) -> list[TiedParameter]:
+        """Return no parameters: stages of other ranks are unknown."""
+        return []
+
+    def build(self, number: int, first: int, last: int, recompute: Recompute) -> PipelineStage:
+        """Return a stage; the first call is for the first module."""
+        if number not in self._numbers:
+            self._numbers.append(number)
+        place = self._numbers.index(number)
+        if place == len(self._modules):
+            raise UsageError(
+                f"PipelineModule.from_stages: this rank has stages {self._numbers} or more, and {place} modules were "
+                "passed. Pass one module for each stage of the rank (pipeline.chunks), in order"
+            )
+        stage = _LayerStage(number, number, number + 1, recompute)
+        stage.add(f"stages.{number}", self._modules[place])
+        stage.calls.append((f"stages.{number}", None))
+        return stage
+
+    def keep(self, layers: Collection[int]) -> None:
+        """Check that each module is a stage of this rank."""
+        if len(layers) != len(self._modules):
+            raise UsageError(
+                f"PipelineModule.from_stages: {len(self._modules)} modules were passed, and this rank has the stages "
+                f"{sorted(layers)}. Pass one module for each stage of the rank (pipeline.chunks), in order"
+            )

@@ -36,11 +36,14 @@ class Form:
         return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape, _ in self.tensors]
 
     def value(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the value with these tensors, of which those that get gradients become leaves of a graph."""
+        """Return the value with these tensors, of which those that get gradients become leaves of a graph.
+
+        The value has results of the leaves, because leaves cannot be changed in place.
+        """
         structure, leaves = json.loads(self.text)
-        left = iter(tensors)
-        grads = iter(grad for _, _, grad in self.tensors)
-        filled = [leaf if kind == "plain" else next(left).requires_grad_(next(grads)) for kind, leaf in leaves]
+        wanted = [tensor.requires_grad_(grad) for tensor, (_, _, grad) in zip(tensors, self.tensors, strict=True)]
+        given = [_Received.apply(tensor) if tensor.requires_grad else tensor for tensor in wanted]
+        filled = [given[leaf] if kind == "tensor" else leaf for kind, leaf in leaves]
         return tree_unflatten(filled, treespec_loads(structure))
 
     def encoded(self) -> bytes:
@@ -54,18 +57,32 @@ class Form:
         return cls(text, tuple((dtype, tuple(shape), grad) for dtype, shape, grad in tensors))
 
 
+class _Received(torch.autograd.Function):
+    """Identity."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 def form_of(value: Any, where: str, *, grad: bool = True) -> tuple[Form, list[torch.Tensor]]:
-    """Return the form of a value and its tensors. `grad`: gradients come back, where tensors require them.
+    """Return the form of a value and its tensors, each once. `grad`: gradients come back, where tensors require them.
 
     Raises UsageError, with the source `where`, if the value has an object that cannot be sent.
     """
     leaves, structure = tree_flatten(value)
     tensors: list[torch.Tensor] = []
+    places: dict[int, int] = {}
     written: list[tuple[str, Any]] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            written.append(("tensor", None))
+            place = places.setdefault(id(leaf), len(tensors))
+            tensors += [leaf] if place == len(tensors) else []
+            written.append(("tensor", place))
         elif isinstance(leaf, _PLAIN):
             written.append(("plain", leaf))
         else:

@@ -10,17 +10,19 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.errors import ConfigError, UsageError
+from shardwise.absent import PIPELINE_MODULE
+from shardwise.errors import AbsentAttributeError, ConfigError, UsageError
 from shardwise.pipeline.layers import (
     Alias,
     Layers,
     LayerSpec,
+    OwnStages,
     PipelineStage,
     Recompute,
     SpecLayers,
@@ -105,6 +107,35 @@ class PipelineModule(nn.Module):
         if _ranks() == 1:
             self.build(range(self.num_stages or 1), self.num_stages or 1)
 
+    if not TYPE_CHECKING:  # For type checkers an unknown name is one of `nn.Module`.
+
+        def __getattr__(self, name: str) -> Any:
+            if name in PIPELINE_MODULE:
+                raise AbsentAttributeError(f"PipelineModule.{name} is not in shardwise: {PIPELINE_MODULE[name]}")
+            return super().__getattr__(name)
+
+    @classmethod
+    def from_stages(
+        cls,
+        modules: nn.Module | Sequence[nn.Module],
+        num_stages: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> PipelineModule:
+        """Return a pipeline of a model that the client has divided: each rank passes the modules of its own stages.
+
+        A stage is called with the result of the stage before, as one argument. Parameters of stage i have the names
+        `stages.i.NAME`. Stages share no parameters. Data-parallel ranks pass modules with equal weights.
+
+        Args:
+            modules: the module of this rank's stage; several, in order, for a schedule with several stages on a rank.
+            num_stages: number of pipeline ranks. Consecutive ranks have the same stage, the first ranks stage 0.
+            loss_fn: as of the constructor; only the last stage needs it.
+            options: `activation_checkpoint_interval`, `activation_checkpoint_func` or `dynamic_shape`.
+        """
+        own = [modules] if isinstance(modules, nn.Module) else modules
+        return cls(OwnStages(own), num_stages, loss_fn=loss_fn, **options)
+
     def topology(self) -> ProcessTopology | None:
         """Return the requested topology."""
         return self._topology
@@ -122,6 +153,8 @@ class PipelineModule(nn.Module):
     def partition(self, stages: int, costs: Sequence[LayerCost] | None = None) -> list[int]:
         """Return the boundaries of pipeline stages; `costs` are those of `profile`, equal on all ranks."""
         method = self.partition_method
+        if isinstance(self._layers, OwnStages):
+            return list(range(stages + 1))
         if costs is None and self.measures:
             if _ranks() > 1:
                 raise UsageError(
@@ -178,6 +211,8 @@ class PipelineModule(nn.Module):
         """Return the layers of a stage in words."""
         assert self.boundaries is not None
         first, last = self.boundaries[stage], self.boundaries[stage + 1] - 1
+        if isinstance(self._layers, OwnStages):
+            return f"stages.{stage}"
         return f"layer {first}" if first == last else f"layers {first} to {last}"
 
     @property
@@ -196,6 +231,10 @@ class PipelineModule(nn.Module):
         """Return the parameters that several stages share, with the numbers of these stages as `users`."""
         found = [replace(t, users=tuple(sorted({*map(self.stage_owner, t.users)}))) for t in self._layers.ties()]
         return [tie for tie in found if len(tie.users) > 1]
+
+    def shared_modules(self) -> dict[str, tuple[int, ...]]:
+        """Return the names of modules that several layers are, with the stages of these layers."""
+        return {name: tuple(map(self.stage_owner, of)) for name, of in self._layers.shared_modules().items()}
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Set the number of adjacent layers that are recomputed together; 0: none."""

@@ -89,7 +89,8 @@ class _Mode(TorchFunctionMode):
             of = dict(zip(inputs, own, strict=True))
             return [of.get(place) for place in places]
 
-        result: torch.Tensor = _Node.apply(anchor, output.detach(), differentiated, *sources)
+        sequel = [get_gradient_edge(root)]
+        result: torch.Tensor = _Node.apply(anchor, output.detach(), differentiated, sequel, *sources)
         return result
 
 
@@ -139,10 +140,12 @@ class _Node(torch.autograd.Function):
     """The output of a split function, in the graph of its activations."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, differentiated: Any, *_: torch.Tensor) -> Any:
-        ctx.differentiated = differentiated
-        return output.view_as(output)
+    def forward(
+        ctx: Any, anchor: torch.Tensor, output: torch.Tensor, differentiated: Any, edges: Any, *_: torch.Tensor
+    ) -> Any:
+        ctx.differentiated, ctx.weights = differentiated, edges
+        return output.detach()  # no view, because views of custom functions cannot be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, None, None, *ctx.differentiated(gradient)
+        return None, None, None, None, *ctx.differentiated(gradient)

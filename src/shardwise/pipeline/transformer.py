@@ -400,7 +400,7 @@ class _TransformerStage(PipelineStage):
             raise _Stop({name: value for name, value in values.items() if value is not None})
         block = self.get_submodule(f"{self._plan.lists[number]}.{index}")
         self._run.append(place)
-        output = self.recompute(block, *args, **kwargs) if self.recompute.covers([block]) else block(*args, **kwargs)
+        output = self.recompute([block], block, *args, **kwargs)
         if place == self.last - 1 and self._places[place + 1][1] is None:
             raise _Stop({names[0]: output[0] if isinstance(output, tuple) else output})
         return output
