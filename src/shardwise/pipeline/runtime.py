@@ -231,7 +231,7 @@ class Runtime:
         key = action.stage, action.micro_batch
         sender = self._senders[action.stage, "activations"]
         assert isinstance(sender, Sender)
-        outputs = sender.send(self._values.pop(key), self._where(action.stage), f"{key}", grad=trains)
+        outputs = sender.send(self._values.pop(key), self._where(action.stage), key, grad=trains)
         if not trains:
             return
         self._held[key].outputs = [get_gradient_edge(tensor) for tensor in outputs]
