@@ -63,6 +63,7 @@ from shardwise.engine.modules import (
     close_former_engine,
     fill_meta_parameters,
     leaves_of,
+    modules_with,
     place_buffers,
 )
 from shardwise.engine.observers import Activations, Observers, StepEvents
@@ -79,7 +80,6 @@ from shardwise.engine.pipeline import (
     PipelineRanks,
     as_pipeline,
     build_stages,
-    modules_with,
     tie,
 )
 from shardwise.engine.plans import PlanningTarget
@@ -333,7 +333,7 @@ def _build(
     check_agreement(whole, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
 
     # Memory preflight before weights are sharded; the watchdog starts here.
-    target = PlanningTarget.of(model, stepped, resolution, domain)
+    target = PlanningTarget.of(model, stepped, resolution, domain, place)
     budget = preflight(target, job) if is_wanted(settings, plan.where.names) else None
     watchdog = None
     if budget is not None and has_watchdog(settings, plan.where.names) and job.rank == budget.node[0]:
@@ -385,7 +385,7 @@ def _build(
 
     timelines = Timelines(sharded, settings, job, step)
     memory = MemoryReporting(
-        sharded, resolution, job, step, batches, checkpoints, faults, budget, watchdog, communicators
+        sharded, resolution, job, step, batches, checkpoints, faults, budget, watchdog, communicators, place
     )
     for shared in (sequences, tensors):
         if shared is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,8 @@ class PipelineEngine(Engine):
         """
         steps = self._batches.steps
         schedule = self._made(self._schedule, steps)
-        batches = self._fetch(data_iter, steps, "train_batch()")
+        with self.accountant.owning(None):  # because memory plans leave the inputs out
+            batches = self._fetch(data_iter, steps, "train_batch()")
         self._step.begin_batch()
         with torch.enable_grad():
             work = _Work(self, batches, trains=True)
@@ -412,8 +413,3 @@ def tie(model: PipelineModule, place: PipelineRanks, job: Communicator) -> dict[
             parameter.copy_(values)
         found[id(parameter)] = CopiesElsewhere(ranks, place.position == positions[0])
     return found
-
-
-def modules_with(model: nn.Module, parameters: Collection[int]) -> list[nn.Module]:
-    """Return the modules that have some of the parameters, which are given by `id`, themselves."""
-    return [module for module in model.modules() if any(id(p) in parameters for p in module._parameters.values())]

@@ -121,8 +121,9 @@ class Receiver:
     """Receives activations or gradients in the order in which the peer sends them.
 
     `begin` gives the keys (stage and micro-batch) of the coming messages; `take` waits for the message of a key, and
-    keeps those that come before it. `forms` are those of a `Sender`. `ahead`: the receiving of the next message is launched before it is needed. Not on Gloo, where a process
-    group cannot be destroyed during a receive: after an error here, peers would wait for the limit of a collective.
+    keeps those that come before it. `forms` are those of a `Sender`. `ahead`: the receiving of the next message is
+    launched before it is needed. Not on Gloo, where a process group cannot be destroyed during a receive: after an
+    error here, peers would wait for the limit of a collective.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ kept per stage and micro-batch, from the action that makes them to the last that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,6 +114,12 @@ class Runtime:
         self._held: dict[tuple[int, int], _Held] = {}
         self._values: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def expect(self, forms: Mapping[int, Form]) -> None:
+        """Set the forms of the outputs of stages, as after a batch."""
+        for (stage, what), end in (*self._senders.items(), *self._receivers.items()):
+            if what == "activations" and not isinstance(end, Link):
+                end.forms[stage] = forms[stage]
 
     def run(self, schedule: Schedule, work: StageWork, *, fixed: bool) -> dict[int, Any]:
         """Execute a schedule; return the outputs of the last stage by micro-batch, on the rank that has this stage.

@@ -21,6 +21,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from shardwise.compat import fake_tensor
+
 _SPLIT = frozenset({F.linear, torch.addmm, torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d})
 """Functions whose gradients of weights cost as much as those of activations, and whose arguments are flat."""
 
@@ -76,7 +78,8 @@ class _Mode(TorchFunctionMode):
             return function(*args, **kwargs)
         given = [*args, *kwargs.values()]
         weights = [value for value in given if _is_weight(value)]
-        if not weights or any(isinstance(value, torch.Tensor) and type(value) not in _KINDS for value in given):
+        kinds = torch.Tensor, nn.Parameter, fake_tensor()
+        if not weights or any(isinstance(value, torch.Tensor) and type(value) not in kinds for value in given):
             return function(*args, **kwargs)
         changed: dict[int, torch.Tensor] = {}
         inputs: list[torch.Tensor] = []
@@ -104,9 +107,6 @@ class _Mode(TorchFunctionMode):
         anchor = torch.empty(0, device=output.device, requires_grad=True)
         result: torch.Tensor = _Node.apply(anchor, output.detach(), differentiated, *sources)
         return result
-
-
-_KINDS = (torch.Tensor, nn.Parameter)
 
 
 def _is_weight(value: Any) -> bool:
