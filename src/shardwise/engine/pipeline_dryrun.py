@@ -16,21 +16,23 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.comm.fake import FakeCommunicator
+from shardwise.comm.links import Link
 from shardwise.engine.dryrun import DryRunEngine
 from shardwise.engine.pipeline import PipelineRanks, tie
 from shardwise.memory import Moved, Tier
 from shardwise.memory.dryrun import Answers
+from shardwise.pipeline.actions import Op
 from shardwise.pipeline.lowering import with_communication
 from shardwise.pipeline.messages import Form, form_of
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
-from shardwise.pipeline.simulator import simulate
+from shardwise.pipeline.simulator import Times, simulate
 from shardwise.profile.counting import FlopCount
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
-    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.communicator import Communicator, Handle
     from shardwise.config import Config
     from shardwise.pipeline.actions import Schedule
     from shardwise.zero.passes.reduce import CopiesElsewhere
@@ -42,18 +44,26 @@ class PipelineDryRun(DryRunEngine):
     Args:
         place: position, of which `world` and `like` are the ranks.
         forms: of the outputs of all stages except the last (`StageForms`); empty for a dry run without a batch.
+        times: of the stages, which decide how long messages are under way.
         parts: arguments of `DryRunEngine`.
     """
 
     shows_loss = True
 
-    def __init__(self, *parts: Any, place: PipelineRanks, forms: Mapping[int, Form], **named: Any):
-        self._place = place
+    def __init__(self, *parts: Any, place: PipelineRanks, forms: Mapping[int, Form], times: Times, **named: Any):
+        self._place, self._times = place, times
         super().__init__(*parts, **named)
         with self._computing():
-            self._runtime = Runtime(self._job, place.ranks, place.position, place.rank_of, self._stage_name)
+            self._links: list[_PlannedLink] = []
+            self._runtime = Runtime(
+                self._job, place.ranks, place.position, place.rank_of, self._stage_name, link=self._make_link
+            )
         if forms:
             self._runtime.expect(forms)
+
+    def _make_link(self, whole: Communicator, source: int, target: int, what: Any) -> Link:
+        self._links.append(_PlannedLink(whole, source, target, what))
+        return self._links[-1]
 
     def _stage_name(self, stage: int) -> str:
         return f"stage {stage} of {len(self._place.rank_of)}"
@@ -72,9 +82,13 @@ class PipelineDryRun(DryRunEngine):
     def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> dict[Tier, Moved]:
         if batch is None:
             return super()._window(batch, accumulation, loss)
-        schedule = planned_schedule(self._config.pipeline.schedule, self._place, accumulation)
+        # The first window only allocates optimizer state and traces the order of units.
+        most = accumulation if self.sharded.stepped else min(2, accumulation)
+        schedule = planned_schedule(self._config.pipeline.schedule, self._place, most)
         count = self._batches.steps = schedule.micro_batches
         before = self._moved()
+        for link in self._links:
+            link.follow(schedule, self._times)
         with quiet():
             self._step.begin_batch()
             self._runtime.run(schedule, _Work(self, batch, loss), fixed=True)
@@ -98,6 +112,31 @@ class PipelineDryRun(DryRunEngine):
             else:
                 around.enter_context(self._step.passing_on())
             self.sharded.backward(roots, gradients)
+
+
+class _PlannedLink(Link):
+    """A link to a rank that is not there, which takes each message when the simulated schedule says so."""
+
+    def __init__(self, whole: Communicator, source: int, target: int, what: Any) -> None:
+        super().__init__(whole, source, target, what)
+        self._forward = what == "activations"
+        self._sending: dict[str, float] = {}
+        self._received: dict[str, float] = {}
+
+    def follow(self, schedule: Schedule, times: Times) -> None:
+        """Take over the times of a schedule."""
+        ops = (Op.SEND_FORWARD, Op.RECV_FORWARD) if self._forward else (Op.SEND_BACKWARD, Op.RECV_BACKWARD)
+        sent_from = -1 if self._forward else 1  # stage of the sender, from that of the receiver
+        for spans in simulate(schedule, times).spans:
+            for _, action, start, end in spans:
+                if action.op is ops[0]:
+                    self._sending[f"{(action.stage, action.micro_batch)}"] = start
+                elif action.op is ops[1]:
+                    self._received[f"{(action.stage + sent_from, action.micro_batch)}"] = end
+
+    @override
+    def _is_received(self, label: str, handles: Sequence[Handle], now: str) -> bool:
+        return self._received[label] <= self._sending[now]
 
 
 class _Work:
@@ -135,7 +174,7 @@ class StageForms:
         stages: number of stages.
 
     Attributes:
-        flops: FLOPs of the last pass, by stage.
+        flops: FLOPs of the last pass, by stage; empty before.
     """
 
     def __init__(self, module: nn.Module, stages: int) -> None:
@@ -143,6 +182,14 @@ class StageForms:
         self._module, self._stages = module, stages
         self._found: dict[str, dict[int, Form]] = {}
         self.flops: list[int] = []
+
+    @property
+    def times(self) -> Times:
+        """Times in proportion to FLOPs, if these are known: each gradient takes as long as the forward pass."""
+        if not any(self.flops):
+            return Times()
+        again = [count * (2 if self._module.recompute.interval else 1) for count in self.flops]
+        return Times(forward=self.flops, input_gradient=again, weight_gradient=self.flops)
 
     def of(self, inputs: Any, config: Config, world: int, device: torch.device, *, masks: bool) -> dict[int, Form]:
         """Return the forms of the outputs of all stages, except those of the last one, for some inputs."""

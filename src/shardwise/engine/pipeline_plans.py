@@ -12,7 +12,7 @@ from shardwise.engine.pipeline import PipelineRanks, as_pipeline
 from shardwise.engine.pipeline_dryrun import StageForms, with_stages
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.schedules import make_schedule, placement_of
-from shardwise.pipeline.simulator import Times, simulate
+from shardwise.pipeline.simulator import simulate
 
 if TYPE_CHECKING:
     from shardwise.config import Resolution
@@ -62,7 +62,6 @@ class PipelinePlans:
         if self._pipeline.activation_checkpoint_interval:
             model.set_checkpoint_interval(self._pipeline.activation_checkpoint_interval)
         self._models = [with_stages(model, place.stages, len(rank_of)) for place in self._places]
-        self._recomputes = bool(model.recompute.interval)
         self.forms = StageForms(model, len(rank_of))
 
     @classmethod
@@ -86,10 +85,8 @@ class PipelinePlans:
         name, positions = self._pipeline.schedule, len(self._places)
         chunks = len(rank_of) // positions
         schedule = make_schedule(name, positions, self._steps, chunks, first.placement)
-        simulation, by_flops, flops = simulate(schedule), None, self.forms.flops
-        if any(flops):
-            again = [count * (1 + self._recomputes) for count in flops]
-            by_flops = simulate(schedule, Times(forward=flops, input_gradient=again, weight_gradient=flops)).idle
+        simulation = simulate(schedule)
+        by_flops = simulate(schedule, self.forms.times).idle if any(self.forms.flops) else None
         return ScheduleFacts(
             name,
             self._steps,

@@ -391,9 +391,15 @@ class Planner:
         forms = {}
         if batch is not None:
             forms = self._forms.of(batch[0], config, setting.ranks, target.device, masks=self._masks)
-        place = resized(target.place, setting.ranks)
         return PipelineDryRun(
-            *found, world=setting.ranks, device=target.device, like=like, grid=grid, place=place, forms=forms
+            *found,
+            world=setting.ranks,
+            device=target.device,
+            like=like,
+            grid=grid,
+            place=resized(target.place, setting.ranks),
+            forms=forms,
+            times=self._forms.times,
         )
 
 

@@ -73,6 +73,7 @@ class Runtime:
         position: this rank's position.
         rank_of: position of each stage.
         where: name of a stage, for messages.
+        link: makes the links.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Runtime:
         position: int,
         rank_of: Sequence[int],
         where: Callable[[int], str],
+        link: Callable[..., Link] = Link,
     ) -> None:
         self._position, self._rank_of, self._where = position, tuple(rank_of), where
         self._device = whole.device
@@ -98,18 +100,17 @@ class Runtime:
                     continue
                 key = source, target, what
                 if key not in links:
-                    links[key] = Link(whole, ranks[source], ranks[target], what)  # type: ignore[arg-type]
+                    links[key] = link(whole, ranks[source], ranks[target], what)
                     links[key].connect()
-                link, owner = links[key], stage if what == "activations" else stage + 1
+                made, owner = links[key], stage if what == "activations" else stage + 1
                 if position == source:
                     plain = what == "gradients"
-                    self._senders[owner, what] = link if plain else senders.setdefault(link, Sender(link, self._device))
+                    self._senders[owner, what] = made if plain else senders.setdefault(made, Sender(made, self._device))
                 else:
                     form_for = None if what == "activations" else self._forms.get
-                    if link not in receivers:
-                        receivers[link] = Receiver(link, self._device, form_for, ahead=not whole.waits_on_host)
-                    receiver = receivers[link]
-                    self._receivers[owner, what] = receiver
+                    if made not in receivers:
+                        receivers[made] = Receiver(made, self._device, form_for, ahead=not whole.waits_on_host)
+                    self._receivers[owner, what] = receivers[made]
         self._links = list(links.values())
         self._held: dict[tuple[int, int], _Held] = {}
         self._values: dict[tuple[int, int], Any] = {}
