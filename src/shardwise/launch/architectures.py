@@ -85,8 +85,8 @@ def decoder_pipeline(shape: Shape, *, recompute: bool = False) -> PipelineModule
     )
 
 
-def _logits(embedding: nn.Embedding, values: torch.Tensor) -> torch.Tensor:
-    return F.linear(values, embedding.weight)
+def _logits(embedding: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    return F.linear(values, embedding.get_parameter("weight"))
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
