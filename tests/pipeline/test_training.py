@@ -223,10 +223,12 @@ def nested() -> list[Any]:
     return [*layers()[:2], *(LayerSpec(Nested) for _ in range(4)), LayerSpec(Joined), *layers()[-2:]]
 
 
-def test_values_between_stages_may_be_nested() -> None:
-    settings = [Setting(stages, schedule, 1, made=nested) for stages, schedule in [(3, "1f1b"), (3, "zb-h1")]]
+@pytest.mark.parametrize(("stages", "schedules"), [(3, ["1f1b", "zb-h1"]), (2, ["interleaved"])])
+def test_values_between_stages_may_be_nested(stages: int, schedules: list[str]) -> None:
+    """Interleaved stages on one link have values of different forms."""
+    settings = [Setting(stages, schedule, 1, made=nested) for schedule in schedules]
     expected = alone(settings[0], 1)
-    for runs in zip(*run_ranks(train_all, 3, settings), strict=True):
+    for runs in zip(*run_ranks(train_all, stages, settings), strict=True):
         check(list(runs), expected)
 
 

@@ -32,7 +32,7 @@ class Link:
         self._comm = whole.part([sorted((source, target))], f"ranks {source} and {target}")
         self._kind = f"{what}_{'up' if source < target else 'down'}"
         self._source = int(source > target)
-        self._sent: deque[tuple[list[Handle], Sequence[torch.Tensor]]] = deque()
+        self._sent: deque[tuple[str, list[Handle], Sequence[torch.Tensor]]] = deque()
 
     def connect(self) -> None:
         """Create the process group (both ranks call, in one order of links)."""
@@ -40,13 +40,17 @@ class Link:
 
     def send(self, tensors: Sequence[torch.Tensor], label: str) -> None:
         """Launch the sending of tensors, which keep their memory until the peer has them."""
-        while self._sent and all(handle.completed for handle in self._sent[0][0]):
+        while self._sent and self._is_received(*self._sent[0][:2], label):
             self._end_oldest()
         handles = [self._comm.broadcast(tensor, self._source, label, self._kind) for tensor in tensors]
-        self._sent.append((handles, tensors))
+        self._sent.append((label, handles, tensors))
+
+    def _is_received(self, label: str, handles: Sequence[Handle], now: str) -> bool:
+        """Return True if the peer has a message, before the message `now` is sent."""
+        return all(handle.completed for handle in handles)
 
     def _end_oldest(self) -> None:
-        for handle in self._sent.popleft()[0]:
+        for handle in self._sent.popleft()[1]:
             handle.wait()
 
     def flush(self) -> None:

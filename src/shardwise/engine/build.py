@@ -63,6 +63,7 @@ from shardwise.engine.modules import (
     close_former_engine,
     fill_meta_parameters,
     leaves_of,
+    modules_with,
     place_buffers,
 )
 from shardwise.engine.observers import Activations, Observers, StepEvents
@@ -74,20 +75,14 @@ from shardwise.engine.parallel import (
     exchanges_in_backward,
     exchanges_of,
 )
-from shardwise.engine.pipeline import (
-    PipelineEngine,
-    PipelineRanks,
-    as_pipeline,
-    build_stages,
-    modules_with,
-    tie,
-)
+from shardwise.engine.pipeline import PipelineEngine
 from shardwise.engine.plans import PlanningTarget
 from shardwise.engine.preflight import has_watchdog, is_wanted, preflight
 from shardwise.engine.profiling import Profiling
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
+from shardwise.engine.stages import PipelineRanks, as_pipeline, build_stages, tie
 from shardwise.engine.step import TrainStep
 from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
@@ -338,7 +333,7 @@ def _build(
     check_agreement(whole, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
 
     # Memory preflight before weights are sharded; the watchdog starts here.
-    target = PlanningTarget.of(model, stepped, resolution, domain)
+    target = PlanningTarget.of(model, stepped, resolution, domain, place)
     budget = preflight(target, job) if is_wanted(settings, plan.where.names) else None
     watchdog = None
     if budget is not None and has_watchdog(settings, plan.where.names) and job.rank == budget.node[0]:
@@ -391,7 +386,7 @@ def _build(
 
     timelines = Timelines(sharded, settings, job, step)
     memory = MemoryReporting(
-        sharded, resolution, job, step, batches, checkpoints, faults, budget, watchdog, communicators
+        sharded, resolution, job, step, batches, checkpoints, faults, budget, watchdog, communicators, place
     )
     for shared in (sequences, tensors):
         if shared is not None:

@@ -18,7 +18,7 @@ from shardwise.comm.domain import Domain
 from shardwise.comm.fake import FakeCommunicator
 from shardwise.engine.batch import Batches
 from shardwise.engine.mesh import RankGrid, domain_of, domains_of, reduction
-from shardwise.engine.modules import leaves_of, place_buffers
+from shardwise.engine.modules import leaves_of, modules_with, place_buffers
 from shardwise.engine.observers import Activations
 from shardwise.engine.parallel import SharedTensors, divide_experts
 from shardwise.engine.reserved import CommunicatorMemory
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.domain import Arrangement
     from shardwise.config import Config
+    from shardwise.zero.passes.reduce import CopiesElsewhere
 
 MOST_PASSES = 3
 """Micro-batches of a window that are run: the first, which allocates the accumulators; one in the middle, like every
@@ -92,6 +93,9 @@ class DryRunEngine:
     communicator of a running engine with as many ranks; None: ranks may span machines.
     """
 
+    shows_loss = False
+    """Whether each step sums the loss over ranks."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -120,8 +124,7 @@ class DryRunEngine:
             options = zip(optimizer.param_groups, members, strict=True)
             own = fake_optimizer(optimizer, [{**group, "params": params} for group, params in options])
         with self._computing():
-            comm = FakeCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
-            self._comm = comm
+            self._job, comm, elsewhere = self._ranks(twin, world, like)
             domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
             tensors = None
@@ -145,18 +148,29 @@ class DryRunEngine:
                     accountant=accountant,
                     prescale=prescale_of(config, world),
                     compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
-                    leaves=leaves_of(twin, config.zero_optimization.leaf_module),
+                    leaves=[*leaves_of(twin, config.zero_optimization.leaf_module), *modules_with(twin, elsewhere)],
                     homes=homes_of(plan.where, device, self._disks),
                     wires=wire_dtypes(twin, config),
+                    norm_group=self._job,
+                    copies=elsewhere,
                 ),
             )
-            self._communicators = CommunicatorMemory(accountant, device, world, planned=True)
+            self._communicators = CommunicatorMemory(accountant, device, self._job.world, planned=True)
             self._batches = Batches(config, comm.part(lines.data, "data_parallel"), device)
             self._activations = Activations(
                 config, twin, device, accountant, None if tensors is None else tensors.group
             )
             scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
-            self._step = TrainStep(self.sharded, config, comm, self._batches, own, None, scaler, SignalWatch())
+            self._step = TrainStep(
+                self.sharded, config, self._job, self._batches, own, None, scaler, SignalWatch(), self.shows_loss
+            )
+
+    def _ranks(
+        self, twin: nn.Module, world: int, like: Communicator | None
+    ) -> tuple[Communicator, Communicator, dict[int, CopiesElsewhere]]:
+        """Return communicators of the job and of the pass group, and parameters that other pass groups have, too."""
+        comm = FakeCommunicator(world, self._device, rank=like.rank if like is not None else 0, like=like)
+        return comm, comm, {}
 
     def run(
         self,
@@ -174,14 +188,11 @@ class DryRunEngine:
             loss: returns a scalar from the module's output; None: `shardwise.memory.dryrun.loss_of`.
             masks: the batch may contain attention masks (`shardwise.memory.dryrun.has_masks`).
         """
-        given = None if batch is None else fake_values(batch, self._mode, self._device)
+        given = None if batch is None else self.fake(batch)
         found = None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._computing())
-            stack.enter_context(frozen(self._module))
+            stack.enter_context(self.computing(masks=masks))
             stack.enter_context(track_activations(self.accountant))
-            if not masks:
-                stack.enter_context(without_masks())
             if batch is None:
                 stack.enter_context(_using_parameters(self.sharded))
                 stack.enter_context(self.accountant.owning(None))
@@ -190,7 +201,7 @@ class DryRunEngine:
                     break
                 self._window(given, accumulation, loss)
                 self.sharded.finish_gathers()
-                self._communicators.reserve(self._comm)
+                self._communicators.reserve(self._job)
                 self.accountant.reset_peak()
                 for _ in range(1 if found is None else 2):  # some lossy steps alternate
                     moved = self._window(given, accumulation, loss)
@@ -206,6 +217,16 @@ class DryRunEngine:
             reducer.compressor.steps = max(reducer.compressor.steps, reducer.compressor.start)
             return True
         return update is not None and update.begin_averaging()
+
+    @contextlib.contextmanager
+    def computing(self, *, masks: bool) -> Iterator[None]:
+        """Run the module's code on fake tensors inside the block."""
+        with self._computing(), frozen(self._module), contextlib.nullcontext() if masks else without_masks():
+            yield
+
+    def fake(self, values: Any) -> Any:
+        """Return nested values with fake tensors."""
+        return fake_values(values, self._mode, self._device)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -239,15 +260,19 @@ class DryRunEngine:
     def _forward(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
         if batch is None:
             return self.sharded.module(torch.zeros(1, device=self._device, requires_grad=True)).sum()
+        output = self.call(*arguments_of(batch))
+        return loss(output) if loss is not None else loss_of(output)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module as the engine's forward pass."""
         config = self._config
-        args, kwargs = arguments_of(batch)
         if config.fp16.enabled and config.fp16.auto_cast:
             args, kwargs = cast_floats((args, kwargs), torch.float16)
         with autocast(self._device, autocast_dtype(config)), self._activations.around((args, kwargs)):
             output = self.sharded.module(*args, **kwargs)
         if self._step.loss_scaler is not None:
             output = scale_gradients_of(output, self._step.output_scale)
-        return loss(output) if loss is not None else loss_of(output)
+        return output
 
     def _read(self, accumulation: int, moved: dict[Tier, Moved]) -> MemoryPlan:
         accountant = self.accountant

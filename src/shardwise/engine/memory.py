@@ -39,13 +39,17 @@ if TYPE_CHECKING:
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.preflight import Budget
     from shardwise.engine.reserved import CommunicatorMemory
+    from shardwise.engine.stages import PipelineRanks
     from shardwise.engine.step import TrainStep
     from shardwise.memory.watchdog import Watchdog
     from shardwise.zero.model import ShardedModel
 
 
 class MemoryReporting(StepObserver):
-    """Plans, measures and reports memory; `budget` is the plan made when the engine was built, or None."""
+    """Plans, measures and reports memory; `budget` is the plan made when the engine was built, or None.
+
+    `place`: of this rank in a pipeline; None without one.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,9 @@ class MemoryReporting(StepObserver):
         budget: Budget | None = None,
         watchdog: Watchdog | None = None,
         communicators: CommunicatorMemory | None = None,
+        place: PipelineRanks | None = None,
     ) -> None:
+        self._place = place
         self._communicators = communicators
         self.budget = budget
         self._watchdog = watchdog
@@ -88,7 +94,8 @@ class MemoryReporting(StepObserver):
 
         Args:
             sample_batch: one micro-batch. A mapping is passed to the module as keyword arguments, a tuple or list as
-                positional arguments, any other value as the only argument.
+                positional arguments, any other value as the only argument. Of a pipeline: a pair (inputs, labels), on
+                all ranks.
             loss: returns a scalar from the module's output, as the training loop does. Default: the output's `loss`,
                 the output itself, or the sum of its tensors.
 
@@ -248,15 +255,16 @@ class MemoryReporting(StepObserver):
 
     def _target(self) -> PlanningTarget:
         sharded, batches = self.sharded, self._batches
-        target = PlanningTarget.of(sharded.module, sharded.optimizer, self._resolution, sharded.domain)
+        target = PlanningTarget.of(sharded.module, sharded.optimizer, self._resolution, sharded.domain, self._place)
         setting = replace(target.setting, micro_batch=batches.micro, accumulation=batches.steps)
         return replace(target, groups=sharded.client_groups, setting=setting)
 
     @never_compiled
     def remember_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the shapes of the module's arguments, to plan activations if memory runs out."""
-        if transforming():
-            return  # tensors are wrapped and invalid after the transform
+        # Tensors of transforms are invalid after the transform. A stage of a pipeline gets no micro-batch.
+        if transforming() or self._place is not None:
+            return
         signature = _signature((*args, *kwargs.values()))
         if signature is None or self._last_call is None or (len(args), *kwargs, signature) != self._last_signature:
             self._last_call = shapes_of(Call(args, kwargs))

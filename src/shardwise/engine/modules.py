@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -115,6 +115,11 @@ def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
     if idle:
         warn_once(f"zero_optimization.leaf_module: no module of {type(model).__name__} matches {', '.join(idle)}")
     return found
+
+
+def modules_with(model: nn.Module, parameters: Collection[int]) -> list[nn.Module]:
+    """Return the modules that have some of the parameters, which are given by `id`, themselves."""
+    return [module for module in model.modules() if any(id(p) in parameters for p in module._parameters.values())]
 
 
 def convert_buffers(

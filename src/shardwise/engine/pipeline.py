@@ -5,73 +5,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from typing_extensions import override
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.grid import PipelineParallelGrid
 from shardwise.engine.stage_checks import SharedBuffers, check_leaves
+from shardwise.engine.stage_passes import StagePasses
+from shardwise.engine.stages import WEIGHT_GRADIENTS, PipelineRanks
 from shardwise.errors import PipelineError, UsageError
-from shardwise.pipeline.actions import Op, Schedule
+from shardwise.pipeline.actions import Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
-from shardwise.pipeline.layers import SpecLayers
 from shardwise.pipeline.lowering import with_communication, with_sharding
 from shardwise.pipeline.messages import form_of
 from shardwise.pipeline.module import PipelineModule
-from shardwise.pipeline.partition import LayerCost
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
-from shardwise.pipeline.split_backward import DeferredWeights
 from shardwise.pipeline.topology import PipeModelDataParallelTopology
-from shardwise.registry import declare_part
-from shardwise.zero.passes.model_pass import Part
-from shardwise.zero.passes.reduce import CopiesElsewhere
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
-
-
-_WEIGHT_GRADIENT = frozenset({Op.BACKWARD_WEIGHT})
-
-
-@dataclass(frozen=True)
-class PipelineRanks:
-    """Position of a rank in its pipeline.
-
-    Attributes:
-        ranks: ranks of this pipeline in the job, by position.
-        position: of this rank.
-        stage_ranks: ranks of the job at each position: the pass groups.
-        rank_of: position of each stage.
-    """
-
-    ranks: Sequence[int]
-    position: int
-    stage_ranks: Sequence[Sequence[int]]
-    rank_of: Sequence[int]
-
-    @classmethod
-    def of(cls, rank: int, world: int, positions: int, rank_of: Sequence[int]) -> PipelineRanks:
-        """Return the position of a rank where the ranks at one position are consecutive."""
-        size = world // positions
-        lines = [list(range(place * size, (place + 1) * size)) for place in range(positions)]
-        return cls([line[rank % size] for line in lines], rank // size, lines, rank_of)
-
-    @property
-    def placement(self) -> str:
-        """Name of the placement of stages."""
-        return "v" if len(self.rank_of) > 1 and self.rank_of[-1] == self.rank_of[0] and len(self.ranks) > 1 else "loop"
-
-    @property
-    def stages(self) -> list[int]:
-        """Stages of this rank."""
-        return [stage for stage, position in enumerate(self.rank_of) if position == self.position]
 
 
 class PipelineEngine(Engine):
@@ -94,7 +51,6 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._last_forms = ""
-        self._completes = True
         self._checked_stages: set[int] = set()
         self._shared_buffers = SharedBuffers(self._model, place.rank_of)
         if self.training_dataloader is not None:
@@ -187,14 +143,14 @@ class PipelineEngine(Engine):
                 f"micro-batches (gradient_accumulation_steps). Pass 1 to {left}"
             )
         schedule = self._made(self._schedule, count)
-        batches = self._fetch(data_iter, count, "train_batch()")
-        self._step.begin_batch(single=self._batches.steps == 1 and not schedule.has(_WEIGHT_GRADIENT))
-        self.sharded.model_pass.end_graphs()
-        self._completes = count == left
+        with self.accountant.owning(None):  # because memory plans leave the inputs out
+            batches = self._fetch(data_iter, count, "train_batch()")
+        self._step.begin_batch(single=self._batches.steps == 1 and not schedule.has(WEIGHT_GRADIENTS))
+        completes = count == left
         with torch.enable_grad():
-            work = _Work(self, batches, count, trains=True)
+            work = _Work(self, batches, count, trains=True, completes=completes)
             self._runtime.run(schedule, work, fixed=self._agree(batches, count, "train_batch()"))
-        if not self._completes:
+        if not completes:
             return None
         report = self.last_step
         assert report is not None and report.loss is not None
@@ -388,32 +344,27 @@ class PipelineEngine(Engine):
 
     # -- computations of a stage ---------------------------------------------------------------------------------------
 
-    def run_stage(self, stage: int, micro_batch: int, value: Any) -> Any:
+    def run_stage(self, stage: int, value: Any) -> Any:
         """Return the outputs of a stage of this rank."""
-        self._select(stage, micro_batch)
         return super().forward(value, stage=stage)
 
-    def _select(self, stage: int, micro_batch: int) -> None:
-        self.sharded.model_pass.select(self._place.stages.index(stage), (stage, micro_batch))
-
-    def keep(self, stage: int) -> None:
-        """Keep the parameters of a stage unsharded until `release`."""
-        self.sharded.model_pass.keep(self._place.stages.index(stage))
-
-    def release(self, stage: int) -> None:
-        """Reshard the parameters of a stage."""
-        self.sharded.model_pass.release(self._place.stages.index(stage))
-
-    def update(self, micro_batches: int) -> None:
-        """Count micro-batches, and step if they complete the accumulation window."""
-        self._step.micro_steps += micro_batches - self._completes
-        if not self._completes:
-            return
+    def update(self) -> None:
+        """Step with the gradients of the accumulation window."""
         self._step.set_gradient_accumulation_boundary(True)
         try:
             super().step()
         finally:
             self._step.set_gradient_accumulation_boundary(None)
+
+    @contextlib.contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Report errors and times of a backward pass."""
+        with (
+            self._memory.reporting_oom("engine.train_batch()", graph=True),
+            self.sharded.noting_disk_errors(),
+            self._observers.during("backward"),
+        ):
+            yield
 
     def check_stage(self, stage: int, value: Any, output: Any) -> None:
         """Check a stage's forward pass: the parameters that the output depends on, once, and shared buffers."""
@@ -422,35 +373,25 @@ class PipelineEngine(Engine):
             check_leaves(self._stage_name(stage), output, value, {id(p) for p in self._model.parameters()})
         self._shared_buffers.check()
 
-    def differentiate(
+
+class _Work(StagePasses):
+    """Work of a rank's stages in one batch."""
+
+    def __init__(
         self,
-        key: tuple[int, int],
-        roots: Sequence[Any],
-        gradients: Sequence[torch.Tensor | None] | None,
+        engine: PipelineEngine,
+        batches: Sequence[Any],
+        count: int,
         *,
-        part: Part = Part.WHOLE,
-        last: bool,
+        trains: bool,
+        completes: bool = True,
     ) -> None:
-        """Run a backward pass from outputs with their gradients; None: from a loss, or (loss, weight)."""
-        self._select(*key)
-        self._step.set_gradient_accumulation_boundary(last and self._completes)
-        with contextlib.ExitStack() as around:
-            if gradients is None:
-                loss, weight = roots[0] if isinstance(roots[0], tuple) else (roots[0], None)
-                roots = around.enter_context(self._step.passing(loss, weight))
-            else:
-                around.enter_context(self._step.passing_on())
-            around.enter_context(self._memory.reporting_oom("engine.train_batch()", graph=True))
-            around.enter_context(self.sharded.noting_disk_errors())
-            around.enter_context(self._observers.during("backward"))
-            self.sharded.backward(roots, gradients, part=part)
+        super().__init__(engine.sharded, engine._step, engine._place.stages, completes=completes)
+        self._engine, self._batches, self._micro_batches, self._trains = engine, batches, count, trains
 
-
-class _Work:
-    """Work of a rank's stages in one batch (`shardwise.pipeline.runtime.StageWork`)."""
-
-    def __init__(self, engine: PipelineEngine, batches: Sequence[Any], micro_batches: int, *, trains: bool) -> None:
-        self._engine, self._batches, self._micro_batches, self._trains = engine, batches, micro_batches, trains
+    @override
+    def around(self) -> contextlib.AbstractContextManager[None]:
+        return self._engine.around_backward()
 
     def inputs(self, micro_batch: int) -> Any:
         """Return the inputs of the first stage."""
@@ -459,97 +400,16 @@ class _Work:
     def forward(self, stage: int, micro_batch: int, value: Any) -> Any:
         """Return the outputs of a stage; in training the loss of the last one."""
         engine = self._engine
-        output = engine.run_stage(stage, micro_batch, value)
+        self.select(stage, micro_batch)
+        output = engine.run_stage(stage, value)
         if self._trains and stage == len(engine._place.rank_of) - 1:
             output = engine._loss(output, self._batches[micro_batch][1])
         if self._trains:
             engine.check_stage(stage, value, output)
         return output
 
-    def backward(
-        self,
-        key: tuple[int, int],
-        roots: Sequence[Any],
-        gradients: Sequence[torch.Tensor | None] | None,
-        *,
-        split: bool,
-        last: bool,
-    ) -> None:
-        """Differentiate."""
-        self._engine.differentiate(key, roots, gradients, part=Part.FIRST if split else Part.WHOLE, last=last)
-
-    def weight_gradients(self, key: tuple[int, int], weights: DeferredWeights, *, last: bool) -> None:
-        """Compute the other gradients of parameters."""
-        roots = weights.take()
-        self._engine.differentiate(key, roots, [None] * len(roots), part=Part.SECOND, last=last)
-
-    def unshard(self, stage: int) -> None:
-        """Keep the parameters of a stage unsharded until `reshard`."""
-        self._engine.keep(stage)
-
-    def reshard(self, stage: int) -> None:
-        """Reshard the parameters of a stage."""
-        self._engine.release(stage)
-
     def step(self) -> None:
-        """Step with the gradients of the batch."""
-        self._engine.update(self._micro_batches)
-
-
-def as_pipeline(model: nn.Module, partition: str, loss_fn: Callable[..., Any] | None) -> PipelineModule:
-    """Return an ordinary model as a pipeline: an nn.Sequential, a model of transformers; a PipelineError for others.
-
-    `partition` is `pipeline.partition` of the configuration.
-    """
-    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        layers = SpecLayers(list(model), names=list(model._modules))
-        return PipelineModule(layers, loss_fn=loss_fn, partition_method=partition)
-    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        from shardwise.pipeline.huggingface import to_layers
-
-        return PipelineModule(to_layers(model), loss_fn=loss_fn, partition_method=partition)
-    raise PipelineError(
-        f"`pipeline.stages` is set, and {type(model).__name__} is neither a shardwise.pipe.PipelineModule nor an "
-        "nn.Sequential nor a model of transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], "
-        "loss_fn=...), pass each rank's part, PipelineModule.from_stages(module, loss_fn=...), or remove the key"
-    )
-
-
-def build_stages(model: PipelineModule, place: PipelineRanks, job: Communicator) -> None:
-    """Build this rank's stages; layer times are measured on rank 0, if they decide (all ranks call)."""
-    costs = None
-    if model.measures and job.world > 1:
-        own = [asdict(cost) for cost in model.profile()] if job.rank == 0 else None
-        shared = job.share_object(own, "pipeline_costs")
-        assert isinstance(shared, list)
-        costs = [LayerCost(**cost) for cost in shared]
-    model.build(place.stages, len(place.rank_of), costs=costs)
-
-
-def tie(model: PipelineModule, place: PipelineRanks, job: Communicator) -> dict[int, CopiesElsewhere]:
-    """Declare the parameters that other positions have, too, and copy the first position's values (all ranks call)."""
-    found: dict[int, CopiesElsewhere] = {}
-    parts: dict[tuple[int, ...], Communicator] = {}
-    for tied in model.tied_parameters():
-        positions = tuple(sorted({place.rank_of[stage] for stage in tied.users}))
-        if len(positions) == 1:
-            continue
-        lines = [[place.stage_ranks[p][n] for p in positions] for n in range(len(place.stage_ranks[0]))]
-        if place.position not in positions:
-            continue
-        if positions not in parts:
-            parts[positions] = job.part(lines, f"copies on positions {', '.join(map(str, positions))}")
-        ranks = parts[positions]
-        parameter = model.get_parameter(tied.name)
-        declare_part(parameter, ranks=range(len(place.stage_ranks[0])))
-        values = parameter.detach().to(job.device)
-        ranks.broadcast(values, 0, tied.name).wait()
-        with torch.no_grad():
-            parameter.copy_(values)
-        found[id(parameter)] = CopiesElsewhere(ranks, place.position == positions[0])
-    return found
-
-
-def modules_with(model: nn.Module, parameters: Collection[int]) -> list[nn.Module]:
-    """Return the modules that have some of the parameters, which are given by `id`, themselves."""
-    return [module for module in model.modules() if any(id(p) in parameters for p in module._parameters.values())]
+        """Count micro-batches, and step if they complete the accumulation window."""
+        self._step.micro_steps += self._micro_batches - self._completes
+        if self._completes:
+            self._engine.update()

@@ -27,6 +27,9 @@ from shardwise.zero.units.plan import TABLE
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.engine.pipeline_dryrun import StageForms
+    from shardwise.engine.pipeline_plans import ScheduleFacts
+    from shardwise.engine.stages import PipelineRanks
 
 NO_PATH = "a directory on a fast disk"
 """Placeholder for a missing `nvme_path`."""
@@ -112,6 +115,7 @@ class Room:
 class Setting:
     """Settings that leave training unchanged: the global batch is micro_batch * accumulation * ranks.
     `sequence`, `tensor`: sizes of sequence-parallel and tensor-parallel groups. `offload` None: as configured.
+    `pipeline`: ranks of a pipeline, at each of which are `ranks` ranks.
     """
 
     stage: int
@@ -121,6 +125,7 @@ class Setting:
     offload: Offload | None = None
     sequence: int = 1
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def cost(self) -> tuple[int, int, int, int, int]:
@@ -152,6 +157,8 @@ class Setting:
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        if self.pipeline > 1:
+            ranks += f" at each of {self.pipeline} positions of a pipeline"
         where = "" if self.offload is None else f", {self.offload}"
         return f"stage {self.stage}, micro-batch {self.micro_batch} x {self.accumulation}, {ranks}{where}"
 
@@ -185,6 +192,7 @@ class SettingPlan:
         moved: bytes that a step reads from ("read") and writes to ("written") each of these tiers.
         fits: within the limits, with a margin of 15 %; None if unknown.
         note: reason for an unknown value.
+        position: of the rank in its pipeline; None without one.
     """
 
     setting: Setting
@@ -194,15 +202,20 @@ class SettingPlan:
     note: str = ""
     elsewhere: dict[str, int] = field(default_factory=dict)
     moved: dict[str, dict[str, int]] = field(default_factory=dict)
+    position: int | None = None
 
 
 @dataclass(frozen=True)
 class MemoryPlans:
-    """Plans of several settings, cheapest first; `room`: bytes available to the engine here, None if unknown."""
+    """Plans of several settings, cheapest first; `room`: bytes available to the engine here, None if unknown.
+
+    `schedule`: stages and idle time of a pipeline; None without one.
+    """
 
     plans: tuple[SettingPlan, ...]
     room: int | None
     notes: tuple[str, ...] = ()
+    schedule: ScheduleFacts | None = None
 
     @property
     def cheapest(self) -> SettingPlan | None:
@@ -221,7 +234,9 @@ class MemoryPlans:
         room = "" if self.room is None else f"; there is room for {readable(self.room)}"
         tiers = list(dict.fromkeys(tier for plan in self.plans for tier in plan.elsewhere))
         offloaded = ["state, parameters"] if any(plan.setting.offload is not None for plan in self.plans) else []
-        columns = ("stage", "micro-batch x steps", "ranks", "resident", "buffers", "activations", "total", *tiers)
+        positions = ["pipeline rank"] if any(plan.position is not None for plan in self.plans) else []
+        parts = ("resident", "buffers", "activations", "total")
+        columns = ("stage", *positions, "micro-batch x steps", "ranks", *parts, *tiers)
         table = plain_table(
             f"Planned memory of one rank{room}",
             (*columns, *offloaded, "fits"),
@@ -235,6 +250,7 @@ class MemoryPlans:
             sizes = [sum(plan.peaks[name] for name in part) if plan.peaks else None for part in (resident, buffers)]
             table.add_row(
                 str(setting.stage),
+                *(["" if plan.position is None else str(plan.position)] if positions else []),
                 f"{setting.micro_batch} x {setting.accumulation}",
                 str(setting.ranks),
                 *(readable(size) for size in (*sizes, plan.peaks.get("activations"), plan.total)),
@@ -248,7 +264,8 @@ class MemoryPlans:
 @dataclass(frozen=True)
 class PlanningTarget:
     """Model, optimizer and configuration to be planned, unchanged. `groups`: of parameters before sharding.
-    `grid`: arrangement for the current number of ranks.
+    `grid`: arrangement for the current number of ranks. `place`: position in a pipeline, of which the model, `comm` and
+    `grid` are; None without one.
     """
 
     module: nn.Module
@@ -258,6 +275,7 @@ class PlanningTarget:
     comm: Communicator
     setting: Setting
     grid: Arrangement
+    place: PipelineRanks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -271,33 +289,47 @@ class PlanningTarget:
         optimizer: torch.optim.Optimizer | None,
         resolution: Resolution,
         domain: Domain,
+        place: PipelineRanks | None = None,
     ) -> PlanningTarget:
         """Return the target for a configured engine before it is built."""
         config = resolution.config
         micro, steps = int(config.train_micro_batch_size_per_gpu or 1), int(config.gradient_accumulation_steps or 1)
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
         sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
-        setting = Setting(config.zero_optimization.stage, micro, steps, domain.world, sequence=sequence, tensor=tensor)
-        return cls(module, optimizer, groups, resolution, domain.ranks, setting, domain.arrangement)
+        positions = 1 if place is None else len(place.ranks)
+        stage = config.zero_optimization.stage
+        setting = Setting(stage, micro, steps, domain.world, sequence=sequence, tensor=tensor, pipeline=positions)
+        return cls(module, optimizer, groups, resolution, domain.ranks, setting, domain.arrangement, place)
 
 
 class Planner:
-    """Makes and caches memory plans. `batch`: a micro-batch, real or on the meta device; None: without activations."""
+    """Makes and caches memory plans. `batch`: a micro-batch, real or on the meta device; None: without activations.
+
+    A micro-batch of a pipeline is a pair (inputs, labels). `forms`: of the values between stages, shared by planners of
+    several positions.
+    """
 
     def __init__(
-        self, target: PlanningTarget, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None
+        self,
+        target: PlanningTarget,
+        batch: Any = None,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        forms: StageForms | None = None,
     ) -> None:
         self.target = target
         self._loss = loss
         self._batch = None if batch is None else shapes_of(batch)
-        self._masks = batch is not None and has_masks(batch)
+        inputs = batch if target.place is None or batch is None else _pair(batch)[0]
+        self._masks = inputs is not None and has_masks(inputs)
+        self._forms = forms
         self._plans: dict[Setting, tuple[MemoryPlan | None, str]] = {}
 
     def plan(self, setting: Setting, rooms: Sequence[Room] = ()) -> SettingPlan:
         """Return the plan of one rank under a setting; `rooms` are the available bytes, if known."""
         found, note = self.window(setting)
+        position = None if self.target.place is None else self.target.place.position
         if found is None:
-            return SettingPlan(setting, note=note)
+            return SettingPlan(setting, note=note, position=position)
         peaks = dict(found.peaks)
         if self._batch is None or note:
             del peaks[Category.ACTIVATIONS.value]
@@ -306,7 +338,7 @@ class Planner:
         if fits and (note or unlimited):
             fits = None  # activations are missing, or the disk's free space is unknown
         elsewhere = {tier: size for tier, size in found.elsewhere.items() if size}
-        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, found.moved)
+        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, found.moved, position)
 
     def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         """Return the plan of a window, and the reason why the plan or its activations are missing."""
@@ -321,7 +353,7 @@ class Planner:
             if self._batch is not None:
                 try:
                     batch = self._of_size(setting.micro_batch)
-                    return self._engine(setting).run(batch, accumulation, self._loss, masks=self._masks), ""
+                    return self._engine(setting, batch).run(batch, accumulation, self._loss, masks=self._masks), ""
                 except ConfigError:
                     raise
                 except Exception as error:  # any error of the user's module on fake tensors
@@ -343,20 +375,41 @@ class Planner:
             raise UsageError(f"the batch's first dimension is not a multiple of the {now} samples of a micro-batch")
         return shapes_of(self._batch, sizes[0], sizes[0] // now * micro_batch)
 
-    def _engine(self, setting: Setting) -> DryRunEngine:
+    def _engine(self, setting: Setting, batch: Any = None) -> DryRunEngine:
         target = self.target
         raw = _merged(target.resolution.raw, setting)
         same = setting.ranks == target.setting.ranks
-        return DryRunEngine(
-            target.module,
-            target.optimizer,
-            target.groups,
-            resolve(raw, world_size=setting.ranks, facts=_facts(target)).config,
+        config = resolve(raw, world_size=setting.ranks * setting.pipeline, facts=_facts(target)).config
+        like, grid = (target.comm, target.grid) if same else (None, None)
+        found = target.module, target.optimizer, target.groups, config
+        if target.place is None:
+            return DryRunEngine(*found, world=setting.ranks, device=target.device, like=like, grid=grid)
+        from shardwise.engine.pipeline_dryrun import PipelineDryRun, StageForms, resized  # imports this module
+
+        if self._forms is None:
+            self._forms = StageForms(target.module, len(target.place.rank_of))
+        forms = {}
+        if batch is not None:
+            forms = self._forms.of(batch[0], config, setting.ranks, target.device, masks=self._masks)
+        return PipelineDryRun(
+            *found,
             world=setting.ranks,
             device=target.device,
-            like=target.comm if same else None,
-            grid=target.grid if same else None,
+            like=like,
+            grid=grid,
+            place=resized(target.place, setting.ranks),
+            forms=forms,
+            times=self._forms.times,
         )
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise UsageError(
+            f"a micro-batch of a pipeline is a pair (inputs, labels), as of its data iterator; got a "
+            f"{type(batch).__name__}"
+        )
+    return batch[0], batch[1]
 
 
 _OLD_OFFLOAD = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
@@ -389,7 +442,12 @@ def _facts(target: PlanningTarget) -> Facts:
     sequence, tensor = (
         size if size > 1 else None for size in (config.sequence_parallel_size, config.tensor_parallel.size)
     )
-    return Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence, tensor_parallel_size=tensor)
+    return Facts(
+        lr=None if lr is None else float(lr),
+        sequence_parallel_size=sequence,
+        tensor_parallel_size=tensor,
+        pipeline_stages=None if target.place is None else len(target.place.ranks),
+    )
 
 
 def plan_model(
@@ -419,13 +477,28 @@ def plan_model(
         >>> plan.peaks["optimizer state"] // 1000  # 8 bytes for each of 4096 * 4096 / 1024
         131
     """
-    device = torch.device("cpu")
-    resolution = resolve(config, world_size=ranks, facts=Facts(lr=None))
-    comm = FakeCommunicator(ranks, device)
-    policy = policy_from_config(resolution.config)
-    optimizer = make_optimizer(resolution.config, None, None, model, device, policy.compute_dtype)
-    prepare_optimizer(optimizer, resolution, masters=policy.masters)
-    planner = Planner(PlanningTarget.of(model, optimizer, resolution, domain_of(resolution.config, comm)), batch)
-    now = planner.target.setting
+    from shardwise.engine.pipeline_plans import PipelinePlans, requested_stages  # imports this module
+
+    resolution = resolve(config, world_size=ranks, facts=Facts(lr=None, pipeline_stages=requested_stages(model)))
+    pipeline = PipelinePlans.of(model, resolution, ranks)
+    models = [(model, None)] if pipeline is None else pipeline.positions()
+    planners = [
+        Planner(_imagined(part, resolution, ranks, place), batch, forms=None if pipeline is None else pipeline.forms)
+        for part, place in models
+    ]
+    plans = tuple(
+        planner.plan(replace(planner.target.setting, stage=stage), rooms) for stage in stages for planner in planners
+    )
     room = min((room.size for room in rooms if Tier.DEVICE in room.tiers), default=None)
-    return MemoryPlans(tuple(planner.plan(replace(now, stage=stage), rooms) for stage in stages), room)
+    return MemoryPlans(plans, room, schedule=None if pipeline is None else pipeline.facts())
+
+
+def _imagined(model: nn.Module, resolution: Resolution, ranks: int, place: PipelineRanks | None) -> PlanningTarget:
+    """Return the target for a model on ranks that are not there."""
+    device = torch.device("cpu")
+    comm = FakeCommunicator(ranks if place is None else len(place.stage_ranks[0]), device)
+    policy = policy_from_config(resolution.config)
+    part = place is not None and len(place.ranks) > 1
+    optimizer = make_optimizer(resolution.config, None, None, model, device, policy.compute_dtype, of_a_part=part)
+    prepare_optimizer(optimizer, resolution, masters=policy.masters)
+    return PlanningTarget.of(model, optimizer, resolution, domain_of(resolution.config, comm), place)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from shardwise.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,30 @@ class Decoder(nn.Module):
             values = checkpoint(layer, values, use_reentrant=False) if self.recompute else layer(values)
         logits = self.head(self.last(values))[:, :-1].float()
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def decoder_pipeline(shape: Shape, *, recompute: bool = False) -> PipelineModule:
+    """Return a `Decoder` as layers of a pipeline."""
+    last = LayerSpec(nn.RMSNorm if shape.llama else nn.LayerNorm, shape.width)
+    head: Any = LayerSpec(nn.Linear, shape.width, shape.vocabulary, bias=False)
+    first: list[Any] = [LayerSpec(nn.Embedding, shape.vocabulary, shape.width)]
+    if not shape.llama:
+        tokens = partial(TiedLayerSpec, "tokens", nn.Embedding, shape.vocabulary, shape.width)
+        first, head = [tokens(), LayerSpec(nn.LayerNorm, shape.width)], tokens(forward_fn=_logits)
+    return PipelineModule(
+        [*first, *(LayerSpec(Layer, shape) for _ in range(shape.layers)), last, head],
+        loss_fn=_loss,
+        activation_checkpoint_interval=int(recompute),
+        checkpointable_layers=["Layer"],
+    )
+
+
+def _logits(embedding: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    return F.linear(values, embedding.get_parameter("weight"))
+
+
+def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Layer(nn.Module):

@@ -98,28 +98,34 @@ def form_of(value: Any, where: str, *, grad: bool = True) -> tuple[Form, list[to
 
 
 class Sender:
-    """Sends activations over a link. `fixed` is set for a batch: every message has the form of the message before."""
+    """Sends activations over a link.
+
+    Attributes:
+        forms: form of the last message, by the stage that has computed the value.
+        fixed: set for a batch: every message has the form of the stage's message before.
+    """
 
     def __init__(self, link: Link, device: torch.device) -> None:
         self._link, self._device = link, device
-        self._last: Form | None = None
+        self.forms: dict[int, Form] = {}
         self.fixed = False
 
-    def send(self, value: Any, where: str, label: str, *, grad: bool) -> list[torch.Tensor]:
-        """Send a value that a stage has computed; return its tensors to which gradients come back."""
+    def send(self, value: Any, where: str, key: tuple[int, int], *, grad: bool) -> list[torch.Tensor]:
+        """Send a value; return its tensors to which gradients come back. `key`: stage and micro-batch."""
         form, tensors = form_of(value, where, grad=grad)
+        last, label = self.forms.get(key[0]), f"{key}"
         if self.fixed:
-            if form != self._last:
+            if form != last:
                 raise UsageError(
-                    f"{where} has returned {_shown(form)}, and {_shown(self._last)} for inputs of the same shapes. Set "
+                    f"{where} has returned {_shown(form)}, and {_shown(last)} for inputs of the same shapes. Set "
                     "`pipeline.dynamic_shape`, so that shapes are sent with each micro-batch"
                 )
-        elif form == self._last:
+        elif form == last:
             self._link.send([torch.zeros(1, dtype=torch.int64, device=self._device)], label)
         else:
             data = torch.frombuffer(bytearray(form.encoded()), dtype=torch.uint8).to(self._device)
             self._link.send([torch.full((1,), len(data), dtype=torch.int64, device=self._device), data], label)
-        self._last = form
+        self.forms[key[0]] = form
         self._link.send([tensor.detach().contiguous() for tensor in tensors], label)
         return [tensor for tensor, (_, _, wanted) in zip(tensors, form.tensors, strict=True) if wanted]
 
@@ -131,28 +137,29 @@ class Sender:
 class Receiver:
     """Receives activations or gradients in the order in which the peer sends them.
 
-    `begin` gives the keys of the coming messages; `take` waits for the message of a key, and keeps those that come
-    before it. `ahead`: the receiving of the next message is launched before it is needed. Not on Gloo, where a process
-    group cannot be destroyed during a receive: after an error here, peers would wait for the limit of a collective.
+    `begin` gives the keys (stage and micro-batch) of the coming messages; `take` waits for the message of a key, and
+    keeps those that come before it. `forms` are those of a `Sender`. `ahead`: the receiving of the next message is
+    launched before it is needed. Not on Gloo, where a process group cannot be destroyed during a receive: after an
+    error here, peers would wait for the limit of a collective.
     """
 
     def __init__(
         self,
         link: Link,
         device: torch.device,
-        form_for: Callable[[Any], Form | None] | None = None,
+        form_for: Callable[[tuple[int, int]], Form | None] | None = None,
         *,
         ahead: bool,
     ) -> None:
         self._link, self._device, self._ahead = link, device, ahead
         self._form_for = form_for
-        self._last: Form | None = None
-        self._coming: deque[Any] = deque()
-        self._posted: tuple[Any, Form, list[torch.Tensor], list[Handle]] | None = None
-        self._here: dict[Any, tuple[Form, list[torch.Tensor]]] = {}
+        self.forms: dict[int, Form] = {}
+        self._coming: deque[tuple[int, int]] = deque()
+        self._posted: tuple[tuple[int, int], Form, list[torch.Tensor], list[Handle]] | None = None
+        self._here: dict[tuple[int, int], tuple[Form, list[torch.Tensor]]] = {}
         self.fixed = False
 
-    def begin(self, keys: Sequence[Any]) -> None:
+    def begin(self, keys: Sequence[tuple[int, int]]) -> None:
         """Expect the messages of a batch, in the peer's order."""
         self._coming = deque(keys)
         self.look_ahead()
@@ -165,14 +172,14 @@ class Receiver:
     def _known_form(self) -> Form | None:
         if self._form_for is not None:
             return self._form_for(self._coming[0])
-        return self._last if self.fixed else None
+        return self.forms.get(self._coming[0][0]) if self.fixed else None
 
     def _post(self, form: Form) -> None:
         key = self._coming.popleft()
         tensors = form.allocate(self._device)
         self._posted = key, form, tensors, self._link.receive(tensors, f"{key}")
 
-    def take(self, key: Any) -> tuple[Form, list[torch.Tensor]]:
+    def take(self, key: tuple[int, int]) -> tuple[Form, list[torch.Tensor]]:
         """Wait for the message of a key; return its form and tensors."""
         while key not in self._here:
             if self._posted is None:
@@ -188,16 +195,15 @@ class Receiver:
         return self._here.pop(key)
 
     def _receive_form(self) -> Form:
-        label = f"{self._coming[0]}"
+        stage, label = self._coming[0][0], f"{self._coming[0]}"
         length = torch.empty(1, dtype=torch.int64, device=self._device)
         self._link.receive([length], label)[0].wait()
         size = int(length.item())
         if size:
             data = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._link.receive([data], label)[0].wait()
-            self._last = Form.decoded(bytes(data.cpu().tolist()))
-        assert self._last is not None
-        return self._last
+            self.forms[stage] = Form.decoded(bytes(data.cpu().tolist()))
+        return self.forms[stage]
 
     def close(self) -> None:
         """Release messages under way, and those that have not been taken."""

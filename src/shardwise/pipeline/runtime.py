@@ -8,7 +8,7 @@ kept per stage and micro-batch, from the action that makes them to the last that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -95,6 +95,7 @@ class Runtime:
         position: this rank's position.
         rank_of: position of each stage.
         where: name of a stage, for messages.
+        link: makes the links.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Runtime:
         position: int,
         rank_of: Sequence[int],
         where: Callable[[int], str],
+        link: Callable[..., Link] = Link,
     ) -> None:
         self._position, self._rank_of, self._where = position, tuple(rank_of), where
         self._device = whole.device
@@ -120,22 +122,27 @@ class Runtime:
                     continue
                 key = source, target, what
                 if key not in links:
-                    links[key] = Link(whole, ranks[source], ranks[target], what)  # type: ignore[arg-type]
+                    links[key] = link(whole, ranks[source], ranks[target], what)
                     links[key].connect()
-                link, owner = links[key], stage if what == "activations" else stage + 1
+                made, owner = links[key], stage if what == "activations" else stage + 1
                 if position == source:
                     plain = what == "gradients"
-                    self._senders[owner, what] = link if plain else senders.setdefault(link, Sender(link, self._device))
+                    self._senders[owner, what] = made if plain else senders.setdefault(made, Sender(made, self._device))
                 else:
                     form_for = None if what == "activations" else self._forms.get
-                    if link not in receivers:
-                        receivers[link] = Receiver(link, self._device, form_for, ahead=not whole.waits_on_host)
-                    receiver = receivers[link]
-                    self._receivers[owner, what] = receiver
+                    if made not in receivers:
+                        receivers[made] = Receiver(made, self._device, form_for, ahead=not whole.waits_on_host)
+                    self._receivers[owner, what] = receivers[made]
         self._links = list(links.values())
         self._held: dict[tuple[int, int], _Held] = {}
         self._values: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def expect(self, forms: Mapping[int, Form]) -> None:
+        """Set the forms of the outputs of stages, as after a batch."""
+        for (stage, what), end in (*self._senders.items(), *self._receivers.items()):
+            if what == "activations" and not isinstance(end, Link):
+                end.forms[stage] = forms[stage]
 
     def run(self, schedule: Schedule, work: StageWork, *, fixed: bool) -> dict[int, Any]:
         """Execute a schedule; return the outputs of the last stage by micro-batch, on the rank that has this stage.
@@ -271,7 +278,7 @@ class Runtime:
         key = action.stage, action.micro_batch
         sender = self._senders[action.stage, "activations"]
         assert isinstance(sender, Sender)
-        outputs = sender.send(self._values.pop(key), self._where(action.stage), f"{key}", grad=trains)
+        outputs = sender.send(self._values.pop(key), self._where(action.stage), key, grad=trains)
         if not trains:
             return
         self._held[key].outputs = [get_gradient_edge(tensor) for tensor in outputs]

@@ -23,6 +23,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from shardwise.compat import fake_tensor
+
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d}
 _SPLIT = frozenset({F.linear, torch.addmm, F.embedding, *_CONVOLUTIONS})
 """Functions whose gradients of weights take much time or memory, and whose arguments are flat."""
@@ -57,7 +59,8 @@ class _Mode(TorchFunctionMode):
             return function(*args, **kwargs)
         given = [*args, *kwargs.values()]
         weights = [value for value in given if _is_weight(value)]
-        if not weights or any(isinstance(value, torch.Tensor) and type(value) not in _KINDS for value in given):
+        kinds = torch.Tensor, nn.Parameter, fake_tensor()
+        if not weights or any(isinstance(value, torch.Tensor) and type(value) not in kinds for value in given):
             return function(*args, **kwargs)
         changed: dict[int, torch.Tensor] = {}
         # The first argument makes results require a gradient where no other does.
@@ -92,9 +95,6 @@ class _Mode(TorchFunctionMode):
         sequel = [get_gradient_edge(root)]
         result: torch.Tensor = _Node.apply(anchor, output.detach(), differentiated, sequel, *sources)
         return result
-
-
-_KINDS = (torch.Tensor, nn.Parameter)
 
 
 def _is_weight(value: Any) -> bool:

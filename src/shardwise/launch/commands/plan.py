@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from shardwise.sizes import size_in_bytes
 
 if TYPE_CHECKING:
+    from shardwise.engine.pipeline_plans import ScheduleFacts
     from shardwise.engine.plans import Room, SettingPlan
 
 PARTS = {
@@ -38,14 +40,27 @@ def plan(
             metavar="MODEL...",
         ),
     ],
-    ranks: Annotated[int, typer.Option(metavar="N", help="Data-parallel ranks.")] = 8,
-    stages: Annotated[str, typer.Option(metavar="LIST", help="ZeRO stages.")] = "0,1,2,3",
+    ranks: Annotated[int, typer.Option(metavar="N", help="Ranks of the job.")] = 8,
+    stages: Annotated[
+        str | None, typer.Option(metavar="LIST", help="ZeRO stages; default: 0,1,2,3, of a pipeline 1.")
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option("--pp", metavar="N", help="Ranks of a pipeline; default: as configured, else none.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Schedule of the pipeline; default: as configured, else 1f1b.")
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(metavar="V", help="Stages of each rank; default: the fewest that the schedule has.")
+    ] = None,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="Configuration; default: AdamW in the precision given.")
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16, without a configuration.")] = "fp32",
     micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a micro-batch.")] = 1,
-    accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches in a step.")] = 1,
+    accumulation: Annotated[
+        int, typer.Option("--accumulation", "--micro-batches", metavar="N", help="Micro-batches in a step.")
+    ] = 1,
     length: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence; 0: no activations.")] = 512,
     device_limit: Annotated[
         str | None,
@@ -68,56 +83,89 @@ def plan(
     No job and no device is needed; the fake tensors are CPU tensors. Sizes are in powers of 10, with the unit in the
     heading. For state that the configuration offloads, the memory of host and disk and the bytes per step are printed,
     too. Your own module is called with token ids of shape (sequences, tokens).
+
+    Of a pipeline (--pp, or pipeline.stages of the configuration) each rank of the pipeline has a row, and the simulated
+    idle time of the schedule is printed. Your own module is then a PipelineModule, with token ids as inputs and labels,
+    or a model of transformers.
     """
     from shardwise.config import load, resolve
     from shardwise.engine.plans import plan_model
     from shardwise.errors import CommandLineError
-    from shardwise.launch.models import named_model, tokens
+    from shardwise.launch.models import micro_batch as micro_batch_of
+    from shardwise.launch.models import named_model
+    from shardwise.pipe import PipelineModule
 
     if precision not in ("fp32", "bf16", "fp16"):
         raise CommandLineError(f"--precision {precision}: give fp32, bf16 or fp16.")
-    if min(ranks, micro_batch, accumulation) < 1 or length < 0:
-        raise CommandLineError("--ranks, --micro-batch and --accumulation are 1 or more, --length 0 or more.")
+    if min(ranks, micro_batch, accumulation, pp or 1, chunks or 1) < 1 or length < 0:
+        raise CommandLineError(
+            "--ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more, --length 0 or more."
+        )
+    rooms = _rooms(device_limit, host_limit, disk_limit, local_ranks or ranks)
+    speeds = _speeds(disk_speed)
+    settings: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    if precision != "fp32":
+        settings[precision] = {"enabled": True}
+    if config is not None:
+        settings = load(config)
+    settings = {
+        **{key: value for key, value in settings.items() if key != "train_batch_size"},
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+    }
+    asked = {"stages": pp, "schedule": schedule, "chunks": chunks}
+    if any(value is not None for value in asked.values()):
+        given = {key: value for key, value in asked.items() if value is not None}
+        settings["pipeline"] = {**settings.get("pipeline", {}), **given}
+    resolved = resolve(settings, world_size=ranks).config
+    positions = resolved.pipeline.stages
+    found: dict[str, Any] = {}
+    for name in models:
+        model = named_model(name, recompute, pipeline=positions not in ("auto", 1))
+        pipeline = positions not in ("auto", 1) or isinstance(model, PipelineModule)
+        if not pipeline and (schedule is not None or chunks is not None):
+            raise CommandLineError(f"--schedule and --chunks are of pipelines, and {name} is none. Give --pp, too.")
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        made = plan_model(
+            model,
+            settings,
+            ranks=ranks,
+            stages=_chosen(stages or ("1" if pipeline else "0,1,2,3")),
+            batch=micro_batch_of(model, micro_batch, length, pipeline=pipeline),
+            rooms=rooms,
+        )
+        if as_json:
+            found[name] = {"parameters": numel, "plans": [_as_dict(one) for one in made.plans]}
+            if made.schedule is not None:
+                found[name]["schedule"] = asdict(made.schedule)
+            continue
+        enabled = [kind for kind in ("bf16", "fp16") if getattr(resolved, kind).enabled]
+        sizes = f"{micro_batch} x {length} tokens" if length else "no activations"
+        title = (
+            f"{name}: {numel:,} parameters, {ranks} rank{'s' * (ranks > 1)}, {(enabled or ['fp32'])[0]}, "
+            f"micro-batch of {sizes}, accumulation {accumulation}"
+        )
+        _show(title, made.plans, speeds, bool(rooms))
+        if made.schedule is not None:
+            _show_schedule(made.schedule)
+        typer.echo("")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+
+
+def _chosen(stages: str) -> list[int]:
+    from shardwise.errors import CommandLineError
+
     chosen = [int(stage) for stage in stages.split(",") if stage in ("0", "1", "2", "3")]
     if len(chosen) != len(stages.split(",")):
         raise CommandLineError(f"--stages {stages}: give some of 0, 1, 2 and 3, with commas.")
-    rooms = _rooms(device_limit, host_limit, disk_limit, local_ranks or ranks)
-    speeds = _speeds(disk_speed)
-    found: dict[str, Any] = {}
-    for name in models:
-        settings: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
-        if precision != "fp32":
-            settings[precision] = {"enabled": True}
-        if config is not None:
-            settings = load(config)
-        settings = {
-            **{key: value for key, value in settings.items() if key != "train_batch_size"},
-            "train_micro_batch_size_per_gpu": micro_batch,
-            "gradient_accumulation_steps": accumulation,
-        }
-        model = named_model(name, recompute)
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        plans = plan_model(
-            model, settings, ranks=ranks, stages=chosen, batch=tokens(micro_batch, length), rooms=rooms
-        ).plans
-        if as_json:
-            found[name] = {"parameters": numel, "plans": [_as_dict(one) for one in plans]}
-        else:
-            resolved = resolve(settings, world_size=ranks).config
-            enabled = [kind for kind in ("bf16", "fp16") if getattr(resolved, kind).enabled]
-            sizes = f"{micro_batch} x {length} tokens" if length else "no activations"
-            title = (
-                f"{name}: {numel:,} parameters, {ranks} rank{'s' * (ranks > 1)}, {(enabled or ['fp32'])[0]}, "
-                f"micro-batch of {sizes}, accumulation {accumulation}"
-            )
-            _show(title, plans, speeds, bool(rooms))
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
+    return chosen
 
 
 def _as_dict(one: SettingPlan) -> dict[str, Any]:
     return {
         "stage": one.setting.stage,
+        **({} if one.position is None else {"pipeline_rank": one.position}),
         "peaks": one.peaks,
         "total": one.total,
         "elsewhere": one.elsewhere,
@@ -176,15 +224,20 @@ def _show(
     largest = max((one.total or 0 for one in plans), default=0)
     unit, scale = ("GB", 1e9) if largest >= 1e8 else ("MB", 1e6) if largest >= 1e5 else ("kB", 1e3)
     typer.echo(title)
-    typer.echo(f"{'stage':>5}" + "".join(f"{name:>12}" for name in (*PARTS, "total")) + f"  {unit}" + "  fits" * judged)
+    placed = any(one.position is not None for one in plans)
+    head = ("zero", "rank") if placed else ("stage",)
+    titles = "".join(f"{name:>5}" for name in head) + "".join(f"{name:>12}" for name in (*PARTS, "total"))
+    typer.echo(f"{titles}  {unit}" + "  fits" * judged)
     for one in plans:
         sizes = [
             sum(one.peaks[category] for category in part) if set(part) <= one.peaks.keys() else None
             for part in PARTS.values()
         ]
+        numbers = (one.setting.stage, one.position) if placed else (one.setting.stage,)
         cells = ("-" if size is None else f"{size / scale:.2f}" for size in (*sizes, one.total))
         fits = {True: "yes", False: "no", None: "?"}[one.fits]
-        typer.echo(f"{one.setting.stage:>5}" + "".join(f"{cell:>12}" for cell in cells) + f"{fits:>10}" * judged)
+        row = "".join(f"{number:>5}" for number in numbers) + "".join(f"{cell:>12}" for cell in cells)
+        typer.echo(row + f"{fits:>10}" * judged)
     for one in plans:
         for line in _elsewhere(one, speeds, unit, scale):
             typer.echo(line)
@@ -195,4 +248,23 @@ def _show(
         )
     for note in dict.fromkeys(one.note for one in plans if one.note):
         typer.echo(note)
-    typer.echo("")
+
+
+def _show_schedule(facts: ScheduleFacts) -> None:
+    """Print stages and simulated idle time of a pipeline."""
+    typer.echo(
+        f"{facts.name}, {facts.micro_batches} micro-batches, simulated; idle: for stages of equal times"
+        + ("" if facts.idle_by_flops is None else ", and in proportion to FLOPs")
+    )
+    rows: list[tuple[str, ...]] = [("rank", "layers", "parameters", "in flight", "idle")]
+    if facts.idle_by_flops is not None:
+        rows[0] = (*rows[0], "by FLOPs")
+    for rank, layers in enumerate(facts.layers):
+        shares = [idle[rank] for idle in (facts.idle, facts.idle_by_flops) if idle is not None]
+        numbers = f"{facts.parameters[rank]:,}", str(facts.in_flight[rank])
+        rows.append((str(rank), layers, *numbers, *(f"{share:.1%}" for share in shares)))
+    means = [sum(idle) / len(idle) for idle in (facts.idle, facts.idle_by_flops) if idle is not None]
+    rows.append(("all", "", f"{sum(facts.parameters):,}", "", *(f"{mean:.1%}" for mean in means)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        typer.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

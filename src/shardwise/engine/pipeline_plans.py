@@ -1,0 +1,101 @@
+"""Plans of all positions of a pipeline in one process: stages, memory, and the simulated idle time of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.engine.pipeline_dryrun import StageForms, with_stages
+from shardwise.engine.stages import PipelineRanks, as_pipeline
+from shardwise.pipeline.module import PipelineModule
+from shardwise.pipeline.schedules import make_schedule, placement_of
+from shardwise.pipeline.simulator import simulate
+
+if TYPE_CHECKING:
+    from shardwise.config import Resolution
+
+
+def requested_stages(model: nn.Module) -> int | None:
+    """Return the ranks of a pipeline that a model asks for; None: as configured."""
+    return model.num_stages if isinstance(model, PipelineModule) else None
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """Stages and simulated idle time of a pipeline, by position.
+
+    Attributes:
+        name: of the schedule.
+        micro_batches: number of micro-batches in a step.
+        layers: layers of the position's stages.
+        parameters: numbers of parameter elements.
+        in_flight: most stages' activations at a time, of one micro-batch each.
+        idle: idle share of a step, if all stages take equal times.
+        idle_by_flops: the same, if times are in proportion to FLOPs; None: FLOPs are unknown without a batch.
+    """
+
+    name: str
+    micro_batches: int
+    layers: tuple[str, ...]
+    parameters: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    idle: tuple[float, ...]
+    idle_by_flops: tuple[float, ...] | None
+
+
+class PipelinePlans:
+    """The positions of a pipeline on ranks that are not there.
+
+    Attributes:
+        forms: of the values between stages.
+    """
+
+    def __init__(self, model: PipelineModule, resolution: Resolution, ranks: int, positions: int) -> None:
+        self._pipeline = resolution.config.pipeline
+        self._steps = int(resolution.config.gradient_accumulation_steps or 1)
+        rank_of = placement_of(self._pipeline.schedule, positions, self._pipeline.chunks)
+        size = ranks // positions
+        self._places = [PipelineRanks.of(place * size, ranks, positions, rank_of) for place in range(positions)]
+        if self._pipeline.activation_checkpoint_interval:
+            model.set_checkpoint_interval(self._pipeline.activation_checkpoint_interval)
+        self._models = [with_stages(model, place.stages, len(rank_of)) for place in self._places]
+        self.forms = StageForms(model, len(rank_of))
+
+    @classmethod
+    def of(cls, model: nn.Module, resolution: Resolution, ranks: int) -> PipelinePlans | None:
+        """Return the positions of a configured pipeline; None without one."""
+        config = resolution.config.pipeline
+        positions = 1 if config.stages == "auto" else int(config.stages)
+        if not isinstance(model, PipelineModule):
+            if positions == 1:
+                return None
+            model = as_pipeline(model, config.partition, None)
+        return cls(model, resolution, ranks, positions)
+
+    def positions(self) -> Iterator[tuple[PipelineModule, PipelineRanks]]:
+        """Yield the model and the place of each position."""
+        yield from zip(self._models, self._places, strict=True)
+
+    def facts(self) -> ScheduleFacts:
+        """Return stages and idle time, after the plans have been made."""
+        first, rank_of = self._places[0], self._places[0].rank_of
+        name, positions = self._pipeline.schedule, len(self._places)
+        chunks = len(rank_of) // positions
+        schedule = make_schedule(name, positions, self._steps, chunks, first.placement)
+        simulation = simulate(schedule)
+        by_flops = simulate(schedule, self.forms.times).idle if any(self.forms.flops) else None
+        return ScheduleFacts(
+            name,
+            self._steps,
+            tuple(
+                ", ".join(model.layers_of(stage).partition(" ")[2] for stage in place.stages)
+                for model, place in self.positions()
+            ),
+            tuple(sum(p.numel() for p in model.parameters()) for model in self._models),
+            tuple(round(peak) for peak in simulation.peak),
+            simulation.idle,
+            by_flops,
+        )
