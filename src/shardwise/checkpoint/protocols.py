@@ -81,6 +81,10 @@ class CheckpointedModel(Protocol):
         """Communicator of the ranks that have the same units as this rank."""
 
     @property
+    def place(self) -> Mapping[str, tuple[int, int]]:
+        """Coordinate of this rank in each dimension of the mesh, with the size of the dimension; empty: not known."""
+
+    @property
     def device(self) -> torch.device:
         """Device of values and state."""
 

@@ -78,7 +78,7 @@ class UnshardedWeights:
 
     def _collect(self, exclude_frozen: bool) -> list[UnshardedTensor]:
         self.parameters = unsharded_parameters(self._model, exclude_frozen=exclude_frozen)
-        self.buffers = gathered_buffers(self._model)
+        self.buffers = dict(sorted(gathered_buffers(self._model).items()))
         plain = [UnshardedTensor(n, (), tuple(b.shape), b.dtype) for n, b in self.buffers.items()]
         mine = [*self.parameters.values(), *plain]
         self.groups = [list(mine)]

@@ -53,6 +53,7 @@ from shardwise.engine.mesh import (
     grid_of,
     group_of,
     local_ranks,
+    mesh_place,
     model_parallel_size,
     reduction,
     requested_by,
@@ -361,6 +362,7 @@ def _build(
                 plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
                 norm_group=job,
                 copies=copies,
+                place=mesh_place(lines, whole.rank, (0, 1) if place is None else (place.position, len(place.ranks))),
             ),
         )
 

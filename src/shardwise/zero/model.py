@@ -93,6 +93,7 @@ class Sharding:
         plain: without an optimizer, leave gradients in `.grad`, averaged over ranks (True) or summed; None: drop them.
         norm_group: ranks over which squares of gradients are summed, and that save together; None: the pass group.
         copies: by `id(parameter)`, parameters that ranks outside of the pass group have, too.
+        place: coordinate of this rank in each dimension of the mesh, and the size of the dimension.
     """
 
     stepping: Stepping
@@ -110,6 +111,7 @@ class Sharding:
     plain: bool | None = None
     norm_group: Communicator | None = None
     copies: Mapping[int, CopiesElsewhere] = field(default_factory=dict)
+    place: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class ShardedModel:
