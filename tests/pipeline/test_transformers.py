@@ -94,7 +94,8 @@ class Setting:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-def train(setting: Setting) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def engine_of(setting: Setting) -> Any:
+    """Return the engine of a setting."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -104,7 +105,11 @@ def train(setting: Setting) -> tuple[list[float], list[float], dict[str, torch.T
         "tensor_parallel": {"autotp_size": setting.tensor},
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
     }
-    engine = shardwise.initialize(model=model_of(setting.kind), config=config)[0]
+    return shardwise.initialize(model=model_of(setting.kind), config=config)[0]
+
+
+def train(setting: Setting) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    engine = engine_of(setting)
     place = dist.get_rank() % (dist.get_world_size() // setting.stages) // setting.tensor
     losses, norms = [], []
     for step in range(STEPS):

@@ -6,9 +6,12 @@ other ranks would wait for ever if only the failing rank raised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from shardwise.checkpoint.checksums import in_words
 from shardwise.comm.communicator import Communicator
@@ -42,3 +45,40 @@ def collective_step(comm: Communicator, what: str) -> Iterator[CollectiveStep]:
         if outcome["error"] is not None:
             raise CheckpointError(f"{what}: failed on rank {rank}: {outcome['error']}")
     this.gathered = [outcome["value"] for outcome in outcomes]
+
+
+_MOST_BYTES = 4 << 20  # bytes of the device buffer in which the first rank receives
+
+
+def on_first_rank(comm: Communicator, value: Any, label: str) -> list[Any]:
+    """Return the JSON values of all ranks on the first rank, [] on the others (a collective)."""
+    if not comm.sends or comm.imagined:
+        return [value] * comm.world
+    own, first = json.dumps(value).encode(), comm.rank == 0
+    sizes = comm.exchange(len(own), label)
+    width = max(1, _MOST_BYTES // comm.world)
+    texts = [bytearray() for _ in sizes]
+    for at in range(0, max(sizes), width):
+        counts = [min(width, max(0, size - at)) for size in sizes]
+        given = torch.frombuffer(bytearray(own[at : at + width]) or bytearray(1), dtype=torch.uint8)
+        given = given[: counts[comm.rank]].to(comm.device)
+        arrived = torch.empty(sum(counts) if first else 0, dtype=torch.uint8, device=comm.device)
+        to_first = [given.numel(), *[0] * (comm.world - 1)]
+        comm.all_to_all(arrived, given, counts if first else [0] * comm.world, to_first, label).wait()
+        for text, part in zip(texts, arrived.cpu().split(counts) if first else (), strict=False):
+            text += part.numpy().tobytes()
+    return [json.loads(text) for text in texts] if first else []
+
+
+def same_on_all(comm: Communicator, value: Any, label: str) -> bool:
+    """Return True if all ranks give the same JSON value (a collective of a digest)."""
+    return len(set(comm.fingerprints(json.dumps(value), label))) == 1
+
+
+def held_by_any(comm: Communicator, names: Sequence[str], held: Collection[str], label: str) -> set[str]:
+    """Return the names, given in one order on all ranks, that some rank holds (a collective of 4 bytes a name)."""
+    if not names:
+        return set()
+    flags = torch.tensor([float(name in held) for name in names], device=comm.device)
+    comm.all_reduce(flags, label).wait()
+    return {name for name, count in zip(names, flags.tolist(), strict=True) if count}

@@ -4,15 +4,16 @@ in pieces of 8 MiB, which bounds memory. From an engine, ranks send their ranges
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from shardwise.boxes import Patch, Region, overlap, region, whole
-from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.agree import collective_step, on_first_rank
 from shardwise.checkpoint.collect import buffer_names, within
 from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.hf_config import config_files
@@ -22,7 +23,7 @@ from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.sharded_weights import FORMATS, Entry, WeightFiles, parse_size, replace_file
 from shardwise.checkpoint.source import PIECE, Progress, Source
-from shardwise.checkpoint.weights import UnshardedTensor, gathered_buffers, unsharded_parameters
+from shardwise.checkpoint.unsharded import UnshardedTensor, UnshardedWeights
 from shardwise.errors import CheckpointError
 from shardwise.registry import taken
 from shardwise.utils.logging import logger
@@ -275,46 +276,36 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     """
     comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
-    wanted = unsharded_parameters(model, exclude_frozen=request.exclude_frozen)
+    weights = UnshardedWeights(model, exclude_frozen=request.exclude_frozen, to_first=True)
     model.share_changes()
-    values, ranges = model.value_runs(), model.owned_ranges()
-    own: dict[str, list[_Own]] = {}
-    for tensor in model.registry:
-        if tensor.name in wanted:
-            with model.materialized(tensor.index):
-                runs = within(values.get(tensor.index, []), ranges.get(tensor.index, []))
-            own.setdefault(tensor.name, []).extend(_Own(model.box_of(tensor), *run) for run in runs)
-    with collective_step(comm, what) as known:
-        known.local = {
-            name: [name_of(runs[0].values.dtype), [(run.box, run.start, run.stop) for run in runs]]
-            for name, runs in own.items()
-            if runs
-        }
-    layout = {name: _spread(tensor, known.gathered) for name, tensor in wanted.items()}
-    places = _places(model, wanted, layout, request)
+    own = _own_runs(model, weights)
+    local = {
+        name: [name_of(runs[0].values.dtype), [(run.box, run.start, run.stop) for run in runs]]
+        for name, runs in own.items()
+        if runs
+    }
+    places = _places(model, weights, on_first_rank(comm, local, _LABEL), request)
     files: WeightFiles | None = None
     config: dict[str, bytes] = {}
     failure: Exception | None = None
 
-    def write(wanted: Sequence[tuple[Entry, str | torch.Tensor]]) -> None:
+    def write(wanted: Sequence[_Place]) -> None:
         nonlocal failure
-        for entry, where in wanted:
-            if isinstance(where, torch.Tensor):
-                pieces: Iterator[tuple[int, torch.Tensor]] = iter([(0, where.detach().reshape(-1))])
-            else:
-                pieces = _gathered(model, entry, layout[where], own.get(where, []), request.conversion, hold)
-            for start, piece in pieces:
+        for place in wanted:
+            runs = own.get(place.name, []) if place.sends else []
+            for start, piece in _gathered(model, place, runs, request.conversion, hold):
                 # A full disk must not end the loop on rank 0 only, because the others send to it.
                 if files is not None and failure is None:
                     try:
-                        files.write(entry.name, start, request.conversion(entry.name, piece))
+                        for entry in place.entries:
+                            files.write(entry.name, start, request.conversion(entry.name, piece))
                     except (OSError, CheckpointError) as error:
                         failure = error
 
     try:
         with collective_step(comm, what):
             if rank == 0:
-                entries = [entry for entry, _ in places]
+                entries = [entry for place in places for entry in place.entries]
                 if request.config:
                     config = config_files(model.module, [entry.spec for entry in entries])
                 files = WeightFiles(
@@ -323,9 +314,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
         # Ranks may fetch different numbers of tensors at a time; the order, that of collectives, is the same.
         nothing = torch.empty(0, device="cpu")
         first = {name: runs[0].values for name, runs in own.items() if runs}
-        model.fetch(
-            [(p, nothing if isinstance(p[1], torch.Tensor) else first.get(p[1], nothing)) for p in places], write
-        )
+        model.fetch([(place, first.get(place.name, nothing) if place.sends else nothing) for place in places], write)
         with collective_step(comm, what) as ended:
             if failure is not None:
                 raise failure
@@ -352,93 +341,144 @@ class _Own:
     stop: int
     values: torch.Tensor
 
+    def patches(self, shape: tuple[int, ...], low: int, high: int) -> Iterator[Patch]:
+        outer = whole(shape)
+        return iter(overlap(self.box or outer, self.start, self.stop, outer, low, high))
 
-@dataclass
-class _Spread:
-    """Places of a parameter's elements; `runs` has (box, start, stop) of each rank's runs."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    runs: list[list[tuple[Region, int, int]]] = field(default_factory=list)
+def _own_runs(model: CheckpointedModel, weights: UnshardedWeights) -> dict[str, list[_Own]]:
+    """Return the runs that this rank sends; the first rank of a pass group sends its buffers."""
+    values, ranges = model.value_runs(), model.owned_ranges()
+    own: dict[str, list[_Own]] = {}
+    for tensor in model.registry:
+        if tensor.name in weights.parameters:
+            with model.materialized(tensor.index):
+                runs = within(values.get(tensor.index, []), ranges.get(tensor.index, []))
+            own.setdefault(tensor.name, []).extend(_Own(model.box_of(tensor), *run) for run in runs)
+    if model.pass_group.rank == 0:
+        own |= {n: [_Own(None, 0, b.numel(), b.detach().reshape(-1))] for n, b in weights.buffers.items()}
+    return own
 
-    def patches(self, rank: int, low: int, high: int) -> Iterator[tuple[int, Patch]]:
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A tensor of one pass group; on ranks that do not know it only the number of its pieces, or of all of a group.
+
+    Attributes:
+        sends: the tensor is one of this rank's pass group.
+        entries: on rank 0, tensors of the files.
+        dtype: on rank 0, of the values.
+        runs: on rank 0, (box, start, stop) of each rank's runs.
+    """
+
+    pieces: int
+    sends: bool = False
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    entries: Sequence[Entry] = ()
+    dtype: torch.dtype = torch.float32
+    runs: Sequence[Sequence[tuple[Region, int, int]]] = ()
+
+    def patches(self, rank: int, low: int, high: int) -> list[Patch]:
+        """Return the patches of a piece that rank 0 receives from a rank."""
         outer = whole(self.shape)
-        for number, (box, start, stop) in enumerate(self.runs[rank]):
-            for patch in overlap(box, start, stop, outer, low, high):
-                yield number, patch
+        return [p for box, start, stop in self.runs[rank] for p in overlap(box, start, stop, outer, low, high)]
 
 
-def _spread(tensor: UnshardedTensor, gathered: list[dict[str, Any]]) -> _Spread:
-    found = _Spread(tensor.dtype, tensor.shape)
-    for entry in gathered:
-        name, runs = entry.get(tensor.name, (None, ()))
-        if name is not None:
-            found.dtype = dtype_of(name)
-        outer = whole(tensor.shape)
-        found.runs.append([(outer if box is None else region(box), start, stop) for box, start, stop in runs])
-    return found
+_STEP = PIECE // 4
+"""Elements of a piece, in any dtype."""
+
+
+def _pieces(tensor: UnshardedTensor) -> int:
+    return -(-math.prod(tensor.shape) // _STEP)
 
 
 def _places(
-    model: CheckpointedModel,
-    wanted: Mapping[str, UnshardedTensor],
-    layout: Mapping[str, _Spread],
-    request: ExportRequest,
-) -> list[tuple[Entry, str | torch.Tensor]]:
-    found: list[tuple[Entry, str | torch.Tensor]] = []
-    for tensor in wanted.values():
-        spec = request.conversion.spec(Spec(layout[tensor.name].dtype, tensor.shape))
-        entries = _named(tensor.name, tensor.aliases, spec, "", request.all_names)
-        found += [(entry, tensor.name) for entry in entries]
-    held = gathered_buffers(model)
+    model: CheckpointedModel, weights: UnshardedWeights, gathered: Sequence[Mapping[str, Any]], request: ExportRequest
+) -> list[_Place]:
+    totals = model.comm.exchange(sum(_pieces(t) for t in weights.groups[weights.own] if t is not None), _LABEL)
     names = {name: tuple(known[1:]) for known in buffer_names(model.module).values() for name in known[:1]}
-    aliases = {alias for also in names.values() for alias in also}
-    for name, buffer in sorted(held.items()):
-        if name not in aliases:
-            spec = request.conversion.spec(Spec(buffer.dtype, tuple(buffer.shape)))
-            entries = _named(name, names.get(name, ()), spec, "", request.all_names)
-            found += [(entry, buffer) for entry in entries]
+    seen = {alias for also in names.values() for alias in also}
+    found: list[_Place] = []
+    for number, listed in enumerate(weights.groups):
+        ranks = weights.ranks_of(number)
+        if None in listed:
+            found.append(_Place(totals[ranks[0]]))
+            continue
+        for tensor in listed:
+            assert tensor is not None
+            place = _Place(_pieces(tensor), number == weights.own, tensor.name, tensor.shape)
+            if gathered:
+                runs, dtype = _runs_of(tensor, gathered, ranks)
+                entries: list[Entry] = []
+                if tensor.name not in seen:
+                    spec = request.conversion.spec(Spec(dtype, tensor.shape))
+                    aliases = (*weights.tensors[tensor.name].aliases, *names.get(tensor.name, ()))
+                    entries = _named(tensor.name, aliases, spec, "", request.all_names)
+                seen.add(tensor.name)
+                place = replace(place, entries=entries, dtype=dtype, runs=runs)
+            found.append(place)
     return found
+
+
+def _runs_of(
+    tensor: UnshardedTensor, gathered: Sequence[Mapping[str, Any]], ranks: Collection[int]
+) -> tuple[list[list[tuple[Region, int, int]]], torch.dtype]:
+    found, dtype, outer = [], tensor.dtype, whole(tensor.shape)
+    for rank, entry in enumerate(gathered):
+        name, runs = entry.get(tensor.name, (None, ())) if rank in ranks else (None, ())
+        dtype = dtype if name is None else dtype_of(name)
+        found.append([(outer if box is None else region(box), start, stop) for box, start, stop in runs])
+    return found, dtype
 
 
 def _gathered(
     model: CheckpointedModel,
-    entry: Entry,
-    spread: _Spread,
+    place: _Place,
     own: list[_Own],
     conversion: Conversion,
     hold: Callable[[torch.Tensor], None],
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first element, values) of a parameter on rank 0, piece by piece; other ranks send only."""
-    comm = model.comm
-    step = PIECE // max(entry.spec.dtype.itemsize, spread.dtype.itemsize)
-    numel = entry.spec.nbytes // entry.spec.dtype.itemsize
-    for low in range(0, numel, step):
-        high = min(numel, low + step)
+    """Yield (first element, values) of a tensor on rank 0, piece by piece; other ranks send only."""
+    comm, receives = model.comm, model.comm.rank == 0
+    dtype = conversion.spec(Spec(place.dtype, ())).dtype
+    numel = math.prod(place.shape)
+    for low in range(0, place.pieces * _STEP, _STEP):
+        high = min(numel, low + _STEP)
         sent = [
-            conversion(entry.name, taken(own[number].values, patch)).to(model.device).reshape(-1)
-            for number, patch in spread.patches(comm.rank, low, high)
+            conversion(place.name, taken(run.values, patch)).to(model.device).reshape(-1)
+            for run in own
+            for patch in run.patches(place.shape, low, high)
         ]
-        counts = [sum(p.numel for _, p in spread.patches(rank, low, high)) for rank in range(comm.world)]
-        empty = torch.empty(0, dtype=entry.spec.dtype, device=model.device)
-        given = torch.cat(sent) if len(sent) > 1 else (sent[0].contiguous() if sent else empty)
-        output = torch.empty(high - low, dtype=entry.spec.dtype, device=model.device) if comm.rank == 0 else empty
+        given = torch.cat(sent) if len(sent) > 1 else (sent[0].contiguous() if sent else _nothing(model))
+        patches = [place.patches(rank, low, high) if receives else [] for rank in range(comm.world)]
+        counts = [sum(patch.numel for patch in some) * dtype.itemsize for some in patches]
+        output = torch.empty(sum(counts), dtype=torch.uint8, device=model.device)
         hold(given)
         hold(output)
-        to_first = [given.numel(), *[0] * (comm.world - 1)]
-        comm.all_to_all(output, given, counts if comm.rank == 0 else [0] * comm.world, to_first, _LABEL).wait()
-        if comm.rank == 0:
-            patches = [patch for rank in range(comm.world) for _, patch in spread.patches(rank, low, high)]
-            arrived = list(zip(patches, output.split([patch.numel for patch in patches]), strict=True))
-            if all(patch.flat for patch in patches):
-                for patch, values in sorted(arrived, key=lambda pair: pair[0].target):
-                    yield low + patch.target, values
-                continue
-            piece = torch.empty_like(output)
-            hold(piece)
-            for patch, values in arrived:
-                piece.as_strided(patch.shape, patch.target_strides, patch.target).copy_(values.view(patch.shape))
-            yield low, piece
+        given = given.view(torch.uint8)
+        comm.all_to_all(output, given, counts, [given.numel(), *[0] * (comm.world - 1)], _LABEL).wait()
+        if place.entries:
+            yield from _in_order([patch for some in patches for patch in some], output.view(dtype), low, hold)
+
+
+def _nothing(model: CheckpointedModel) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=model.device)
+
+
+def _in_order(
+    patches: Sequence[Patch], arrived: torch.Tensor, low: int, hold: Callable[[torch.Tensor], None]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    parts = list(zip(patches, arrived.split([patch.numel for patch in patches]), strict=True))
+    if all(patch.flat for patch in patches):
+        for patch, values in sorted(parts, key=lambda pair: pair[0].target):
+            yield low + patch.target, values
+        return
+    piece = torch.empty_like(arrived)
+    hold(piece)
+    for patch, values in parts:
+        piece.as_strided(patch.shape, patch.target_strides, patch.target).copy_(values.view(patch.shape))
+    yield low, piece
 
 
 def request_of(

@@ -22,9 +22,9 @@ from shardwise.utils.logging import logger
 def config_files(model: nn.Module, specs: Iterable[Spec]) -> dict[str, bytes]:
     """Return `from_pretrained`'s other files by name, for weights of `specs`; none for other libraries' models."""
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-    if kind is None or not isinstance(model, kind):
+    source: Any = getattr(model, "pretrained_model", model)  # of a module that runs the layers of such a model
+    if kind is None or not isinstance(source, kind):
         return {}
-    source: Any = model
     config = copy.deepcopy(source.config)
     config.architectures = [type(source).__name__]
     dtype = _most_of(specs)

@@ -19,7 +19,7 @@ from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.source import Source, SourceTensor
-from shardwise.checkpoint.weights import names_of_all
+from shardwise.checkpoint.weights import names_of_any
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 
@@ -66,9 +66,11 @@ def load_weights(
         assert source is not None
         if len(set(opened.gathered)) > 1:
             raise CheckpointError(f"{what}: ranks see different tensors under this path; all need the same files")
-        elsewhere = names_of_all(model)
         with collective_step(comm, what):
-            matched = _match(model, source, strict, rename, elsewhere)
+            known, left_out = _renamed(source, rename)
+        elsewhere = names_of_any(model, list(known), what)
+        with collective_step(comm, what):
+            matched = _match(model, source, strict, known, left_out, elsewhere)
             _verify_share(model, source, matched)
         model.finish_gathers()
         with collective_step(comm, what), torch.no_grad():
@@ -115,9 +117,13 @@ def _renamed(source: Source, rename: Rename | None) -> tuple[dict[str, SourceTen
 
 
 def _match(
-    model: CheckpointedModel, source: Source, strict: bool, rename: Rename | None, elsewhere: set[str]
+    model: CheckpointedModel,
+    source: Source,
+    strict: bool,
+    known: Mapping[str, SourceTensor],
+    left_out: set[str],
+    elsewhere: set[str],
 ) -> _Match:
-    known, left_out = _renamed(source, rename)
     missing: list[str] = []
     wrong: list[str] = []
     used: set[str] = set()
@@ -135,7 +141,7 @@ def _match(
     parameters = [(tensor, take((tensor.name, *tensor.aliases), tensor.global_shape)) for tensor in model.registry]
     shared = buffer_names(model.module)
     held = [(buffer, take(tuple(shared[id(buffer)]), tuple(buffer.shape))) for _, buffer in buffers(model.module)]
-    others = {known[name].name for name in elsewhere if name in known}
+    others = {known[name].name for name in elsewhere}
     unexpected = [tensor.name for tensor in source.tensors().values() if tensor.name not in used | left_out | others]
     problems = [f"of another shape: {outline(wrong)}"] if wrong else []
     if strict and missing:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import directory, manifest
-from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
 from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
 from shardwise.checkpoint.match import (
@@ -34,10 +34,11 @@ from shardwise.checkpoint.match import (
     names_of,
 )
 from shardwise.checkpoint.newest import listing
+from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint, Run
 from shardwise.checkpoint.report import LoadReport
-from shardwise.checkpoint.selection import Selection, rename
+from shardwise.checkpoint.selection import Renamed, Selection, names_in, rename
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.utils.logging import logger
 
@@ -84,7 +85,8 @@ class Options:
 @dataclass
 class Loaded:
     """State except tensors of the model and the optimizer, as plain Python values. `client` is the user's. `rank` is
-    this rank's own; None if the checkpoint has no such rank. `first` is rank 0's; None with an equal number of ranks.
+    that of the rank at this rank's coordinates; None if the checkpoint has no such rank. `line` is that of a rank with
+    this rank's share of the samples, else rank 0's. `same`: the checkpoint is of the same mesh.
     """
 
     path: str
@@ -93,7 +95,8 @@ class Loaded:
     scheduler: Any = None
     scaler: Any = None
     rank: Any = None
-    first: Any = None
+    line: Any = None
+    same: bool = True
 
 
 def find(
@@ -176,17 +179,18 @@ def _try(
         except CheckpointError as error:
             return error
         alike = len({names for _, _, names in opening.gathered}) == 1
-        elsewhere = _elsewhere(model, what, max(groups for _, groups, _ in opening.gathered), alike)
+        with collective_step(model.comm, what):
+            renamed = rename(saved.manifest, options.selection, path)
+        groups = max(count for _, count, _ in opening.gathered)
+        elsewhere = RemoteNames(groups=groups) if alike else _elsewhere(model, renamed, options, path, groups)
         with collective_step(model.comm, what) as agreed:
-            matched = _match(model, saved, options, elsewhere)
+            matched = _match(model, saved, renamed, options, elsewhere)
             check(saved)
-            facts = _facts(model, matched)
-            agreed.local = {"": _digest(facts)} if alike else facts
-        if not _agree(agreed.gathered):
-            raise UsageError(
-                f"{path}: ranks would load different tensors; pass the same include, exclude and rename on every rank, "
-                "and build the same model"
-            )
+            agreed.local = _digest(_facts(model, matched))
+        # Ranks with the same names; `_elsewhere` compares the requests of the others.
+        plans = {(names, plan) for (_, _, names), plan in zip(opening.gathered, agreed.gathered, strict=True)}
+        if len(plans) != len({names for names, _ in plans}):
+            raise UsageError(f"{path}: {_UNLIKE}")
         assert matched is not None
         try:
             if options.verify:
@@ -206,18 +210,29 @@ def _groups(model: CheckpointedModel) -> int:
     return 0 if model.optimizer is None else len(model.optimizer.param_groups)
 
 
-def _elsewhere(model: CheckpointedModel, what: str, groups: int, alike: bool) -> RemoteNames:
-    """Return other ranks' names. A collective; names are exchanged only if ranks differ."""
-    if alike:
-        return RemoteNames(groups=groups)
-    with collective_step(model.comm, what) as step:
-        step.local = names_of(model)
-    others = (names for rank, names in enumerate(step.gathered) if rank != model.comm.rank)
-    return RemoteNames(frozenset(name for names in others for name in names), groups)
+_UNLIKE = (
+    "ranks would load different tensors; pass the same include, exclude and rename on every rank, and build the same "
+    "model"
+)
 
 
-def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewhere: RemoteNames) -> LoadPlan:
-    renamed = rename(saved.manifest, options.selection, saved.path)
+def _elsewhere(model: CheckpointedModel, renamed: Renamed, options: Options, path: str, groups: int) -> RemoteNames:
+    """Return the checkpoint's names that only other ranks have, if ranks have different names. A collective: each rank
+    marks the names that it has in a list of the names in the checkpoint, and no rank sends names.
+    """
+    selection, own = options.selection, names_of(model)
+    listed = sorted(set(names_in(renamed.manifest)))
+    patterns = selection.unused_patterns(())
+    if not same_on_all(model.comm, [listed, patterns, options.custom], "checkpoint"):
+        raise UsageError(f"{path}: {_UNLIKE}")
+    used = set(patterns).difference(selection.unused_patterns(own))
+    found = held_by_any(model.comm, [*listed, *patterns], {*own, *used}, "checkpoint")
+    return RemoteNames(frozenset(found.intersection(listed).difference(own)), groups, found.intersection(patterns))
+
+
+def _match(
+    model: CheckpointedModel, saved: Checkpoint, renamed: Renamed, options: Options, elsewhere: RemoteNames
+) -> LoadPlan:
     if options.custom:
         names = [tensor.name for tensor in saved.manifest.of_module() if tensor.rank is None]
         matched = LoadPlan(LoadReport(saved.path, loaded=tuple(names)))
@@ -254,11 +269,6 @@ def _digest(facts: dict[str, Any] | list[str]) -> str:
     return hashlib.blake2b(json.dumps(ordered).encode(), digest_size=16).hexdigest()
 
 
-def _agree(gathered: Sequence[dict[str, Any]]) -> bool:
-    known: dict[str, Any] = {}
-    return all(known.setdefault(name, fact) == fact for facts in gathered for name, fact in facts.items())
-
-
 def _tags(parent: str) -> list[str]:
     with contextlib.suppress(OSError):
         others = [name for name in os.listdir(parent) if recognised(os.path.join(parent, name))]
@@ -282,7 +292,8 @@ def _verify(
     rank, world = model.comm.rank, model.comm.world
     with collective_step(model.comm, what) as shared:
         saved.check_sizes(sorted(saved.manifest.files)[rank::world])
-        if options.with_optimizer and options.selection.everything:
+        everything = options.with_optimizer and options.selection.everything
+        if everything:
             blocks = saved.blocks()
         else:
             blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
@@ -291,32 +302,45 @@ def _verify(
             matched.left = []
             matched.left = _StateMaker(model, matched.states).make(range(len(model.registry)))
         places, rest = saved.places(matched.left or ())
-        shared.local = [_together(saved.mostly(places)), [] if alike else _together(blocks)]
+        shared.local = _together(saved.mostly(places), sorted(saved.manifest.files))
+    if not (alike or everything):
+        blocks = _wanted_by_any(model, saved, blocks)
     with collective_step(model.comm, what):
-        wanted = {(name, n) for _, entry in shared.gathered for name, first, end in entry for n in range(first, end)}
-        own = _share(blocks if alike else sorted(wanted), [mostly for mostly, _ in shared.gathered], rank)
+        own = _share(blocks, shared.gathered, rank, sorted(saved.manifest.files))
         saved.verify(own, places)
         if matched.left is not None:
             matched.left = rest + saved.left(places, own)
 
 
-def _together(blocks: Iterable[tuple[str, int]]) -> list[list[Any]]:
-    found: list[list[Any]] = []
+def _wanted_by_any(
+    model: CheckpointedModel, saved: Checkpoint, blocks: Sequence[tuple[str, int]]
+) -> list[tuple[str, int]]:
+    """Return the blocks that some rank wants, of which ranks with other tensors want others (a collective)."""
+    every = {f"{name}:{n}": (name, n) for name, n in saved.blocks()}
+    found = held_by_any(model.comm, list(every), {f"{name}:{n}" for name, n in blocks}, "checkpoint")
+    return sorted(every[text] for text in found)
+
+
+def _together(blocks: Iterable[tuple[str, int]], files: Sequence[str]) -> list[list[int]]:
+    """Return runs of blocks as (number of the file, first, end), for other ranks."""
+    numbers, found = {name: number for number, name in enumerate(files)}, list[list[int]]()
     for name, n in blocks:
-        if found and found[-1][0] == name and found[-1][2] == n:
+        if found and found[-1][0] == numbers[name] and found[-1][2] == n:
             found[-1][2] += 1
         else:
-            found.append([name, n, n + 1])
+            found.append([numbers[name], n, n + 1])
     return found
 
 
-def _share(blocks: Sequence[tuple[str, int]], wanted: Sequence[list[list[Any]]], rank: int) -> list[tuple[str, int]]:
+def _share(
+    blocks: Sequence[tuple[str, int]], wanted: Sequence[list[list[int]]], rank: int, files: Sequence[str]
+) -> list[tuple[str, int]]:
     """Return the blocks that a rank verifies, each once over all ranks, and if possible by a rank that needs it."""
     users: dict[tuple[str, int], list[int]] = {}
     for number, entry in enumerate(wanted):
-        for name, first, end in entry:
+        for file, first, end in entry:
             for n in range(first, end):
-                users.setdefault((name, n), []).append(number)
+                users.setdefault((files[file], n), []).append(number)
     useless = [block for block in blocks if block not in users]
     own = useless[len(useless) * rank // len(wanted) : len(useless) * (rank + 1) // len(wanted)]
     own += [block for n, block in enumerate(blocks) if block in users and users[block][n % len(users[block])] == rank]
@@ -361,9 +385,11 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options
             ranks = saved.manifest.ranks
             loaded.scheduler = saved.decode(saved.manifest.scheduler)
             loaded.scaler = saved.decode(saved.manifest.scaler)
-            loaded.rank = saved.decode(ranks[model.comm.rank]) if model.comm.rank < len(ranks) else None
-            if len(ranks) != model.comm.world:
-                loaded.first = saved.decode(ranks[0])
+            found = counterparts(saved.manifest, model.place, model.comm.rank, model.comm.world)
+            loaded.same = found.same
+            loaded.rank = None if found.own is None else saved.decode(ranks[found.own])
+            near = found.own if found.own in found.line else min(found.line, default=0)
+            loaded.line = loaded.rank if near == found.own else saved.decode(ranks[near])
     model.finish_gathers()
     with collective_step(model.comm, what), torch.no_grad():
         values = model.value_runs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.checkpoint import nested_json
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
+from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Run
 from shardwise.checkpoint.report import LoadReport, WrongShape
@@ -52,12 +53,15 @@ class RemoteNames:
     """Names of other ranks, which may have other modules.
 
     Attributes:
-        names: parameters, buffers and extra state, by all their names; empty if all ranks have the same.
+        names: those of the checkpoint that only other ranks have (parameters, buffers and extra state); empty if all
+            ranks have the same.
         groups: largest number of parameter groups of any rank's optimizer.
+        patterns: patterns of the selection, in words, that match a name of some rank's model.
     """
 
     names: frozenset[str] = frozenset()
     groups: int = 0
+    patterns: Collection[str] = ()
 
 
 @dataclass
@@ -87,13 +91,14 @@ def match_module(
     found = _Found()
     matched = LoadPlan(LoadReport(path))
     own = names_of(model)
-    here = _without(renamed.manifest, elsewhere.names.difference(own) | fresh)
+    here = _without(renamed.manifest, elsewhere.names | fresh)
     _match_parameters(matched, found, model, here, selection)
     _match_buffers(matched, found, model, here, selection)
     _match_extra(matched, found, model, here, selection)
     unused = [*renamed.unused]
     if not selection.everything:
-        unused += selection.unused_patterns([*names_in(renamed.manifest), *own, *elsewhere.names])
+        known = selection.unused_patterns([*names_in(renamed.manifest), *own])
+        unused += [pattern for pattern in known if pattern not in elsewhere.patterns]
     matched.report = LoadReport(
         path,
         loaded=tuple(found.loaded),
@@ -156,10 +161,11 @@ def _match_buffers(
 ) -> None:
     everybodys: dict[str, StoredTensor] = {}
     own: dict[str, StoredTensor] = {}
+    line = counterparts(manifest, model.place, model.comm.rank, model.comm.world).line
     for stored in manifest.of_kind(BUFFER):
         if stored.rank is None:
             everybodys[stored.name] = stored
-        elif stored.rank == model.comm.rank and manifest.layout["world"] == model.comm.world:
+        elif stored.rank in line:
             own[stored.name] = stored
     names = set()
     for name, buffer in buffers(model.module):

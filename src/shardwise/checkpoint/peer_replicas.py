@@ -34,6 +34,7 @@ from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replicated, collect, local_inventory
 from shardwise.checkpoint.newest import StateNumbers
+from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_writer import write_tensors
@@ -543,8 +544,9 @@ def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str
                     files.update(part.file for part, _ in own.runs(start, stop))
             else:
                 files.update(part.file for part in stored.slices)
-    rank = model.comm.rank
-    states = [joined.ranks[0], *joined.ranks[rank : rank + 1]]
+    there = counterparts(joined, model.place, model.comm.rank, model.comm.world)
+    near = min(there.line, default=0)
+    states = [joined.ranks[rank] for rank in (near if there.own is None else there.own, near)]
     trees = [joined.optimizer, joined.scheduler, joined.scaler, joined.extra, joined.client, states]
     files.update(_referred(trees))
     return files

@@ -74,7 +74,15 @@ class CheckpointedModel(Protocol):
 
     @property
     def comm(self) -> Communicator:
-        """Communicator of all ranks of the model."""
+        """Communicator of all ranks, which save and load together."""
+
+    @property
+    def pass_group(self) -> Communicator:
+        """Communicator of the ranks that have the same units as this rank."""
+
+    @property
+    def place(self) -> Mapping[str, tuple[int, int]]:
+        """Coordinate of this rank in each dimension of the mesh, with the size of the dimension; empty: not known."""
 
     @property
     def device(self) -> torch.device:
@@ -124,8 +132,8 @@ class CheckpointedModel(Protocol):
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return the boxes of tensors that ranks have at the position of this rank's parameter in the units, each once,
-        in one order on all ranks. Empty if all ranks have the same tensors.
+        """Return the boxes of tensors that ranks of the pass group have at the position of this rank's parameter in the
+        units, each once, in one order on all ranks. Empty if these ranks have the same tensors.
         """
 
     def finish_gathers(self) -> None:

@@ -53,6 +53,7 @@ from shardwise.engine.mesh import (
     grid_of,
     group_of,
     local_ranks,
+    mesh_place,
     model_parallel_size,
     reduction,
     requested_by,
@@ -362,6 +363,7 @@ def _build(
                 norm_group=job,
                 copies=copies,
                 chunks=() if pipeline is None else pipeline.stages,
+                place=mesh_place(lines, whole.rank, (0, 1) if place is None else (place.position, len(place.ranks))),
             ),
         )
 

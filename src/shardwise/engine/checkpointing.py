@@ -16,6 +16,7 @@ from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.load import Loaded, Options, find, read
 from shardwise.checkpoint.manifest import Manifest, name_of
 from shardwise.checkpoint.newest import StateNumbers
+from shardwise.checkpoint.places import PLACE
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.save import SaveRequest, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
@@ -362,6 +363,7 @@ class Checkpoints:
         return TrainingState(
             client=client,
             rank={
+                PLACE: {name: list(pair) for name, pair in self._sharded.sharding.place.items()},
                 "rng": rng.capture(self._sharded.device),
                 "loader": None if loader is None else loader.state_dict(),
                 "compression": self._kept(),
@@ -381,11 +383,10 @@ class Checkpoints:
         )
 
     def _take_rank_state(self, loaded: Loaded) -> None:
-        same = loaded.first is None
         own = None if loaded.rank is None else loaded.rank.get("optimizer")
-        if own is None and (same or loaded.first.get("optimizer") is None):
+        if own is None and (loaded.same or loaded.line.get("optimizer") is None):
             return
-        if not same or not self._sharded.state.load_rank_state(own):
+        if not loaded.same or not self._sharded.state.load_rank_state(own):
             self._log(
                 f"{loaded.path}: what each rank has not sent yet (the errors of compressed communication, and steps of "
                 f"its own since the last average) is dropped, because it belongs to {len(loaded.manifest.ranks)} ranks "
@@ -409,17 +410,16 @@ class Checkpoints:
             # The window length has changed: start a new window.
             self._step.micro_steps = self._step.global_steps * self._batches.steps
         self._step.window_began = self._step.micro_steps
-        same = len(loaded.manifest.ranks) == world
-        own = loaded.rank if loaded.rank is not None else loaded.first
+        own = loaded.rank if loaded.rank is not None else loaded.line
         self._take_kept(own.get("compression") if options.optimizer else None, loaded)
         if self._step.watch is not None:
             self._step.watch.load(own.get("watch"), self._sharded.device)
-        if not going_back and self._batches.training_dataloader is not None and own["loader"] is not None:
-            self._batches.training_dataloader.load_state_dict((own if same else loaded.first)["loader"])
-        if not same and own["rng"] is not None:
+        if not going_back and self._batches.training_dataloader is not None and loaded.line["loader"] is not None:
+            self._batches.training_dataloader.load_state_dict(loaded.line["loader"])
+        if not loaded.same and own["rng"] is not None:
             self._log(
-                f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}; random numbers "
-                "continue on the ranks that both have"
+                f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}, in another layout; random "
+                "numbers continue on the ranks that both layouts have"
             )
         self._compare_batches(loaded)
         if loaded.rank is not None and loaded.rank["rng"] is not None:
@@ -459,6 +459,8 @@ class Checkpoints:
             reason = f'it was kept by "{saved["method"]}", and the method is "{self._method}"'
         elif len(loaded.manifest.ranks) != self._job.world:
             reason = f"{len(loaded.manifest.ranks)} ranks have kept it, and there are {self._job.world}"
+        elif not loaded.same:
+            reason = "it was kept in another layout of the ranks"
         elif saved["layout"] != self._sharded.reduced_layout():
             reason = "parameters are laid out in other units than they were"
         else:

@@ -140,6 +140,11 @@ class PipelineModule(nn.Module):
         """Return the requested topology."""
         return self._topology
 
+    @property
+    def pretrained_model(self) -> Any:
+        """The Hugging Face model of which this module has the layers, without its weights; None: there is none."""
+        return getattr(self._layers, "template", None)
+
     def profile(self, sample: Any = None, device: torch.device | str | None = None) -> list[LayerCost]:
         """Measure time and memory of each layer on a sample input of the first layer, one layer after the other.
 

@@ -95,6 +95,7 @@ class Sharding:
         norm_group: ranks over which squares of gradients are summed, and that save together; None: the pass group.
         copies: by `id(parameter)`, parameters that ranks outside of the pass group have, too.
         chunks: parts of the model that run in passes of their own; none: the model is one.
+        place: coordinate of this rank in each dimension of the mesh, and the size of the dimension.
     """
 
     stepping: Stepping
@@ -113,6 +114,7 @@ class Sharding:
     norm_group: Communicator | None = None
     copies: Mapping[int, CopiesElsewhere] = field(default_factory=dict)
     chunks: Sequence[nn.Module] = ()
+    place: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class ShardedModel:

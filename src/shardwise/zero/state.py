@@ -32,6 +32,7 @@ class ShardedState:
         self._model = model
         self.module, self.optimizer = model.module, model.optimizer
         self.comm, self.device = model.sharding.norm_group or model.comm, model.device
+        self.pass_group, self.place = model.comm, model.sharding.place
 
     @property
     def registry(self) -> Registry:

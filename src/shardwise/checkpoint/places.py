@@ -1,0 +1,69 @@
+"""Places of ranks in the mesh decide which saved rank's own state (random numbers, position in the data, buffers that
+differ between ranks) a rank takes, if the checkpoint is of another mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.checkpoint.manifest import Manifest
+
+PLACE = "place"
+"""Key of a rank's state: {dimension of the mesh: [coordinate, size]}."""
+
+LAYERS = "layers"
+"""Dimension whose ranks have different layers of the model; ranks along it get the same samples."""
+
+Place = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Counterparts:
+    """Saved ranks that correspond to this rank.
+
+    Attributes:
+        same: the checkpoint is of the same mesh.
+        own: the rank at the same coordinates; None: the saved mesh has no such coordinates.
+        line: ranks that had the same share of samples and tensors, of any layers; empty if shares have other sizes.
+    """
+
+    same: bool
+    own: int | None
+    line: frozenset[int]
+
+
+def counterparts(manifest: Manifest, place: Place, rank: int, world: int) -> Counterparts:
+    """Return the counterparts of a rank; by number where places are not recorded."""
+    saved = [_recorded(tree) for tree in manifest.ranks]
+    if not place or not saved or None in saved:
+        count = int(manifest.layout.get("world", len(saved)))
+        same = count == world
+        return Counterparts(same, rank if rank < len(saved) else None, frozenset([rank] if same else []))
+    here = {name: pair for name, pair in place.items() if pair[1] > 1}
+    at = {_coordinates(other): number for number, other in enumerate(saved) if other is not None}
+    line = [n for n, other in enumerate(saved) if other is not None and _without(other) == _without(here)]
+    same = len(saved) == world and _sizes(saved[0] or {}) == _sizes(here)
+    return Counterparts(same, at.get(_coordinates(here)), frozenset(line))
+
+
+def _recorded(tree: Any) -> dict[str, tuple[int, int]] | None:
+    """Return the place in a rank's tree, without dimensions of size 1."""
+    found: Any = tree.get(PLACE) if isinstance(tree, dict) else None
+    try:
+        return {str(name): (int(at), int(size)) for name, (at, size) in found.items() if int(size) > 1}
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _coordinates(place: Place) -> frozenset[tuple[str, int]]:
+    return frozenset((name, at) for name, (at, _) in place.items() if at)
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    return {name: size for name, (_, size) in place.items()}
+
+
+def _without(place: Place) -> dict[str, tuple[int, int]]:
+    return {name: pair for name, pair in place.items() if name != LAYERS}

@@ -1,0 +1,326 @@
+"""Unsharded parameters and buffers of all ranks, one unit at a time; the caller decides what to keep.
+
+Ranks of one pass group unshard their units together. If they have different tensors, or boxes of them, each box is sent
+when its unit is unsharded, to all ranks or the first, and joined there. Pass groups with other units follow in turn:
+the first rank of each group sends its tensors on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import boxes
+from shardwise.checkpoint.agree import collective_step, on_first_rank
+from shardwise.checkpoint.collect import extra_states
+from shardwise.checkpoint.manifest import dtype_of, name_of, outline
+from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.errors import CheckpointError
+from shardwise.registry import HeldPart, paste
+
+_LABEL = "weights"
+
+
+@dataclass(frozen=True)
+class UnshardedTensor:
+    """An unsharded parameter or buffer, its further names, and the dtype in which modules compute with it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def to_json(self) -> list[Any]:
+        """Return the description as JSON."""
+        return [self.name, list(self.aliases), list(self.shape), name_of(self.dtype)]
+
+    @classmethod
+    def of(cls, entry: Sequence[Any]) -> UnshardedTensor:
+        """Return the description in a result of `to_json`."""
+        name, aliases, shape, dtype = entry
+        return cls(name, tuple(aliases), tuple(shape), dtype_of(dtype))
+
+
+class UnshardedWeights:
+    """Unsharded parameters and buffers of all ranks, on all ranks or the first (`to_first`). Methods are collectives.
+
+    Raises CheckpointError if boxes do not partition a tensor, or if only some ranks have modules with extra state.
+
+    Attributes:
+        parameters: those of the pass group by name, in the order of its units; with `exclude_frozen` those that require
+            a gradient on some rank.
+        buffers: those of the pass group by name.
+        groups: for each pass group its parameters and then buffers, in order; None for those that another rank
+            receives only.
+        own: number of this rank's pass group.
+        tensors: all tensors that this rank receives, by name, with all further names.
+    """
+
+    def __init__(self, model: CheckpointedModel, *, exclude_frozen: bool = False, to_first: bool = False) -> None:
+        self._model, self._to_first = model, to_first
+        comm, group = model.comm, model.pass_group
+        self._receives = not to_first or comm.rank == 0
+        self._firsts, self._first_ranks, self.own = [0] * comm.world, [0], 0
+        self.groups: list[list[UnshardedTensor | None]] = []
+        if group.world == comm.world:
+            self._collect(exclude_frozen)
+        else:
+            self._compare(exclude_frozen)
+        self.tensors: dict[str, UnshardedTensor] = {}
+        for tensor in (tensor for some in self.groups for tensor in some if tensor is not None):
+            known = self.tensors.setdefault(tensor.name, tensor)
+            aliases = tuple(dict.fromkeys((*known.aliases, *tensor.aliases)))
+            self.tensors[tensor.name] = replace(known, aliases=aliases)
+
+    def _collect(self, exclude_frozen: bool) -> list[UnshardedTensor]:
+        self.parameters = unsharded_parameters(self._model, exclude_frozen=exclude_frozen)
+        self.buffers = dict(sorted(gathered_buffers(self._model).items()))
+        plain = [UnshardedTensor(n, (), tuple(b.shape), b.dtype) for n, b in self.buffers.items()]
+        mine = [*self.parameters.values(), *plain]
+        self.groups = [list(mine)]
+        return mine
+
+    def _compare(self, exclude_frozen: bool) -> None:
+        """Exchange the numbers of tensors, and send the descriptions to the ranks that receive the tensors."""
+        comm = self._model.comm
+        leads = self._model.pass_group.rank == 0
+        with collective_step(comm, "gathering whole weights") as step:
+            mine = self._collect(exclude_frozen)
+            extra = [name for name, _ in extra_states(self._model.module)]
+            if extra:
+                raise CheckpointError(
+                    f"extra state of modules that not all ranks have cannot be gathered: {outline(extra)}; save a "
+                    "checkpoint, and export that"
+                )
+            first = comm.members.index(self._model.pass_group.members[0])
+            step.local = [first, len(mine)]
+        counts = dict(step.gathered)
+        self._firsts = [first for first, _ in step.gathered]
+        self._first_ranks = sorted(counts)
+        self.own = self._first_ranks.index(first)
+        described = [tensor.to_json() for tensor in mine] if leads else None
+        known = on_first_rank(comm, described, _LABEL) if self._to_first else comm.exchange(described, _LABEL)
+        for number, rank in enumerate(self._first_ranks):
+            entries = known[rank] if self._receives else [None] * counts[rank]
+            found = [None if entry is None else UnshardedTensor.of(entry) for entry in entries]
+            self.groups[number:] = [list(mine) if number == self.own else list(found)]
+
+    def ranks_of(self, group: int) -> list[int]:
+        """Return the ranks of a pass group."""
+        return [rank for rank, first in enumerate(self._firsts) if first == self._first_ranks[group]]
+
+    def __iter__(self) -> Iterator[tuple[UnshardedTensor, torch.Tensor]]:
+        """Yield tensors with their values, each name once, on the ranks that receive them. Iterate to the end.
+
+        A value keeps the memory of its unit alive: drop it before the next iteration.
+        """
+        seen: set[str] = set()
+        for number, (first, listed) in enumerate(zip(self._first_ranks, self.groups, strict=True)):
+            own = self._own_values() if number == self.own else None
+            for tensor in listed:
+                values = None if own is None else self._checked(tensor, *next(own))
+                if not self._to_first and tensor is not None and tensor.name in seen:
+                    continue  # known to all ranks
+                if len(self.groups) > 1:
+                    values = self._sent_on(tensor, values, first)
+                if values is not None and tensor is not None and tensor.name not in seen:
+                    seen.add(tensor.name)
+                    yield self.tensors[tensor.name], values
+                del values
+
+    def _own_values(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for tensor, values in _gathered(self._model, self.parameters, to_first=self._to_first):
+            yield tensor.name, values
+            del values
+        keep = not self._to_first or self._model.pass_group.rank == 0
+        yield from ((name, buffer.detach() if keep else None) for name, buffer in self.buffers.items())
+
+    @staticmethod
+    def _checked(tensor: UnshardedTensor | None, name: str, values: torch.Tensor | None) -> torch.Tensor | None:
+        assert tensor is not None and tensor.name == name, (tensor, name)
+        return values
+
+    def _sent_on(self, tensor: UnshardedTensor | None, values: torch.Tensor | None, first: int) -> torch.Tensor | None:
+        """Send a tensor from the first rank of its pass group to the ranks that receive it."""
+        comm, device = self._model.comm, self._model.device
+        if not self._to_first:
+            assert tensor is not None
+            if values is None or comm.rank != first:
+                values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            values = values.to(device).contiguous()
+            comm.broadcast(values, first, _LABEL).wait()
+            return values
+        if first == 0:
+            return values
+        given = torch.empty(0, dtype=torch.uint8, device=device)
+        if comm.rank == first:
+            assert values is not None
+            given = values.to(device).contiguous().reshape(-1).view(torch.uint8)
+        arrived = torch.empty(0, dtype=torch.uint8, device=device)
+        if self._receives:
+            assert tensor is not None
+            size = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+            arrived = torch.empty(size, dtype=torch.uint8, device=device)
+        sizes = [arrived.numel() * (rank == first) for rank in range(comm.world)]
+        comm.all_to_all(arrived, given, sizes, [given.numel(), *[0] * (comm.world - 1)], _LABEL).wait()
+        return arrived.view(tensor.dtype).view(tensor.shape) if self._receives and tensor is not None else None
+
+
+def unsharded_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[str, UnshardedTensor]:
+    """Return all ranks' parameters to unshard, by name, in the order of the units; with `exclude_frozen` those that
+    require a gradient on some rank. A collective. Raises CheckpointError if boxes do not partition a tensor.
+    """
+    pairs = [pair for unit in model.units for pair in zip(unit.tensors, unit.parameters, strict=True)]
+    own = [tensor for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]
+    if not is_divided(model):
+        return {t.name: UnshardedTensor(t.name, t.aliases, t.global_shape, t.dtype) for t in own}
+    with collective_step(model.pass_group, "gathering whole weights") as step:
+        step.local = [tensor.name for tensor in own]
+    wanted = {name for names in step.gathered for name in names}
+    found: dict[str, UnshardedTensor] = {}
+    parts: dict[str, dict[boxes.Region, None]] = {}
+    for part in (part for some in _new_parts(model) for part in some):
+        if part.name in wanted:
+            known = found.pop(part.name, UnshardedTensor(part.name, (), part.shape, part.dtype))
+            aliases = dict.fromkeys((*known.aliases, *part.aliases))
+            found[part.name] = replace(known, aliases=tuple(aliases))
+            parts.setdefault(part.name, {})[part.box] = None
+    for name, held in parts.items():
+        wrong = boxes.misfit(found[name].shape, held)
+        if wrong is not None:
+            raise CheckpointError(
+                f"parameter {name!r}: element {list(wrong[0])} of {list(found[name].shape)} is on {wrong[1]} ranks or "
+                "groups of ranks, so there is no whole tensor; see shardwise.declare_part"
+            )
+    return found
+
+
+def is_divided(model: CheckpointedModel) -> bool:
+    """Return True if ranks have different tensors, or boxes of them; the same on all ranks."""
+    return any(model.parts_of(tensor.index) for tensor in model.registry)
+
+
+def _new_parts(model: CheckpointedModel) -> Iterator[list[HeldPart]]:
+    """Yield for each parameter, unit by unit, the boxes at its position that are new."""
+    seen: set[tuple[str, boxes.Region]] = set()
+    for unit in model.units:
+        for tensor in unit.tensors:
+            parts = [part for part in model.parts_of(tensor.index) if part.numel or part.whole]
+            new = [part for part in parts if (part.name, part.box) not in seen]
+            seen.update((part.name, part.box) for part in new)
+            yield new
+
+
+def _gathered(
+    model: CheckpointedModel, wanted: Mapping[str, UnshardedTensor], *, to_first: bool
+) -> Iterator[tuple[UnshardedTensor, torch.Tensor | None]]:
+    """Yield the wanted parameters of the pass group in one order on its ranks, with unsharded values on all of them or
+    the first (`to_first`), else None. A collective of the pass group.
+    """
+    keep = not to_first or model.pass_group.rank == 0
+    waiting: dict[str, torch.Tensor | None] = {}
+    missing: dict[str, int] = {}  # elements
+    divided, new = is_divided(model), _new_parts(model)
+    for unit in model.units:
+        parts = [[part for part in next(new) if part.name in wanted] for _ in unit.tensors]
+        if not (any(parts) if divided else any(tensor.name in wanted for tensor in unit.tensors)):
+            continue
+        gathered = model.gather_parts(unit.parameters)
+        try:
+            for tensor, parameter, some in zip(unit.tensors, unit.parameters, parts, strict=True):
+                if not divided and tensor.name in wanted:
+                    yield wanted[tensor.name], parameter.detach() if keep else None
+                for part in some:
+                    values = _received(model, part, parameter.detach(), to_first=to_first)
+                    left = missing.pop(part.name, torch.Size(part.shape).numel()) - part.numel
+                    if not part.whole:
+                        values = waiting[part.name] = _joined(waiting.get(part.name), part, values)
+                    if left:
+                        missing[part.name] = left
+                    else:
+                        waiting.pop(part.name, None)
+                        yield wanted[part.name], values
+                    del values
+        finally:
+            model.put_parts_back(unit.parameters, gathered, None)
+
+
+def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor, *, to_first: bool) -> torch.Tensor | None:
+    """Return a box that some ranks have, on all ranks or the first only; its first owner sends it."""
+    comm, sender = model.pass_group, part.ranks[0]
+    wanted = not to_first or comm.rank == 0
+    if 0 in part.ranks if to_first else len(part.ranks) == comm.world:
+        return own if wanted else None
+    shape = boxes.sizes(part.box)
+    if not to_first:
+        if comm.rank != sender:
+            own = torch.empty(shape, dtype=part.dtype, device=model.device)
+        comm.broadcast(own, sender, part.name).wait()
+        return own
+    given = own.reshape(-1) if comm.rank == sender else torch.empty(0, dtype=part.dtype, device=model.device)
+    arrived = torch.empty(part.numel if wanted else 0, dtype=part.dtype, device=model.device)
+    sizes = [part.numel * (wanted and rank == sender) for rank in range(comm.world)]
+    comm.all_to_all(arrived, given, sizes, [given.numel(), *[0] * (comm.world - 1)], part.name).wait()
+    return arrived.view(shape) if wanted else None
+
+
+def _joined(whole: torch.Tensor | None, part: HeldPart, values: torch.Tensor | None) -> torch.Tensor | None:
+    if values is None:
+        return None
+    if whole is None:
+        whole = torch.empty(part.shape, dtype=part.dtype, device=values.device)
+    paste(values, part.box, whole)
+    return whole
+
+
+def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of a module under every name of its state dict."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
+def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers of the module, and those of other ranks only. A collective. Raises CheckpointError
+    if only some ranks have modules with `get_extra_state`, because that cannot be sent.
+    """
+    found = dict(all_buffers(model.module))
+    gathered = _elsewhere(model)
+    homes: dict[str, tuple[int, Any]] = {}
+    extra: dict[str, int] = {}
+    for rank, entry in enumerate(gathered):
+        for name, facts in entry["buffers"].items():
+            homes.setdefault(name, (rank, facts))
+        for name in entry["extra"]:
+            extra.setdefault(name, rank)
+    lacking = [name for name in extra if not all(name in entry["extra"] for entry in gathered)]
+    if lacking:
+        raise CheckpointError(
+            f"extra state of modules that not all ranks have cannot be gathered: {outline(lacking)} (on rank "
+            f"{extra[lacking[0]]}); save a checkpoint, and export that"
+        )
+    for name, (rank, (dtype, shape)) in homes.items():
+        if all(name in entry["buffers"] for entry in gathered):
+            continue
+        if model.pass_group.rank == rank:
+            values = found[name].detach().contiguous()
+        else:
+            values = torch.empty(shape, dtype=dtype_of(dtype), device=model.device)
+        model.pass_group.broadcast(values, rank, name).wait()
+        found.setdefault(name, values)
+    return found
+
+
+def _elsewhere(model: CheckpointedModel) -> list[dict[str, Any]]:
+    """Return each rank's buffers and extra state if ranks may have different modules, else nothing. A collective."""
+    if not is_divided(model):
+        return []
+    with collective_step(model.pass_group, "comparing modules") as step:
+        held = {name: [name_of(buffer.dtype), list(buffer.shape)] for name, buffer in all_buffers(model.module)}
+        step.local = {"buffers": held, "extra": [name for name, _ in extra_states(model.module)]}
+    return step.gathered
