@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.deepspeed import trainer_state
-from shardwise.checkpoint.deepspeed.directory import Files, check_parts, check_ranks, find_files
+from shardwise.checkpoint.deepspeed.directory import (
+    Files,
+    check_parts,
+    check_ranks,
+    find_files,
+    find_layers,
+    is_universal,
+    tensor_ranks,
+)
 from shardwise.checkpoint.deepspeed.experts import Experts
 from shardwise.checkpoint.deepspeed.files import TorchFile
+from shardwise.checkpoint.deepspeed.layer_files import LayerFiles, keys_of, layer_name, mapped_names, tied_by_gaps
 from shardwise.checkpoint.deepspeed.stage0_optimizer import Numbered, Target
 from shardwise.checkpoint.deepspeed.tp_merge import Divisions, TargetParameter, join
+from shardwise.checkpoint.deepspeed.universal import MASTER, STATE, UniversalFiles, steps_of_groups, trained
 from shardwise.checkpoint.deepspeed.zero_partitions import (
     DeepSpeedLayout,
     DeepSpeedPiece,
@@ -24,6 +34,7 @@ from shardwise.checkpoint.deepspeed.zero_partitions import (
     flat_partitions,
     numbered_states,
     same,
+    settings_of,
 )
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
 from shardwise.checkpoint.reader import Checkpoint, FilePlace, Run
@@ -75,6 +86,10 @@ class DeepSpeedCheckpoint(Checkpoint):
         self._opened: dict[str, TorchFile] = {}
         self._views: dict[tuple[str, str], torch.Tensor] = {}
         self.notes: list[str] = []
+        self._layers: LayerFiles | None = None
+        self._homes: Mapping[str, str] = {}
+        self._file_names: dict[str, str] = {}
+        self._universal: UniversalFiles | None = None
         try:
             self._open(find_files(path))
         except CheckpointError as error:
@@ -95,12 +110,7 @@ class DeepSpeedCheckpoint(Checkpoint):
     # -- opening -----------------------------------------------------------------------------------------------------
 
     def _open(self, parts: Mapping[int, Files]) -> None:
-        if os.path.isdir(os.path.join(self.path, "zero")):
-            raise CheckpointError(
-                f"{self.path}: DeepSpeed's universal format, which is not read; import the checkpoint from which it "
-                "was made"
-            )
-        opened = []
+        opened: list[tuple[str, Mapping[str, Any], Files]] = []
         for part, files in sorted(parts.items()):
             first = files.shared or (files.model[min(files.model)] if files.model else None)
             if first is None:
@@ -111,10 +121,211 @@ class DeepSpeedCheckpoint(Checkpoint):
                 )
             model = self._model_states(first)
             check_parts(self.path, parts, model.get("mp_world_size", 1))
+            opened.append((first, model, files))
+        if not opened:
+            raise CheckpointError(f"{self.path}: the model states (mp_rank_*_model_states.pt) are missing")
+        if is_universal(self.path):
+            self._open_universal(opened)
+            return
+        self._layers = self._layer_files(opened)
+        found = []
+        for number, (first, model, files) in enumerate(opened):
+            if self._layers is not None:
+                stage = self._layers.parts[number]
+                self._homes = stage.homes
+                model = {**model, "module": stage.module, "param_shapes": stage.shapes}
+                if self._layers.untold is not None:  # one stage then has all layers
+                    model["buffer_names"] = [name for _, other, _ in opened for name in other["buffer_names"]]
             self._open_part(first, model, files)
-            opened.append((first, model, self.stage, self.manifest))
-        if len(opened) > 1:
-            self._join(opened)
+            if self._layers is not None:
+                self._rename(self._layers.tied)
+            found.append((first, model, self.stage, self.manifest))
+        if self._layers is not None:
+            tensor = self._layers.tensor
+            found = [self._unite(found[rank::tensor]) for rank in range(tensor)]
+        if len(found) > 1:
+            self._join(found)
+
+    # -- models as sequences of layers -------------------------------------------------------------------------------
+
+    def _layer_files(self, opened: Sequence[tuple[str, Mapping[str, Any], Files]]) -> LayerFiles | None:
+        names = find_layers(self.path)
+        lacking = [first for first, model, _ in opened if model["module"] is None]
+        if not names and not lacking:
+            return None
+        if not names or len(lacking) < len(opened):
+            first = lacking[0] if lacking else opened[0][0]
+            raise CheckpointError(
+                f"{os.path.join(self.path, first)}: "
+                + (
+                    f"holds a module state dict, and there are layer files ({names[0]}): files of two checkpoints"
+                    if names
+                    else "holds no module state dict, and the layer files (layer_NN-model_states.pt) are missing"
+                )
+            )
+        mappings = []
+        for _, model, files in opened:
+            ranks = [self._optimizer_file(files.optimizer[rank]) for rank in sorted(files.optimizer)]
+            mappings.append(mapped_names(ranks) if ranks and model["param_shapes"] is None else None)
+        tensor = tensor_ranks(opened[0][1])
+        if len(opened) % tensor:
+            raise CheckpointError(f"{self.path}: has files of {len(opened)} ranks, expected a multiple of {tensor}")
+        content = {name: self._content(name) for name in names}
+        return LayerFiles(self.path, content, [model for _, model, _ in opened], mappings, tensor)
+
+    def _rename(self, tied: Mapping[str, int]) -> None:
+        """Give the manifest the names of a PipelineModule."""
+        old = self.manifest
+        new = {name: layer_name(name, tied) for t in old.tensors for name in (t.name, *t.aliases)}
+        self._file_names.update((name, before) for before, name in new.items())
+        optimizer = old.optimizer
+        if optimizer is not None and "values" in optimizer:
+            values = {new.get(name, name): state for name, state in optimizer["values"].items()}
+            optimizer = {**optimizer, "values": values}
+        self.manifest = replace(
+            old,
+            tensors=[replace(t, name=new[t.name], aliases=tuple(new[a] for a in t.aliases)) for t in old.tensors],
+            extra={layer_name(f"{module}._", tied)[:-2]: tree for module, tree in old.extra.items()},
+            optimizer=optimizer,
+        )
+
+    def _unite(
+        self, stages: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]
+    ) -> tuple[str, Mapping[str, Any], int, Manifest]:
+        """Merge the stages of a model, which have different parameters except for shared modules."""
+        first, model, stage, manifest = stages[0]
+        tensors: dict[tuple[str, str], StoredTensor] = {}
+        for file, other, its_stage, own in stages:
+            self._compare_models(first, model, file, other)
+            if its_stage != stage:
+                raise CheckpointError(
+                    f"{os.path.join(self.path, file)}: is of stage {its_stage}, {first} of stage {stage}: files of two "
+                    "checkpoints"
+                )
+            for tensor in own.tensors:
+                known = tensors.setdefault((tensor.name, tensor.kind), tensor)
+                if known is not tensor and not self._alike(known, tensor):
+                    raise CheckpointError(
+                        f"{os.path.join(self.path, file)}: {tensor.kind} {tensor.name!r} is shared by stages, and has "
+                        "other values than in the files before: files of several checkpoints"
+                    )
+        world = sum(own.layout["world"] for *_, own in stages)
+        united = replace(
+            manifest,
+            layout={**manifest.layout, "world": world},
+            ranks=[dict(_OF_A_RANK) for _ in range(world)],
+            files=self._facts(),
+            tensors=list(tensors.values()),
+            optimizer=self._joined_optimizer([own for *_, own in stages]),
+            extra={name: tree for *_, own in stages for name, tree in own.extra.items()},
+        )
+        self.manifest, self.notes = united, list(dict.fromkeys(self.notes))
+        return first, model, stage, united
+
+    def _alike(self, one: StoredTensor, other: StoredTensor) -> bool:
+        """Return True if two tensors have equal shapes, and equal values in a sample."""
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        count = min(one.numel, _SAMPLE)
+        for start in {0, one.numel - count}:
+            values = [torch.empty(count, dtype=one.torch_dtype, device="cpu") for _ in range(2)]
+            self.read_into(one, start, values[0])
+            self.read_into(other, start, values[1])
+            if not _equal_bits(*values):
+                return False
+        return True
+
+    def _facts(self) -> dict[str, FileFacts]:
+        return {name: FileFacts(opened.size, ()) for name, opened in self._opened.items()}
+
+    # -- universal checkpoints ---------------------------------------------------------------------------------------
+
+    def _open_universal(self, opened: Sequence[tuple[str, Mapping[str, Any], Files]]) -> None:
+        files = self._universal = UniversalFiles(self.path)
+        state = self._content(STATE)
+        self.stage = int(state.get("zero_stage", 1))
+        tensor = tensor_ranks(opened[0][1])
+        stages = opened[::tensor]
+        for first, model, _ in stages:
+            self._compare_models(stages[0][0], stages[0][1], first, model)
+            if not isinstance(model["param_shapes"], (list, tuple)) or model.get("num_experts"):
+                raise CheckpointError(
+                    f"{os.path.join(self.path, first)}: a universal checkpoint "
+                    + ("with experts" if model.get("num_experts") else "without param_shapes")
+                    + ", which is not read; import the checkpoint from which it was made"
+                )
+        divided = any(model["module"] is None for _, model, _ in stages)
+        names = [_all_names(model) for _, model, _ in stages] if divided else []
+        tied = tied_by_gaps(names)
+        found = []
+        for first, model, own in stages:
+            self._universal_part(model, own, files, state, tensor, tied)
+            if divided:
+                self._rename(tied)
+            found.append((first, model, self.stage, self.manifest))
+        first, model, _, united = self._unite(found)
+        world = int(model["dp_world_size"]) * len(opened)
+        ranks = [dict(_OF_A_RANK) for _ in range(world)]
+        self.manifest = replace(united, layout={**united.layout, "world": world}, ranks=ranks)
+        if left := [key for some in names for key in keys_of(some) if key not in tied]:
+            self.notes.append(
+                f"the layers of shared modules ({outline(sorted(set(left)))}), which universal checkpoints do not "
+                "have: pass load_checkpoint(rename={'tied_modules.KEY.weight': 'layers.N.weight'}) with the first layer"
+            )
+
+    def _universal_part(
+        self,
+        model: Mapping[str, Any],
+        own: Files,
+        files: UniversalFiles,
+        state: Mapping[str, Any],
+        tensor: int,
+        tied: Mapping[str, int],
+    ) -> None:
+        shapes = [dict(group) for group in model["param_shapes"]]
+        trained_here = {name: tuple(shape) for group in shapes for name, shape in group.items()}
+        files.require(trained_here)
+        if tensor > 1:  # the model states have the shapes of parts
+            for name in trained_here:
+                target = self._target_parameters.get(layer_name(name, tied))
+                trained_here[name] = tuple(files.stored(name, MASTER).shape) if target is None else target.shape
+        layout = DeepSpeedLayout(settings=[settings_of(group) for group in state["param_groups"]])
+        owner = _owners(state, len(shapes)) if self.stage == 3 else range(len(shapes))
+        layout.shapes.update(trained_here)
+        for number, group in enumerate(shapes):
+            layout.group.update(dict.fromkeys(group, owner[number]))
+        sample = next(iter(trained_here), None)
+        names = [] if sample is None else files.entries(sample)
+        entries = {entry: name_of(files.stored(str(sample), entry).dtype) for entry in names}
+        if entries:
+            for name, step in steps_of_groups(files, shapes, state).items():
+                layout.values[name] = {"step": step}
+        models = [self._model_states(own.model[rank]) for rank in sorted(own.model)] or [model]
+        module = model["module"] or {}
+        if tensor > 1:
+            module = {name: value for name, value in module.items() if name in model["buffer_names"]}
+        self.manifest = self._describe(model, int(model["dp_world_size"]))
+        none = Experts(self.path, {}, (), {})
+        whole = {t.name: t for t in self._module({**model, "module": module}, own, models, layout, none)}
+        there = {t.name for t in self.manifest.tensors}
+        tensors = self.manifest.tensors
+        for name, shape in trained_here.items():
+            tensors.append(files.add(trained(whole.get(name), name, shape, layout.group[name]), name))
+            for entry, dtype in entries.items():
+                tensors.append(files.add(StoredTensor(name, OPTIMIZER + entry, shape, dtype, ()), name))
+        others = [*(model.get("frozen_param_shapes") or {}), *model["buffer_names"]]
+        for name in (name for name in others if name not in there and name in files.names):
+            values = files.stored(name, MASTER)
+            kind = BUFFER if name in model["buffer_names"] else PARAMETER
+            dtype = name_of(values.dtype)
+            found = StoredTensor(name, kind, tuple(values.shape), dtype, ())
+            if kind == PARAMETER:
+                found = replace(found, trainable=False, compute_dtype=dtype)
+            tensors.append(files.add(found, name))
+        self._describe_optimizer(model, layout, entries)
+        self._describe_training(model, state.get("loss_scaler"))
+
+    # -- model-parallel parts ----------------------------------------------------------------------------------------
 
     def _join(self, opened: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]) -> None:
         """Merge model-parallel parts: for each its file of model states, the content, the stage, its manifest."""
@@ -131,7 +342,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             if strange := {key[0] for key in tables[0].keys() ^ table.keys() if not _lacks(key, table, tables[0])}:
                 raise CheckpointError(
                     f"{os.path.join(self.path, file)}: has other parameters or optimizer state than {first}: "
-                    f"{outline(sorted(strange))}. Pipeline parallelism, or files of two checkpoints"
+                    f"{outline(sorted(strange))}: files of two checkpoints"
                 )
         self._compare_buffers(opened)
         splits = Divisions(model.get("universal_checkpoint_info"), self._target_parameters)
@@ -140,13 +351,14 @@ class DeepSpeedCheckpoint(Checkpoint):
             if kind == PARAMETER:
                 parts = [table[name, kind] for table in tables]
                 alike = functools.partial(self._equal, parts)
-                divisions[name] = splits.of((name, *tensor.aliases), [part.shape for part in parts], alike)
+                names = (name, *tensor.aliases, *filter(None, [self._file_names.get(name)]))
+                divisions[name] = splits.of(names, [part.shape for part in parts], alike)
         world = manifest.layout["world"] * len(opened)
         self.manifest = replace(
             manifest,
             layout={**manifest.layout, "world": world},
             ranks=[dict(_OF_A_RANK) for _ in range(world)],
-            files={name: FileFacts(found.size, ()) for name, found in self._opened.items()},
+            files=self._facts(),
             tensors=[*join(tables, divisions), *manifest.of_kind(BUFFER)],
             optimizer=self._joined_optimizer([own for *_, own in opened]),
         )
@@ -211,7 +423,9 @@ class DeepSpeedCheckpoint(Checkpoint):
                 first_data = trainer_state.data_before_experts(config)
                 holders = experts.holders(shapes, counts, world, data_first=first_data)
                 layout = flat_partitions(shapes, ranks, holders, reordered=trainer_state.reordered(config))
-                self._compare_experts(experts, layout)
+                self._compare_values(layout, experts.values, experts.homes)
+                if self._layers is not None:
+                    self._compare_values(layout, model["module"], self._homes)
             layout.check()
             scaler = ranks[0].content.get("loss_scaler")
         else:
@@ -234,11 +448,8 @@ class DeepSpeedCheckpoint(Checkpoint):
                     f"{outline(sorted(map(str, content)))}; not a file of model states, or of a version of DeepSpeed "
                     "whose layout is not known (it was found with 0.19)"
                 )
-        if not isinstance(content["module"], Mapping):
-            raise CheckpointError(
-                f"{os.path.join(self.path, name)}: holds no module state dict, as of pipeline-parallel models, which "
-                "cannot be imported"
-            )
+        if content["module"] is not None and not isinstance(content["module"], Mapping):
+            raise CheckpointError(f"{os.path.join(self.path, name)}: module: expected a state dict, or None")
         return content
 
     def _content(self, name: str) -> Mapping[str, Any]:
@@ -272,17 +483,23 @@ class DeepSpeedCheckpoint(Checkpoint):
         experts.check_buffers(model["buffer_names"])
         return experts
 
-    def _compare_experts(self, experts: Experts, layout: DeepSpeedLayout) -> None:
-        """Compare samples of the optimizer's experts with model states. Raises CheckpointError."""
-        for name, home in experts.homes.items():
-            value = experts.values[name]
+    def _compare_values(self, layout: DeepSpeedLayout, values: Mapping[str, Any], homes: Mapping[str, str]) -> None:
+        """Compare samples of master weights with values in other files. Raises CheckpointError if they differ."""
+        for name, home in homes.items():
+            value = values[name]
+            if not isinstance(value, torch.Tensor) or layout.shapes.get(name, value.shape) != tuple(value.shape):
+                raise CheckpointError(
+                    f"{os.path.join(self.path, home)}: {name!r}: expected a tensor of shape "
+                    f"{list(layout.shapes.get(name, ()))}, found "
+                    f"{list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}"
+                )
             for piece in layout.pieces.get((name, PARAMETER), ()):
                 stop = min(piece.stop, piece.start + _SAMPLE)
                 mine, theirs = piece.values[: stop - piece.start], value.reshape(-1)[piece.start : stop]
                 if not torch.equal(mine.to(theirs.dtype).nan_to_num(), theirs.nan_to_num()):
                     raise CheckpointError(
                         f"{piece.file}: {name!r} has other values than in {os.path.join(self.path, home)}: files of "
-                        "two checkpoints, or ranks that have the experts in an order that is not known"
+                        "two checkpoints, or ranks that have the parts of a model in an order that is not known"
                     )
 
     def _world(self, model: Mapping[str, Any], files: Files) -> int:
@@ -361,7 +578,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             versions={"deepspeed": str(model["ds_version"])},
             layout={"world": world, "stage": self.stage, "library": "deepspeed"},
             config=trainer_state.plain_json(config) if isinstance(config, Mapping) else {},
-            files={name: FileFacts(opened.size, ()) for name, opened in self._opened.items()},
+            files=self._facts(),
             tensors=[],
         )
 
@@ -395,7 +612,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             if original != name:
                 aliases.setdefault(original, []).append(name)
             elif name in buffer_names:
-                self._add_buffer(name, first, models, files)
+                self._add_buffer(name, self._homes.get(name, first), models, files)
             else:
                 parameters.append(self._parameter(name, value, frozen, layout))
         parameters = [
@@ -407,7 +624,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             if self.stage == 3:
                 self._add_divided(tensor, files, models)
             else:
-                home = experts.homes.get(tensor.name, first)
+                home = self._homes.get(tensor.name) or experts.homes.get(tensor.name, first)
                 self._add_stored(tensor, [DeepSpeedPiece(0, tensor.numel, module[tensor.name].reshape(-1), home)])
         return parameters
 
@@ -474,8 +691,11 @@ class DeepSpeedCheckpoint(Checkpoint):
             rank: Numbered.of(os.path.join(self.path, file), self._content(file).get("optimizer"))
             for rank, file in sorted(ranks.items())
         }
+        if self._layers is not None and self._layers.untold is not None:
+            return self._refused(held, CheckpointError(f"{self.path}: {self._layers.untold}")), wrapped
         shapes = {tensor.name: tensor.shape for tensor in whole}
-        members = None if self._target is None else self._target.members(shapes)
+        # Numbers count the parameters of one stage, not those of the engine.
+        members = None if self._target is None or self._layers is not None else self._target.members(shapes)
         layout = DeepSpeedLayout()
         try:
             sizes = experts.sizes(held.groups, members, len(ranks))
@@ -539,10 +759,14 @@ class DeepSpeedCheckpoint(Checkpoint):
             slices.append(Slice(file, key, piece.start, piece.stop))
         self.manifest.tensors.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 
-    def _describe_optimizer(self, model: Mapping[str, Any], layout: DeepSpeedLayout) -> None:
+    def _describe_optimizer(
+        self, model: Mapping[str, Any], layout: DeepSpeedLayout, entries: Collection[str] | None = None
+    ) -> None:
+        """Describe the optimizer; `entries` are those of its state, None: those in the layout."""
         layout.take_steps(self.path)
         refused = (self.manifest.optimizer or {}).get("refused")
-        entries = {kind.removeprefix(OPTIMIZER) for _, kind in layout.pieces if kind != PARAMETER}
+        if entries is None:
+            entries = {kind.removeprefix(OPTIMIZER) for _, kind in layout.pieces if kind != PARAMETER}
         config, target = model.get("ds_config"), self._target
         name = trainer_state.class_of(config, entries, layout.settings)
         if target is not None:
@@ -606,12 +830,17 @@ class DeepSpeedCheckpoint(Checkpoint):
         """Release all files."""
         self._views = {}
         self._opened = {}
+        if self._universal is not None:
+            self._universal.close()
 
     def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
         """Read elements from `start` on, as `Checkpoint.read_into`."""
         with torch.no_grad():  # grad mode is per thread
             for part, patch in tensor.runs(start, start + out.numel()):
-                view = self._views[part.file, part.key]
+                if self._universal is not None and self._universal.has(part.file):
+                    view = self._universal.values(part.file)
+                else:
+                    view = self._views[part.file, part.key]
                 read_patch(patch, view.dtype, functools.partial(_take, view), out)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
@@ -626,8 +855,10 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
         """Return (file, record) of the files of some tensors, or of all (None); `trees` are in memory already."""
-        names = set(self._opened) if tensors is None else {part.file for tensor in tensors for part in tensor.slices}
-        return [(name, number) for name in sorted(names) for number in range(self._opened[name].records)]
+        held = None if tensors is None else list(tensors)
+        names = set(self._opened) if held is None else {part.file for tensor in held for part in tensor.slices}
+        found = [(name, n) for name in sorted(names & self._opened.keys()) for n in range(self._opened[name].records)]
+        return found + [(name, 0) for name in (self._universal.blocks(held) if self._universal is not None else ())]
 
     def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
         """Return no places, because the files are mapped into memory and copied from there."""
@@ -639,7 +870,22 @@ class DeepSpeedCheckpoint(Checkpoint):
         for name, record in blocks:
             by_file.setdefault(name, []).append(record)
         for name, records in by_file.items():
-            self._opened[name].verify(records)
+            if self._universal is not None and self._universal.has(name):
+                self._universal.verify(name)
+            else:
+                self._opened[name].verify(records)
+
+
+def _all_names(model: Mapping[str, Any]) -> list[str]:
+    groups = [*model["param_shapes"], model.get("frozen_param_shapes") or {}, model["buffer_names"]]
+    return list(dict.fromkeys(name for group in groups for name in group))
+
+
+def _owners(state: Mapping[str, Any], count: int) -> list[int]:
+    """Return the parameter group of each sub-group of stage 3."""
+    settings = state["optimizer_state_dict"]["param_groups"]
+    owner = {sub: number for number, group in enumerate(settings) for sub in group["params"]}
+    return [owner.get(sub, 0) for sub in range(count)]
 
 
 def _lacks(key: tuple[str, str], *parts: Mapping[tuple[str, str], StoredTensor]) -> bool:

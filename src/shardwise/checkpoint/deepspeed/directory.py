@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.checkpoint import manifest
+from shardwise.checkpoint.deepspeed import layer_files
 from shardwise.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_PIPELINE = re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt")
+
+UNIVERSAL = "zero"
+"""Directory of a universal checkpoint that has a directory for each parameter."""
 
 
 @dataclass
@@ -40,19 +43,26 @@ def expert_file(layer: int, expert: int) -> str:
 def recognised(path: str) -> bool:
     """Return True if a directory holds a checkpoint of DeepSpeed, readable or not, and none of shardwise."""
     names = _names(path)
-    patterns = (_MODEL, _OPTIMIZER, _EXPERT, _EXPERT_OPTIMIZER, _PIPELINE)
-    return manifest.NAME not in names and any(p.fullmatch(name) for p in patterns for name in names)
+    patterns = (_MODEL, _OPTIMIZER, _EXPERT, _EXPERT_OPTIMIZER)
+    return manifest.NAME not in names and any(
+        layer_files.recognised(name) or any(p.fullmatch(name) for p in patterns) for name in names
+    )
+
+
+def is_universal(path: str) -> bool:
+    """Return True if a directory holds a universal checkpoint."""
+    return os.path.isdir(os.path.join(path, UNIVERSAL))
+
+
+def find_layers(path: str) -> list[str]:
+    """Return the names of the layer files of a checkpoint."""
+    return [name for name in _names(path) if layer_files.recognised(name)]
 
 
 def find_files(path: str) -> dict[int, Files]:
     """Return the files of each model-parallel part, by its number. Raises CheckpointError for unsupported kinds."""
     parts: dict[int, Files] = {}
     for name in _names(path):
-        if _PIPELINE.fullmatch(name):
-            raise CheckpointError(
-                f"{path}: {name}: a DeepSpeed checkpoint of pipeline-parallel models, which divides the model in ways "
-                "of its own, and cannot be imported. Convert it to plain weights with its own tools and load those"
-            )
         if (match := _MODEL.fullmatch(name)) is not None:
             found = parts.setdefault(int(match.group(2)), Files())
             if match.group(1) is None:
@@ -75,7 +85,9 @@ def find_files(path: str) -> dict[int, Files]:
             found = parts.setdefault(int(match.group(2)), Files())
             found.expert_optimizer[int(match.group(1))] = name
     for found in parts.values():
-        if found.shared is not None and found.model:
+        if found.shared is not None and found.model and is_universal(path):
+            found.model.clear()  # the same content, which DeepSpeed reads at stage 3
+        elif found.shared is not None and found.model:
             raise CheckpointError(
                 f"{path}: holds both {found.shared} (stages 0 to 2) and {found.model[min(found.model)]} (stage 3): "
                 "files of two checkpoints. Move those that do not belong to it away"
@@ -110,6 +122,14 @@ def check_parts(path: str, parts: Mapping[int, Files], world: Any) -> None:
             f"{path}: holds files of model-parallel rank {beyond[0]} (*mp_rank_{beyond[0]:02d}_*), but was saved by "
             f"{world} of them: files of another checkpoint. Move files that do not belong to it away"
         )
+
+
+def tensor_ranks(model: Mapping[str, Any]) -> int:
+    """Return the number of model-parallel ranks of each stage, from model states."""
+    found = (model.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
+    if not isinstance(found, int) or found < 1:
+        raise CheckpointError(f"checkpoint_parallel_dimensions: tp_degree: expected a number of ranks, found {found!r}")
+    return found
 
 
 def check_ranks(path: str, files: dict[int, str], world: int, kind: str) -> None:

@@ -172,7 +172,7 @@ def flat_partitions(
                 f"partitions and {len(settings)} groups of settings"
             )
     for number, group in enumerate(shapes):
-        layout.settings.append(_settings(settings[number]))
+        layout.settings.append(settings_of(settings[number]))
         places = _places(group, ranks[0], number)
         for copy in holders[number]:
             names = {name: copy.names.get(name, name) for name in group}
@@ -251,7 +251,8 @@ def _compare_mapping(rank: Opened, number: int, found: Mapping[str, tuple[int, i
         )
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
@@ -288,7 +289,7 @@ def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Open
     states = [rank.get("optimizer_state_dict", "state") for rank in ranks]
     settings = ranks[0].get("optimizer_state_dict", "param_groups")
     owner = {key: number for number, group in enumerate(settings) for key in group["params"]}
-    layout.settings = [_settings(group) for group in settings]
+    layout.settings = [settings_of(group) for group in settings]
     for rank, own in zip(ranks, masters, strict=True):
         if [flat.numel() for flat in own] != [flat.numel() for flat in masters[0]]:
             raise CheckpointError(f"{rank.file}: its flat groups have other sizes than those of {ranks[0].file}")
@@ -337,7 +338,7 @@ def numbered_states(
     """Add the contents of stage 0's optimizer state dict (torch's form) to a layout. `names` are the parameters of each
     group, by number; None is skipped. `masters` are their fp32 values, where the module has 16-bit ones.
     """
-    layout.settings = [_settings(group) for group in state["param_groups"]]
+    layout.settings = [settings_of(group) for group in state["param_groups"]]
     for number, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
         for position, (key, name) in enumerate(zip(group["params"], members, strict=True)):
             if name is None:
