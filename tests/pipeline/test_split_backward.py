@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.errors import PipelineError
 from shardwise.pipeline.split_backward import DeferredWeights
 
 
@@ -109,3 +111,12 @@ def test_the_first_part_keeps_inputs_and_gradients_only() -> None:
     assert deferred.take() == []
     torch.autograd.backward([root])
     assert torch.equal(model.weight.grad, x.sum(0).expand(64, 64))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model, deferred = nn.Linear(4, 4), DeferredWeights()
+    x = torch.randn(2, 4, requires_grad=True)
+    with deferred.collecting():
+        output = model(x)
+    with pytest.raises(PipelineError, match='Use the schedule "1f1b"'):
+        torch.autograd.grad(output.sum(), x, create_graph=True)

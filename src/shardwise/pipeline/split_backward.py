@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from shardwise.compat import fake_tensor
+from shardwise.errors import PipelineError
 
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d}
 _SPLIT = frozenset({F.linear, torch.addmm, F.embedding, *_CONVOLUTIONS})
@@ -148,4 +149,9 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise PipelineError(
+                "a gradient is differentiated again (create_graph=True), and this schedule computes gradients of "
+                'weights later, without a graph. Use the schedule "1f1b" or "interleaved"'
+            )
         return None, None, None, None, *ctx.differentiated(gradient)

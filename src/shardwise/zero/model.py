@@ -386,18 +386,21 @@ class ShardedModel:
     ) -> None:
         """Differentiate like `torch.autograd.backward` (all ranks call; zeros if no tensor depends on the model)."""
         self.hooks.settle()
-        self.model_pass.begin_part(part)
         reducer = self.reducer
         passes = reducer.passes if reducer is not None else 0
         if self.plain is not None:
             self.plain.begin()
-        if tensors:
-            with named("backward"):
-                torch.autograd.backward(tensors, grad_tensors, retain_graph=retain_graph)
-        if self.plain is not None:
-            self.plain.end()
-        if reducer is not None and reducer.passes == passes:
-            self.model_pass.join_backward()
+        self.model_pass.begin_part(part)
+        try:
+            if tensors:
+                with named("backward"):
+                    torch.autograd.backward(tensors, grad_tensors, retain_graph=retain_graph)
+            if self.plain is not None:
+                self.plain.end()
+            if reducer is not None and reducer.passes == passes:
+                self.model_pass.join_backward()
+        finally:
+            self.model_pass.begin_part(Part.WHOLE)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
