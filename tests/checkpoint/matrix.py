@@ -24,6 +24,8 @@ engine that was built; the same mesh goes on with the bits of the run that was n
 What 1-bit optimizers have not sent yet belongs to the ranks that keep it. On another number of ranks it is dropped (an
 engine that is built there has none either); on the same ranks they go on exactly, at their other stage too.
 
+Layouts with stages train the model of `tests.checkpoint.stages`.
+
 `test_matrix.py` runs the part in which every pair of layouts occurs once, with alternating optimizers.
 """
 
@@ -38,7 +40,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,8 +177,8 @@ class Net(Model):
         self.statistics = nn.BatchNorm1d(WIDTH, affine=False)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def rank() -> int:
+    return dist.getrank() if dist.is_initialized() else 0
 
 
 def _world() -> int:
@@ -228,7 +230,7 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
     if isinstance(engine.module, together.Decoder):
         return [_share(engine, step) for step in range(first, first + steps)]
     for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(1 + 64 * step + _rank())
+        generator = torch.Generator().manual_seed(1 + 64 * step + rank())
         engine.backward(engine(torch.randint(0, 13, (3,), generator=generator)))
         engine.step()
     return []
@@ -236,7 +238,7 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
 
 def _share(engine: Any, step: int) -> float:
     """Train a step on this rank's share of the samples that all meshes have; return the loss of all."""
-    copies, copy = engine.dp_world_size, engine.get_data_parallel_rank()
+    copies, copy = engine.dp_world_size, engine.get_data_parallelrank()
     rows = slice(copy * ROWS // copies, (copy + 1) * ROWS // copies)
     own = {name: value[rows] for name, value in together.data(step, 0, ROWS // together.ROWS).items()}
     loss, tokens = together.loss_of(engine, split(own) if engine.sequence_parallel_size > 1 else complete(own))
@@ -319,7 +321,7 @@ class Content:
 
     def buffer(self, name: str) -> torch.Tensor:
         """Return the value that this rank takes: its own, or rank 0's if the checkpoint is of other ranks."""
-        own = _rank() if self.manifest.layout["world"] == _world() else None
+        own = rank() if self.manifest.layout["world"] == _world() else None
         return self.tensors.get(("buffer", name, own), self.tensors["buffer", name, None])
 
     def fingerprint(self) -> str:
@@ -329,8 +331,8 @@ class Content:
         return _digest(sorted(plain, key=lambda pair: pair[0])) + hashlib.sha256(rest.encode()).hexdigest()
 
 
-def unlike(engine: Any, content: Content) -> list[str]:
-    """Return what an engine has not from a checkpoint, bit by bit."""
+def unlike(engine: Any, content: Content, groups: list[dict[str, Any]] | None = None) -> list[str]:
+    """Return what an engine has not from a checkpoint, bit by bit; `groups`: settings of this rank's groups."""
     sharded, found = engine.sharded, []
 
     def compare(what: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -346,11 +348,12 @@ def unlike(engine: Any, content: Content) -> list[str]:
             found += _unlike_state(sharded, content, index, compare)
     for name, tensor in engine.module_state_dict().items():
         saved = content.tensors.get(("parameter", name, None))
-        if saved is None and name != "head.weight":  # the other name of the embedding's
+        if saved is None and ("buffer", name, None) in content.tensors and groups is None:
             compare(name, tensor, content.buffer(name))
         elif saved is not None:
             compare(f"weights of {name}", tensor, saved.to(tensor.dtype))
-    for number, (group, saved_group) in enumerate(zip(engine.optimizer.param_groups, content.groups, strict=True)):
+    saved_groups = content.groups if groups is None else groups
+    for number, (group, saved_group) in enumerate(zip(engine.optimizer.param_groups, saved_groups, strict=True)):
         mine = {key: value for key, value in group.items() if key != "params"}
         keys = [key for key in saved_group if key != "fused"]
         found += [f"group {number}: {key}" for key in keys if not _equal(mine[key], saved_group[key])]
@@ -464,7 +467,7 @@ def _load_into(
         # Where stages agree, checkpoints of one mesh hold the same, whatever the stage.
         key = source.mesh if entry.stages_agree else source
         if key == (target.mesh if entry.stages_agree else target):
-            if found[0] != expected[_rank()].weights:
+            if found[0] != expected[rank()].weights:
                 wrong.append(f"{what}: went on otherwise than the run that was not interrupted")
             continue
         if entry.meshes and entry.stages_agree and weights.setdefault((key, target.mesh), found[0]) != found[0]:
@@ -546,31 +549,49 @@ def part_of_meshes() -> dict[Entry, tuple[list[Layout], list[Layout]]]:
     return found
 
 
+def _every_pair(entry: Entry) -> Callable[[str], tuple[int, list[str]]]:
+    return lambda root: run({entry: (entry.layouts(), entry.layouts())}, root, timeout=10800)
+
+
+def _of_stages() -> dict[str, Callable[[str], tuple[int, list[str]]]]:
+    """Return the parts of `tests.checkpoint.stages`: checkpoints of every mesh into every layout."""
+    from tests.checkpoint import stages
+
+    return {
+        "AdamW, stages": lambda root: stages.run(
+            root, "fp32", stages.of_meshes(stages.MESHES, 0), stages.of_meshes(stages.MESHES), timeout=10800
+        ),
+        "AdamW, fp16, stages": lambda root: stages.run(
+            root, "fp16", stages.of_meshes(stages.SOME, 1), stages.of_meshes(stages.SOME), timeout=10800
+        ),
+    }
+
+
 def main() -> int:
     """Run all pairs and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("bench/results"))
     parser.add_argument("--only", help="labels of optimizers, separated by ;; results of others are kept")
     options = parser.parse_args()
-    by_label = {entry.label: entry for entry in (*entries(), *on_meshes())}
-    chosen = [by_label[label] for label in options.only.split(";")] if options.only else list(by_label.values())
+    by_label = {entry.label: _every_pair(entry) for entry in (*entries(), *on_meshes())} | _of_stages()
+    chosen = options.only.split(";") if options.only else list(by_label)
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
     from _machine import save
 
     file = options.results / "checkpoint_matrix.json"
     before = json.loads(file.read_text())["rows"] if options.only and file.exists() else []
-    rows: list[dict[str, Any]] = [row for row in before if row["optimizer"] not in {entry.label for entry in chosen}]
+    rows: list[dict[str, Any]] = [row for row in before if row["optimizer"] not in chosen]
     failed = sum(row["wrong"] for row in rows)
-    for entry in chosen:
+    for label in chosen:
         root = tempfile.mkdtemp(prefix="matrix-")
         begun = time.perf_counter()
         try:
-            pairs, wrong = run({entry: (entry.layouts(), entry.layouts())}, root, timeout=10800)
+            pairs, wrong = by_label[label](root)
         finally:
             shutil.rmtree(root)
-        row = {"optimizer": entry.label, "pairs": pairs, "wrong": len(wrong)}
+        row = {"optimizer": label, "pairs": pairs, "wrong": len(wrong)}
         rows.append(row)
-        print(f"{entry.label:20} {pairs} pairs, {len(wrong)} wrong, {time.perf_counter() - begun:.0f} s", flush=True)
+        print(f"{label:20} {pairs} pairs, {len(wrong)} wrong, {time.perf_counter() - begun:.0f} s", flush=True)
         for line in wrong[:20]:
             print(f"    {line}")
         failed += len(wrong)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint import matrix
+from tests.checkpoint import matrix, stages
 from tests.harness import thorough
 
 
@@ -49,3 +49,33 @@ def test_every_size_of_a_mesh_is_exact_and_goes_on(tmp_path: Path) -> None:
     pairs, wrong = matrix.run(plan, str(tmp_path), timeout=600)
     assert pairs >= 25 + 4 + 4
     assert wrong == []
+
+
+FEW = [stages.Stages(2, 2, stages=2, chunks=2), stages.Stages(0, 1)], [stages.Stages(3, 2, stages=2)]
+"""Checkpoints of two chunks, and of one process, into two stages on two ranks."""
+
+
+@pytest.mark.limit(1500)
+@pytest.mark.parametrize(
+    ("dtype", "sources", "targets"),
+    [
+        ("fp16", *FEW),
+        thorough("fp32", stages.of_meshes(stages.MESHES, 0), stages.of_meshes(stages.MESHES, 2)),
+        thorough("fp16", stages.of_meshes(stages.SOME, 1), stages.of_meshes(stages.SOME, 3)),
+    ],
+    ids=["fp16-few", "fp32", "fp16"],
+)
+def test_every_number_of_stages_is_exact_and_goes_on(
+    dtype: str, sources: list[stages.Stages], targets: list[stages.Stages], tmp_path: Path
+) -> None:
+    """Stages on 1, 2 and 4 ranks with one or two chunks, also where ranks share samples, tensors and experts."""
+    pairs, wrong = stages.run(str(tmp_path), dtype, sources, targets, timeout=1400)
+    assert pairs == len(sources) * len(targets)
+    assert wrong == []
+
+
+@pytest.mark.thorough
+def test_stages_of_zero_save_the_same(tmp_path: Path) -> None:
+    """With two chunks on two ranks, and with tensors and data shared."""
+    sources = stages.of_meshes([stages.MESHES[4], stages.MESHES[5]])
+    assert stages.run(str(tmp_path), "fp32", sources, [], timeout=300) == (0, [])

@@ -76,9 +76,13 @@ def same_on_all(comm: Communicator, value: Any, label: str) -> bool:
 
 
 def held_by_any(comm: Communicator, names: Sequence[str], held: Collection[str], label: str) -> set[str]:
-    """Return the names, given in one order on all ranks, that some rank holds (a collective of 4 bytes a name)."""
+    """Return the names, given in one order on all ranks, that some rank holds (a collective).
+
+    A rank sends and receives about 8 bytes a name, whatever the number of ranks.
+    """
     if not names:
         return set()
-    flags = torch.tensor([float(name in held) for name in names], device=comm.device)
-    comm.all_reduce(flags, label).wait()
-    return {name for name, count in zip(names, flags.tolist(), strict=True) if count}
+    flags = [float(name in held) for name in names] + [0.0] * (-len(names) % comm.world)
+    counts = torch.tensor(flags, device=comm.device)
+    comm.sum_large(counts, label).wait()
+    return {name for name, count in zip(names, counts.tolist(), strict=False) if count}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -219,8 +219,66 @@ def local_inventory(model: CheckpointedModel) -> dict[str, Any]:
     return {
         "buffers": {name: _digest(buffer) for name, buffer in buffers(model.module)},
         "extra": [name for name, _ in extra_states(model.module)],
-        "groups": 0 if model.optimizer is None else len(model.optimizer.param_groups),
+        "groups": [] if model.optimizer is None else _groups(model, model.optimizer),
     }
+
+
+def _groups(model: CheckpointedModel, optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+    """Return for each parameter group its name, its plain settings, and whether it has parameters."""
+    used = {tensor.group for tensor in model.registry}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        found.append([group.get("name"), repr(sorted(plain.items())), number in used])
+    return found
+
+
+def group_keys(groups: Sequence[Sequence[Any]], *, named: bool) -> list[str | int | None]:
+    """Return what identifies the groups of a rank: names, or else positions; None for a group without both."""
+    if not named:
+        return list(range(len(groups)))
+    return [name if isinstance(name, str) else None for name, *_ in groups]
+
+
+def _joined_groups(inventories: Sequence[dict[str, Any]], rank: int) -> tuple[list[int | None], list[int]]:
+    """Join the parameter groups of ranks, by name if all that have parameters have a name of their own.
+
+    Returns:
+        (number of each of this rank's groups in the checkpoint, this rank's groups that it writes).
+
+    Raises CheckpointError if groups with parameters on several ranks have other settings.
+    """
+    ranks = [entry["groups"] for entry in inventories]
+    named = are_named(
+        [(name, used) for groups in {id(groups): groups for groups in ranks}.values() for name, _, used in groups]
+    )
+    known: dict[str | int, int] = {}
+    settings: dict[str | int, tuple[int, str]] = {}
+    numbers: list[int | None] = []
+    writes: list[int] = []
+    for other, groups in enumerate(ranks):
+        for number, (key, (_, plain, used)) in enumerate(zip(group_keys(groups, named=named), groups, strict=True)):
+            if key is None:
+                numbers += [None] if other == rank else []
+                continue
+            if used and settings.setdefault(key, (other, plain))[1] != plain:
+                first, theirs = settings[key]
+                raise CheckpointError(
+                    f"parameter group {key!r} has the settings {theirs:.300} on rank {first} and {plain:.300} on rank "
+                    f"{other}. If ranks have different groups, give each group a name of its own: "
+                    '{"name": ..., "params": ...}'
+                )
+            if key not in known and other == rank:
+                writes.append(number)
+            known.setdefault(key, len(known))
+            numbers += [known[key]] if other == rank else []
+    return numbers, writes
+
+
+def are_named(groups: Iterable[tuple[Any, bool]]) -> bool:
+    """Return True if all groups (name, has parameters) with parameters have names."""
+    names = [name for name, used in groups if used]
+    return bool(names) and all(isinstance(name, str) for name in names)
 
 
 def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:
@@ -241,14 +299,17 @@ def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: li
         if name not in written
     }
     groups = [] if model.optimizer is None else model.optimizer.param_groups
+    numbers, writes = _joined_groups(inventories, rank)
+    part.stored = [
+        tensor if tensor.group is None else replace(tensor, group=numbers[tensor.group]) for tensor in part.stored
+    ]
     part.trees["groups"] = [
         nested_json.encode(
-            {name: value for name, value in group.items() if name != "params"},
+            {name: value for name, value in groups[number].items() if name != "params"},
             f"optimizer.param_groups[{number}]",
             part.store_tensor,
         )
-        for number, group in enumerate(groups)
-        if number >= max((entry["groups"] for entry in before), default=0)
+        for number in writes
     ]
 
 

@@ -32,6 +32,7 @@ from shardwise.checkpoint.match import (
     match_module,
     match_optimizer,
     names_of,
+    saved_groups,
 )
 from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.places import counterparts
@@ -425,9 +426,11 @@ def _read_optimizer(
     update, optimizer = model.update, model.optimizer
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
     if options.settings:
-        # The largest number of groups of any rank.
-        for group, tree in zip(optimizer.param_groups, saved.manifest.optimizer["groups"], strict=False):
-            _set_group(group, saved.decode(tree))
+        trees = saved.manifest.optimizer["groups"]
+        numbers = saved_groups(model, trees, saved.path)
+        for group, number in zip(optimizer.param_groups, numbers, strict=True):
+            if number is not None and number < len(trees):
+                _set_group(group, saved.decode(trees[number]))
     if left is not None:
         saved.read_all(left)
     else:

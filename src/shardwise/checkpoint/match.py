@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import nested_json
-from shardwise.checkpoint.collect import buffers, extra_states
+from shardwise.checkpoint.collect import are_named, buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
@@ -262,7 +262,8 @@ def match_optimizer(
             f"{path}: holds state of the optimizer {saved['class']}, this engine has {name}; {_FRESH}"
         )
     if settings:
-        _compare_settings(model.optimizer.param_groups, saved["groups"], path)
+        numbers = saved_groups(model, saved["groups"], path)
+        _compare_settings(model.optimizer.param_groups, saved["groups"], numbers, path)
     trained = [tensor for tensor in model.registry if tensor.trainable and tensor.numel and tensor.name not in fresh]
     unwanted = [tensor.name for tensor in trained if not selection.wants((tensor.name, *tensor.aliases))]
     if unwanted:
@@ -273,8 +274,10 @@ def match_optimizer(
         )
     owner = by_any_name(manifest.of_kind(PARAMETER))
     if settings:
+        named = all(isinstance(group, dict) and group.get("name") for group in saved["groups"])
         groups = max(elsewhere.groups, len(model.optimizer.param_groups))
-        _compare_groups(trained, owner, len(saved["groups"]), groups, path)
+        # Named groups may be on some ranks only.
+        _compare_groups(trained, owner, numbers, len(saved["groups"]), None if named else groups, path)
     by_name: dict[str, OptimizerStatePlan] = {}
     for stored in manifest.of_kind(OPTIMIZER):
         state = by_name.setdefault(stored.name, OptimizerStatePlan())
@@ -309,21 +312,46 @@ def match_optimizer(
     return states, notes
 
 
+def saved_groups(model: CheckpointedModel, saved: Sequence[Any], path: str) -> list[int | None]:
+    """Return the number in a checkpoint of each of this rank's parameter groups, by name if all have names; else their
+    own numbers. None for a group without parameters and name. Raises CheckpointError if a name is not there.
+    """
+    assert model.optimizer is not None
+    used = {tensor.group for tensor in model.registry}
+    names = [group.get("name") for group in model.optimizer.param_groups]
+    there = [str(group.get("name") or "") if isinstance(group, dict) else "" for group in saved]
+    if not (are_named((name, number in used) for number, name in enumerate(names)) and all(there)):
+        return list(range(len(names)))
+    missing = [str(name) for number, name in enumerate(names) if number in used and name not in there]
+    if missing:
+        raise CheckpointError(
+            f"{path}: its optimizer has the parameter groups {outline(there)}, and this engine also has "
+            f"{outline(missing)}; {_FRESH}, or load_param_groups=False to keep this engine's settings of groups"
+        )
+    return [there.index(name) if name in there else None for name in names]
+
+
 def _compare_groups(
-    trained: Sequence[LogicalTensor], owner: Mapping[str, StoredTensor], saved: int, groups: int, path: str
+    trained: Sequence[LogicalTensor],
+    owner: Mapping[str, StoredTensor],
+    numbers: Sequence[int | None],
+    saved: int,
+    groups: int | None,
+    path: str,
 ) -> None:
     """Raise if a group's settings would apply to other parameters than at saving."""
     fix = (
         f"{_FRESH}, or load_param_groups=False to keep this engine's settings of groups (lr, weight_decay, ...) and "
         "load the state of each parameter"
     )
-    if saved != groups:
+    if groups is not None and saved != groups:
         raise CheckpointError(f"{path}: its optimizer has {saved} parameter groups, this engine's has {groups}; {fix}")
     moved = []
     for tensor in trained:
         stored = next((owner[name] for name in (tensor.name, *tensor.aliases) if name in owner), None)
-        if stored is not None and stored.trainable and stored.group != tensor.group:
-            moved.append(f"{tensor.name} (group {stored.group} in the checkpoint, {tensor.group} here)")
+        group = numbers[tensor.group] if tensor.group is not None else None
+        if stored is not None and stored.trainable and stored.group != group:
+            moved.append(f"{tensor.name} (group {stored.group} in the checkpoint, {group} here)")
     if moved:
         raise CheckpointError(
             f"{path}: parameters are in other parameter groups than they were: {outline(moved)}; build the groups as "
@@ -331,10 +359,14 @@ def _compare_groups(
         )
 
 
-def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], path: str) -> None:
-    for number, (group, tree) in enumerate(zip(groups, saved, strict=False)):
+def _compare_settings(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], numbers: Sequence[int | None], path: str
+) -> None:
+    for number, (group, of) in enumerate(zip(groups, numbers, strict=True)):
+        if of is None or of >= len(saved):
+            continue  # `_compare_groups` compares the numbers of groups
         found = nested_json.decode(
-            tree, lambda reference: torch.zeros((), device="cpu")
+            saved[of], lambda reference: torch.zeros((), device="cpu")
         )  # values of tensors are not compared
         for name in found.keys() & group.keys() - {"params", PARAM_NAMES}:
             if not _alike(group[name], found[name]):

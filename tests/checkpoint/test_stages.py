@@ -1,0 +1,231 @@
+"""Checkpoints of models of stages: copies in memory, offloaded state, exports, parameter groups, ranks' own state."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import shardwise
+from shardwise.checkpoint import Checkpoint, export
+from shardwise.errors import CheckpointError
+from tests.checkpoint import stages
+from tests.checkpoint.stages import Stages, start, state, train
+from tests.checkpoint.test_copies import as_node
+from tests.harness import run_ranks, thorough
+
+TWO, ALONE = Stages(1, 2, stages=2), Stages(0, 1)
+
+
+# -- copies in memory --------------------------------------------------------------------------------------------------
+
+COPIES = {"checkpoint": {"memory_copies": {"every": 2}}}
+
+
+def copied(root: str, saved: Stages, loaded: Stages) -> list[str]:
+    """Copy, and resume from the copy in another layout; return what was not as it was."""
+    shardwise.init_distributed(verbose=False)
+    with as_node(f"{root}/node"):
+        first = start(saved, 1, **COPIES)
+    train(first, 0, 2)
+    assert first.last_memory_copy.steps == 2
+    before = state(first)
+    train(first, 2, 1)
+    with as_node(f"{root}/node"):
+        second = start(loaded, 2, **COPIES)
+    second.resume(f"{root}/runs")
+    assert second.resumed.source == "memory" and second.global_steps == 2
+    after = state(second)
+    wrong = [key for key in before if key != "held" and before[key] != after[key]]
+    if saved == loaded and before["held"] != after["held"]:
+        wrong.append("held")
+    second.destroy()
+    first.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (TWO, TWO),
+        thorough(Stages(3, 4, stages=2), Stages(1, 4, stages=4)),
+        thorough(Stages(1, 4, stages=4), Stages(2, 4, tensor=2, stages=2)),
+    ],
+)
+def test_copies_in_memory(saved: Stages, loaded: Stages, tmp_path: Path) -> None:
+    for wrong in run_ranks(copied, saved.world, str(tmp_path), saved, loaded):
+        assert wrong == []
+
+
+# -- offloaded state ---------------------------------------------------------------------------------------------------
+
+
+def placed(root: str, layout: Stages, device: str | None) -> dict[str, Any]:
+    section: dict[str, Any] = {"stage": layout.zero, "stage3_param_persistence_threshold": 0}
+    if device is not None:
+        where = {"device": device, **({"nvme_path": f"{root}/disk"} if device == "nvme" else {})}
+        section["offload_optimizer"] = where
+        section |= {"offload_param": where} if layout.zero == 3 else {}
+    return {"zero_optimization": section}
+
+
+def plain(engine: Any) -> dict[str, Any]:
+    """Return weights and schedule, without buffers that differ between ranks."""
+    weights = {name: value.tolist() for name, value in engine.module_state_dict().items() if not name.endswith("seen")}
+    return {"weights": weights, "schedule": engine.lr_scheduler.state_dict()}
+
+
+def saved_in(root: str, layout: Stages, device: str | None) -> tuple[dict[str, Any], list[float]]:
+    shardwise.init_distributed(verbose=False)
+    engine = start(layout, 1, **placed(root, layout, device))
+    train(engine, 0, 2)
+    engine.save_checkpoint(f"{root}/runs", tag="a")
+    engine.save_checkpoint(f"{root}/runs", tag="b", asynchronous=True)
+    found = plain(engine)
+    losses = train(engine, 2, 2)
+    engine.wait_for_checkpoint()
+    engine.destroy()
+    return found, losses
+
+
+def loaded_in(root: str, layout: Stages, device: str | None, tag: str) -> tuple[dict[str, Any], list[float], str]:
+    shardwise.init_distributed(verbose=False)
+    engine = start(layout, 2, **placed(root, layout, device))
+    train(engine, 50, 1)
+    engine.load_checkpoint(f"{root}/runs", tag=tag)
+    found = plain(engine)
+    losses = train(engine, 2, 2)
+    engine.load_checkpoint(f"{root}/runs", tag=tag)
+    engine.save_checkpoint(f"{root}/again", tag="a")
+    engine.destroy()
+    return found, losses, f"{root}/again/a"
+
+
+def optimizer_state(path: str) -> dict[tuple[str, str], list[float]]:
+    with Checkpoint(path) as saved:
+        tensors = saved.manifest.of_kind("optimizer/") + saved.manifest.of_kind("parameter")
+        return {(tensor.kind, tensor.name): saved.read(tensor).tolist() for tensor in tensors}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("saved", "of", "loaded", "into"),
+    [
+        (Stages(2, 4, stages=2), "cpu", Stages(1, 2), None),
+        (Stages(3, 4, stages=2), "nvme", ALONE, None),
+        (ALONE, None, Stages(3, 4, stages=2), "nvme"),
+        (Stages(1, 2), None, Stages(2, 2, stages=2, chunks=2), "cpu"),
+        (Stages(3, 2, stages=2), "cpu", Stages(3, 4, stages=4), "nvme"),
+    ],
+    ids=str,
+)
+def test_offloaded_state_moves(saved: Stages, of: str | None, loaded: Stages, into: str | None, tmp_path: Path) -> None:
+    """Weights, moments, schedule: what is loaded and saved again is what was saved, also by a background save."""
+    (tmp_path / "disk").mkdir()
+    before = run_ranks(saved_in, saved.world, str(tmp_path), saved, of)
+    for tag in ("a", "b"):
+        after = run_ranks(loaded_in, loaded.world, str(tmp_path), loaded, into, tag)
+        for found, losses, _ in after:
+            assert found == before[0][0]
+            torch.testing.assert_close(losses, before[0][1], rtol=1e-5, atol=0)
+        assert optimizer_state(after[0][2]) == optimizer_state(f"{tmp_path}/runs/{tag}")
+
+
+# -- exports of a checkpoint -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_exported_in_each_format(tmp_path: Path) -> None:
+    found = run_ranks(saved_in, 2, str(tmp_path), TWO, None)[0][0]
+    export(tmp_path / "runs", tmp_path / "hf", tag="a")
+    export(tmp_path / "runs", tmp_path / "pt", tag="a", format="pt")
+    export(tmp_path / "runs", tmp_path / "dcp", tag="a", format="dcp")
+    export(tmp_path / "dcp", tmp_path / "from_dcp")
+    pickled = torch.load(tmp_path / "pt" / "pytorch_model.bin", weights_only=True)
+    for values in (
+        load_file(tmp_path / "hf" / "model.safetensors"),
+        load_file(tmp_path / "from_dcp" / "model.safetensors"),
+        pickled,
+    ):
+        assert found["weights"] == {n: value.tolist() for n, value in values.items() if not n.endswith("seen")}
+
+
+# -- parameter groups --------------------------------------------------------------------------------------------------
+
+
+def grouped(root: str, *, named: bool) -> str:
+    """Save groups that differ by rank; return the error."""
+    shardwise.init_distributed(verbose=False)
+    rank = dist.get_rank()
+
+    def made(parameters: list[Any]) -> torch.optim.Optimizer:
+        tied = [p for p in parameters if p.shape == (stages.WORDS, stages.WIDTH)]
+        others = [p for p in parameters if p.shape != (stages.WORDS, stages.WIDTH)]
+        first: dict[str, Any] = {"params": others, "weight_decay": float(rank)}
+        last: dict[str, Any] = {"params": tied}
+        if named:
+            first["name"], last["name"] = f"of stage {rank}", "tied"
+        return torch.optim.AdamW([first, last], lr=0.01)
+
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+    engine = shardwise.initialize(model=stages.model_of(TWO, 1), optimizer=made, config=config)[0]
+    train(engine, 0, 1)
+    try:
+        engine.save_checkpoint(root, tag="a")
+        engine.optimizer.param_groups[0]["weight_decay"] = 7.0
+        engine.load_checkpoint(root, tag="a")
+        assert engine.optimizer.param_groups[0]["weight_decay"] == float(rank)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_groups_of_other_ranks_need_names(tmp_path: Path) -> None:
+    """Without, the settings of the first rank's group would replace those of another one."""
+    assert run_ranks(grouped, 2, str(tmp_path / "named"), named=True) == ["", ""]
+    for text in run_ranks(grouped, 2, str(tmp_path / "unnamed"), named=False):
+        assert "parameter group 0 has the settings" in text and "('weight_decay', 0.0)" in text
+        assert "('weight_decay', 1.0)] on rank 1" in text and "give each group a name of its own" in text
+
+
+# -- the state of ranks ------------------------------------------------------------------------------------------------
+
+
+def numbers(root: str, layout: Stages, *, saves: bool) -> list[float]:
+    """Return random numbers after saving, or after loading."""
+    shardwise.init_distributed(verbose=False)
+    engine = start(layout, 1)
+    random.seed(1000 * (1 + dist.get_rank() if dist.is_initialized() else 0) + saves)
+    if saves:
+        engine.save_checkpoint(root, tag="a")
+    else:
+        engine.load_checkpoint(root, tag="a")
+    found = [random.random() for _ in range(2)]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loaded", "sources"),
+    [
+        (Stages(0, 4, stages=2), [0, 1, 2, 3]),
+        thorough(Stages(0, 4, stages=4), [0, 2, None, None]),
+        thorough(Stages(0, 4), [0, 1, None, None]),
+        thorough(Stages(0, 2, stages=2), [0, 2]),
+    ],
+)
+def test_random_numbers_go_on_at_the_same_coordinates(
+    loaded: Stages, sources: list[int | None], tmp_path: Path
+) -> None:
+    """Of two stages and two ranks with samples of their own."""
+    saved = run_ranks(numbers, 4, str(tmp_path), Stages(0, 4, stages=2), saves=True)
+    found = run_ranks(numbers, loaded.world, str(tmp_path), loaded, saves=False)
+    for rank, source in enumerate(sources):
+        assert (found[rank] in saved) is (source is not None)
+        assert source is None or found[rank] == saved[source]
