@@ -29,7 +29,10 @@ DIRECT = "GPUDirect Storage is not built yet: data goes from disk to the device 
 ZENFLOW = "ZenFlow, which steps a part of the gradients some steps late, is not built yet"
 HYBRID = "the hybrid engine is not built yet"
 DATA = "data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet"
-UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here fit any layout as they are)"
+UNIVERSAL = (
+    "checkpoints here fit any layout as they are; `shardwise export-universal` writes the universal format, and "
+    "load_checkpoint() reads the format"
+)
 LAYERS = "fused layers are not built yet"
 COMPILER = "compiler passes are not built yet"
 MICS = (

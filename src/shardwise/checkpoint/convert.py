@@ -31,7 +31,7 @@ def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
     if not os.path.isdir(source):
         raise CheckpointPathError(f"{source}: there is no such directory")
     if tag is None and not recognised(source):
-        tag = directory.read_latest(source)
+        tag = directory.read_latest(source) or directory.read_latest(source, directory.LATEST_UNIVERSAL)
     path = source if tag is None else os.path.join(source, directory.check_tag(tag))
     if not recognised(path):
         if not os.path.isdir(path):

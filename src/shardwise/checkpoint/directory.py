@@ -29,6 +29,8 @@ from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+"""File that names a universal checkpoint, as DeepSpeed writes it."""
 DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
 _PARTIAL = ".partial"
 _GONE = f".gone{_PARTIAL}"
@@ -421,9 +423,9 @@ def write_latest(parent: str, tag: str, number: int | None = None) -> None:
     sync_directory(parent)
 
 
-def read_latest(parent: str) -> str | None:
+def read_latest(parent: str, name: str = LATEST) -> str | None:
     """Return the tag in `latest`, or None without the file; log other programs' changes. Raises CheckpointError."""
-    path = os.path.join(parent, LATEST)
+    path = os.path.join(parent, name)
     try:
         with open(open_to_read(path), encoding="utf-8") as file:
             tag = file.read(1000).partition("\n")[0].strip()

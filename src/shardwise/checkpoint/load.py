@@ -283,7 +283,8 @@ def _candidates(parent: str, tag: str | None) -> list[str]:
     found = listing(parent)
     for note in found.notes:
         logger.warning("%s", note)
-    return found.tags
+    universal = None if found.tags else directory.read_latest(parent, directory.LATEST_UNIVERSAL)
+    return found.tags if universal is None else [universal]
 
 
 def _verify(

@@ -22,7 +22,7 @@ def _open_deepspeed(path: str, tag: str | None) -> Source | None:
     chosen = tag
     if chosen is None and not deepspeed.recognised(path):
         try:
-            chosen = directory.read_latest(path)
+            chosen = directory.read_latest(path) or directory.read_latest(path, directory.LATEST_UNIVERSAL)
         except CheckpointError:
             return None
     found = path if chosen is None else os.path.join(path, directory.check_tag(chosen))

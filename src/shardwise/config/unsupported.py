@@ -156,13 +156,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
             ("comm_backend", "DeepEP", lambda value: value == "deepep", 'write "comm"'),
         )
     ),
-    Unsupported(
-        "checkpoint.load_universal",
-        "the universal checkpoint format",
-        _on,
-        "switch it off: checkpoints here fit any number of ranks and any stage as they are, and DeepSpeed's are read "
-        "before they are made universal",
-    ),
     Unsupported("nebula.enabled", "Nebula", _on, "switch it off; `checkpoint.async_save` saves in the background"),
     Unsupported("datastates_ckpt", "DataStates", _given, "remove it; `checkpoint.async_save` saves in the background"),
     Unsupported(

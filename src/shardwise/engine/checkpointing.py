@@ -24,7 +24,7 @@ from shardwise.config import effective
 from shardwise.engine.background import BackgroundSaves, check_same_way, size_of, statistics
 from shardwise.engine.interchange import CustomLoad, check_schedule, load_custom, opener, schedule_name
 from shardwise.engine.scaling import on_non_finite
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
@@ -255,6 +255,8 @@ class Checkpoints:
                 Selection.of(include, exclude, rename),
             )
             checked = None if tag is None else directory.check_tag(tag)
+            if checked is None and self._resolution.config.checkpoint.load_universal and self._job.rank == 0:
+                options = replace(options, order=(_latest_universal(parent),))
             agreed.local = self.numbers.after(parent) - 1 if self._job.rank == 0 else 0
         self.numbers.see(agreed.gathered[0])  # later saves are numbered after all existing ones
         return self.restore(parent, checked, options, load_lr_scheduler_states, custom_load_fn)
@@ -472,6 +474,17 @@ class Checkpoints:
         self._notes += (message,)
         if self._job.rank == 0:
             logger.warning(message)
+
+
+def _latest_universal(parent: str) -> str:
+    found = directory.read_latest(parent, directory.LATEST_UNIVERSAL)
+    if found is None:
+        raise CheckpointPathError(
+            f"{parent}: checkpoint.load_universal is on, and there is no file {directory.LATEST_UNIVERSAL!r}, which "
+            "names a universal checkpoint. Pass its tag, or switch the key off: checkpoints of other formats are "
+            "recognised without it"
+        )
+    return found
 
 
 def _one_directory(given: Sequence[str], rank: int) -> str:

@@ -103,7 +103,11 @@ class CheckpointOptions(ConfigSection):
         gt=0,
     )
     keep_every: Int | None = key(None, "With `keep_last`: those at multiples of so many steps stay as well.", gt=0)
-    load_universal: bool = key(False, "Load the universal format.")
+    load_universal: bool = key(
+        False,
+        "`load_checkpoint` without a tag loads the universal checkpoint that the file `latest_universal` names; "
+        "without this key only where there is no other checkpoint.",
+    )
     use_node_local_storage: bool = key(False, "Directories are local to a node: its first rank creates them.")
     parallel_write: ParallelWrite = section(ParallelWrite, "Division of writing.")
     checkpoint_serialization: bool = key(

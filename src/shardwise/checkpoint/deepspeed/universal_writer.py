@@ -1,0 +1,266 @@
+"""Writing a checkpoint in DeepSpeed's universal format, in one process and in pieces of 8 MiB.
+
+The files were compared with those of DeepSpeed 0.19.8, which loads them with `checkpoint.load_universal` at ZeRO stages
+1, 2 and 3, on any number of ranks: `mp_rank_00_model_states.pt` at stages 1 and 2, the equal file
+`zero_pp_rank_0_mp_rank_00_model_states.pt` at stage 3. It does not load buffers, frozen parameters and the loss scale
+from this format.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint import directory
+from shardwise.checkpoint.deepspeed import trainer_state
+from shardwise.checkpoint.deepspeed.layer_files import stage_name
+from shardwise.checkpoint.deepspeed.universal import MASTER, STATE, STEP, UniversalFiles
+from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, StoredTensor, outline
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.safetensors_reader import Spec
+from shardwise.checkpoint.source import PIECE, Progress
+from shardwise.checkpoint.torch_save_writer import StateFileWriter
+from shardwise.errors import CheckpointError, CheckpointPathError
+
+VERSION = "0.19.8"
+"""Version of DeepSpeed whose files these are."""
+
+_ENTRIES = {"exp_avg", "exp_avg_sq"}
+_MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def write_universal(
+    saved: Checkpoint,
+    target: str | os.PathLike[str],
+    tag: str,
+    *,
+    stages: bool = False,
+    tied: Mapping[str, int] | None = None,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Write an opened checkpoint in DeepSpeed's universal format to `<target>/<tag>/`, and let `latest_universal` name
+    it; return descriptions of state that is not written.
+
+    All bytes are first compared with their checksums. The directory appears by one rename, and must be new.
+
+    Args:
+        saved: a checkpoint of an engine with an optimizer that has the state `exp_avg` and `exp_avg_sq`.
+        target: directory of checkpoints; created if needed.
+        tag: name of the new checkpoint.
+        stages: the checkpoint is that of a PipelineModule, for DeepSpeed's PipelineModule; names are those of layers.
+        tied: with `stages`, the first layer of each key of a TiedLayerSpec.
+        progress: called with bytes written and total bytes.
+
+    Raises:
+        CheckpointPathError: the target exists, or cannot be used.
+        CheckpointError: the checkpoint is damaged, or cannot be written in this format.
+
+    Example:
+        >>> with Checkpoint("runs/a/global_step100") as saved:  # doctest: +SKIP
+        ...     write_universal(saved, "runs/for_deepspeed", "global_step100")
+    """
+    if tied and not stages:
+        raise CheckpointError("tied: names layers of a PipelineModule; pass stages=True as well")
+    parent = directory.check_directory(target, "target")
+    path = os.path.join(parent, directory.check_tag(tag))
+    if os.path.lexists(path):
+        raise CheckpointPathError(f"{path}: exists already; choose another name, or remove it")
+    saved.verify(saved.blocks())
+    made = _Universal(saved, stages, tied or {})
+    draft = os.path.join(parent, f".{tag}.{secrets.token_hex(4)}.partial")
+    try:
+        os.makedirs(draft)
+        made.write(draft, progress)
+        os.rename(draft, path)
+        directory.sync_directory(parent)
+        temporary = f"{draft}.{directory.LATEST_UNIVERSAL}"
+        directory.write_file(temporary, tag.encode())
+        os.replace(temporary, os.path.join(parent, directory.LATEST_UNIVERSAL))
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "
+            "before is unchanged"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return made.notes
+
+
+class _Universal:
+    """Content of a universal checkpoint."""
+
+    def __init__(self, saved: Checkpoint, stages: bool, tied: Mapping[str, int]) -> None:
+        self._saved, self._stages, self._tied = saved, stages, tied
+        self.notes: list[str] = []
+        held = saved.manifest
+        if held.optimizer is None or "refused" in held.optimizer:
+            raise CheckpointError(
+                f"{saved.path}: has no optimizer state that can be written; `shardwise export` writes weights alone"
+            )
+        self._state = {(t.name, t.kind.removeprefix(OPTIMIZER)): t for t in held.of_kind(OPTIMIZER)}
+        self._trained = [t for t in held.of_kind(PARAMETER) if t.trainable and t.numel]
+        self._others = [t for t in held.of_kind(PARAMETER) if not t.trainable]
+        self._buffers = [t for t in held.of_kind(BUFFER) if t.rank is None]
+        self._groups = [saved.decode(group) for group in held.optimizer["groups"]]
+        self._check()
+        self._steps = [self._step(number) for number in range(len(self._groups))]
+        self._names = {t.name: self._name(t.name) for t in (*self._trained, *self._others, *self._buffers)}
+        unused = [key for key, n in tied.items() if not any(name.startswith(f"layers.{n}.") for name in self._names)]
+        if unused:
+            raise CheckpointError(f"tied: the layers of {outline(unused)} have no parameters in {saved.path}")
+
+    def _check(self) -> None:
+        for tensor in self._trained:
+            found = {entry for entry in _ENTRIES if (tensor.name, entry) in self._state}
+            if found != _ENTRIES:
+                raise CheckpointError(
+                    f"{self._saved.path}: the optimizer state of {tensor.name!r} has "
+                    f"{outline(sorted(found)) or 'no entries of Adam'}, expected {outline(sorted(_ENTRIES))}: "
+                    "DeepSpeed's universal format has the state of Adam alone, after a step"
+                )
+        more = sorted({entry for _, entry in self._state} - _ENTRIES)
+        if more:
+            raise CheckpointError(
+                f"{self._saved.path}: has optimizer state {outline(more)}, which DeepSpeed's universal format does not"
+            )
+
+    def _step(self, number: int) -> float:
+        """Return the step count of a parameter group; DeepSpeed has one for each."""
+        values = (self._saved.manifest.optimizer or {})["values"]
+        found: dict[float, str] = {}
+        for tensor in (t for t in self._trained if t.group == number):
+            step = self._saved.decode(values.get(tensor.name, {}).get("step"))
+            if step is None:
+                step = self._groups[number].get("step")
+            if step is None:
+                raise CheckpointError(f"{self._saved.path}: {tensor.name!r} has no step count")
+            found.setdefault(float(step), tensor.name)
+        if len(found) > 1:
+            listed = outline([f"{name!r} {step:g}" for step, name in found.items()])
+            raise CheckpointError(
+                f"{self._saved.path}: parameters of group {number} have different step counts ({listed}); DeepSpeed "
+                "has one for each group"
+            )
+        return next(iter(found), 0.0)
+
+    def _name(self, name: str) -> str:
+        try:
+            found = stage_name(name, self._tied) if self._stages else name
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._saved.path}: {error}, as a PipelineModule has; leave stages out") from error
+        if "/" in found or found in (".", ".."):
+            raise CheckpointError(f"{self._saved.path}: the name {found!r} cannot be that of a directory")
+        return found
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, path: str, progress: Progress | None) -> None:
+        """Write all files into a directory."""
+        files: list[tuple[StoredTensor, str, str, torch.dtype | None]] = []
+        for tensor in self._trained:
+            files.append((tensor, tensor.name, MASTER, torch.float32))
+            for entry in sorted(_ENTRIES):
+                files.append((self._state[tensor.name, entry], tensor.name, entry, torch.float32))
+        files += [(tensor, tensor.name, MASTER, None) for tensor in (*self._others, *self._buffers)]
+        size, done = sum(t.numel * (dtype or t.torch_dtype).itemsize for t, _, _, dtype in files), 0
+        for tensor, name, entry, dtype in files:
+            file = os.path.join(path, UniversalFiles.file(self._names[name], entry))
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            done += self._write_tensor(file, tensor, dtype or tensor.torch_dtype)
+            if progress is not None:
+                progress(done, size)
+        for tensor in self._trained:
+            step = torch.tensor(self._steps[tensor.group or 0], dtype=torch.float32, device="cpu")
+            _save(step, os.path.join(path, UniversalFiles.file(self._names[tensor.name], STEP)))
+        _save(self._optimizer(), os.path.join(path, STATE))
+        for name in _MODELS:
+            _save(self._model(), os.path.join(path, name))
+        for folder, _, _ in os.walk(path, topdown=False):
+            directory.sync_directory(folder)
+
+    def _write_tensor(self, file: str, tensor: StoredTensor, dtype: torch.dtype) -> int:
+        writer = StateFileWriter(file, {"param": Spec(dtype, tensor.shape)})
+        try:
+            step = PIECE // dtype.itemsize
+            for start in range(0, tensor.numel, step):
+                out = torch.empty(min(step, tensor.numel - start), dtype=dtype, device="cpu")
+                self._saved.read_into(tensor, start, out)
+                writer.write_part("param", start, out)
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+        return tensor.numel * dtype.itemsize
+
+    def _optimizer(self) -> dict[str, Any]:
+        groups = []
+        for number, group in enumerate(self._groups):
+            kept = self._plain({k: v for k, v in group.items() if k not in ("params", "param_names")}, "settings")
+            groups.append({**kept, "params": [number]})
+        states = {n: {"step": torch.tensor(step, dtype=torch.float32)} for n, step in enumerate(self._steps)}
+        return {
+            "zero_stage": 1,
+            "ds_version": VERSION,
+            "param_groups": groups,
+            "optimizer_state_dict": {"state": states, "param_groups": groups},
+        }
+
+    def _model(self) -> dict[str, Any]:
+        held = self._saved.manifest
+        shapes: list[OrderedDict[str, torch.Size]] = [OrderedDict() for _ in self._groups]
+        for tensor in self._trained:
+            shapes[tensor.group or 0][self._names[tensor.name]] = torch.Size(tensor.shape)
+        shared = {alias: t.name for t in (*self._trained, *self._others) for alias in t.aliases}
+        client = self._saved.decode(held.client) or {}
+        return {
+            **self._plain({k: v for k, v in client.items() if k not in trainer_state.OWN_KEYS}, "client_state"),
+            "module": None if self._stages else {},
+            "buffer_names": [self._names[t.name] for t in self._buffers],
+            "optimizer": None,
+            "param_shapes": shapes,
+            "frozen_param_shapes": OrderedDict((self._names[t.name], torch.Size(t.shape)) for t in self._others),
+            "shared_params": {} if self._stages else shared,
+            "frozen_param_fragments": None,
+            "lr_scheduler": self._plain({"": self._saved.decode(held.scheduler)}, "lr_scheduler").get(""),
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": held.counters.get("skipped_steps", 0),
+            "global_steps": held.counters.get("global_steps", 0),
+            "global_samples": held.counters.get("global_samples", 0),
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "num_experts": [],
+            "ds_config": trainer_state.plain_json(held.config),
+            "ds_version": VERSION,
+        }
+
+    def _plain(self, values: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """Return the values that DeepSpeed can read without classes of this library, and note the others."""
+        kept = {key: value for key, value in values.items() if _is_plain(value)}
+        if left := sorted(set(values) - set(kept)):
+            note = f"{what}: {outline(left)}, of a class that other programs do not have"
+            self.notes = list(dict.fromkeys([*self.notes, note]))
+        return kept
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return type(value) is dict and all(type(k) in _PLAIN and _is_plain(v) for k, v in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or type(value) is torch.Tensor
+
+
+def _save(value: Any, path: str) -> None:
+    with open(path, "xb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
