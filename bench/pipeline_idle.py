@@ -7,10 +7,11 @@ ranks of a pipeline do not compete for cores, and two cores suffice for eight ra
 messages over Gloo, the order of actions, and the engine. The model has two layers for each rank, and the same time as a
 whole for each number of ranks. With --uneven, layers take between 0.7 and 1.3 times the mean.
 
-A run replaces the results of its schedules and numbers of ranks, and keeps the others. Of --rounds steps the fastest
-counts, because other programs of the machine only slow steps down. "step" is the time from the first to the last computation of any rank, "idle" the share of it in which a rank computes
-nothing, "activations" the peak of the accountant's category on any rank. Simulated figures are those of
-`shardwise.pipe.simulate` for the same times, with messages of no duration.
+A run replaces the results of its schedules and numbers of ranks, and keeps the others. "step" is the time from the
+first to the last computation of any rank; of --rounds steps the fastest counts, because other programs of the machine
+only slow steps down. "idle" is the share of the step in which a rank computes nothing, "activations" the peak of the
+accountant's category on any rank. Simulated figures are those of `shardwise.pipe.simulate` for the same times, with
+messages of no duration.
 """
 
 from __future__ import annotations
