@@ -26,6 +26,7 @@ COLOURS = {
     "collective": "#b39ddb",
     "move": "#e8c547",
     "idle": "#d9d9d9",
+    "stage": "#59a89c",
 }
 
 

@@ -36,8 +36,8 @@ def lines_of(find: Callable[[str], Any], grid: Grid, paragraphs: Callable[..., l
     if contest is not None:
         lines += paragraphs(
             "A GPT of 26 million parameters in fp32 on 2 CPU ranks with 2 cores, 8 micro-batches of 4 x 128 tokens, "
-            "all systems in one job (`python bench/pipeline.py --micro-batches 8`). Step times are over the best of the "
-            "other systems; memory is what a step takes over the state."
+            "all systems in one job (`python bench/pipeline.py --micro-batches 8`). Step times are over the best of "
+            "the other systems; memory is what a step takes over the state."
         )
         lines += ["", *grid(*of_contest(contest["rows"]))]
     return lines
