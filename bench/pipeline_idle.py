@@ -36,6 +36,22 @@ def factors(options: argparse.Namespace, layers: int) -> list[float]:
     return [factor * layers / sum(found) for factor in found]
 
 
+class Throttle:
+    """Sleeps; what one sleep takes too long, the next ones are shorter."""
+
+    def __init__(self) -> None:
+        self.late = 0.0
+
+    def __call__(self, seconds: float, begun: float | None = None) -> None:
+        """Return `seconds` after `begun` (None: now)."""
+        begun = time.perf_counter() if begun is None else begun
+        time.sleep(max(0.0, begun + seconds - self.late - time.perf_counter()))
+        self.late = max(0.0, self.late + time.perf_counter() - begun - seconds)
+
+
+throttle = Throttle()
+
+
 def layer_class() -> Any:
     """Return the class of a throttled layer; torch is imported in the job only."""
     import torch
@@ -51,7 +67,7 @@ def layer_class() -> Any:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            time.sleep(ctx.seconds)
+            throttle(ctx.seconds)
             return gradient, None
 
     class Throttled(nn.Module):
@@ -60,12 +76,13 @@ def layer_class() -> Any:
         def __init__(self, seconds: float) -> None:
             super().__init__()
             self.linear, self.seconds = nn.Linear(WIDTH, WIDTH, bias=False), seconds
-            self.linear.weight.register_hook(lambda _: time.sleep(seconds))
+            self.linear.weight.register_hook(lambda _: throttle(seconds))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(self.seconds)
-            output: torch.Tensor = Wait.apply(self.linear(x), self.seconds)
-            return output.tanh().tanh().tanh()
+            begun = time.perf_counter()
+            output: torch.Tensor = Wait.apply(self.linear(x), self.seconds).tanh().tanh().tanh()
+            throttle(self.seconds, begun)
+            return output
 
     return Throttled
 
@@ -119,7 +136,11 @@ def measure(options: argparse.Namespace) -> None:
     found: dict[str, Any] = {}
     for schedule in options.chosen:
         engine = engine_of(options, schedule, world)
-        engine.train_batch(iter(data))  # agrees on the shapes of messages
+        engine.accountant.reset_peak()
+        with track_activations(engine.accountant):
+            engine.train_batch(iter(data))
+        peak = torch.tensor(engine.accountant.peak[Category.ACTIVATIONS], dtype=torch.int64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
         made, runs = make_schedule(schedule, world, options.micro_batches), []
         for _ in range(options.rounds):
             with engine.record_idle() as idle:
@@ -127,11 +148,6 @@ def measure(options: argparse.Namespace) -> None:
             runs.append((idle.duration, [share for _, share in sorted(idle.idle().items())], with_times_of(idle, made)))
         if options.pictures and dist.get_rank() == 0:
             idle.svg(f"{options.pictures}/{schedule}_{world}.svg", f"{schedule} on {world} ranks, measured")
-        engine.accountant.reset_peak()
-        with track_activations(engine.accountant):
-            engine.train_batch(iter(data))
-        peak = torch.tensor(engine.accountant.peak[Category.ACTIVATIONS], dtype=torch.int64)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
         duration, shares, own = min(runs, key=lambda run: run[0])
         found[schedule] = {"step": duration, "idle": shares, "activations": int(peak), "own_times": own}
         engine.destroy()

@@ -9,7 +9,7 @@ Rows = list[dict[str, Any]]
 Grid = Callable[[Sequence[str], Sequence[Sequence[str]]], list[str]]
 
 CONTEST = "pipeline_27M_fp32_2_m8"
-THROTTLED, UNEVEN = "pipeline_idle_m16", "pipeline_idle_m16_uneven"
+THROTTLED, UNEVEN = "pipeline_idle_m16", "pipeline_idle_m8_uneven"
 
 
 def lines_of(find: Callable[[str], Any], grid: Grid, paragraphs: Callable[..., list[str]]) -> list[str]:
