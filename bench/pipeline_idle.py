@@ -204,7 +204,7 @@ def main() -> None:
     known = parser(__doc__)
     known.add_argument("--nproc", default="2,4,6,8", help="numbers of ranks, separated by commas")
     known.add_argument("--micro-batches", type=int, default=16)
-    known.add_argument("--milliseconds", type=float, default=240.0, help="of a forward pass of the whole model")
+    known.add_argument("--milliseconds", type=float, default=480.0, help="of a forward pass of the whole model")
     known.add_argument("--schedules", default=",".join(SCHEDULES))
     known.add_argument("--rounds", type=int, default=3, help="measured steps")
     known.add_argument("--uneven", action="store_true", help="layers take different times")

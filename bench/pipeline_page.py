@@ -22,7 +22,7 @@ def lines_of(find: Callable[[str], Any], grid: Grid, paragraphs: Callable[..., l
             "Naive model parallelism against pipelines, for one model on 2 to 8 ranks, 16 micro-batches a step. Layers "
             "are throttled: each sleeps for a set time in its forward pass, and in its gradients of inputs and of "
             "weights. So eight ranks do not compete for two cores; processes, messages and the order of actions are "
-            "real. Forward pass and gradients of the whole model take 240 ms each for a micro-batch. Cells: seconds a "
+            "real. Forward pass and gradients of the whole model take 480 ms each for a micro-batch. Cells: seconds a "
             "step, idle share of all ranks; activations are the peak of a rank, the simulator's in brackets "
             "(`python bench/pipeline_idle.py`)."
         )
