@@ -162,8 +162,10 @@ def simulated(options: argparse.Namespace, schedule: str, world: int) -> dict[st
     per_stage = 2 * world // made.stages
     each, layers = options.milliseconds / 1e3 / (2 * world), factors(options, 2 * world)
     times = [each * sum(layers[per_stage * n : per_stage * (n + 1)]) for n in range(made.stages)]
-    # Of each layer three tensors are kept, and after the input gradient the linear layer's input and output gradient.
-    found = simulate(made, Times(times, times, times), activations=per_stage * 3 * ROWS * WIDTH * 4, kept=2 / 3)
+    # A stage keeps its input, three tensors of each layer, and after its input gradient two: those of the linear layer.
+    tensor = ROWS * WIDTH * 4
+    kept = [tensor * (3 * per_stage + (stage > 0)) for stage in range(made.stages)]
+    found = simulate(made, Times(times, times, times), activations=kept, kept=2 * per_stage / (3 * per_stage + 1))
     return {"step": found.makespan, "idle": list(found.idle), "activations": max(found.peak)}
 
 
