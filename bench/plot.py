@@ -206,6 +206,7 @@ def pipeline_idle(folder: Path) -> None:
     ]
     colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
     schedules = list(dict.fromkeys(row["schedule"] for row in found))
+    counts = sorted({row["ranks"] for row in found})
     _, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     for place, (field, scale, label) in zip(axes, panels, strict=True):
         for schedule, colour in zip(schedules, colours, strict=False):
@@ -214,12 +215,17 @@ def pipeline_idle(folder: Path) -> None:
             place.plot(ranks, [row[field] * scale for row in own], "o-", color=colour, label=schedule, linewidth=1.3)
             simulated = [row[f"simulated_{field}"] * scale for row in own]
             place.plot(ranks, simulated, "--", color=colour, linewidth=0.9, alpha=0.7)
-        place.set_xticks(ranks)
-        place.set_xlabel("stages of the pipeline (ranks)")
+        place.set_xticks(counts)
+        place.set_xlabel("ranks of the pipeline")
         place.set_ylabel(label)
-        place.set_ylim(bottom=0)
+        if field == "step_ms":
+            place.set_yscale("log", base=2)
+            place.set_yticks([3, 4, 6, 8, 12, 24], ["3", "4", "6", "8", "12", "24"])
+        else:
+            place.set_ylim(bottom=0)
         place.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=8, frameon=False, title="— measured   - - simulated", title_fontsize=8)
+    title = "— measured  - - simulated"
+    axes[2].legend(fontsize=8, frameon=False, title=title, title_fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 PLOTS: dict[str, Callable[[Path], None]] = {
