@@ -26,6 +26,8 @@ COLOURS = {
     "collective": "#b39ddb",
     "move": "#e8c547",
     "idle": "#d9d9d9",
+    "stage": "#59a89c",
+    "message": "#eeeeee",
 }
 
 
@@ -56,7 +58,10 @@ def main() -> None:
             begin = begins[event["id"]]
             ends = [((e["ts"] - start) / 1e3, place[e["pid"], e["tid"]]) for e in (begin, event)]
             axes.add_patch(FancyArrowPatch(*ends, arrowstyle="->", mutation_scale=8, lw=0.7, color="#222222"))
-    axes.set_yticks([place[track] for track in tracks], [f"rank {rank}: {names[rank, tid]}" for rank, tid in tracks])
+    labels = [
+        names[track] if names[track].startswith("stage ") else f"rank {track[0]}: {names[track]}" for track in tracks
+    ]
+    axes.set_yticks([place[track] for track in tracks], labels)
     axes.set_ylim(max(place.values()) + 0.7, -0.7)
     axes.set_xlim(0, (stop - start) / 1e3)
     axes.set_xlabel(f"milliseconds from the beginning of step {step}")

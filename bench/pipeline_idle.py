@@ -7,10 +7,11 @@ ranks of a pipeline do not compete for cores, and two cores suffice for eight ra
 messages over Gloo, the order of actions, and the engine. The model has two layers for each rank, and the same time as a
 whole for each number of ranks. With --uneven, layers take between 0.7 and 1.3 times the mean.
 
-A run replaces the results of its schedules and numbers of ranks, and keeps the others. Of --rounds steps the fastest
-counts, because other programs of the machine only slow steps down. "step" is the time from the first to the last computation of any rank, "idle" the share of it in which a rank computes
-nothing, "activations" the peak of the accountant's category on any rank. Simulated figures are those of
-`shardwise.pipe.simulate` for the same times, with messages of no duration.
+A run replaces the results of its schedules and numbers of ranks, and keeps the others. "step" is the time from the
+first to the last computation of any rank; of --rounds steps the fastest counts, because other programs of the machine
+only slow steps down. "idle" is the share of the step in which a rank computes nothing, "activations" the peak of the
+accountant's category on any rank. Simulated figures are those of `shardwise.pipe.simulate` for the same times, with
+messages of no duration.
 """
 
 from __future__ import annotations
@@ -35,6 +36,22 @@ def factors(options: argparse.Namespace, layers: int) -> list[float]:
     return [factor * layers / sum(found) for factor in found]
 
 
+class Throttle:
+    """Sleeps; what one sleep takes too long, the next ones are shorter."""
+
+    def __init__(self) -> None:
+        self.late = 0.0
+
+    def __call__(self, seconds: float, begun: float | None = None) -> None:
+        """Return `seconds` after `begun` (None: now)."""
+        begun = time.perf_counter() if begun is None else begun
+        time.sleep(max(0.0, begun + seconds - self.late - time.perf_counter()))
+        self.late = max(0.0, self.late + time.perf_counter() - begun - seconds)
+
+
+throttle = Throttle()
+
+
 def layer_class() -> Any:
     """Return the class of a throttled layer; torch is imported in the job only."""
     import torch
@@ -50,7 +67,7 @@ def layer_class() -> Any:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            time.sleep(ctx.seconds)
+            throttle(ctx.seconds)
             return gradient, None
 
     class Throttled(nn.Module):
@@ -59,12 +76,13 @@ def layer_class() -> Any:
         def __init__(self, seconds: float) -> None:
             super().__init__()
             self.linear, self.seconds = nn.Linear(WIDTH, WIDTH, bias=False), seconds
-            self.linear.weight.register_hook(lambda _: time.sleep(seconds))
+            self.linear.weight.register_hook(lambda _: throttle(seconds))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(self.seconds)
-            output: torch.Tensor = Wait.apply(self.linear(x), self.seconds)
-            return output.tanh().tanh().tanh()
+            begun = time.perf_counter()
+            output: torch.Tensor = Wait.apply(self.linear(x), self.seconds).tanh().tanh().tanh()
+            throttle(self.seconds, begun)
+            return output
 
     return Throttled
 
@@ -118,7 +136,11 @@ def measure(options: argparse.Namespace) -> None:
     found: dict[str, Any] = {}
     for schedule in options.chosen:
         engine = engine_of(options, schedule, world)
-        engine.train_batch(iter(data))  # agrees on the shapes of messages
+        engine.accountant.reset_peak()
+        with track_activations(engine.accountant):
+            engine.train_batch(iter(data))
+        peak = torch.tensor(engine.accountant.peak[Category.ACTIVATIONS], dtype=torch.int64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
         made, runs = make_schedule(schedule, world, options.micro_batches), []
         for _ in range(options.rounds):
             with engine.record_idle() as idle:
@@ -126,11 +148,6 @@ def measure(options: argparse.Namespace) -> None:
             runs.append((idle.duration, [share for _, share in sorted(idle.idle().items())], with_times_of(idle, made)))
         if options.pictures and dist.get_rank() == 0:
             idle.svg(f"{options.pictures}/{schedule}_{world}.svg", f"{schedule} on {world} ranks, measured")
-        engine.accountant.reset_peak()
-        with track_activations(engine.accountant):
-            engine.train_batch(iter(data))
-        peak = torch.tensor(engine.accountant.peak[Category.ACTIVATIONS], dtype=torch.int64)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
         duration, shares, own = min(runs, key=lambda run: run[0])
         found[schedule] = {"step": duration, "idle": shares, "activations": int(peak), "own_times": own}
         engine.destroy()
@@ -145,8 +162,10 @@ def simulated(options: argparse.Namespace, schedule: str, world: int) -> dict[st
     per_stage = 2 * world // made.stages
     each, layers = options.milliseconds / 1e3 / (2 * world), factors(options, 2 * world)
     times = [each * sum(layers[per_stage * n : per_stage * (n + 1)]) for n in range(made.stages)]
-    # Of each layer three tensors are kept, and after the input gradient the linear layer's input and output gradient.
-    found = simulate(made, Times(times, times, times), activations=per_stage * 3 * ROWS * WIDTH * 4, kept=2 / 3)
+    # A stage keeps its input, three tensors of each layer, and after its input gradient two: those of the linear layer.
+    tensor = ROWS * WIDTH * 4
+    kept = [tensor * (3 * per_stage + (stage > 0)) for stage in range(made.stages)]
+    found = simulate(made, Times(times, times, times), activations=kept, kept=2 * per_stage / (3 * per_stage + 1))
     return {"step": found.makespan, "idle": list(found.idle), "activations": max(found.peak)}
 
 
@@ -187,7 +206,7 @@ def main() -> None:
     known = parser(__doc__)
     known.add_argument("--nproc", default="2,4,6,8", help="numbers of ranks, separated by commas")
     known.add_argument("--micro-batches", type=int, default=16)
-    known.add_argument("--milliseconds", type=float, default=240.0, help="of a forward pass of the whole model")
+    known.add_argument("--milliseconds", type=float, default=480.0, help="of a forward pass of the whole model")
     known.add_argument("--schedules", default=",".join(SCHEDULES))
     known.add_argument("--rounds", type=int, default=3, help="measured steps")
     known.add_argument("--uneven", action="store_true", help="layers take different times")

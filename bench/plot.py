@@ -196,6 +196,38 @@ def convergence(group: str) -> Callable[[Path], None]:
     return draw
 
 
+def pipeline_idle(folder: Path) -> None:
+    """Step time, idle share and activations of schedules by number of ranks, measured and simulated."""
+    found = rows(folder, "pipeline_idle_m16")
+    panels = [
+        ("step_ms", 1e-3, "seconds a step"),
+        ("idle_share", 100, "idle share of all ranks, per cent"),
+        ("activations_mb", 1, "peak activations of a rank, MB"),
+    ]
+    colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    schedules = list(dict.fromkeys(row["schedule"] for row in found))
+    counts = sorted({row["ranks"] for row in found})
+    _, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for place, (field, scale, label) in zip(axes, panels, strict=True):
+        for schedule, colour in zip(schedules, colours, strict=False):
+            own = [row for row in found if row["schedule"] == schedule]
+            ranks = [row["ranks"] for row in own]
+            place.plot(ranks, [row[field] * scale for row in own], "o-", color=colour, label=schedule, linewidth=1.3)
+            simulated = [row[f"simulated_{field}"] * scale for row in own]
+            place.plot(ranks, simulated, "--", color=colour, linewidth=0.9, alpha=0.7)
+        place.set_xticks(counts)
+        place.set_xlabel("ranks of the pipeline")
+        place.set_ylabel(label)
+        if field == "step_ms":
+            place.set_yscale("log", base=2)
+            place.set_yticks([3, 4, 6, 8, 12, 24], ["3", "4", "6", "8", "12", "24"])
+        else:
+            place.set_ylim(bottom=0)
+        place.spines[["top", "right"]].set_visible(False)
+    title = "— measured  - - simulated"
+    axes[2].legend(fontsize=8, frameon=False, title=title, title_fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 PLOTS: dict[str, Callable[[Path], None]] = {
     **{
         f"convergence_{group}": convergence(group)
@@ -206,6 +238,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "largest_batch": largest_batch,
     "growth": growth,
     "offload_step": offload_step,
+    "pipeline_idle.svg": pipeline_idle,
 }
 
 
@@ -213,13 +246,14 @@ def main() -> None:
     """Draw every plot whose measurements are there."""
     options = read(parser(__doc__))
     for name, draw in PLOTS.items():
+        file = options.results / (name if "." in name else f"{name}.png")
         try:
             draw(options.results)
         except Absent as absent:
-            print(f"{name}.png is left out: there is no {absent}.json")
+            print(f"{file.name} is left out: there is no {absent}.json")
         else:
-            plt.savefig(options.results / f"{name}.png", dpi=110, metadata={"Software": None})
-            print(options.results / f"{name}.png")
+            plt.savefig(file, dpi=110, metadata={"Date" if file.suffix == ".svg" else "Software": None})
+            print(file)
         plt.close("all")
 
 

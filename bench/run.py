@@ -27,6 +27,11 @@ PARTS: dict[str, list[str]] = {
     "ranks": [f"step_time.py --size 7M --dtype fp32 --nproc {nproc} --rounds 5 --steps 1" for nproc in (1, 2, 4, 8)],
     "groups": ["groups.py"],
     "tensor": [f"tensor.py --size {size}" for size in ("27M", "53M")],
+    "pipeline": [
+        "pipeline.py --micro-batches 8",
+        "pipeline_idle.py",
+        "pipeline_idle.py --nproc 2,4 --micro-batches 8 --uneven",
+    ],
     "memory": ["memory.py"],
     "largest_batch": ["largest_batch.py"],
     "longest_sequence": [f"longest_sequence.py --limit 320 --nproc {nproc}" for nproc in (2, 4)],
@@ -85,7 +90,11 @@ def main() -> int:
                 failed.append(command)
             print(f"-- {time.perf_counter() - start:.0f} s", flush=True)
     here = Path(__file__).parent
-    pages = [] if options.results != RESULTS else ["README.md", "docs/numbers.md", "docs/convergence.md"]
+    pages = (
+        []
+        if options.results != RESULTS
+        else ["README.md", "docs/numbers.md", "docs/convergence.md", "docs/pipeline.md"]
+    )
     for script, arguments in (("plot.py", []), ("table.py", pages)):
         command = [sys.executable, str(here / script), "--results", str(options.results), *arguments]
         if subprocess.run(command, cwd=ROOT).returncode:

@@ -21,6 +21,7 @@ from typing import Any
 from _gpu import FILE as GPU
 from _jobs import parser, read
 from gpu_page import page_lines
+from pipeline_page import lines_of
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 NAMES = {"alone": "no communication"}
@@ -793,6 +794,8 @@ def page(path: Path, results: Results) -> str:
             results.find(GPU), shown, grid, paragraphs, lambda name: (results.folder / f"{name}.png").exists()
         )
         return fill(path.read_text(), "\n".join(lines))
+    if path.name == "pipeline.md":
+        return fill(path.read_text(), "\n".join([*lines_of(results.find, grid, paragraphs), ""]))
     sections = CONVERGENCE if path.name == "convergence.md" else SECTIONS
     usual = common(results, [name for section in sections for name in section.files])
     place = paragraphs(f"Unless a section says otherwise, measured on {usual}.")
@@ -811,7 +814,7 @@ def main() -> None:
     for path in options.pages:
         text = page(path, results)
         path.write_text(text)
-        for name in re.findall(r"\]\(images/(\w+\.png)\)", text):
+        for name in re.findall(r"\]\(images/(\w+\.png|pipeline_idle\.svg)\)", text):
             (path.parent / "images").mkdir(exist_ok=True)
             shutil.copyfile(results.folder / name, path.parent / "images" / name)
 

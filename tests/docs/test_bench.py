@@ -109,6 +109,18 @@ def test_what_ranks_share_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_pipelines_are_measured(tmp_path: Path) -> None:
+    options = ["--quick", "--results", str(tmp_path)]
+    throttled = bench("pipeline_idle.py", *options, "--schedules", "naive,1f1b", "--pictures", str(tmp_path))
+    assert throttled.startswith("2 ranks naive") and (tmp_path / "1f1b_2.svg").exists()
+    bench("pipeline.py", *options, "--systems", "torch 1f1b,shardwise 1f1b")
+    naive, other = rows(tmp_path / "pipeline_idle_m2.json")
+    assert naive["simulated_idle_share"] == 0.5 > other["simulated_idle_share"] > 0 < other["activations_mb"]
+    first, second = rows(tmp_path / "pipeline_27M_fp32_2_m8.json")
+    assert first["ratio_to_best_other"] == 1 and second["ratio_to_best_other"] > 0
+
+
+@pytest.mark.thorough
 def test_checkpoints_are_measured(tmp_path: Path) -> None:
     options = ["--quick", "--results", str(tmp_path), "--directory", str(tmp_path)]
     with ThreadPoolExecutor() as pool:

@@ -19,13 +19,15 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "bench" / "table.py"))
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/numbers.md", "docs/convergence.md", "docs/gpu.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/numbers.md", "docs/convergence.md", "docs/gpu.md", "docs/pipeline.md"]
+)
 def test_a_page_shows_what_was_measured(table: dict[str, Any], page: str) -> None:
     written = (ROOT / page).read_text()
     assert table["page"](ROOT / page, table["Results"](RESULTS)) == written, (
         f"run `python bench/table.py README.md docs/numbers.md`: {page} is not made of bench/results"
     )
-    for name in re.findall(r"\]\(images/(\w+\.png)\)", written):
+    for name in re.findall(r"\]\(images/(\w+\.png|pipeline_idle\.svg)\)", written):
         assert (ROOT / page).with_name("images").joinpath(name).read_bytes() == (RESULTS / name).read_bytes()
 
 

@@ -28,7 +28,8 @@ def tracks(events: list[dict[str, Any]]) -> dict[str, list[str]]:
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     found: dict[str, list[str]] = {}
     for event in sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"]):
-        if event["cat"] == "stage":
+        if "stage" in event["args"]:
+            assert event["cat"] == ("stage" if event["name"][0] in "FBIW" else "message")
             found.setdefault(names[event["pid"], event["tid"]], []).append(event["name"])
     return found
 

@@ -41,6 +41,7 @@ TRACKS: dict[str, tuple[int, str]] = {
     "move": (70, "moves"),
     "idle": (90, "idle"),
     "stage": (100, "stage"),  # of a pipeline: the number of the stage is added to both
+    "message": (100, "stage"),
 }
 
 FLIGHTS_TRACK = (80, "moves under way")
@@ -63,7 +64,7 @@ CATEGORIES: dict[str, str] = {
     "bring": "move",
     "take": "move",
     "action": "stage",
-    "message": "stage",
+    "message": "message",
 }
 
 _SHOWN = {"gather": "launch gather of", "reduce": "launch reduction of", "boundary": "end of the window"}
@@ -243,7 +244,7 @@ class Recorder(Listener, Watcher):
         begun = microseconds(span.begun)
         category = CATEGORIES.get(span.what, "compute")
         name = f"{_SHOWN.get(span.what, span.what)} {span.unit}".rstrip()
-        if category == "stage":
+        if category in ("stage", "message"):
             name, _, stage = span.unit.rpartition(" stage ")
             args["stage"] = int(stage)
         return {
@@ -356,7 +357,7 @@ def _lay_out(events: list[Event]) -> dict[int, str]:
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
     for event in events:
         first, name = FLIGHTS_TRACK if event["tid"] else TRACKS[event["cat"]]
-        if event["cat"] == "stage":
+        if "stage" in event["args"]:
             first, name = first + event["args"]["stage"], f"{name} {event['args']['stage']}"
         start, stop = round(event["ts"], 3), round(event["ts"] + event["dur"], 3)
         event["ts"], event["dur"] = start, round(stop - start, 3)

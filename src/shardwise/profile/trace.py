@@ -129,7 +129,7 @@ def merge(timelines: Sequence[Timeline]) -> list[Event]:
 
 
 def _with_stages_together(events: list[Event]) -> list[Event]:
-    of_stages = [event for event in events if event.get("cat") == "stage"]
+    of_stages = [event for event in events if "stage" in event.get("args", {})]
     if not of_stages:
         return events
     order = sorted({(event["args"]["stage"], event["pid"]) for event in of_stages})

@@ -30,6 +30,8 @@ _CATEGORIES = {
     "gather": "@c2",
     "reduce": "@c4",
     "collective": "@c6",
+    "stage": "@c7",
+    "message": "@quiet",
 }
 _COLOURS = ("@c1", "@c2", "@c3", "@c4", "@c5", "@c6", "@c7", "@quiet")
 _TIERS = {"device": "@c1", "host": "@c2", "disk": "@c3"}
