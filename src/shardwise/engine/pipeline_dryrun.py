@@ -19,6 +19,7 @@ from shardwise.comm.fake import FakeCommunicator
 from shardwise.comm.links import Link
 from shardwise.engine.dryrun import DryRunEngine
 from shardwise.engine.pipeline import PipelineRanks, tie
+from shardwise.errors import UsageError
 from shardwise.memory import Moved, Tier
 from shardwise.memory.dryrun import Answers
 from shardwise.pipeline.actions import WEIGHT_GRADIENT, Op
@@ -195,7 +196,10 @@ class StageForms:
         """Return the forms of the outputs of all stages, except those of the last one, for some inputs."""
         key = form_of(inputs, "the batch")[0].encoded().decode()
         if key not in self._found:
-            whole = with_stages(self._module, range(self._stages), self._stages)
+            try:
+                whole = with_stages(self._module, range(self._stages), self._stages)
+            except UsageError as error:
+                raise UsageError(f"{error}. Plan all stages in one process (shardwise plan --pp)") from error
             engine = DryRunEngine(whole, None, [], config, world=world, device=device)
             self._found[key] = self._run(engine, inputs, masks=masks)
         return self._found[key]
