@@ -105,7 +105,12 @@ def test_state_elsewhere_and_what_it_costs(capsys: pytest.CaptureFixture[str], t
 
 
 def stages() -> nn.Module:
-    return PipelineModule([LayerSpec(nn.Embedding, 64, 32), *(LayerSpec(nn.Linear, 32, 32) for _ in range(3))])
+    layers = [LayerSpec(nn.Embedding, 64, 32), *(LayerSpec(nn.Linear, 32, 32) for _ in range(3))]
+    return PipelineModule(layers, loss_fn=mean)
+
+
+def mean(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return output.mean()
 
 
 def test_positions_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -171,7 +176,7 @@ def test_wrong_pipelines(capsys: pytest.CaptureFixture[str], arguments: list[str
         (["bloom-560m", "--precision", "int8"], "--precision int8: give fp32"),
         (["bloom-560m", "--host-limit", "much"], "--host-limit much: expected bytes or a size such as"),
         (["bloom-560m", "--disk-speed", "3"], "--disk-speed 3: give two numbers above 0"),
-        (["bloom-560m", "--ranks", "0"], "--ranks, --micro-batch and --accumulation are 1 or more"),
+        (["bloom-560m", "--ranks", "0"], "--ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more"),
     ],
 )
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -225,15 +225,13 @@ def test_shards_of_real_size() -> None:
 
 
 def test_a_thousand_ranks() -> None:
-    """Eight positions of 128 ranks each: a rank has the activations of 8 ranks, and little of the optimizer state."""
-    setting = setting_of(8, "1f1b", 1, made=untied, micro_batches=8)
-    plans = plans_of(setting, 1024).plans
-    few = plans_of(setting, 8).plans
-    assert [plan.position for plan in plans] == list(range(8))
-    for plan, other in zip(plans, few, strict=True):
-        assert other.peaks["parameters"] <= plan.peaks["parameters"] <= 1.2 * other.peaks["parameters"]  # padding
-        assert plan.peaks["optimizer state"] < 0.02 * other.peaks["optimizer state"]
-        assert plan.peaks["activations"] == pytest.approx(other.peaks["activations"], rel=0.02)
+    """Eight positions of 128 ranks each: parameters of one in 8 ranks, optimizer state of one in 1,024."""
+    plans = plans_of(setting_of(8, "1f1b", 1, made=untied, micro_batches=4), 1024)
+    assert plans.schedule is not None and plans.schedule.in_flight == (4, 4, 4, 4, 4, 3, 2, 1)
+    for plan, parameters in zip(plans.plans, plans.schedule.parameters, strict=True):
+        assert 2 * parameters <= plan.peaks["parameters"] <= 3 * parameters  # bf16, and padding for 128 ranks
+        assert plan.peaks["optimizer state"] < 8 * parameters / 50
+        assert plan.peaks["activations"] > 0 and not plan.note
 
 
 @pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.trains])
