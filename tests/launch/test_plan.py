@@ -150,7 +150,7 @@ def test_a_named_model_as_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--pp", "3", "--ranks", "8"], "is 3, but there are 8 ranks; choose 1, 2, 4 or 8"),
+        (["--pp", "3", "--ranks", "8"], "is 3, but there are 8 ranks; choose a divisor of 8 (1, 2, 4, 8)"),
         (["--pp", "2", "--schedule", "1f1B2"], "pipeline schedule '1f1B2' is unknown; did you mean '1f1b'?"),
         (["--pp", "2", "--schedule", "fastest"], "pipeline schedule 'fastest' is unknown; known: naive, gpipe, 1f1b"),
         (["--pp", "2", "--schedule", "zbv", "--chunks", "3"], "3 stages on each rank, expected 2"),

@@ -147,7 +147,7 @@ def built(stages: int | None, config: dict[str, Any], **options: Any) -> tuple[s
 @pytest.mark.parametrize(
     ("stages", "config", "text"),
     [
-        (3, {}, "pipeline.stages: is 3, but there are 2 ranks; choose 1 or 2"),
+        (3, {}, "pipeline.stages: is 3, but there are 2 ranks; choose a divisor of 2"),
         (2, {"pipeline": {"stages": 1}}, "is 1, but the PipelineModule has num_stages=2; remove one"),
         (2, {"pipeline": {"schedule": "zbw"}}, "did you mean 'zbv'"),
         (2, {"pipeline": {"schedule": "zbv", "chunks": 3}}, "3 stages on each rank, expected 2"),
