@@ -11,6 +11,8 @@ from torch import nn
 
 from shardwise.launch.architectures import SHAPES, Decoder
 from shardwise.launch.cli import main
+from shardwise.launch.models import named_model
+from shardwise.pipe import LayerSpec, PipelineModule
 from tests.harness import thorough
 
 
@@ -102,9 +104,70 @@ def test_state_elsewhere_and_what_it_costs(capsys: pytest.CaptureFixture[str], t
     assert "fits" not in without and "kB on disk: a step reads " in without
 
 
+def stages() -> nn.Module:
+    layers = [LayerSpec(nn.Embedding, 64, 32), *(LayerSpec(nn.Linear, 32, 32) for _ in range(3))]
+    return PipelineModule(layers, loss_fn=mean)
+
+
+def mean(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+def test_positions_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    adam = {"type": "AdamW", "params": {"lr": 0.1}}
+    pipeline = {"stages": 2, "schedule": "gpipe"}
+    config.write_text(json.dumps({"train_batch_size": 4, "optimizer": adam, "pipeline": pipeline}))
+    name = f"{__name__}:stages"
+    given = [name, "--ranks", "4", "--micro-batches", "4", "--length", "8"]
+    found = json.loads(run(capsys, *given, "--config", str(config), "--json"))[name]
+    assert [(plan["stage"], plan["pipeline_rank"]) for plan in found["plans"]] == [(1, 0), (1, 1)]
+    assert not any(plan["note"] for plan in found["plans"])
+    assert found["schedule"]["name"] == "gpipe" and found["schedule"]["in_flight"] == [4, 4]
+    lines = run(capsys, *given, "--pp", "2", "--schedule", "zb-h1", "--stages", "0,2", "--length", "0").splitlines()
+    assert lines[1].split()[:3] == ["zero", "rank", "parameters"]
+    assert [line.split()[:2] for line in lines[2:6]] == [["0", "0"], ["0", "1"], ["2", "0"], ["2", "1"]]
+    assert lines[6] == "zb-h1, 4 micro-batches, simulated; idle: for stages of equal times"
+    assert lines[8].split() == ["0", "0", "to", "1", "3,104", "2", "7.7%"]
+    assert lines[10].split() == ["all", "5,216", "7.7%"]
+
+
+def test_a_named_model_as_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    """The parameters of all positions are those of the whole, where copies of the embedding count once for each."""
+    with torch.device("meta"):
+        for name, copies in (("llama-7b", 1), ("bloom-560m", 2)):
+            whole = named_model(name, False, pipeline=True)
+            assert [tuple(p.shape) for p in whole.parameters()] == [
+                tuple(p.shape) for p in Decoder(SHAPES[name]).parameters()
+            ]
+            assert isinstance(whole, PipelineModule)
+            text = run(capsys, name, "--pp", "2", "--length", "0", "--json")
+            counts = json.loads(text)[name]["schedule"]["parameters"]
+            tied = SHAPES[name].vocabulary * SHAPES[name].width
+            assert sum(counts) == sum(p.numel() for p in whole.parameters()) + (copies - 1) * tied
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--pp", "3", "--ranks", "8"], "is 3, but there are 8 ranks; choose a divisor of 8 (1, 2, 4, 8)"),
+        (["--pp", "2", "--schedule", "1f1B2"], "pipeline schedule '1f1B2' is unknown; did you mean '1f1b'?"),
+        (["--pp", "2", "--schedule", "fastest"], "pipeline schedule 'fastest' is unknown; known: naive, gpipe, 1f1b"),
+        (["--pp", "2", "--schedule", "zbv", "--chunks", "3"], "3 stages on each rank, expected 2"),
+        (["--pp", "8", "--chunks", "2", "--schedule", "interleaved"], "4 layers cannot be divided into 16 pipeline"),
+        (["--pp", "0"], "--pp and --chunks are 1 or more"),
+    ],
+)
+def test_wrong_pipelines(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", f"{__name__}:stages", *arguments])
+    assert ended.value.code and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bloom-560m", "--schedule", "gpipe"], "--schedule and --chunks are of pipelines, and bloom-560m is none"),
         (["gpt-9"], "gpt-9 is not known; give bloom-560m"),
         (["nowhere:model"], "nowhere:model: No module named"),
         (["builtins:dict"], "has returned dict; it must return a torch.nn.Module"),
@@ -113,7 +176,7 @@ def test_state_elsewhere_and_what_it_costs(capsys: pytest.CaptureFixture[str], t
         (["bloom-560m", "--precision", "int8"], "--precision int8: give fp32"),
         (["bloom-560m", "--host-limit", "much"], "--host-limit much: expected bytes or a size such as"),
         (["bloom-560m", "--disk-speed", "3"], "--disk-speed 3: give two numbers above 0"),
-        (["bloom-560m", "--ranks", "0"], "--ranks, --micro-batch and --accumulation are 1 or more"),
+        (["bloom-560m", "--ranks", "0"], "--ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more"),
     ],
 )
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

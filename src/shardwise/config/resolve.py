@@ -183,9 +183,10 @@ def _positions(config: Config, world_size: int, facts: Facts) -> tuple[int, Prob
     if wanted is not None:
         config.pipeline.stages = wanted
     if positions < 1 or world_size % positions:
+        divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         message = (
-            f"is {positions}, but there are {world_size} ranks; choose a divisor of {world_size}, or start a multiple "
-            f"of {positions} ranks"
+            f"is {positions}, but there are {world_size} ranks; choose a divisor of {world_size} ({divisors}), or "
+            f"start a multiple of {positions} ranks"
         )
         return 1, Problem(_STAGES, message, ConflictError)
     return positions, None

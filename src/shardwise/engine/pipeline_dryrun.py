@@ -20,9 +20,10 @@ from shardwise.comm.links import Link
 from shardwise.engine.dryrun import DryRunEngine
 from shardwise.engine.stage_passes import StagePasses
 from shardwise.engine.stages import WEIGHT_GRADIENTS, PipelineRanks, tie
+from shardwise.errors import UsageError
 from shardwise.memory import Moved, Tier
 from shardwise.memory.dryrun import Answers
-from shardwise.pipeline.actions import Op
+from shardwise.pipeline.actions import WEIGHT_GRADIENT, Op
 from shardwise.pipeline.lowering import with_communication, with_sharding
 from shardwise.pipeline.messages import Form, form_of
 from shardwise.pipeline.module import PipelineModule
@@ -194,7 +195,10 @@ class StageForms:
         """Return the forms of the outputs of all stages, except those of the last one, for some inputs."""
         key = form_of(inputs, "the batch")[0].encoded().decode()
         if key not in self._found:
-            whole = with_stages(self._module, range(self._stages), self._stages)
+            try:
+                whole = with_stages(self._module, range(self._stages), self._stages)
+            except UsageError as error:
+                raise UsageError(f"{error}. Plan all stages in one process (shardwise plan --pp)") from error
             engine = DryRunEngine(whole, None, [], config, world=world, device=device)
             self._found[key] = self._run(engine, inputs, masks=masks)
         return self._found[key]
@@ -240,21 +244,34 @@ def resized(place: PipelineRanks, size: int) -> PipelineRanks:
 
 
 def planned_schedule(name: str, place: PipelineRanks, micro_batches: int) -> Schedule:
-    """Return a schedule of the fewest micro-batches with which all ranks hold as many activations as with all."""
+    """Return a schedule of few micro-batches in which ranks hold as many activations as in the schedule of all."""
     positions, chunks = len(place.ranks), len(place.rank_of) // len(place.ranks)
 
     def made(count: int) -> Schedule:
         return make_schedule(name, positions, count, chunks, place.placement)
 
-    wanted = simulate(made(micro_batches)).peak
-    least, enough = min(3, micro_batches), micro_batches
-    while least < enough:
-        middle = (least + enough) // 2
-        if simulate(made(middle)).peak == wanted:
-            enough = middle
-        else:
-            least = middle + 1
-    return with_communication(made(enough))
+    found, wanted = made(micro_batches), held(made(micro_batches))
+    for count in range(micro_batches % positions, micro_batches, positions):
+        if count > 2 and held(fewer := made(count)) == wanted:
+            found = fewer
+            break
+    return with_communication(found)
+
+
+def held(schedule: Schedule) -> list[tuple[int, list[int]]]:
+    """Return the most activations of stages that each rank holds, and how many in the last backward of each stage."""
+    counts = []
+    for actions in schedule.actions:
+        now = most = 0
+        at_last: dict[int, int] = {}
+        for action in actions:
+            now += action.op is Op.FORWARD
+            most = max(most, now)
+            if action.op in WEIGHT_GRADIENT:
+                at_last[action.stage] = now
+                now -= 1
+        counts.append((most, list(at_last.values())))
+    return counts
 
 
 @contextlib.contextmanager

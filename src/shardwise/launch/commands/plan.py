@@ -97,7 +97,8 @@ def plan(
 
     if precision not in ("fp32", "bf16", "fp16"):
         raise CommandLineError(f"--precision {precision}: give fp32, bf16 or fp16.")
-    if min(ranks, micro_batch, accumulation, pp or 1, chunks or 1) < 1 or length < 0:
+    counts = [ranks, micro_batch, accumulation, *(value for value in (pp, chunks) if value is not None)]
+    if min(counts) < 1 or length < 0:
         raise CommandLineError(
             "--ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more, --length 0 or more."
         )
