@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.grid import PipelineParallelGrid
-from shardwise.engine.stage_checks import SharedBuffers, check_leaves
+from shardwise.engine.stage_checks import SharedBuffers, StageCall, check_leaves
 from shardwise.errors import PipelineError, UsageError
 from shardwise.pipeline.actions import Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
@@ -389,6 +389,16 @@ class PipelineEngine(Engine):
     def run_stage(self, stage: int, value: Any) -> Any:
         """Return the outputs of a stage of this rank."""
         return super().forward(value, stage=stage)
+
+    @override
+    def _compare_sequences(self, inputs: Any, kwargs: Any) -> None:
+        stage = kwargs["stage"]
+        call = StageCall(self._model.stage(stage), inputs[0])
+
+        def run(*tensors: Any) -> Any:
+            return self._run_plainly(call.value(tensors), stage=stage)
+
+        self._sequences.compare(call, run, call.tensors, {}, stage=stage)
 
     def check_stage(self, stage: int, value: Any, output: Any) -> None:
         """Check a stage's forward pass: the parameters that the output depends on, once, and shared buffers."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import inspect
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from shardwise.errors import UsageError
 from shardwise.pipeline.module import PipelineModule
@@ -38,6 +39,37 @@ def check_leaves(where: str, output: Any, inputs: Any, known: Collection[int]) -
             )
         left += [following for following, _ in node.next_functions]
         left += [edge.node for edge in getattr(node, "weights", ())]
+
+
+class StageCall(nn.Module):
+    """A stage as a module whose arguments are the tensors of a nested value, under their innermost names."""
+
+    def __init__(self, stage: nn.Module, value: Any) -> None:
+        super().__init__()
+        self.stage = stage
+        paths, self._form = tree_flatten_with_path(value)
+        self._leaves = [leaf for _, leaf in paths]
+        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors = tuple(self._leaves[i] for i in self._places)
+        found = [str(getattr(paths[i][0][-1], "key", "")) if paths[i][0] else "" for i in self._places]
+        # Names must differ and be valid; only those of inputs of models have a meaning.
+        names = [name if name in ("position_ids", "attention_mask") else f"value_{i}" for i, name in enumerate(found)]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
+        self.train(stage.training)
+
+        def forward(*tensors: Any) -> Any:
+            return stage(self.value(tensors))
+
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
+
+    def value(self, tensors: Sequence[Any]) -> Any:
+        """Return the nested value with these tensors."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, self._form)
 
 
 class SharedBuffers:
