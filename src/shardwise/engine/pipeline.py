@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
+from shardwise.comm.communicator import check_agreement
 from shardwise.engine.engine import Engine
 from shardwise.engine.grid import PipelineParallelGrid
-from shardwise.engine.stage_checks import SharedBuffers, StageCall, check_leaves
+from shardwise.engine.stage_checks import SharedBuffers, StageCall, check_leaves, check_loss, layer_of
 from shardwise.errors import PipelineError, UsageError
 from shardwise.pipeline.actions import Schedule
 from shardwise.pipeline.idle import IdleTimes, recording
@@ -29,6 +30,7 @@ from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
 from shardwise.pipeline.topology import PipeModelDataParallelTopology
 from shardwise.registry import declare_part
+from shardwise.utils.logging import logger
 from shardwise.zero.passes.reduce import CopiesElsewhere
 
 if TYPE_CHECKING:
@@ -234,6 +236,8 @@ class PipelineEngine(Engine):
         if not compute_loss:
             return outputs or None
         losses = [self._loss(output, batches[number][1]) for number, output in enumerate(outputs)]
+        for number, loss in enumerate(losses):
+            check_loss(f"eval_batch(), micro-batch {number}", loss, trains=False)
         average = self._mean_loss if reduce_output == "avg" else self._all_losses
         reduced = average(losses, count)
         loss = reduced if bcast_loss or self.is_last_stage() else None
@@ -437,9 +441,15 @@ class _Work:
     def forward(self, stage: int, micro_batch: int, value: Any) -> Any:
         """Return the outputs of a stage; in training the loss of the last one."""
         engine = self._engine
-        output = engine.run_stage(stage, value)
+        try:
+            output = engine.run_stage(stage, value)
+        except Exception as error:
+            if layer := layer_of(error):
+                logger.error("%s, micro-batch %d: %s", engine._stage_name(stage), micro_batch, layer)
+            raise
         if self._trains and stage == len(engine._place.rank_of) - 1:
             output = engine._loss(output, self._batches[micro_batch][1])
+            check_loss(f"{engine._stage_name(stage)}, micro-batch {micro_batch}", output, trains=True)
         if self._trains:
             engine.check_stage(stage, value, output)
         return output
@@ -470,6 +480,8 @@ def as_pipeline(model: nn.Module, partition: str, loss_fn: Callable[..., Any] | 
 
 def build_stages(model: PipelineModule, place: PipelineRanks, job: Communicator) -> None:
     """Build this rank's stages; layer times are measured on rank 0, if they decide (all ranks call)."""
+    if job.world > 1:
+        check_agreement(job, model.description())
     costs = None
     if model.measures and job.world > 1:
         own = [asdict(cost) for cost in model.profile()] if job.rank == 0 else None

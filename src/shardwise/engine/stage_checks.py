@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from shardwise.errors import UsageError
+from shardwise.pipeline.layers import PipelineStage
 from shardwise.pipeline.module import PipelineModule
 
 
@@ -39,6 +41,33 @@ def check_leaves(where: str, output: Any, inputs: Any, known: Collection[int]) -
             )
         left += [following for following, _ in node.next_functions]
         left += [edge.node for edge in getattr(node, "weights", ())]
+
+
+def check_loss(where: str, found: Any, *, trains: bool) -> None:
+    """Raise a UsageError unless a loss is one number that can be differentiated, or a pair of it and a weight."""
+    loss = found[0] if isinstance(found, tuple) and len(found) == 2 else found
+    if not isinstance(loss, torch.Tensor):
+        shown = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}"
+    elif trains and not loss.requires_grad:
+        shown = "a tensor that depends on no trained parameter"
+    else:
+        return
+    raise UsageError(
+        f"{where}: the loss is {shown}; expected a tensor of one number that depends on trained parameters, or a pair "
+        "(loss, weight). Correct loss_fn, or the last layer if there is none"
+    )
+
+
+def layer_of(error: BaseException) -> str:
+    """Return the layer in which a forward pass has failed, and its input, in words; "" if unknown."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        values = frame.f_locals
+        if isinstance(values.get("self"), PipelineStage) and "value" in values and values.get("name"):
+            given = ", ".join(str(tuple(t.shape)) for t in tree_leaves(values["value"]) if isinstance(t, torch.Tensor))
+            return f"{values['name']} ({type(values.get('module')).__name__}) was called with tensors of shape {given}"
+    return ""
 
 
 class StageCall(nn.Module):
