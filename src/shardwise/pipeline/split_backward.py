@@ -21,6 +21,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from shardwise.errors import PipelineError
+
 _SPLIT = frozenset({F.linear, torch.addmm, torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d})
 """Functions whose gradients of weights cost as much as those of activations, and whose arguments are flat."""
 
@@ -43,8 +45,12 @@ class DeferredWeights:
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Split the functions that run in the block."""
-        with _Mode(self._parts.append):
-            yield
+        mode = _Mode(self._parts.append)
+        try:
+            with mode:
+                yield
+        finally:
+            mode.ended = True
 
     def take(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Compute the gradients of weights and free the graphs; return the parameters' edges and the gradients.
@@ -69,6 +75,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self, note: Callable[[_Part], None]) -> None:
         super().__init__()
         self._note = note
+        self.ended = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,6 +102,11 @@ class _Mode(TorchFunctionMode):
         edges = [get_gradient_edge(weight) for weight in dict.fromkeys(weights)]
 
         def differentiated(gradient: torch.Tensor) -> list[torch.Tensor | None]:
+            if not self.ended:
+                raise PipelineError(
+                    "a layer runs a backward pass inside of its forward pass, and this schedule computes gradients of "
+                    'weights later. Use the schedule "1f1b" or "interleaved"'
+                )
             found = torch.autograd.grad(output, inputs, gradient, retain_graph=True) if inputs else ()
             self._note(_Part(output, leaves, edges, gradient))
             given_back = dict(zip(map(id, inputs), found, strict=True))
