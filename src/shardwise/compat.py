@@ -241,6 +241,12 @@ _peek_transform: Callable[[], Any] = getattr(
 )
 
 
+def without_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which modes of torch functions do not change functions, such as those that split them."""
+    found: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return found
+
+
 @never_compiled
 def transforming() -> bool:
     """Return True while a transform of torch.func (grad, vjp, jacrev, vmap, ...) runs; False if unknown."""

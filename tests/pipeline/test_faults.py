@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise
 from shardwise.errors import ConfigError, PeerLostError, PipelineError, ShardwiseError, UsageError
 from shardwise.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
+from shardwise.utils.logging import logger
+from tests.harness import RankFailure, run_ranks
 from tests.pipeline.training import WIDTH, Block, Setting, data, engine_of, layers, loss_of
 
 
@@ -182,3 +188,129 @@ def after_another() -> bool:
 
 def test_pipeline_errors_are_usage_errors() -> None:
     assert issubclass(PipelineError, UsageError)
+
+
+def vector(output: torch.Tensor, ids: torch.Tensor) -> Any:
+    return output.sum(-1)
+
+
+def nothing(output: torch.Tensor, ids: torch.Tensor) -> Any:
+    return None
+
+
+def number(output: torch.Tensor, ids: torch.Tensor) -> Any:
+    return 1.0
+
+
+def detached(output: torch.Tensor, ids: torch.Tensor) -> Any:
+    return output.detach().sum()
+
+
+def with_loss(loss: Any, evaluates: bool) -> str:
+    setting = Setting(2, loss=loss)
+    engine = engine_of(setting)
+    try:
+        (engine.eval_batch if evaluates else engine.train_batch)(data(setting, 0))
+    except (UsageError, PeerLostError) as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (vector, "the loss is a tensor of shape (2, 5)"),
+        (nothing, "the loss is a NoneType"),
+        (number, "the loss is a float"),
+        (detached, "the loss is a tensor that depends on no trained parameter"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_refused_with_stage_and_micro_batch(loss: Any, text: str) -> None:
+    first, second = run_ranks(with_loss, 2, loss, False)
+    assert "stage 1 of 2 (layers" in second and f"micro-batch 0: {text}" in second and "Correct loss_fn" in second
+    assert "lost rank 1" in first
+
+
+def test_evaluation_refuses_a_loss_that_is_no_number() -> None:
+    assert "eval_batch(), micro-batch 0: the loss is a float" in run_ranks(with_loss, 2, number, True)[1]
+
+
+def of_other_layers() -> str:
+    own = layers() if dist.get_rank() == 0 else [*layers()[:3], LayerSpec(nn.Linear, WIDTH, WIDTH), *layers()[3:]]
+    try:
+        engine_of(Setting(2, made=lambda: own)).destroy()
+    except ShardwiseError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_ranks_with_other_layers_are_refused_with_the_layer() -> None:
+    """Each rank would build its own half, and a layer would be missing or be there twice."""
+    for text in run_ranks(of_other_layers, 2):
+        assert "DesyncError" in text and "layer 3: Block of 88 parameters on rank 0, Linear of 72 parameters on" in text
+
+
+class Wide(nn.Linear):
+    """Gives activations of a width that the next layer does not take."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH + 1)
+
+
+def of_wrong_widths() -> tuple[str, list[str]]:
+    def made() -> list[Any]:
+        return [*layers()[:4], LayerSpec(Wide), *layers()[4:]]
+
+    setting = Setting(2, made=made, options={"partition_method": [0, 5, 10]})
+    engine, records = engine_of(setting), []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        engine.train_batch(data(setting, 0))
+    except (RuntimeError, PeerLostError) as error:
+        return type(error).__name__, records
+    finally:
+        logger.removeHandler(handler)
+        engine.destroy()
+    return "", records
+
+
+def test_shapes_that_the_next_stage_does_not_take_are_shown_with_its_layer() -> None:
+    (first, _), (second, records) = run_ranks(of_wrong_widths, 2)
+    assert (first, second) == ("PeerLostError", "RuntimeError")
+    shown = "stage 1 of 2 (layers 5 to 9), micro-batch 0: layers.5 (Block) was called with tensors of shape (2, 5, 9)"
+    assert any(shown in text for text in records)
+
+
+def dying(setting: Setting) -> str:
+    def made() -> list[Any]:
+        return [*layers()[:-2], LayerSpec(Dying, WIDTH), *layers()[-2:]]
+
+    try:
+        broken_engine = engine_of(replace(setting, made=made))
+        broken_engine.train_batch(data(setting, 0))
+    except PeerLostError as error:
+        return str(error)
+    return ""
+
+
+class Dying(Block):
+    """Ends its process in the second micro-batch."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            os._exit(7)
+        return super().forward(x)
+
+
+def test_a_stage_that_dies_ends_the_others_soon() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as error:
+        run_ranks(dying, 2, Setting(2), timeout=60)
+    assert error.value.rank == 1 and time.monotonic() - began < 30

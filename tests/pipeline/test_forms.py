@@ -257,4 +257,6 @@ def test_the_grid_has_ranks_and_groups_and_absent_names_say_why() -> None:
     for _, _, reasons, _ in found:
         assert "messages between stages may have any form" in reasons[0] and "leave the call out" in reasons[0]
         assert "engine.save_checkpoint() and load_checkpoint() write and read all layers" in reasons[1]
-    print([len(one[3]) for one in found], found[0][3])
+    assert {name for one in found for name in one[3]} == {
+        name for name, _ in nn.Sequential(*parts()).named_parameters()
+    }

@@ -18,7 +18,20 @@ from shardwise.pipe import LayerSpec, make_schedule
 from shardwise.zero.access import safe_get_full_optimizer_state
 from tests.harness import run_ranks, thorough
 from tests.pipeline.gradients import PLAIN, Gradients, compare, gradients_alone, gradients_of_all
-from tests.pipeline.training import WIDTH, WORDS, Block, Logits, Setting, alone, data, engine_of, train, untied
+from tests.pipeline.training import (
+    WIDTH,
+    WORDS,
+    Block,
+    Logits,
+    Setting,
+    alone,
+    batch,
+    data,
+    engine_of,
+    model_of,
+    train,
+    untied,
+)
 
 
 class Parts(nn.Module):
@@ -92,6 +105,40 @@ def too_many(setting: Setting) -> str:
 def test_a_call_does_not_exceed_the_step() -> None:
     for text in run_ranks(too_many, 2, Setting(2)):
         assert "the step needs 1 more of 4 micro-batches (gradient_accumulation_steps). Pass 1 to 1" in text
+
+
+def few_valid(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return labels of which another number is valid in each micro-batch: none in the third one."""
+    ids, labels = batch(step, micro_batch, place)
+    valid = torch.arange(labels.numel()).view_as(labels) < [10, 3, 0, 6][micro_batch] - place
+    return ids, torch.where(valid, labels, -100)
+
+
+def mean_and_count(output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    count = (labels != -100).sum()
+    total = nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    return total / count.clamp(min=1), count
+
+
+def of_all_tokens(setting: Setting, places: int) -> Gradients:
+    """Return the gradients of one process with all tokens as one batch."""
+    model = model_of(1, setting.made, None)
+    pairs = [setting.batches(0, n, place) for n in range(setting.micro_batches) for place in range(places)]
+    ids, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    mean_and_count(model(ids), labels)[0].backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(2, 4), thorough(3, 3), thorough(2, 2), thorough(1, 2)])
+def test_losses_are_divided_by_all_valid_tokens_on_every_stage(stages: int, ranks: int) -> None:
+    """pytorch/torchtitan#4194: gradients were too large by the number of tokens."""
+    setting = Setting(stages, made=untied, loss=mean_and_count, batches=few_valid)
+    expected = of_all_tokens(setting, ranks // stages)
+    settings = [replace(setting, schedule=name, zero=zero) for name, zero in [("1f1b", 0), ("zb-h1", 1), ("zbv", 3)]]
+    for run in run_ranks(gradients_of_all, ranks, settings):
+        for found in run:
+            for name, values in found.items():
+                torch.testing.assert_close(values, expected[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("stages", [1, thorough(2), 3])

@@ -266,3 +266,29 @@ def test_running_statistics_of_a_layer_on_two_stages_are_refused() -> None:
     found = run_ranks(failure, 2, Setting(2, made=shared_statistics, options={"partition_method": "uniform"}))
     assert "layers.1 (Normed) is a layer of the stages 0, 1, and its forward pass changes the buffer norm." in found[0]
     compare([Setting(1, made=shared_statistics)], 1)
+
+
+class Forces(nn.Linear):
+    """Uses the gradient of its energy by its input."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            own = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(super().forward(own).square().sum(), own)
+        found: torch.Tensor = super().forward(x) + force
+        return found
+
+
+def forces() -> list[Any]:
+    return between(*(LayerSpec(Forces) for _ in range(4)))
+
+
+def test_backward_passes_inside_of_a_forward_pass() -> None:
+    """A schedule that computes gradients of weights later would take them for its own."""
+    options = {"partition_method": "uniform"}
+    compare([Setting(2, schedule, made=forces, options=options) for schedule in ("1f1b", "gpipe")], 2)
+    found = run_ranks(failure, 2, Setting(2, "zb-h1", made=forces, options=options))
+    assert any("a layer runs a backward pass inside of its forward pass" in text for text in found)

@@ -217,7 +217,7 @@ class Engine(ConfigGetters, StateGetters):
         if own:
             if self._tensors is not None:  # before the comparison below runs the model
                 self._tensors.compare_inputs(self.module, inputs, kwargs)
-            self._sequences.compare(self.module, self._run_plainly, inputs, kwargs)
+            self._compare_sequences(inputs, kwargs)
         self._memory.remember_call(inputs, kwargs)
         try:
             with (
@@ -246,6 +246,9 @@ class Engine(ConfigGetters, StateGetters):
         if self._step.loss_scaler is not None and own:
             outputs = scale_gradients_of(outputs, self._step.output_scale)
         return outputs
+
+    def _compare_sequences(self, inputs: Any, kwargs: Any) -> None:
+        self._sequences.compare(self.module, self._run_plainly, inputs, kwargs)
 
     def _run_plainly(self, *inputs: Any, **kwargs: Any) -> Any:
         with self.sharded.noting_disk_errors(), autocast(self.device, self._autocast_dtype):

@@ -66,7 +66,8 @@ class SharedSequences:
             self.group.attach(self._part)
         self._hooks: list[Any] = []
         self._job = job
-        self._compared, self._divided = False, divided
+        self._compared: set[int] = set()
+        self._divided = divided
         self._checked, self._before = False, 0
 
     def watch(self, model: nn.Module) -> None:
@@ -91,15 +92,20 @@ class SharedSequences:
                 "shardwise.parallel.DistributedAttention"
             )
 
-    def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Compare outputs before the first training pass with a run on unsharded sequences; raises on all ranks."""
-        if self._compared or not model.training or not all(has_values(x) for x in tensors_in((args, kwargs))):
+    def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, stage: int = -1) -> None:
+        """Compare outputs before the first training pass with a run on unsharded sequences; raises on all ranks.
+
+        `stage`: number of the pipeline stage that the model is. The comparison then decides if attention is shared.
+        """
+        if stage in self._compared or not model.training or not all(has_values(x) for x in tensors_in((args, kwargs))):
             return
-        self._compared = True
-        found = difference(run, model, self.group, self._job, args, kwargs, divided=self._divided)
+        self._compared.add(stage)
+        self._checked |= stage >= 0
+        found = difference(run, model, self.group, self._job, args, kwargs, divided=self._divided, stage=stage >= 0)
         if found is not None:
+            name = type(model).__name__ if stage < 0 else f"pipeline stage {stage}"
             raise UsageError(
-                f"sequence parallelism over {self.group.size} ranks: {type(model).__name__} computes something else "
+                f"sequence parallelism over {self.group.size} ranks: {name} computes something else "
                 f"than in one process; {found}. Attention, positions, masks, recurrences or "
                 "convolutions are those of a rank's own tokens there: set sequence_parallel_size to 1, or pass the "
                 "position_ids that the model takes"
@@ -127,7 +133,7 @@ class OwnSequences:
     def watch(self, model: nn.Module) -> None:
         """Do nothing: a single rank has no passes to agree on."""
 
-    def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, stage: int = -1) -> None:
         """Do nothing: a single rank has unsharded sequences."""
 
     def close(self) -> None:

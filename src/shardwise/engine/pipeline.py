@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.grid import PipelineParallelGrid
-from shardwise.engine.stage_checks import SharedBuffers, check_leaves
+from shardwise.engine.stage_checks import SharedBuffers, StageCall, check_leaves, check_loss, layer_of
 from shardwise.engine.stage_passes import StagePasses
 from shardwise.engine.stages import WEIGHT_GRADIENTS, PipelineRanks
 from shardwise.errors import PipelineError, UsageError
@@ -26,6 +26,7 @@ from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
 from shardwise.pipeline.topology import PipeModelDataParallelTopology
+from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -192,6 +193,8 @@ class PipelineEngine(Engine):
         if not compute_loss:
             return outputs or None
         losses = [self._loss(output, batches[number][1]) for number, output in enumerate(outputs)]
+        for number, loss in enumerate(losses):
+            check_loss(f"eval_batch(), micro-batch {number}", loss, trains=False)
         average = self._mean_loss if reduce_output == "avg" else self._all_losses
         reduced = average(losses, count)
         loss = reduced if bcast_loss or self.is_last_stage() else None
@@ -366,6 +369,16 @@ class PipelineEngine(Engine):
         ):
             yield
 
+    @override
+    def _compare_sequences(self, inputs: Any, kwargs: Any) -> None:
+        stage = kwargs["stage"]
+        call = StageCall(self._model.stage(stage), inputs[0])
+
+        def run(*tensors: Any) -> Any:
+            return self._run_plainly(call.value(tensors), stage=stage)
+
+        self._sequences.compare(call, run, call.tensors, {}, stage=stage)
+
     def check_stage(self, stage: int, value: Any, output: Any) -> None:
         """Check a stage's forward pass: the parameters that the output depends on, once, and shared buffers."""
         if stage not in self._checked_stages:
@@ -401,9 +414,15 @@ class _Work(StagePasses):
         """Return the outputs of a stage; in training the loss of the last one."""
         engine = self._engine
         self.select(stage, micro_batch)
-        output = engine.run_stage(stage, value)
+        try:
+            output = engine.run_stage(stage, value)
+        except Exception as error:
+            if layer := layer_of(error):
+                logger.error("%s, micro-batch %d: %s", engine._stage_name(stage), micro_batch, layer)
+            raise
         if self._trains and stage == len(engine._place.rank_of) - 1:
             output = engine._loss(output, self._batches[micro_batch][1])
+            check_loss(f"{engine._stage_name(stage)}, micro-batch {micro_batch}", output, trains=True)
         if self._trains:
             engine.check_stage(stage, value, output)
         return output

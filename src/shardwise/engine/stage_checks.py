@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import inspect
+import traceback
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from shardwise.errors import UsageError
+from shardwise.pipeline.layers import PipelineStage
 from shardwise.pipeline.module import PipelineModule
 
 
@@ -38,6 +41,64 @@ def check_leaves(where: str, output: Any, inputs: Any, known: Collection[int]) -
             )
         left += [following for following, _ in node.next_functions]
         left += [edge.node for edge in getattr(node, "weights", ())]
+
+
+def check_loss(where: str, found: Any, *, trains: bool) -> None:
+    """Raise a UsageError unless a loss is one number that can be differentiated, or a pair of it and a weight."""
+    loss = found[0] if isinstance(found, tuple) and len(found) == 2 else found
+    if not isinstance(loss, torch.Tensor):
+        shown = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}"
+    elif trains and not loss.requires_grad:
+        shown = "a tensor that depends on no trained parameter"
+    else:
+        return
+    raise UsageError(
+        f"{where}: the loss is {shown}; expected a tensor of one number that depends on trained parameters, or a pair "
+        "(loss, weight). Correct loss_fn, or the last layer if there is none"
+    )
+
+
+def layer_of(error: BaseException) -> str:
+    """Return the layer in which a forward pass has failed, and its input, in words; "" if unknown."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        values = frame.f_locals
+        if isinstance(values.get("self"), PipelineStage) and "value" in values and values.get("name"):
+            given = ", ".join(str(tuple(t.shape)) for t in tree_leaves(values["value"]) if isinstance(t, torch.Tensor))
+            return f"{values['name']} ({type(values.get('module')).__name__}) was called with tensors of shape {given}"
+    return ""
+
+
+class StageCall(nn.Module):
+    """A stage as a module whose arguments are the tensors of a nested value, under their innermost names."""
+
+    def __init__(self, stage: nn.Module, value: Any) -> None:
+        super().__init__()
+        self.stage = stage
+        paths, self._form = tree_flatten_with_path(value)
+        self._leaves = [leaf for _, leaf in paths]
+        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors = tuple(self._leaves[i] for i in self._places)
+        found = [str(getattr(paths[i][0][-1], "key", "")) if paths[i][0] else "" for i in self._places]
+        # Names must differ and be valid; only those of inputs of models have a meaning.
+        names = [name if name in ("position_ids", "attention_mask") else f"value_{i}" for i, name in enumerate(found)]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
+        self.train(stage.training)
+
+        def forward(*tensors: Any) -> Any:
+            return stage(self.value(tensors))
+
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
+
+    def value(self, tensors: Sequence[Any]) -> Any:
+        """Return the nested value with these tensors."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, self._form)
 
 
 class SharedBuffers:

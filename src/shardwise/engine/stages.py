@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.comm.communicator import check_agreement
 from shardwise.errors import PipelineError
 from shardwise.pipeline.actions import Op
 from shardwise.pipeline.layers import SpecLayers
@@ -78,6 +79,8 @@ def as_pipeline(model: nn.Module, partition: str, loss_fn: Callable[..., Any] | 
 
 def build_stages(model: PipelineModule, place: PipelineRanks, job: Communicator) -> None:
     """Build this rank's stages; layer times are measured on rank 0, if they decide (all ranks call)."""
+    if job.world > 1:
+        check_agreement(job, model.description())
     costs = None
     if model.measures and job.world > 1:
         own = [asdict(cost) for cost in model.profile()] if job.rank == 0 else None

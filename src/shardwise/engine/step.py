@@ -576,11 +576,13 @@ class TrainStep:
                 inputs.compare(reduced[-len(compared) :])
             reduced = reduced[: -len(compared)]
         # A rank without passes waits for the counts of the others.
-        if self._window.passes == 0 and not any(reduced[1:3].tolist()):
+        others = reduced[1:3].tolist() if self._window.passes == 0 else [0.0, 0.0]
+        if self._window.passes == 0 and not any(others):
             self._inputs = inputs
             self._read(reduced, None, None, now=True)
             return None
-        weight = reduced[0].clone() if self._window.weighted else None
+        # Pipeline stages that compute no loss learn from the others if losses have weights.
+        weight = reduced[0].clone() if self._window.weighted or others[0] else None
         factor = self._factor(weight)
         if sums is not None:
             norm = combine(sums, factor)

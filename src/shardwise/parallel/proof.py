@@ -39,24 +39,26 @@ def difference(
     kwargs: dict[str, Any],
     *,
     divided: bool,
+    stage: bool = False,
 ) -> str | None:
     """Return the first difference of any rank between split and whole sequences in words; None if there is none.
 
     All ranks of the job call, because parameters may be sharded over them. `divided`: a later pass compares the layers
-    of a tensor-parallel model. Raises a UsageError if the model cannot run on a rank's own tokens.
+    of a tensor-parallel model. `stage`: the model is a pipeline stage, which may have no attention. Raises a UsageError
+    if the model cannot run on a rank's own tokens.
     """
     call = _call_of(model, group, args, kwargs)
     if not all(job.exchange(call is not None, "sequence_proof")):
-        return None
+        return "the inputs of a stage have no tokens in the second dimension, or all tokens" if stage else None
     assert call is not None
     passes = Passes(run, model, group, call)
     try:
-        return _difference(passes, job, divided)
+        return _difference(passes, job, divided, stage)
     finally:
         passes.restore()
 
 
-def _difference(passes: Passes, job: Communicator, divided: bool) -> str | None:
+def _difference(passes: Passes, job: Communicator, divided: bool, stage: bool) -> str | None:
     model, group = passes.model, passes.group
     exchanges = group.exchanges
     own = passes.own(training=False)  # first, because unsupported calls name themselves
@@ -68,7 +70,7 @@ def _difference(passes: Passes, job: Communicator, divided: bool) -> str | None:
             "process, it cannot share sequences: set sequence_parallel_size to 1"
         )
     whole = passes.whole(training=False)
-    if group.exchanges == exchanges:
+    if group.exchanges == exchanges and not stage:
         return None  # the following pass is refused for this reason
     if found := _first_of(job, _compared(passes, whole, own)):
         return found

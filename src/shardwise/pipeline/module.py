@@ -145,6 +145,13 @@ class PipelineModule(nn.Module):
         """The Hugging Face model of which this module has the layers, without its weights; None: there is none."""
         return getattr(self._layers, "template", None)
 
+    def description(self) -> dict[str, str]:
+        """Return the facts that must be equal on all ranks."""
+        if isinstance(self._layers, OwnStages):
+            return {}
+        layers = {f"layer {i}": f"{of.name} of {of.parameters} parameters" for i, of in enumerate(self._layers.costs())}
+        return layers | {"partition_method": str(self.partition_method), "ties": str(self._layers.ties())}
+
     def profile(self, sample: Any = None, device: torch.device | str | None = None) -> list[LayerCost]:
         """Measure time and memory of each layer on a sample input of the first layer, one layer after the other.
 

@@ -40,8 +40,12 @@ class DeferredWeights:
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Split the functions that run in the block."""
-        with _Mode(self._roots.append):
-            yield
+        mode = _Mode(self._roots.append)
+        try:
+            with mode:
+                yield
+        finally:
+            mode.ended = True
 
     def take(self) -> list[torch.Tensor]:
         """Return the roots whose backward pass computes the gradients, function by function, and frees the graphs."""
@@ -53,6 +57,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._note = note
+        self.ended = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,6 +92,11 @@ class _Mode(TorchFunctionMode):
         note = self._note
 
         def differentiated(gradient: torch.Tensor) -> list[torch.Tensor | None]:
+            if not self.ended or torch.is_grad_enabled():
+                raise PipelineError(
+                    "a layer runs a backward pass inside of its forward pass, or a gradient is differentiated again, "
+                    'and this schedule computes gradients of weights later. Use the schedule "1f1b" or "interleaved"'
+                )
             own = torch.autograd.grad([edge], list(inputs.values()), [gradient], retain_graph=True) if inputs else ()
             part.output, part.gradient = edge, gradient
             note(root)
@@ -149,9 +159,4 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise PipelineError(
-                "a gradient is differentiated again (create_graph=True), and this schedule computes gradients of "
-                'weights later, without a graph. Use the schedule "1f1b" or "interleaved"'
-            )
         return None, None, None, None, *ctx.differentiated(gradient)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.boxes import whole as whole_region
+from shardwise.compat import without_function_modes
 from shardwise.errors import ConfigError
 from shardwise.parallel.deterministic import Deterministic
 from shardwise.parallel.sequence import shares as sequence_shares
@@ -84,7 +85,7 @@ class _Run:
             for path, inner in self.module.named_modules():
                 handles.append(inner.register_forward_hook(self._noting(path)))
         args, kwargs = self._given
-        with Deterministic(silent), frozen(self._block):
+        with without_function_modes(), Deterministic(silent), frozen(self._block):
             made = self.module(*args, **kwargs)
         for handle in handles:
             handle.remove()

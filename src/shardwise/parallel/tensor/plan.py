@@ -24,6 +24,7 @@ from shardwise.parallel.tensor.heads import HEADS, KEY_HEADS, number, scaled
 from shardwise.parallel.tensor.layers import Kind, ShardSpec, joined, stores_inputs_first
 from shardwise.parallel.tensor.model_families import SIZE, Block, Finder, Slices, Stacked, even, stacked
 from shardwise.parallel.tensor.module_index import Inventory, Layer, under
+from shardwise.registry import part_of
 
 if TYPE_CHECKING:
     from shardwise.config.schema.parallel import LayerSpec, TensorParallel
@@ -111,6 +112,7 @@ class _Planner:
         blocks = list(finder.blocks())
         by_layer = {path: block for block in blocks for path in block.cuts}
         self._by_rules(by_layer)
+        self._skip_copies()
         ruled = {*self._cuts, *self._skipped}
         contradicted = {path for block in blocks if self._contradicted(block) for path in block.cuts}
         found = TensorParallelPlan()
@@ -170,6 +172,16 @@ class _Planner:
 
     def _rule_of(self, name: str) -> tuple[int, LayerSpec] | None:
         return next((one for one in self._rules if self._finds(one[1].patterns, name)), None)
+
+    def _skip_copies(self) -> None:
+        """Leave weights whole of which other pipeline stages have copies, because stages are divided separately."""
+        copies = {path for path, layer in self._inventory.layers.items() if part_of(layer.weight).ranks is not None}
+        if wrong := sorted(copies & self._cuts.keys()):
+            raise ConfigError(
+                f"{_RULES}: {wrong[0]} would be divided, and other pipeline stages have copies of its weight. Give the "
+                'layer the partition_type "skip"'
+            )
+        self._skipped |= copies
 
     def _ruled(self, layer: Layer, rule: LayerSpec, key: str, block: Block | None) -> ShardSpec:
         dim = rule.partition_dim

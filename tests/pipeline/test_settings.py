@@ -1,0 +1,191 @@
+"""Precision, adapters, frozen stages, offload and recomputation in pipelines: equal to one process or to one stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.pipe import LayerSpec
+from tests.harness import run_ranks, thorough
+from tests.pipeline import families
+from tests.pipeline.families import Case, Family
+from tests.pipeline.gradients import compare
+from tests.pipeline.training import WIDTH, WORDS, Block, Logits, Setting, data, engine_of, untied
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0.3}
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+class Overflowing(Block):
+    """A block of which the gradients overflow in the second step of 4 micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)
+        self.calls += torch.is_grad_enabled()
+        if y.requires_grad and self.calls == 6:
+            y.register_hook(lambda gradient: gradient * float("inf"))
+        return y
+
+
+def overflowing() -> list[Any]:
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), LayerSpec(Overflowing), *untied()[2:]]
+
+
+def in_half(setting: Setting) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Train; return loss, norm, loss scale and whether the step was taken, and the parameters at the end."""
+    engine = engine_of(setting)
+    found: list[Any] = []
+    for step in range(setting.steps):
+        before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        loss = float(engine.train_batch(data(setting, step)))
+        report = engine.last_step
+        norm = float(report.grad_norm) if report.applied else 0.0
+        found.append((loss, norm, engine.cur_scale, report.applied))
+        if not report.applied and setting.zero < 3:
+            assert all(torch.equal(p, before[n]) for n, p in engine.module.named_parameters())
+    values = {n: p.detach().clone().float() for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return found, values
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "stages"),
+    [("1f1b", 1, 2), ("zb-h1", 0, 2), thorough("zbv", 2, 2), thorough("1f1b", 3, 2), thorough("1f1b", 1, 4)],
+)
+def test_an_overflow_on_one_stage_skips_the_step_on_all(schedule: str, zero: int, stages: int) -> None:
+    """The overflow is in the first stage, whose gradients no other stage reads."""
+    config = {**SGD, "fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}}
+    setting = Setting(stages, schedule, zero, steps=4, made=overflowing, config=config)
+    one = run_ranks(in_half, 1, replace(setting, stages=1, schedule="1f1b"))[0]
+    assert [entry[2:] for entry in one[0]] == [(64.0, True), (32.0, False), (32.0, True), (32.0, True)]
+    for found, values in run_ranks(in_half, stages, setting):
+        assert [entry[2:] for entry in found] == [entry[2:] for entry in one[0]]
+        torch.testing.assert_close([e[:2] for e in found], [e[:2] for e in one[0]], rtol=1e-3, atol=1e-4)
+        for name, parameter in values.items():
+            torch.testing.assert_close(parameter, one[1][name], rtol=0, atol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bf16", thorough("fp16")])
+@pytest.mark.parametrize("schedule", ["zb-h1", thorough("1f1b"), thorough("zbv")])
+def test_half_precision_gives_the_parameters_of_one_stage_with_sgd(precision: str, schedule: str) -> None:
+    """Adam-like optimizers would hide a factor of all gradients of a stage."""
+    section = {"enabled": True} | ({"initial_scale_power": 6} if precision == "fp16" else {})
+    setting = Setting(2, schedule, 1, steps=3, made=untied, config={**SGD, precision: section})
+    one = run_ranks(in_half, 1, replace(setting, stages=1, schedule="1f1b"))[0]
+    for found, values in run_ranks(in_half, 2, setting):
+        torch.testing.assert_close(found, one[0], rtol=1e-3, atol=1e-4)
+        for name, parameter in values.items():
+            torch.testing.assert_close(parameter, one[1][name], rtol=0, atol=2e-3, msg=name)
+
+
+# -- adapters and frozen layers ----------------------------------------------------------------------------------------
+
+
+class Adapted(Block):
+    """A frozen block with a trained adapter of rank 2."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x) + self.b(self.a(x))
+        return found
+
+
+class FrozenWords(nn.Embedding):
+    """A frozen embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+        self.requires_grad_(False)
+
+
+class FrozenBlock(Block):
+    """A frozen block."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.requires_grad_(False)
+
+
+def adapted() -> list[Any]:
+    return [LayerSpec(FrozenWords), *(LayerSpec(Adapted) for _ in range(4)), LayerSpec(Logits)]
+
+
+def frozen_middle() -> list[Any]:
+    middle = [LayerSpec(FrozenBlock) for _ in range(2)]
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), LayerSpec(Block, WIDTH), *middle, LayerSpec(Logits), LayerSpec(Last)]
+
+
+class Last(nn.Linear):
+    """A trained layer after the logits."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WORDS)
+
+
+@pytest.mark.parametrize(
+    ("made", "stages", "zero"),
+    [(adapted, 2, 1), (frozen_middle, 3, 0), thorough(adapted, 3, 3), thorough(frozen_middle, 3, 2)],
+)
+def test_adapters_and_frozen_stages_have_all_gradients(made: Any, stages: int, zero: int) -> None:
+    options = {"partition_method": "uniform"}
+    schedules = ("1f1b", "zb-h1") if stages == 3 else ("1f1b", "zb-h1", "zbv")
+    compare([Setting(stages, name, zero, made=made, options=options) for name in schedules], stages)
+
+
+def with_lora() -> Any:
+    peft = pytest.importorskip("peft")
+    model = families.hf_llama()
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.inject_adapter_in_model(config, model)
+
+
+def train_lora(case: Case) -> families.Trained:
+    families.FAMILIES["lora"] = Family(with_lora, families.dictionary, None)
+    return families.train(case)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "ranks"), [("zb-h1", 1, 2), thorough("1f1b", 3, 4), thorough("zbv", 0, 2)]
+)
+def test_lora_of_peft_trains_adapters_only(schedule: str, zero: int, ranks: int) -> None:
+    pytest.importorskip("peft")
+    expected = families.alone(Family(with_lora, families.dictionary, None), 2, ranks // 2)
+    start = dict(Family(with_lora, families.dictionary, None).model(1).named_parameters())
+    for found in run_ranks(train_lora, ranks, Case("lora", 2, schedule, zero)):
+        families.check(found, expected, f"{schedule}")
+        trained = {name for name, gradient in found.gradients.items() if bool(gradient.any())}
+        assert trained == {name for name in found.gradients if "lora_" in name}
+        assert all(torch.equal(v, start[name]) for name, v in found.values.items() if name not in trained)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "zero"),
+    [
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 1),
+        ({"activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": False}}, 0),
+        thorough({"activation_offload": {"enabled": True}}, 1),
+        thorough({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, 3),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_offload_of_state_and_activations_changes_no_gradient(config: dict[str, Any], zero: int) -> None:
+    for interval in (0, 2):
+        options = {"activation_checkpoint_interval": interval}
+        schedules = ("1f1b", "zb-h1")
+        compare([Setting(2, n, zero, made=untied, config=config, options=options) for n in schedules], 2)
