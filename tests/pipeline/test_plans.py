@@ -210,6 +210,26 @@ def test_a_model_of_transformers() -> None:
         assert "shardwise plan --pp" in note
 
 
+def limited() -> tuple[str, list[Any]]:
+    refused = ""
+    try:
+        engine_of(Setting(2, config={"memory_limits": {"device": "1KB"}}))
+    except shardwise.memory.OutOfMemoryError as error:
+        refused = str(error)
+    engine = engine_of(Setting(2))
+    plans = engine.memory_plans(Setting.batches(0, 0, 0), stages=[0, 3], ranks=[1, 2])
+    engine.destroy()
+    return refused, [(plan.setting.stage, plan.setting.ranks, plan.position, plan.total) for plan in plans.plans]
+
+
+def test_limits_and_other_settings() -> None:
+    """Each rank of a pipeline is planned with the ranks of its own position."""
+    for rank, (refused, plans) in enumerate(run_ranks(limited, 2)):
+        assert "device: rank 0 needs" in refused and "1 rank at each of 2 positions of a pipeline" in refused
+        assert [plan[:3] for plan in plans] == [(0, 1, rank), (3, 1, rank), (0, 2, rank), (3, 2, rank)]
+        assert plans[0][3] > plans[3][3]
+
+
 def large() -> list[Any]:
     blocks = [LayerSpec(Block, 768, 12, 0.0) for _ in range(12)]
     return [LayerSpec(nn.Embedding, VOCABULARY, 768), *blocks, LayerSpec(nn.Linear, 768, VOCABULARY)]
