@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.engine.pipeline import PipelineRanks
 from shardwise.engine.pipeline_dryrun import held, planned_schedule
 from shardwise.engine.plans import MemoryPlans, plan_model
+from shardwise.engine.stages import PipelineRanks
 from shardwise.memory import Category, track_activations
 from shardwise.pipe import LayerSpec, PipelineModule, TiedLayerSpec, make_schedule, simulate
 from shardwise.pipeline.schedules import SCHEDULES, placement_of

@@ -61,6 +61,7 @@ from shardwise.engine.mesh import (
 from shardwise.engine.modules import (
     check_lazy,
     check_one_device,
+    chunks_of,
     close_former_engine,
     fill_meta_parameters,
     leaves_of,
@@ -362,7 +363,7 @@ def _build(
                 plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
                 norm_group=job,
                 copies=copies,
-                chunks=() if pipeline is None else pipeline.stages,
+                chunks=chunks_of(model),
                 place=mesh_place(lines, whole.rank, (0, 1) if place is None else (place.position, len(place.ranks))),
             ),
         )

@@ -18,7 +18,7 @@ from shardwise.comm.domain import Domain
 from shardwise.comm.fake import FakeCommunicator
 from shardwise.engine.batch import Batches
 from shardwise.engine.mesh import RankGrid, domain_of, domains_of, reduction
-from shardwise.engine.modules import leaves_of, modules_with, place_buffers
+from shardwise.engine.modules import chunks_of, leaves_of, modules_with, place_buffers
 from shardwise.engine.observers import Activations
 from shardwise.engine.parallel import SharedTensors, divide_experts
 from shardwise.engine.reserved import CommunicatorMemory
@@ -153,6 +153,7 @@ class DryRunEngine:
                     wires=wire_dtypes(twin, config),
                     norm_group=self._job,
                     copies=elsewhere,
+                    chunks=chunks_of(twin),
                 ),
             )
             self._communicators = CommunicatorMemory(accountant, device, self._job.world, planned=True)

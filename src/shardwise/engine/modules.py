@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.comm.domain import Domains
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.pipeline.module import PipelineModule
 from shardwise.utils.logging import warn_once
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.parameters.init import PartStore, shard_module
@@ -120,6 +121,11 @@ def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
 def modules_with(model: nn.Module, parameters: Collection[int]) -> list[nn.Module]:
     """Return the modules that have some of the parameters, which are given by `id`, themselves."""
     return [module for module in model.modules() if any(id(p) in parameters for p in module._parameters.values())]
+
+
+def chunks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the parts of a model that run in passes of their own: stages of a pipeline; none: the model is one."""
+    return model.stages if isinstance(model, PipelineModule) else ()
 
 
 def convert_buffers(

@@ -208,6 +208,7 @@ class StageForms:
         with engine.computing(masks=masks), quiet():
             value = engine.fake(inputs)
             for stage in range(self._stages):
+                engine.sharded.model_pass.select(stage)
                 count = FlopCount(engine.sharded.module)
                 with count.counting():
                     output = engine.call((value,), {"stage": stage})

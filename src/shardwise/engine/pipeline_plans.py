@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from shardwise.engine.pipeline_dryrun import StageForms, with_stages
 from shardwise.engine.stages import PipelineRanks, as_pipeline
+from shardwise.pipeline.actions import INPUT_GRADIENT, Op, Schedule
+from shardwise.pipeline.lowering import with_sharding
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.schedules import make_schedule, placement_of
 from shardwise.pipeline.simulator import simulate
+from shardwise.precision.dtypes import policy_from_config
 
 if TYPE_CHECKING:
     from shardwise.config import Resolution
@@ -35,6 +40,7 @@ class ScheduleFacts:
         in_flight: most stages' activations at a time, of one micro-batch each.
         idle: idle share of a step, if all stages take equal times.
         idle_by_flops: the same, if times are in proportion to FLOPs; None: FLOPs are unknown without a batch.
+        all_gathered: by `pipeline.unsharded_for`, bytes of parameters that ZeRO stage 3 receives in a step.
     """
 
     name: str
@@ -44,6 +50,7 @@ class ScheduleFacts:
     in_flight: tuple[int, ...]
     idle: tuple[float, ...]
     idle_by_flops: tuple[float, ...] | None
+    all_gathered: dict[str, tuple[int, ...]]
 
 
 class PipelinePlans:
@@ -55,6 +62,8 @@ class PipelinePlans:
 
     def __init__(self, model: PipelineModule, resolution: Resolution, ranks: int, positions: int) -> None:
         self._pipeline = resolution.config.pipeline
+        dtype = policy_from_config(resolution.config).compute_dtype or torch.float32
+        self._itemsize = dtype.itemsize
         self._steps = int(resolution.config.gradient_accumulation_steps or 1)
         rank_of = placement_of(self._pipeline.schedule, positions, self._pipeline.chunks)
         size = ranks // positions
@@ -98,4 +107,19 @@ class PipelinePlans:
             tuple(round(peak) for peak in simulation.peak),
             simulation.idle,
             by_flops,
+            {value: self._all_gathered(schedule, value) for value in ("pass", "run", "step")},
         )
+
+    def _all_gathered(self, schedule: Schedule, unsharded_for: str) -> tuple[int, ...]:
+        found = []
+        for (model, place), actions in zip(
+            self.positions(), with_sharding(schedule, unsharded_for).actions, strict=True
+        ):
+            ranks = len(place.stage_ranks[0])
+            # A computation of gradients of weights reads no parameters.
+            counted = {Op.FORWARD} | INPUT_GRADIENT if unsharded_for == "pass" else {Op.UNSHARD}
+            times = Counter(action.stage for action in actions if action.op in counted)
+            sizes = {s: sum(p.numel() for p in model.stage(s).parameters()) for s in place.stages}
+            elements = sum(sizes[stage] * count for stage, count in times.items())
+            found.append(elements * self._itemsize * (ranks - 1) // ranks)
+        return tuple(found)

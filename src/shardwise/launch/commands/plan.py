@@ -127,14 +127,9 @@ def plan(
         if not pipeline and (schedule is not None or chunks is not None):
             raise CommandLineError(f"--schedule and --chunks are of pipelines, and {name} is none. Give --pp, too.")
         numel = sum(parameter.numel() for parameter in model.parameters())
-        made = plan_model(
-            model,
-            settings,
-            ranks=ranks,
-            stages=_chosen(stages or ("1" if pipeline else "0,1,2,3")),
-            batch=micro_batch_of(model, micro_batch, length, pipeline=pipeline),
-            rooms=rooms,
-        )
+        chosen = _chosen(stages or ("1" if pipeline else "0,1,2,3"))
+        batch = micro_batch_of(model, micro_batch, length, pipeline=pipeline)
+        made = plan_model(model, settings, ranks=ranks, stages=chosen, batch=batch, rooms=rooms)
         if as_json:
             found[name] = {"parameters": numel, "plans": [_as_dict(one) for one in made.plans]}
             if made.schedule is not None:
@@ -149,6 +144,13 @@ def plan(
         _show(title, made.plans, speeds, bool(rooms))
         if made.schedule is not None:
             _show_schedule(made.schedule)
+        if made.schedule is not None and 3 in chosen and any(made.schedule.all_gathered["pass"]):
+            totals = {}
+            for value in made.schedule.all_gathered:
+                changed = {**settings, "pipeline": {**settings["pipeline"], "unsharded_for": value}}
+                plans = plan_model(model, changed, ranks=ranks, stages=[3], batch=batch).plans
+                totals[value] = max(one.total or 0 for one in plans)
+            _show_unsharded(made.schedule, totals)
         typer.echo("")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -269,3 +271,10 @@ def _show_schedule(facts: ScheduleFacts) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         typer.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _show_unsharded(facts: ScheduleFacts, totals: dict[str, int]) -> None:
+    """Print what each value of `pipeline.unsharded_for` costs at ZeRO stage 3."""
+    typer.echo("stage 3, pipeline.unsharded_for: parameters that the rank with most receives in a step, largest total")
+    for value, received in facts.all_gathered.items():
+        typer.echo(f"{value:>5}{max(received) / 1e9:>12.2f} GB{totals[value] / 1e9:>12.2f} GB")
