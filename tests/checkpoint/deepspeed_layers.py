@@ -109,7 +109,9 @@ def write_universal(
             if "optim_states" in name:
                 os.remove(os.path.join(path, name))
             elif ends and name == f"mp_rank_{own.part:02d}_model_states.pt":
-                edit(os.path.join(path, name), lambda value: value.update(module=None))
+                degrees = {"pp_degree": len(ends), "tp_degree": 1}
+                facts = {"module": None, "checkpoint_parallel_dimensions": degrees}
+                edit(os.path.join(path, name), lambda value, facts=facts: value.update(facts))
         for name, master in own.masters.items():
             folder = os.path.join(path, "zero", name)
             os.makedirs(folder, exist_ok=True)
