@@ -338,9 +338,9 @@ DAMAGE: dict[str, tuple[int, Callable[[str], Any], str]] = {
     "model parallel": (1, empty("mp_rank_01_model_states.pt"), "model-parallel rank 1 .*saved by 1 of them"),
     "an expert without others": (1, empty("layer_0_expert_3_mp_rank_00_model_states.pt"), "expert_3.*damaged.*0 bytes"),
     "an optimizer of experts": (0, copy_model_as("expp_rank_0_mp_rank_00_optim_states.pt"), "saved without experts"),
-    "pipeline": (1, empty("layer_00-model_00-model_states.pt"), "pipeline-parallel"),
+    "a layer file": (1, empty("layer_00-model_states.pt"), "a module state dict, and there are layer files"),
     "NVMe": (1, lambda path: os.mkdir(Path(path) / "offloaded_tensors"), "NVMe"),
-    "universal": (1, lambda path: os.mkdir(Path(path) / "zero"), "universal format"),
+    "universal": (1, lambda path: os.mkdir(Path(path) / "zero"), "optimizer_state.pt: cannot be opened"),
 }
 
 

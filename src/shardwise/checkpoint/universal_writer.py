@@ -238,6 +238,7 @@ class _Universal:
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "num_experts": [],
+            trainer_state.TIED_LAYERS: dict(self._tied),
             "ds_config": trainer_state.plain_json(held.config),
             "ds_version": VERSION,
         }

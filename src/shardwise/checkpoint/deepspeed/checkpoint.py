@@ -256,7 +256,7 @@ class DeepSpeedCheckpoint(Checkpoint):
                 )
         divided = any(model["module"] is None for _, model, _ in stages)
         names = [_all_names(model) for _, model, _ in stages] if divided else []
-        tied = tied_by_gaps(names)
+        tied = stages[0][1].get(trainer_state.TIED_LAYERS) or tied_by_gaps(names)
         found = []
         for first, model, own in stages:
             self._universal_part(model, own, files, state, tensor, tied)

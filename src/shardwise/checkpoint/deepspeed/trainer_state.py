@@ -9,6 +9,9 @@ from typing import Any
 from shardwise.checkpoint.deepspeed.files import TensorAttributes
 from shardwise.errors import CheckpointError
 
+TIED_LAYERS = "shardwise_tied_layers"
+"""Key of model states that `universal_writer` adds: the first layer of each key of shared modules."""
+
 OWN_KEYS = frozenset(
     {
         "module",
@@ -34,6 +37,7 @@ OWN_KEYS = frozenset(
         "universal_checkpoint_info",
         "ds_config",
         "ds_version",
+        TIED_LAYERS,
     }
 )
 """Keys of the file of model states that do not belong to the script's `client_state`, stored among them."""
