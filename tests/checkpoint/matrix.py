@@ -178,7 +178,7 @@ class Net(Model):
 
 
 def rank() -> int:
-    return dist.getrank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _world() -> int:
@@ -238,7 +238,7 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
 
 def _share(engine: Any, step: int) -> float:
     """Train a step on this rank's share of the samples that all meshes have; return the loss of all."""
-    copies, copy = engine.dp_world_size, engine.get_data_parallelrank()
+    copies, copy = engine.dp_world_size, engine.get_data_parallel_rank()
     rows = slice(copy * ROWS // copies, (copy + 1) * ROWS // copies)
     own = {name: value[rows] for name, value in together.data(step, 0, ROWS // together.ROWS).items()}
     loss, tokens = together.loss_of(engine, split(own) if engine.sequence_parallel_size > 1 else complete(own))
