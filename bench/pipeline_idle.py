@@ -37,7 +37,7 @@ def factors(options: argparse.Namespace, layers: int) -> list[float]:
 
 
 class Throttle:
-    """Sleeps; what one sleep takes too long, the next ones are shorter."""
+    """Sleeps; the time by which one sleep is too long shortens the next."""
 
     def __init__(self) -> None:
         self.late = 0.0
@@ -46,7 +46,7 @@ class Throttle:
         """Return `seconds` after `begun` (None: now)."""
         begun = time.perf_counter() if begun is None else begun
         time.sleep(max(0.0, begun + seconds - self.late - time.perf_counter()))
-        self.late = max(0.0, self.late + time.perf_counter() - begun - seconds)
+        self.late = min(max(0.0, self.late + time.perf_counter() - begun - seconds), seconds)
 
 
 throttle = Throttle()

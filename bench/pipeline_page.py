@@ -24,7 +24,7 @@ def lines_of(find: Callable[[str], Any], grid: Grid, paragraphs: Callable[..., l
             "weights. So eight ranks do not compete for two cores; processes, messages and the order of actions are "
             "real. Forward pass and gradients of the whole model take 480 ms each for a micro-batch. Cells: seconds a "
             "step, idle share of all ranks; activations are the peak of a rank, the simulator's in brackets "
-            "(`python bench/pipeline_idle.py`)."
+            "(`python bench/pipeline_idle.py`, under `chrt -r 10`, because other programs kept the machine busy)."
         )
         lines += ["", *grid(*of_throttled(rows))]
         lines += paragraphs(differences("Layers of equal times", rows))
@@ -68,7 +68,7 @@ def differences(what: str, rows: Rows) -> str:
     by_rank = max(
         abs(a - b) for row in rows for a, b in zip(row["idle_by_rank"], row["simulated_idle_by_rank"], strict=True)
     )
-    ranks = " and ".join(map(str, sorted({row["ranks"] for row in rows})))
+    ranks = ", ".join(map(str, sorted({row["ranks"] for row in rows})))
     return (
         f"{what} on {ranks} ranks: steps take {least:.2f} to {most:.2f} times the simulated time; idle shares differ "
         f"from the simulator's by at most {100 * points:.1f} points, those of single ranks by {100 * by_rank:.1f}."
