@@ -205,4 +205,6 @@ class Receiver:
 
 
 def _shown(form: Form | None) -> str:
-    return "nothing" if form is None else ", ".join(f"{dtype}{list(shape)}" for dtype, shape, _ in form.tensors)
+    if form is None:
+        return "nothing"
+    return ", ".join(f"{dtype}{list(shape)}{' with gradient' * grad}" for dtype, shape, grad in form.tensors)
