@@ -205,6 +205,5 @@ class Receiver:
 
 
 def _shown(form: Form | None) -> str:
-    if form is None:
-        return "nothing"
-    return ", ".join(f"{dtype}{list(shape)}{' with gradient' * grad}" for dtype, shape, grad in form.tensors)
+    tensors = () if form is None else form.tensors
+    return ", ".join(f"{kind}{list(shape)}{' with gradient' * grad}" for kind, shape, grad in tensors) or "nothing"
