@@ -395,13 +395,14 @@ class Case:
 
 @dataclass
 class Trained:
-    """Losses by step; of each tensor the gradient of the first step, and the values after the last; buffers.
+    """Losses and gradient norms by step; of each tensor the gradient of the first step, and the values after the last.
 
     Attributes:
         boxes: part of the whole tensor that this rank has, if not all; gradients are whole.
     """
 
     losses: list[float]
+    norms: list[float]
     gradients: dict[str, torch.Tensor]
     values: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -412,7 +413,7 @@ def alone(family: Family, micro_batches: int, places: int, steps: int = 5) -> Tr
     """Train in one process with plain PyTorch."""
     model = family.model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses, first = [], {}
+    losses, norms, first = [], [], {}
     for step in range(steps):
         optimizer.zero_grad()
         total = 0.0
@@ -424,9 +425,10 @@ def alone(family: Family, micro_batches: int, places: int, steps: int = 5) -> Tr
         losses.append(total)
         first = first or {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         first = {name: grad.clone() for name, grad in first.items()} if step == 0 else first
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
         optimizer.step()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return Trained(losses, first, values, {name: b.clone() for name, b in model.named_buffers()})
+    return Trained(losses, norms, first, values, {name: b.clone() for name, b in model.named_buffers()})
 
 
 def engine_of(case: Case) -> Any:
@@ -441,6 +443,7 @@ def engine_of(case: Case) -> Any:
         "pipeline": {"stages": case.stages, "schedule": case.schedule},
         "tensor_parallel": {"autotp_size": case.tensor},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "gradient_clipping": 1e6,  # computes the norm
         **case.config,
     }
     return shardwise.initialize(model=family.model(case.stages), config=config)[0]
@@ -450,11 +453,12 @@ def train(case: Case) -> Trained:
     """Train on this rank."""
     engine, family = engine_of(case), FAMILIES[case.family]
     place = dist.get_rank() % (dist.get_world_size() // case.stages) // case.tensor
-    losses, first = [], {}
+    losses, norms, first = [], [], {}
     tensors = list(zip(engine.sharded.registry, engine.sharded.registry.parameters, strict=True))
     for step in range(case.steps):
         batches = [family.batches(step, number, place) for number in range(case.micro_batches)]
         losses.append(float(engine.train_batch(iter(batches))))
+        norms.append(float(engine.last_step.grad_norm))
         if step == 0:
             for tensor, parameter in tensors:
                 momentum = safe_get_full_optimizer_state(parameter, "momentum_buffer")
@@ -463,7 +467,7 @@ def train(case: Case) -> Trained:
     boxes = {tensor.name: tensor.box for tensor, _ in tensors if tensor.box is not None}
     engine.destroy()
     values = {tensor.name: parameter.detach().clone() for tensor, parameter in tensors}
-    return Trained(losses, first, values, buffers, boxes)
+    return Trained(losses, norms, first, values, buffers, boxes)
 
 
 def train_all(cases: Sequence[Case]) -> list[Trained]:
@@ -486,6 +490,7 @@ def check(found: Trained, expected: Trained, where: str, *, buffers: bool = True
     `buffers`: data-parallel ranks have running statistics of their own samples.
     """
     torch.testing.assert_close(found.losses, expected.losses[: len(found.losses)], rtol=1e-5, atol=1e-6, msg=where)
+    torch.testing.assert_close(found.norms, expected.norms[: len(found.norms)], rtol=1e-5, atol=1e-6, msg=where)
     kinds = [("gradient", found.gradients, expected.gradients)]
     if len(found.losses) == len(expected.losses):
         kinds += [("value", found.values, expected.values)]

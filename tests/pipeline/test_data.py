@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise
 from shardwise.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 
 class Echo(nn.Module):
@@ -51,9 +51,9 @@ def paired(source: str, seeded: bool) -> tuple[list[float], list[float]]:
     return losses, seen
 
 
-@pytest.mark.parametrize("source", ["training_data", "deepspeed_io"])
+@pytest.mark.parametrize("source", ["training_data", thorough("deepspeed_io")])
 def test_labels_belong_to_inputs(source: str) -> None:
-    """Also if ranks have different seeds; data-parallel ranks get different samples."""
+    """deepspeedai/DeepSpeed#5729: outputs met labels of another batch. Here also if ranks have different seeds."""
     found = run_ranks(paired, 4, source, True)
     for losses, _ in found:
         assert losses == [0.0] * 7

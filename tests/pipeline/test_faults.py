@@ -18,7 +18,7 @@ import shardwise
 from shardwise.errors import ConfigError, PeerLostError, PipelineError, ShardwiseError, UsageError
 from shardwise.pipe import LayerSpec, PipelineModule
 from shardwise.utils.logging import logger
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, run_ranks, thorough
 from tests.pipeline.training import WIDTH, Block, Setting, data, engine_of, layers, loss_of
 
 
@@ -84,6 +84,7 @@ def test_calls_that_do_not_fit_are_refused_on_every_rank(run: Any, text: str) ->
 
 
 def test_a_data_loader_repeats_and_need_not_be_on_middle_ranks() -> None:
+    """deepspeedai/DeepSpeed#5593: middle stages waited when steps exceeded the length of the loader."""
     for losses in run_ranks(of_loader, 3):
         assert len(losses) == 10 and losses[9] < losses[0]
 
@@ -170,6 +171,7 @@ def test_pipelines_that_cannot_be_built_are_refused(stages: Any, config: dict[st
 
 
 def test_two_batches_after_an_ordinary_backward_pass() -> None:
+    """deepspeedai/DeepSpeed#7787: a nested backward pass made the pipeline wait."""
     assert run_ranks(after_another, 2) == [True, True]
 
 
@@ -222,9 +224,9 @@ def with_loss(loss: Any, evaluates: bool) -> str:
     ("loss", "text"),
     [
         (vector, "the loss is a tensor of shape (2, 5)"),
-        (nothing, "the loss is a NoneType"),
-        (number, "the loss is a float"),
-        (detached, "the loss is a tensor that depends on no trained parameter"),
+        thorough(nothing, "the loss is a NoneType"),
+        thorough(number, "the loss is a float"),
+        thorough(detached, "the loss is a tensor that depends on no trained parameter"),
     ],
 )
 def test_a_loss_that_is_no_number_is_refused_with_stage_and_micro_batch(loss: Any, text: str) -> None:

@@ -76,7 +76,8 @@ def by_two_calls(setting: Setting, calls: Iterable[int]) -> tuple[list[Any], Gra
 
 
 @pytest.mark.parametrize(
-    ("schedule", "zero"), [("1f1b", 1), ("zb-h1", 0), thorough("zbv", 2), thorough("1f1b", 3), thorough("gpipe", 0)]
+    ("schedule", "zero"),
+    [("zb-h1", 1), *(thorough(*case) for case in (("1f1b", 0), ("zbv", 2), ("1f1b", 3), ("gpipe", 0)))],
 )
 def test_gradients_accumulate_over_several_calls(schedule: str, zero: int) -> None:
     """pytorch/torchtitan#1732: each call scaled what earlier calls had accumulated."""
@@ -141,7 +142,7 @@ def test_losses_are_divided_by_all_valid_tokens_on_every_stage(stages: int, rank
                 torch.testing.assert_close(values, expected[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("stages", [1, thorough(2), 3])
+@pytest.mark.parametrize("stages", [thorough(1), thorough(2), 3])
 def test_gradients_do_not_depend_on_stages_and_accumulation(stages: int) -> None:
     """deepspeedai/DeepSpeed#7773, #8152: gradients were summed, or divided once for each stage."""
     for count in (1, 2, 8):
@@ -184,7 +185,7 @@ class Compiled(nn.Module):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", *map(thorough, ("gpipe", "zbv", "v-min", "dualpipe-v"))])
+@pytest.mark.parametrize("schedule", ["zb-h1", *map(thorough, ("1f1b", "gpipe", "zbv", "v-min", "dualpipe-v"))])
 def test_compiled_stages_have_the_gradients_of_plain_ones(schedule: str, whole: bool) -> None:
     """pytorch/pytorch#161904, pytorch/torchtitan#774: zero-bubble schedules failed with torch.compile."""
     setting = Setting(2, schedule, made=untied)
@@ -267,8 +268,8 @@ def five() -> list[Any]:
     return [LayerSpec(nn.Embedding, WORDS, WIDTH), *(LayerSpec(Block, WIDTH) for _ in range(3)), LayerSpec(Logits)]
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("method", ["uniform", "parameters", thorough("type:block")])
+@pytest.mark.parametrize("stages", [thorough(2), 3])
+@pytest.mark.parametrize("method", ["uniform", thorough("parameters"), thorough("type:block")])
 def test_layers_need_not_be_divisible_by_stages(stages: int, method: str) -> None:
     """NVIDIA/Megatron-LM#3399: an uneven division of layers gave wrong results."""
     options = {"partition_method": method}
@@ -325,7 +326,7 @@ def of_whole(name: str, place: int) -> str:
     return re.sub(r"(?<=experts\.)\d", lambda found: str(int(found[0]) + 2 * place), name)
 
 
-@pytest.mark.parametrize(("made", "ranks"), [(routed_one, 2), (routed_two, 4), thorough(routed_one, 4)])
+@pytest.mark.parametrize(("made", "ranks"), [thorough(routed_one, 2), (routed_two, 4), thorough(routed_one, 4)])
 def test_auxiliary_losses_and_experts_on_the_ranks_of_a_stage(made: Any, ranks: int) -> None:
     """NVIDIA/Megatron-LM#7452 (3, 4, 7): auxiliary losses of local tokens; a default group in place of the given one.
 
@@ -398,7 +399,9 @@ def test_packed_sequences_keep_their_lengths() -> None:
     compare([Setting(2, schedule, made=of_packed, batches=packed) for schedule in ("1f1b", "zb-h1", "zbv")], 2)
 
 
-@pytest.mark.parametrize(("stages", "ranks", "zero"), [(2, 2, 1), (3, 3, 0), thorough(2, 4, 3), thorough(4, 4, 1)])
+@pytest.mark.parametrize(
+    ("stages", "ranks", "zero"), [(3, 3, 1), thorough(2, 2, 0), thorough(2, 4, 3), thorough(4, 4, 1)]
+)
 def test_the_gradient_norm_counts_a_tied_embedding_once(stages: int, ranks: int, zero: int) -> None:
     """NVIDIA/Megatron-LM#7228, pytorch/torchtitan#596: the norm was of a stage, or had the embedding twice."""
     setting = Setting(stages, zero=zero, steps=5)

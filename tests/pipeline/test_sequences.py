@@ -179,6 +179,7 @@ def test_models_of_transformers_share_sequences_in_stages(family: str, schedule:
     check(found, expected)
 
 
+@pytest.mark.thorough
 def test_models_of_transformers_without_shared_attention_are_refused() -> None:
     texts = run_ranks(of_transformers, 4, "hf-llama", "1f1b", 0, False)
     assert any("pipeline stage 0 computes something else than in one process" in text for text in texts[:2])

@@ -146,6 +146,7 @@ def of_many_lengths(step: int, micro_batch: int, place: int) -> tuple[torch.Tens
 
 
 def test_shapes_may_change_between_micro_batches_and_steps() -> None:
+    """NVIDIA-NeMo/Automodel#3530: another length inside of a step dropped accumulated gradients."""
     settings = [Setting(2, schedule, 1, steps=5, batches=of_many_lengths) for schedule in ("1f1b", "zbv")]
     expected = alone(settings[0], 2)
     for runs in zip(*run_ranks(train_all, 4, settings), strict=True):
@@ -249,6 +250,7 @@ def with_experts() -> list[Any]:
 
 
 def test_experts_on_one_stage_only() -> None:
+    """NVIDIA/Megatron-LM#3401: stages with other numbers of experts waited in one all-reduce."""
     one = run_ranks(train, 2, Setting(1, "1f1b", 1, made=with_experts))
     for schedule, zero in (("1f1b", 1), ("zb-h1", 2)):
         for run in run_ranks(train, 4, Setting(2, schedule, zero, made=with_experts)):
@@ -384,6 +386,7 @@ def evaluating(setting: Setting) -> tuple[list[float], list[float], list[int], b
 
 
 def test_evaluation_changes_nothing_and_gives_all_ranks_the_loss() -> None:
+    """pytorch/torchtitan#4742, #931: losses were missing, or -1, on ranks without the last stage."""
     setting = Setting(2, "1f1b", 1)
     expected = alone(setting, 2)
     found = run_ranks(evaluating, 4, setting)

@@ -341,8 +341,8 @@ class SpecLayers(Layers):
                 own = {f"{self._names[self._firsts[key]]}.{attr}": None for attr in entry.tied_weight_attr}
             elif key is not None or isinstance(entry, nn.Module):
                 outline = self._outline(home)
-                parameters = outline.named_parameters() if outline is not None else ()
-                own = {f"{self._names[home]}.{n}": p for n, p in parameters}
+                found = () if outline is None else outline.named_parameters()
+                own = {f"{self._names[home]}.{n}": p for n, p in found}
             for name, parameter in own.items():
                 if isinstance(entry, nn.Module) and parameter is not None:
                     name = names.setdefault(id(parameter), name)
@@ -470,7 +470,7 @@ class OwnStages(Layers):
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = list(modules)
-        self._numbers: list[int] = []
+        self._places: dict[int, int] = {}
 
     def costs(self) -> list[LayerCost]:
         """Return name and number of parameters of each stage of this rank."""
@@ -482,17 +482,10 @@ class OwnStages(Layers):
 
     def build(self, number: int, first: int, last: int, recompute: Recompute) -> PipelineStage:
         """Return a stage; the first call is for the first module."""
-        if number not in self._numbers:
-            self._numbers.append(number)
-        place = self._numbers.index(number)
-        if place == len(self._modules):
-            raise UsageError(
-                f"PipelineModule.from_stages: this rank has stages {self._numbers} or more, and {place} modules were "
-                "passed. Pass one module for each stage of the rank (pipeline.chunks), in order"
-            )
-        stage = _LayerStage(number, number, number + 1, recompute)
-        stage.add(f"stages.{number}", self._modules[place])
-        stage.calls.append((f"stages.{number}", None))
+        stage, place = _LayerStage(number, first, last, recompute), self._places.setdefault(number, len(self._places))
+        if place < len(self._modules):  # `keep` checks the number of modules
+            stage.add(f"stages.{number}", self._modules[place])
+            stage.calls.append((f"stages.{number}", None))
         return stage
 
     def keep(self, layers: Collection[int]) -> None:

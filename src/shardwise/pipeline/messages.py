@@ -211,4 +211,5 @@ class Receiver:
 
 
 def _shown(form: Form | None) -> str:
-    return "nothing" if form is None else ", ".join(f"{dtype}{list(shape)}" for dtype, shape, _ in form.tensors)
+    tensors = () if form is None else form.tensors
+    return ", ".join(f"{kind}{list(shape)}{' with gradient' * grad}" for kind, shape, grad in tensors) or "nothing"

@@ -133,8 +133,8 @@ class PipelineModule(nn.Module):
             loss_fn: as of the constructor; only the last stage needs it.
             options: `activation_checkpoint_interval`, `activation_checkpoint_func` or `dynamic_shape`.
         """
-        own = [modules] if isinstance(modules, nn.Module) else modules
-        return cls(OwnStages(own), num_stages, loss_fn=loss_fn, **options)
+        own = OwnStages([modules] if isinstance(modules, nn.Module) else modules)
+        return cls(own, num_stages, loss_fn=loss_fn, **options)
 
     def topology(self) -> ProcessTopology | None:
         """Return the requested topology."""
@@ -147,9 +147,8 @@ class PipelineModule(nn.Module):
 
     def description(self) -> dict[str, str]:
         """Return the facts that must be equal on all ranks."""
-        if isinstance(self._layers, OwnStages):
-            return {}
-        layers = {f"layer {i}": f"{of.name} of {of.parameters} parameters" for i, of in enumerate(self._layers.costs())}
+        costs = [] if isinstance(self._layers, OwnStages) else self._layers.costs()
+        layers = {f"layer {i}": f"{of.name} of {of.parameters} parameters" for i, of in enumerate(costs)}
         return layers | {"partition_method": str(self.partition_method), "ties": str(self._layers.ties())}
 
     def profile(self, sample: Any = None, device: torch.device | str | None = None) -> list[LayerCost]:
@@ -223,8 +222,6 @@ class PipelineModule(nn.Module):
         """Return the layers of a stage in words."""
         assert self.boundaries is not None
         first, last = self.boundaries[stage], self.boundaries[stage + 1] - 1
-        if isinstance(self._layers, OwnStages):
-            return f"stages.{stage}"
         return f"layer {first}" if first == last else f"layers {first} to {last}"
 
     @property
