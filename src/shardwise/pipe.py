@@ -1,5 +1,10 @@
 """Pipeline parallelism: models as layers, their stages, topologies, and schedules ([docs/pipeline.md])."""
 
+from shardwise.comm.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from shardwise.engine.grid import PipelineParallelGrid
 from shardwise.pipeline import (
     SCHEDULES,
@@ -16,11 +21,6 @@ from shardwise.pipeline import (
 from shardwise.pipeline.idle import IdleTimes
 from shardwise.pipeline.layers import LayerSpec, PipelineStage, TiedLayerSpec
 from shardwise.pipeline.module import PipelineModule
-from shardwise.pipeline.topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
 
 __all__ = [
     "SCHEDULES",

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint as torch_checkpoint
 
+from shardwise.comm.topology import PipeDataParallelTopology
 from shardwise.errors import ConfigError, UsageError
 from shardwise.pipeline.layers import LayerSpec, TiedLayerSpec
 from shardwise.pipeline.module import PipelineModule
-from shardwise.pipeline.topology import PipeDataParallelTopology
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.pipeline.topology import ProcessTopology
+from shardwise.comm.topology import ProcessTopology
 
 
 class PipelineParallelGrid:

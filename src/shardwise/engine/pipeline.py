@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from shardwise.comm.topology import PipeModelDataParallelTopology
 from shardwise.engine.engine import Engine
 from shardwise.engine.grid import PipelineParallelGrid
 from shardwise.engine.stage_checks import SharedBuffers, StageCall, check_leaves, check_loss, layer_of
@@ -25,7 +26,6 @@ from shardwise.pipeline.messages import form_of
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
-from shardwise.pipeline.topology import PipeModelDataParallelTopology
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.absent import PIPELINE_MODULE
+from shardwise.comm.topology import ProcessTopology
 from shardwise.errors import AbsentAttributeError, ConfigError, UsageError
 from shardwise.pipeline.layers import (
     Alias,
@@ -30,7 +31,6 @@ from shardwise.pipeline.layers import (
     TiedParameter,
 )
 from shardwise.pipeline.partition import LayerCost, partition
-from shardwise.pipeline.topology import ProcessTopology
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "measure"]
 

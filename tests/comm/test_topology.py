@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.errors import UsageError
-from shardwise.pipe import PipelineParallelGrid
-from shardwise.pipeline.topology import (
+from shardwise.comm.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from shardwise.errors import UsageError
+from shardwise.pipe import PipelineParallelGrid
 
 
 def test_ranks_and_coordinates_are_inverse() -> None:
