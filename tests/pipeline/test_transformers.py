@@ -158,4 +158,4 @@ def refused() -> str:
 
 def test_other_models_are_refused_with_what_to_write() -> None:
     for text in run_ranks(refused, 2):
-        assert "Linear is neither a shardwise.pipe.PipelineModule nor an nn.Sequential nor a model of transformers" in text
+        assert "Linear is neither a shardwise.pipe.PipelineModule nor an nn.Sequential nor a model of" in text
