@@ -59,6 +59,10 @@ def step(engine: Any, setting: Setting) -> None:
     engine.step()
 
 
+def refresh(engine: Any, setting: Setting) -> None:
+    engine.refresh()
+
+
 def another(engine: Any, setting: Setting) -> None:
     if engine.is_last_stage():
         engine.eval_batch(data(setting, 1), num_micro_batches=2)
@@ -76,6 +80,7 @@ def another(engine: Any, setting: Setting) -> None:
         (forward, "Call engine.train_batch() or engine.eval_batch()"),
         (backward, "Call engine.train_batch()"),
         (step, "Call engine.train_batch()"),
+        (refresh, "Save a checkpoint, change the model, and call initialize() and load_checkpoint()"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused_on_every_rank(run: Any, text: str) -> None:

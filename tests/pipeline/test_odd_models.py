@@ -293,3 +293,23 @@ def test_backward_passes_inside_of_a_forward_pass() -> None:
     compare([Setting(2, schedule, made=forces, options=options) for schedule in ("1f1b", "gpipe")], 2)
     found = run_ranks(failure, 2, Setting(2, "zb-h1", made=forces, options=options))
     assert any("a layer runs a backward pass inside of its forward pass" in text for text in found)
+
+
+def several_steps(dynamic: bool) -> str:
+    config = {"pipeline": {"dynamic_shape": dynamic}}
+    setting = Setting(2, made=switching, options={"partition_method": "uniform"}, config=config)
+    engine = engine_of(setting)
+    try:
+        for step in range(4):
+            engine.train_batch(data(setting, step))
+    except (UsageError, PeerLostError) as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_outputs_that_need_gradients_in_some_micro_batches_only_need_the_key_dynamic_shape() -> None:
+    assert run_ranks(several_steps, 2, True) == ["", ""]
+    text = run_ranks(several_steps, 2, False)[0]
+    assert "float32[2, 5, 8] with gradient" in text and "Set `pipeline.dynamic_shape`" in text

@@ -15,6 +15,7 @@ from typing_extensions import override
 from shardwise.comm.topology import PipeModelDataParallelTopology
 from shardwise.engine.engine import Engine
 from shardwise.engine.grid import PipelineParallelGrid
+from shardwise.engine.refresh import Refreshed
 from shardwise.engine.stage_checks import SharedBuffers, StageCall, check_leaves, check_loss, layer_of
 from shardwise.engine.stage_passes import StagePasses
 from shardwise.engine.stages import WEIGHT_GRADIENTS, PipelineRanks
@@ -338,6 +339,16 @@ class PipelineEngine(Engine):
         raise PipelineError(
             "engine.no_sync(): a pipeline reduces gradients in the last backward pass of a step. Accumulate gradients "
             "of several calls with engine.train_batch(num_micro_batches=...)"
+        )
+
+    @override
+    def refresh(self, *args: Any, **kwargs: Any) -> Refreshed:
+        """Raise PipelineError if stages are on several ranks, whose models differ."""
+        if self.num_stages == 1:
+            return super().refresh(*args, **kwargs)
+        raise PipelineError(
+            "engine.refresh(): stages of a pipeline have different parameters, and units can be rebuilt only if all "
+            "ranks change the same. Save a checkpoint, change the model, and call initialize() and load_checkpoint()"
         )
 
     @override
