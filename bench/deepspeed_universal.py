@@ -272,7 +272,7 @@ def main() -> None:
     from _machine import save
 
     from shardwise.checkpoint import Checkpoint
-    from shardwise.checkpoint.deepspeed.universal_writer import write_universal
+    from shardwise.checkpoint.universal_writer import write_universal
 
     names = options.only.split(",") if options.only else ["stage 2 fp32"] if options.quick else list(CASES)
     os.environ.update({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
