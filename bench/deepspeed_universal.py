@@ -282,6 +282,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             os.environ.update({_FOLDER: text, _CASE: name})
+            os.environ.pop(_LOAD, None)  # of the case before
+            before = len(rows)
             command = [options.python, "-m", "torch.distributed.run", "--standalone"]
             command += ["--nproc-per-node", str(case.ranks), sys.argv[0]]
             plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -303,11 +305,12 @@ def main() -> None:
             there = back(folder, case)
             loss = gap(there.pop("losses"), following[-1])
             rows.append({"case": name, "form": "exported", "ranks": case.ranks, **there, "loss_gap": loss})
-    for row in rows:
-        print(
-            f"{row['case']:22} {row['form']:10} on {row['ranks']}: {row['differing']} of {row['compared']} elements "
-            f"differ, losses by {row['loss_gap']:.1e}"
-        )
+        for row in rows[before:]:
+            print(
+                f"{row['case']:22} {row['form']:10} on {row['ranks']}: {row['differing']} of {row['compared']} elements "
+                f"differ, losses by {row['loss_gap']:.1e}",
+                flush=True,
+            )
     save(options.results, "deepspeed_universal", rows, steps=[BEFORE, AFTER])
     if any(row["differing"] for row in rows):
         sys.exit("values differ")
