@@ -295,6 +295,13 @@ def test_damaged_universal_checkpoints_are_named(kind: str, plain: str, tmp_path
     assert path in str(caught.value)
 
 
+def test_a_missing_rank_of_stage_3_is_named(plain: str, tmp_path: Path) -> None:
+    path = made.write_universal(str(tmp_path), "uni", files.content_of(plain), 3)
+    removed("zero_pp_rank_1_mp_rank_00_model_states.pt")(path)
+    with pytest.raises(CheckpointError, match="the model states of rank 1 are missing"):
+        DeepSpeedCheckpoint(path)
+
+
 def chosen(theirs: str, both: str) -> None:
     """Load by `latest_universal`: by itself, and with the key where there is a `latest` too."""
     run = PlainRun(config(2), seed=2, noise=False)

@@ -54,7 +54,7 @@ def write_universal(
         saved: a checkpoint of an engine with an optimizer that has the state `exp_avg` and `exp_avg_sq`.
         target: directory of checkpoints; created if needed.
         tag: name of the new checkpoint.
-        stages: the checkpoint is that of a PipelineModule, for DeepSpeed's PipelineModule; names are those of layers.
+        stages: the model is a sequence of layers (`layers.0.weight`), which DeepSpeed divides into stages.
         tied: with `stages`, the first layer of each key of a TiedLayerSpec.
         progress: called with bytes written and total bytes.
 
@@ -67,7 +67,7 @@ def write_universal(
         ...     write_universal(saved, "runs/for_deepspeed", "global_step100")
     """
     if tied and not stages:
-        raise CheckpointError("tied: names layers of a PipelineModule; pass stages=True as well")
+        raise CheckpointError("tied: expected stages=True as well, because only stages have shared modules")
     parent = directory.check_directory(target, "target")
     path = os.path.join(parent, directory.check_tag(tag))
     if os.path.lexists(path):
@@ -154,7 +154,7 @@ class _Universal:
         try:
             found = stage_name(name, self._tied) if self._stages else name
         except CheckpointError as error:
-            raise CheckpointError(f"{self._saved.path}: {error}, as a PipelineModule has; leave stages out") from error
+            raise CheckpointError(f"{self._saved.path}: {error}. Leave stages out") from error
         if "/" in found or found in (".", ".."):
             raise CheckpointError(f"{self._saved.path}: the name {found!r} cannot be that of a directory")
         return found

@@ -174,7 +174,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         return LayerFiles(self.path, content, [model for _, model, _ in opened], mappings, tensor)
 
     def _rename(self, tied: Mapping[str, int]) -> None:
-        """Give the manifest the names of a PipelineModule."""
+        """Give the manifest the names of a model of layers."""
         old = self.manifest
         new = {name: layer_name(name, tied) for t in old.tensors for name in (t.name, *t.aliases)}
         self._file_names.update((name, before) for before, name in new.items())
@@ -300,6 +300,8 @@ class DeepSpeedCheckpoint(Checkpoint):
         if entries:
             for name, step in steps_of_groups(files, shapes, state).items():
                 layout.values[name] = {"step": step}
+        if own.model:
+            check_ranks(self.path, own.model, int(model["dp_world_size"]), "model")
         models = [self._model_states(own.model[rank]) for rank in sorted(own.model)] or [model]
         module = model["module"] or {}
         if tensor > 1:

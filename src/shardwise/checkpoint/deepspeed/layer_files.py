@@ -5,7 +5,7 @@ MM). Each `mp_rank_XX` is one model-parallel rank of one stage: the stage is XX 
 ranks. Its parameters are named `NN.<name>`; those of layers that share a module are named `tied_modules.<key>.<name>`
 on each stage that has the module, and the file of the first of these layers has its values.
 
-Here parameters have the names of `shardwise.pipe.PipelineModule`: `layers.NN.<name>`.
+Here parameters of such a model are named `layers.NN.<name>`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def recognised(name: str) -> bool:
 
 
 def layer_name(name: str, tied: Mapping[str, int] | None = None) -> str:
-    """Return the name in a PipelineModule. `tied` has the first layer of each key; without it the name is unchanged.
+    """Return the name in a model of layers. `tied` has the first layer of each key; without it the name is unchanged.
 
     >>> layer_name("3.norm.weight"), layer_name("tied_modules.emb.weight", {"emb": 0})
     ('layers.3.norm.weight', 'layers.0.weight')
