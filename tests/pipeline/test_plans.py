@@ -92,9 +92,10 @@ def measured(settings: list[Setting], plans: bool = True) -> list[tuple[Peaks, P
 
 
 def check(planned: Peaks, peaks: Peaks, where: str) -> None:
+    """Compare categories; whether two of them peak together depends on when threads exchange gradients."""
     for name, size in peaks.items():
-        least = 1 << 13 if name == Category.OTHER.value else 0
-        assert abs(planned[name] - size) <= 0.03 * max(size, least), f"{where}: {name} {planned[name]}, measured {size}"
+        share, least = 0.05 if name == "total" else 0.03, 1 << 13 if name == Category.OTHER.value else 0
+        assert abs(planned[name] - size) <= share * max(size, least), f"{where}: {name} {planned[name]}, measured {size}"
 
 
 @pytest.mark.parametrize(
