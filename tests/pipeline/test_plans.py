@@ -95,7 +95,8 @@ def check(planned: Peaks, peaks: Peaks, where: str) -> None:
     """Compare categories; whether two of them peak together depends on when threads exchange gradients."""
     for name, size in peaks.items():
         share, least = 0.05 if name == "total" else 0.03, 1 << 13 if name == Category.OTHER.value else 0
-        assert abs(planned[name] - size) <= share * max(size, least), f"{where}: {name} {planned[name]}, measured {size}"
+        what = f"{where}: {name} {planned[name]}, measured {size}"
+        assert abs(planned[name] - size) <= share * max(size, least), what
 
 
 @pytest.mark.parametrize(
