@@ -132,6 +132,17 @@ def test_positions_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert lines[10].split() == ["all", "5,216", "7.7%"]
 
 
+@pytest.mark.parametrize(("enabled", "off"), [({}, False), ({"enabled": False}, True)])
+def test_the_check_of_a_pipeline(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, enabled: dict[str, bool], off: bool
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2, **enabled}}))
+    with pytest.raises(SystemExit):
+        main(["check", str(config), "--world", "2"])
+    assert ("the section is switched off" in capsys.readouterr().out) is off
+
+
 def test_a_named_model_as_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     """The parameters of all positions are those of the whole, where copies of the embedding count once for each."""
     with torch.device("meta"):

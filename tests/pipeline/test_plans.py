@@ -20,6 +20,8 @@ from tests.models import Block
 from tests.pipeline.training import Setting, data, engine_of, head, model_of
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 257, 96, 24, 4
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+BATCH = Setting.batches(0, 0, 0)
 SCHEDULED = ["1f1b", "gpipe", "zb-h1", "interleaved", "zbv", "v-half"]
 
 
@@ -92,9 +94,11 @@ def measured(settings: list[Setting], plans: bool = True) -> list[tuple[Peaks, P
 
 
 def check(planned: Peaks, peaks: Peaks, where: str) -> None:
+    """Compare categories; whether two of them peak together depends on when threads exchange gradients."""
     for name, size in peaks.items():
-        least = 1 << 13 if name == Category.OTHER.value else 0
-        assert abs(planned[name] - size) <= 0.03 * max(size, least), f"{where}: {name} {planned[name]}, measured {size}"
+        share, least = 0.05 if name == "total" else 0.03, 1 << 13 if name == Category.OTHER.value else 0
+        what = f"{where}: {name} {planned[name]}, measured {size}"
+        assert abs(planned[name] - size) <= share * max(size, least), what
 
 
 @pytest.mark.parametrize(
@@ -252,6 +256,17 @@ def test_a_thousand_ranks() -> None:
         assert 2 * parameters <= plan.peaks["parameters"] <= 3 * parameters  # bf16, and padding for 128 ranks
         assert plan.peaks["optimizer state"] < 8 * parameters / 50
         assert plan.peaks["activations"] > 0 and not plan.note
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved"])
+def test_plans_without_a_batch(schedule: str) -> None:
+    """Activations are missing; all other categories that do not depend on the order of passes are there."""
+    config = {**ADAM, "train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2, "schedule": schedule}}
+    plans = [plan_model(model_of(2), config, ranks=4, stages=[3], batch=given).plans for given in (None, BATCH)]
+    for without, plan in zip(*plans, strict=True):
+        assert not without.note and "activations" not in without.peaks
+        for category in ("parameters", "gradients", "optimizer state"):
+            assert without.peaks[category] == plan.peaks[category] > 0, category
 
 
 @pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.trains])

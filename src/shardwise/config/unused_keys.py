@@ -64,7 +64,7 @@ def _switched_off(key: Key, value: Any) -> str:
     if key.name == "compile":
         on, switch = value.deepcompile, "deepcompile"
     elif "enabled" in keys_of(key.child):
-        on, switch = value.enabled, "enabled"
+        on, switch = value.enabled is not False, "enabled"  # None: the other keys decide
     elif key.name in _OFFLOAD:
         on, switch = value.device != "none", "device"
     else:

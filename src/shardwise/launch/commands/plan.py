@@ -114,9 +114,9 @@ def plan(
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
     }
-    asked = {"stages": pp, "schedule": schedule, "chunks": chunks}
-    if any(value is not None for value in asked.values()):
-        given = {key: value for key, value in asked.items() if value is not None}
+    requested = {"stages": pp, "schedule": schedule, "chunks": chunks}
+    if any(value is not None for value in requested.values()):
+        given = {key: value for key, value in requested.items() if value is not None}
         settings["pipeline"] = {**settings.get("pipeline", {}), **given}
     resolved = resolve(settings, world_size=ranks).config
     positions = resolved.pipeline.stages
