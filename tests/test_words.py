@@ -43,6 +43,7 @@ WORDS = {
 }
 REMAINING = {
     "architecture.md": "imagined said told twin whereabouts",
+    "checkpoint": "imagined",
     "comm": "alone apart aside beside imagined patience said somebody",
     "communication.md": "asked nobody said whatever",
     "compat.py": "alone",

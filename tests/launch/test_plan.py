@@ -195,3 +195,16 @@ def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], arguments: list
         main(["plan", *arguments])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_check_shows_the_costs_of_unsharding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    given = {"stages": 4, "schedule": "interleaved", "unsharded_for": "step"}
+    keys = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+    for stage, shown in ((3, True), (2, False)):
+        config.write_text(json.dumps({**keys, "zero_optimization": {"stage": stage}, "pipeline": given}))
+        with pytest.raises(SystemExit):
+            main(["check", str(config), "--world", "8"])
+        text = capsys.readouterr().out
+        assert ("unsharded_for pass: 16 x the bytes of its parameters; two units at a time\n" in text) is shown
+        assert ("unsharded_for step: 1 x the bytes of its parameters; all 2 stages of a rank (config" in text) is shown

@@ -78,7 +78,7 @@ def same_on_all(comm: Communicator, value: Any, label: str) -> bool:
 def held_by_any(comm: Communicator, names: Sequence[str], held: Collection[str], label: str) -> set[str]:
     """Return the names, given in one order on all ranks, that some rank holds (a collective).
 
-    A rank sends and receives about 8 bytes a name, whatever the number of ranks.
+    A rank sends and receives about 8 bytes a name, for any number of ranks.
     """
     if not names:
         return set()

@@ -102,7 +102,7 @@ class _Universal:
         held = saved.manifest
         if held.optimizer is None or "refused" in held.optimizer:
             raise CheckpointError(
-                f"{saved.path}: has no optimizer state that can be written; `shardwise export` writes weights alone"
+                f"{saved.path}: has no optimizer state that can be written; `shardwise export` writes only weights"
             )
         self._state = {(t.name, t.kind.removeprefix(OPTIMIZER)): t for t in held.of_kind(OPTIMIZER)}
         self._trained = [t for t in held.of_kind(PARAMETER) if t.trainable and t.numel]
@@ -123,7 +123,7 @@ class _Universal:
                 raise CheckpointError(
                     f"{self._saved.path}: the optimizer state of {tensor.name!r} has "
                     f"{outline(sorted(found)) or 'no entries of Adam'}, expected {outline(sorted(_ENTRIES))}: "
-                    "DeepSpeed's universal format has the state of Adam alone, after a step"
+                    "DeepSpeed's universal format has only the state of Adam, after a step"
                 )
         more = sorted({entry for _, entry in self._state} - _ENTRIES)
         if more:

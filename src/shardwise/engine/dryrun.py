@@ -153,7 +153,7 @@ class DryRunEngine:
                     wires=wire_dtypes(twin, config),
                     norm_group=self._job,
                     copies=elsewhere,
-                    chunks=chunks_of(twin),
+                    chunks=self._chunks(twin),
                 ),
             )
             self._communicators = CommunicatorMemory(accountant, device, self._job.world, planned=True)
@@ -172,6 +172,10 @@ class DryRunEngine:
         """Return communicators of the job and of the pass group, and parameters that other pass groups have, too."""
         comm = FakeCommunicator(world, self._device, rank=like.rank if like is not None else 0, like=like)
         return comm, comm, {}
+
+    def _chunks(self, twin: nn.Module) -> Sequence[nn.Module]:
+        """Return the parts of the module that run in passes of their own."""
+        return chunks_of(twin)
 
     def run(
         self,

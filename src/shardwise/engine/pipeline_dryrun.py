@@ -53,7 +53,7 @@ class PipelineDryRun(DryRunEngine):
     shows_loss = True
 
     def __init__(self, *parts: Any, place: PipelineRanks, forms: Mapping[int, Form], times: Times, **named: Any):
-        self._place, self._times = place, times
+        self._place, self._times, self._computes = place, times, bool(forms) or len(place.rank_of) == 1
         super().__init__(*parts, **named)
         with self._computing():
             self._links: list[_PlannedLink] = []
@@ -79,6 +79,10 @@ class PipelineDryRun(DryRunEngine):
             return super()._ranks(twin, world, like)
         job = FakeCommunicator(world * positions, self._device, rank=place.ranks[place.position], like=like)
         return job, job.part(place.stage_ranks, "stage"), tie(twin, place, job)  # type: ignore[arg-type]
+
+    @override
+    def _chunks(self, twin: nn.Module) -> Sequence[nn.Module]:
+        return super()._chunks(twin) if self._computes else ()  # without a batch all modules are called in one pass
 
     @override
     def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> dict[Tier, Moved]:

@@ -109,11 +109,39 @@ def _show(resolution: Resolution, world: int, assumed: list[Note]) -> None:
     if resolution.extensions is not None:
         text = "other readers of JSON refuse it, such as those of the Trainer, Accelerate and Lightning"
         console.print(f"not plain JSON: {resolution.extensions}. It is read here and by DeepSpeed, but {text}")
+    for line in _unsharding(resolution):
+        console.print(line)
     for warning in resolution.warnings:
         console.print(f"warning: {warning}")
     console.print(f"{resolution.origin} is valid for {world} rank{'s' * (world > 1)}.")
     if resolution.ignored:
         console.print("It is so with `import deepspeed`; shardwise.initialize and --strict may refuse what is ignored.")
+
+
+def _unsharding(resolution: Resolution) -> list[str]:
+    """Return lines with the costs of `pipeline.unsharded_for`, which only ZeRO stage 3 with a pipeline has."""
+    config = resolution.config
+    settings, steps = config.pipeline, int(config.gradient_accumulation_steps or 1)
+    if settings.stages in ("auto", 1) or config.zero_optimization.stage != 3:
+        return []
+    from shardwise.pipeline.actions import Op
+    from shardwise.pipeline.lowering import with_sharding
+    from shardwise.pipeline.schedules import make_schedule
+
+    schedule = make_schedule(settings.schedule, int(settings.stages), steps, settings.chunks)
+    chunks = schedule.stages // schedule.ranks
+    memory = {"pass": "two units at a time", "run": "one stage", "step": f"all {chunks} stages of a rank"}
+    memory["step"] = memory["step"] if chunks > 1 else memory["run"]
+    lines = ["ZeRO stage 3 in a pipeline, all-gathers of each unit in a step, and parameters that are unsharded:"]
+    for mode, held in memory.items():
+        runs = [
+            sum(action.op is Op.UNSHARD for action in actions) / chunks
+            for actions in with_sharding(schedule, mode).actions
+        ]
+        count = 2 * steps if mode == "pass" else max(runs)
+        chosen = " (configured)" if mode == settings.unsharded_for else ""
+        lines.append(f"  unsharded_for {mode}: {count:g} x the bytes of its parameters; {held}{chosen}")
+    return lines
 
 
 def _text(value: Any) -> str:
