@@ -76,8 +76,8 @@ def tied_by_gaps(stages: Sequence[Sequence[str]]) -> dict[str, int]:
     """Return the first layer of each shared module, from the names of each stage without layer files.
 
     The layers of a stage are numbered from behind those of the stage before to those of the next. Keys are in the order
-    of their first layers. A stage with as many layers without a name as new keys therefore shows them; other keys are left
-    out.
+    of their first layers. A stage with as many layers without a name as new keys therefore shows them; other keys are
+    left out.
     """
     held = [sorted(numbers_of(names)) for names in stages]
     found: dict[str, int] = {}
