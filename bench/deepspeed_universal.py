@@ -307,8 +307,8 @@ def main() -> None:
             rows.append({"case": name, "form": "exported", "ranks": case.ranks, **there, "loss_gap": loss})
         for row in rows[before:]:
             print(
-                f"{row['case']:22} {row['form']:10} on {row['ranks']}: {row['differing']} of {row['compared']} elements "
-                f"differ, losses by {row['loss_gap']:.1e}",
+                f"{row['case']:22} {row['form']:10} on {row['ranks']}: {row['differing']} of {row['compared']} "
+                f"elements differ, losses by {row['loss_gap']:.1e}",
                 flush=True,
             )
     save(options.results, "deepspeed_universal", rows, steps=[BEFORE, AFTER])
