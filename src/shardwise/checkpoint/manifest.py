@@ -287,8 +287,10 @@ def _agreed(tensor: StoredTensor) -> tuple[Any, ...]:
 
 
 def in_order(tensors: Iterable[StoredTensor], orders: Iterable[Sequence[str]]) -> list[StoredTensor]:
-    """Return tensors by kind, then in the parameters' order of all ranks (`orders`), or if ranks differ (pipeline
-    stages) by name, with numbers as numbers. The number of ranks does not change it.
+    """Return tensors by kind, then in the parameters' order of all ranks (`orders`).
+
+    If ranks have different parameters, the order is that of names, with numbers as numbers. The number of ranks does
+    not change the order.
     """
     known = set(map(tuple, orders))
     places = {name: place for place, name in enumerate(known.pop())} if len(known) == 1 else {}
