@@ -619,7 +619,7 @@ def refused_meshes() -> list[str]:
 def test_meshes_that_cannot_be() -> None:
     words = [
         ["2 x 3 ranks", "there are 4"],
-        ["'pp': 2", "replicate", "shard"],
+        ["'dp': 2, 'pp': 2", "adjacent", "('pp', 'dp')"],
         ["ascend", "[3, 2]"],
         ["mics_shard_size over 4", "over 2 ranks"],
         ["zero_hpz_partition_size", "mesh passed to initialize()"],

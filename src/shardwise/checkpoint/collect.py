@@ -249,9 +249,8 @@ def _joined_groups(inventories: Sequence[dict[str, Any]], rank: int) -> tuple[li
     Raises CheckpointError if groups with parameters on several ranks have other settings.
     """
     ranks = [entry["groups"] for entry in inventories]
-    named = are_named(
-        [(name, used) for groups in {id(groups): groups for groups in ranks}.values() for name, _, used in groups]
-    )
+    distinct = {id(groups): groups for groups in ranks}.values()
+    named = all(are_named([(name, used) for name, _, used in groups]) for groups in distinct)
     known: dict[str | int, int] = {}
     settings: dict[str | int, tuple[int, str]] = {}
     numbers: list[int | None] = []
@@ -276,9 +275,9 @@ def _joined_groups(inventories: Sequence[dict[str, Any]], rank: int) -> tuple[li
 
 
 def are_named(groups: Iterable[tuple[Any, bool]]) -> bool:
-    """Return True if all groups (name, has parameters) with parameters have names."""
+    """Return True if all groups (name, has parameters) of a rank that have parameters have names of their own."""
     names = [name for name, used in groups if used]
-    return bool(names) and all(isinstance(name, str) for name in names)
+    return all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
 
 
 def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:

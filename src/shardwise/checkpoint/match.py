@@ -320,7 +320,8 @@ def saved_groups(model: CheckpointedModel, saved: Sequence[Any], path: str) -> l
     used = {tensor.group for tensor in model.registry}
     names = [group.get("name") for group in model.optimizer.param_groups]
     there = [str(group.get("name") or "") if isinstance(group, dict) else "" for group in saved]
-    if not (are_named((name, number in used) for number, name in enumerate(names)) and all(there)):
+    different = all(there) and len(set(there)) == len(there)
+    if not (different and are_named((name, number in used) for number, name in enumerate(names))):
         return list(range(len(names)))
     missing = [str(name) for number, name in enumerate(names) if number in used and name not in there]
     if missing:

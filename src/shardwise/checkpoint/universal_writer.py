@@ -204,7 +204,9 @@ class _Universal:
         for number, group in enumerate(self._groups):
             kept = self._plain({k: v for k, v in group.items() if k not in ("params", "param_names")}, "settings")
             groups.append({**kept, "params": [number]})
-        states = {n: {"step": torch.tensor(step, dtype=torch.float32)} for n, step in enumerate(self._steps)}
+        states = {
+            n: {"step": torch.tensor(step, dtype=torch.float32, device="cpu")} for n, step in enumerate(self._steps)
+        }
         return {
             "zero_stage": 1,
             "ds_version": VERSION,

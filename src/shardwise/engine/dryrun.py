@@ -196,8 +196,11 @@ class DryRunEngine:
         given = None if batch is None else self.fake(batch)
         found = None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.computing(masks=masks))
+            stack.enter_context(self._computing())
+            stack.enter_context(frozen(self._module))
             stack.enter_context(track_activations(self.accountant))
+            if not masks:
+                stack.enter_context(without_masks())  # after the tracking, because the innermost mode answers
             if batch is None:
                 stack.enter_context(_using_parameters(self.sharded))
                 stack.enter_context(self.accountant.owning(None))

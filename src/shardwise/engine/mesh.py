@@ -158,7 +158,7 @@ def _of_mesh(mesh: Any, members: Sequence[int]) -> RequestedParallelism:
         sizes = [stages, *(size for dim, size in enumerate(ranks.shape) if dim != place)]
         raise UsageError(
             f"{where} has ranks {ranks.tolist()}, and the engine {list(members)}: the ranks of a pipeline stage are "
-            f"neighbours. {_would_do(mesh, [names[place], *others], sizes)}"
+            f"adjacent. {_would_do(mesh, [names[place], *others], sizes)}"
         )
     first = list(members)[: len(members) // stages]
     found = RequestedParallelism(where)

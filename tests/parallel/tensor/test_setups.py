@@ -151,7 +151,7 @@ CASES: dict[Callable[[], None], str] = {
     divided_otherwise: "autotp_size: is 4, but the arguments of initialize.. give 2",
     other_order: r"tp': 2, 'dp': 2.*lie otherwise.*init_device_mesh\('cpu', \(2, 2\), mesh_dim_names=\('dp', 'tp'\)\)",
     mesh_and_config: "autotp_size: is 4, but the arguments of initialize.. give 2; remove one",
-    mesh_of_unknown: r"'cp': 2.*is not supported: it may have one dimension each of replicate",
+    mesh_of_unknown: r"'cp': 2.*is not supported: it may have one dimension each of pipeline .*, replicate",
     after_the_end: "there is no engine that connects them",
     unmarked: "no parameter of Decoder says that it is a part: set parameter.tensor_model_parallel = True",
     marked_without_dimension: r"'blocks.1.o.weight'.*partition_dim is -1: set parameter.partition_dim",
