@@ -58,7 +58,7 @@ def equal(one: Run, other: Run) -> None:
 @pytest.mark.parametrize(
     ("made", "stages", "places", "zero"),
     [
-        (untied, 2, 2, 1),
+        thorough(untied, 2, 2, 1),
         (untied, 2, 2, 3),
         (layers, 3, 1, 0),
         *(
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_mean_over_micro_batches(micro_batches: int) 
         check(list(runs), expected)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [thorough("bf16"), "fp16"])
 def test_half_precision_is_that_of_one_stage(precision: str) -> None:
     """Also with an overflow on the way, on which all stages agree."""
     section: dict[str, Any] = {"enabled": True}
