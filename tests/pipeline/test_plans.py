@@ -93,12 +93,22 @@ def measured(settings: list[Setting], plans: bool = True) -> list[tuple[Peaks, P
     return found
 
 
-def check(planned: Peaks, peaks: Peaks, where: str) -> None:
-    """Compare categories; whether two of them peak together depends on when threads exchange gradients."""
+def check(planned: Peaks, peaks: Peaks, where: str, late: int = 0) -> None:
+    """Compare categories; whether two of them peak together depends on when threads exchange gradients.
+
+    `late`: bytes of messages that a slow peer may still have to take, or a fast one has sent early.
+    """
     for name, size in peaks.items():
         share, least = 0.05 if name == "total" else 0.03, 1 << 13 if name == Category.OTHER.value else 0
         what = f"{where}: {name} {planned[name]}, measured {size}"
-        assert abs(planned[name] - size) <= share * max(size, least), what
+        more = late if name in ("total", Category.ACTIVATIONS.value) else 0
+        assert abs(planned[name] - size) <= share * max(size, least) + more, what
+
+
+def late_of(setting: Setting) -> int:
+    """Return the bytes of one message on each link by which a rank sends."""
+    sends = 2 * min(setting.stages - 1, 2) if setting.schedule in ("zbv", "v-half") else 2
+    return sends * ROWS * LENGTH * WIDTH * (2 if "bf16" in setting.config else 4)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +128,8 @@ def test_plans_are_the_measurements(
     settings = [setting_of(stages, schedule, zero, **options) for zero in zeros for schedule in schedules]
     for rank, found in enumerate(run_ranks(measured, stages * places, settings, timeout=600)):
         for setting, (planned, peaks) in zip(settings, found, strict=True):
-            check(planned, peaks, f"{setting.schedule}, stage {setting.zero}, rank {rank}")
+            where = f"{setting.schedule}, stage {setting.zero}, rank {rank}"
+            check(planned, peaks, where, late_of(setting))
 
 
 def plans_of(setting: Setting, ranks: int, **more: Any) -> MemoryPlans:
