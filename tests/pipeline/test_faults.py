@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.errors import ConfigError, PeerLostError, PipelineError, ShardwiseError, UsageError
+from shardwise.errors import ConfigError, DesyncError, PeerLostError, PipelineError, ShardwiseError, UsageError
 from shardwise.pipe import LayerSpec, PipelineModule
 from shardwise.utils.logging import logger
 from tests.harness import RankFailure, run_ranks, thorough
-from tests.pipeline.training import WIDTH, Block, Setting, data, engine_of, layers, loss_of
+from tests.pipeline.training import WIDTH, Block, Setting, data, engine_of, layers, loss_of, model_of
 
 
 def refused(setting: Setting, run: Callable[[Any, Setting], Any]) -> tuple[str, str]:
@@ -321,3 +322,23 @@ def test_a_stage_that_dies_ends_the_others_soon() -> None:
     with pytest.raises(RankFailure) as error:
         run_ranks(dying, 2, Setting(2), timeout=60)
     assert error.value.rank == 1 and time.monotonic() - began < 30
+
+
+def other_groups() -> str:
+    model = model_of(2, layers, loss_of)
+    optimizer = partial(grouped, decay=0.01 * dist.get_rank())
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(DesyncError) as caught:
+        shardwise.initialize(model=model, optimizer=optimizer, config=config)
+    return str(caught.value)
+
+
+def grouped(parameters: Any, decay: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=decay)
+
+
+def test_copies_of_a_tied_parameter_have_one_optimizer_setting() -> None:
+    """Copies on two stages would drift apart."""
+    for text in run_ranks(other_groups, 2):
+        assert "optimizer group of the tied parameter layers.0.weight" in text
+        assert "'weight_decay': 0.0" in text and "'weight_decay': 0.01" in text

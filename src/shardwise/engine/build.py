@@ -84,7 +84,7 @@ from shardwise.engine.profiling import Profiling
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
-from shardwise.engine.stages import PipelineRanks, as_pipeline, build_stages, tie
+from shardwise.engine.stages import PipelineRanks, as_pipeline, build_stages, check_tied_groups, tie
 from shardwise.engine.step import TrainStep
 from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
@@ -327,6 +327,8 @@ def _build(
         return made, prepared, make_scheduler(settings, lr_scheduler, made)
 
     stepped, stepping, scheduler = job.together("making the optimizer", stepping_parts)
+    if pipeline is not None:
+        check_tied_groups(pipeline, copies, stepped)
 
     # Buffers move now, parameters unit by unit during sharding.
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,3 +112,25 @@ def tie(model: PipelineModule, place: PipelineRanks, job: Communicator) -> dict[
             parameter.copy_(values)
         found[id(parameter)] = CopiesElsewhere(ranks, place.position == positions[0])
     return found
+
+
+def check_tied_groups(model: PipelineModule, copies: Mapping[int, CopiesElsewhere], optimizer: Any) -> None:
+    """Raise a DesyncError if copies of a tied parameter have other optimizer settings: they would drift (all call)."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    facts: dict[Communicator, dict[str, str]] = {}
+    for tied in model.tied_parameters():
+        parameter = named.get(tied.name)
+        copy = copies.get(id(parameter))
+        if parameter is not None and copy is not None:
+            group = group_of.get(id(parameter), {})
+            plain = {key: _plain(group[key]) for key in sorted(group) if key not in ("params", "name", "param_names")}
+            shown = f"trained: {parameter.requires_grad}, settings {plain}"
+            facts.setdefault(copy.ranks, {})[f"optimizer group of the tied parameter {tied.name}"] = shown
+    for ranks, found in facts.items():
+        check_agreement(ranks, found)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
