@@ -21,8 +21,8 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Accountant, track_activations
 from tests.checkpoint.job import Model
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Setting, start
 from tests.models import CASES
-from tests.zero.training import Setting, start
 
 LORA = CASES["lora"]
 

@@ -23,9 +23,9 @@ from shardwise.engine.parallel import SharedSequences
 from tests.device.recorded import imagined
 from tests.device.recording import recording
 from tests.harness import thorough
+from tests.harness.training import Setting, start
 from tests.models import CASES
 from tests.scale.test_groups import TENSOR, Net
-from tests.zero.training import Setting, start
 
 
 class Work:

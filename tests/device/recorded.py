@@ -13,8 +13,8 @@ import torch.distributed as dist
 from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.units.unit import Unit
 from tests.device.recording import Recorder, Trace, current, recording
+from tests.harness.training import DTYPES, Setting, start
 from tests.models import Case
-from tests.zero.training import DTYPES, Setting, start
 
 ANSWERS = "answers"
 """The stream on which helpers copy shards."""

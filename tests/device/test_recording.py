@@ -36,8 +36,8 @@ from tests.device import checking, recorded
 from tests.device.recorded import record, record_all
 from tests.device.recording import STREAMS, Event, Trace, _RecordedMark, recording
 from tests.harness import thorough
+from tests.harness.training import Setting
 from tests.models import CASES, GPT, Case, Router, language, language_loss
-from tests.zero.training import Setting
 
 WORLD = 8
 

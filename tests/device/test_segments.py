@@ -12,8 +12,8 @@ import shardwise
 from shardwise import compat
 from shardwise.device.segments import VARIABLES, let_segments_grow
 from tests.device.recorded import imagined
+from tests.harness.training import Setting, start
 from tests.models import CASES
-from tests.zero.training import Setting, start
 
 CUDA = torch.device("cuda", 0)
 

@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks
 from tests.harness.logs import Lines
-from tests.zero.training import SGD, each
+from tests.harness.training import SGD, each
 
 
 def net() -> nn.Sequential:

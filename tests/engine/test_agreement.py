@@ -12,7 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import DesyncError
 from tests.harness import run_ranks
-from tests.zero.training import each
+from tests.harness.training import each
 
 
 def _model(rank: int, what: str) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import BatchSizeError, SyncError, UsageError
 from tests.harness import run_ranks, thorough
-from tests.zero.training import SGD, engine_of
+from tests.harness.training import SGD, engine_of
 
 
 def build(stage: int = 0, **extra: Any) -> Any:

@@ -17,7 +17,7 @@ import shardwise
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 from tests.harness import run_ranks, thorough
-from tests.zero.training import SGD, engine_of, parameters_digest
+from tests.harness.training import SGD, engine_of, parameters_digest
 
 ROWS = 4
 WIDTH = 24

@@ -13,7 +13,7 @@ from torch import nn
 import shardwise
 from shardwise.schedules import OneCycle, names
 from tests.harness import run_ranks
-from tests.zero.training import engine_of
+from tests.harness.training import engine_of
 
 PARAMS: dict[str, dict[str, Any]] = {
     "LRRangeTest": {"lr_range_test_step_size": 3},

@@ -11,8 +11,8 @@ import torch
 import shardwise
 from shardwise.trees import map_tensors
 from tests.gpu.forced import MODELS, late_collectives, start_group
+from tests.harness.training import DTYPES, masters, parameters_digest
 from tests.models import GPT
-from tests.zero.training import DTYPES, masters, parameters_digest
 
 CASE = MODELS["gpt"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import UsageError
-from tests.zero.training import DTYPES
+from tests.harness.training import DTYPES
 
 
 def batch(step: int) -> torch.Tensor:

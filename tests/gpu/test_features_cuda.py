@@ -15,8 +15,8 @@ from shardwise import utils
 from shardwise.trees import map_tensors
 from tests.gpu.forced import MODELS, late_collectives, start_group
 from tests.gpu.standin import rehearsing
+from tests.harness.training import masters
 from tests.models import GPT
-from tests.zero.training import masters
 
 CASE = MODELS["gpt"]
 CONFIG: dict[str, Any] = {

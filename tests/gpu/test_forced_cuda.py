@@ -9,8 +9,8 @@ import pytest
 
 from tests.gpu.forced import MODELS, late_collectives, outcome, start_group
 from tests.gpu.standin import needs_device
+from tests.harness.training import Setting, assert_identical
 from tests.offload.settings import offload
-from tests.zero.training import Setting, assert_identical
 
 SETTING = Setting(clip=1.0, optimizer="AdamW", lr=1e-2)
 

@@ -11,7 +11,7 @@ import shardwise
 from shardwise.memory import track_activations
 from tests.gpu.forced import MODELS, late_collectives, start_group
 from tests.gpu.standin import rehearsing
-from tests.zero.training import Setting, start
+from tests.harness.training import Setting, start
 
 
 def test_tracked_peak_is_that_of_the_allocator() -> None:

@@ -14,8 +14,8 @@ import shardwise
 from shardwise.config.names import ONEBIT_OPTIMIZERS
 from shardwise.optim.registry import names
 from tests.gpu.forced import MODELS, late_collectives, start_group
+from tests.harness.training import masters
 from tests.models import GPT
-from tests.zero.training import masters
 
 NEEDS_CLOSURE = {"LBFGS", "SparseAdam"}
 """Refused by the engine."""

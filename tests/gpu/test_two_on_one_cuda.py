@@ -15,8 +15,8 @@ from shardwise.trees import map_tensors
 from tests.gpu import staged, standin
 from tests.gpu.standin import needs_device
 from tests.harness import run_ranks
+from tests.harness.training import DTYPES, Setting, parameters_digest, start
 from tests.models import CASES, Router
-from tests.zero.training import DTYPES, Setting, parameters_digest, start
 
 LIMIT_S = 30
 """A hang is a failed test."""

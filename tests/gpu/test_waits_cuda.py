@@ -17,8 +17,8 @@ import shardwise
 from shardwise.trees import map_tensors
 from tests.gpu.forced import MODELS, late_collectives, outcome, start_group
 from tests.gpu.standin import needs_device
+from tests.harness.training import DTYPES, Setting, start
 from tests.moe.test_layer import stacked
-from tests.zero.training import DTYPES, Setting, start
 
 WARM = 3
 

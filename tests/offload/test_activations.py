@@ -24,9 +24,9 @@ from shardwise.offload import ActivationOffload
 from tests.device import checking, recording
 from tests.device.recorded import record_all
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Outcome, Setting, assert_identical, start, train
 from tests.memory import test_report as reports
 from tests.models import CASES, GPT, Batch, Case, language, language_loss
-from tests.zero.training import Outcome, Setting, assert_identical, start, train
 
 LEAST = 64
 """Bytes from which tensors of these small models are moved."""

@@ -17,9 +17,9 @@ import torch
 from shardwise.errors import ConfigError, OffloadError
 from shardwise.offload.files import SwapFile
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Outcome, Setting, assert_identical, digest, masters, start
 from tests.models import CASES
 from tests.offload.settings import PLACES, offload
-from tests.zero.training import Outcome, Setting, assert_identical, digest, masters, start
 
 CASE = CASES["gpt"]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import shardwise
 from shardwise.dropin.adapters import optimizers
 from tests.harness import run_ranks, thorough
+from tests.harness.training import masters
 from tests.models import CASES
-from tests.zero.training import masters
 
 HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 

@@ -144,8 +144,8 @@ class Momentum(torch.optim.Optimizer):
 def of_kind(kind: str, place: str, directory: str) -> Any:
     """Make an engine whose optimizer is of a kind."""
     from shardwise.optim import Lamb, Muon
+    from tests.harness.training import Setting, start
     from tests.zero.test_layerwise import MUON, by_dimensions
-    from tests.zero.training import Setting, start
 
     model = CASE.make()
     groups = CASE.groups(model)

@@ -16,9 +16,7 @@ from shardwise.errors import UsageError
 from shardwise.memory import Category, Tier
 from shardwise.zero import OffloadStateTypeEnum as Kind
 from tests.harness import run_ranks, thorough
-from tests.models import CASES
-from tests.offload.settings import offload
-from tests.zero.training import (
+from tests.harness.training import (
     DTYPES,
     Outcome,
     Setting,
@@ -30,6 +28,8 @@ from tests.zero.training import (
     ranks_agree,
     start,
 )
+from tests.models import CASES
+from tests.offload.settings import offload
 
 CASE = CASES["gpt"]
 

@@ -18,9 +18,9 @@ from tests.device import checking
 from tests.device.recorded import imagined, record, record_all, recording_now
 from tests.device.recording import COMPUTE, Event, Trace, recording
 from tests.harness import thorough
+from tests.harness.training import Setting, start
 from tests.models import CASES
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
-from tests.zero.training import Setting, start
 
 SCHEDULES = [
     (3, "some parameters near"),
@@ -111,7 +111,7 @@ def test_the_host_waits_for_the_factor_once_in_a_step(
     optimizer: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES["gpt"]
-    monkeypatch.setattr("tests.zero.training.make_optimizer", lambda name, p, lr: optimizer(list(p), lr=lr))
+    monkeypatch.setattr("tests.harness.training.make_optimizer", lambda name, p, lr: optimizer(list(p), lr=lr))
     monkeypatch.setattr(Asked, "waits", 0)
     clip = ShardedModel.clip_factor
     monkeypatch.setattr(ShardedModel, "clip_factor", lambda self, *how: clip(self, *how).as_subclass(Asked))

@@ -16,10 +16,7 @@ from shardwise.engine.anomalies import OverflowReport
 from shardwise.memory import Category, Tier
 from shardwise.optim import AdamW
 from tests.harness import run_ranks, thorough
-from tests.memory import test_report as reports
-from tests.models import CASES
-from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
-from tests.zero.training import (
+from tests.harness.training import (
     Outcome,
     Setting,
     assert_identical,
@@ -29,6 +26,9 @@ from tests.zero.training import (
     start,
     train_all,
 )
+from tests.memory import test_report as reports
+from tests.models import CASES
+from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
 
 
 def train_at(name: str, setting: Setting, zero: Sequence[dict[str, Any]], far: bool) -> list[Outcome]:

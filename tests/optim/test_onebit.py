@@ -31,10 +31,10 @@ from shardwise.utils import (
     safe_set_full_optimizer_state,
 )
 from tests.harness import run_ranks, thorough
+from tests.harness.training import DTYPES, digest, parameters_digest
 from tests.memory.test_report import GPT as LargerGPT
 from tests.memory.test_report import LENGTH, ROWS, VOCABULARY, close
 from tests.models import CASES, Case
-from tests.zero.training import DTYPES, digest, parameters_digest
 
 BETAS = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.05}
 QUICK: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.track import track_activations
 from shardwise.parallel import TiledMLP, sequence_tiled_compute, tiled_loss
 from tests.harness import run_ranks, thorough
-from tests.zero.training import gradients
+from tests.harness.training import gradients
 
 
 def inputs(rows: int, tokens: int, width: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:

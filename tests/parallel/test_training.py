@@ -14,8 +14,8 @@ import shardwise
 from shardwise.errors import UsageError
 from shardwise.parallel import RingAttention, RoundRobinLoader, SequenceLoader, mean_loss, split
 from tests.harness import run_ranks, thorough
+from tests.harness.training import gradients, masters
 from tests.parallel.models import MODELS, ROWS, alone, data, loss_of
-from tests.zero.training import gradients, masters
 
 STEPS = 10
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness.training import Setting
 from tests.models import Batch, Case
-from tests.zero.training import Setting
 
 WIDTH = 6
 CALLS = ["plain"] * 6 + ["recomputed", "by hand", "without gradient", "of detached"]

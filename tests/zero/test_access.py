@@ -12,7 +12,7 @@ from torch import nn
 from shardwise import utils
 from shardwise.memory import Accountant, track_activations
 from tests.harness import run_ranks
-from tests.zero.training import ADAMW, engine_of
+from tests.harness.training import ADAMW, engine_of
 
 LARGE = (1024, 4096)
 

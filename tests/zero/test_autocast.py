@@ -13,8 +13,8 @@ import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Tensors, assert_close, gradients, masters
 from tests.models import GPT
-from tests.zero.training import Tensors, assert_close, gradients, masters
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

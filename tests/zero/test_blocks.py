@@ -14,9 +14,9 @@ from tests.device import checking
 from tests.device.recorded import record, record_all
 from tests.device.test_recording import ordered_by
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Outcome, Setting, assert_close, plain, train
 from tests.models import Case
 from tests.zero.blocks import Blocks, drawn
-from tests.zero.training import Outcome, Setting, assert_close, plain, train
 
 STEPS = 3
 

@@ -16,7 +16,7 @@ import shardwise
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks, thorough
 from tests.harness.logs import Lines
-from tests.zero.training import engine_of, masters
+from tests.harness.training import engine_of, masters
 
 STEPS = 3
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import run_ranks, thorough
-from tests.zero.training import ADAMW, engine_of
+from tests.harness.training import ADAMW, engine_of
 
 DIM = 6
 STEPS = 4

@@ -20,9 +20,7 @@ from shardwise.errors import UsageError
 from shardwise.memory import Category, track_activations
 from tests.harness import run_ranks, thorough
 from tests.harness.logs import Lines
-from tests.models import CASES
-from tests.zero.test_mixed_precision import Poison
-from tests.zero.training import (
+from tests.harness.training import (
     DTYPES,
     Setting,
     assert_close,
@@ -30,10 +28,11 @@ from tests.zero.training import (
     each,
     engine_of,
     masters,
-    ranks_agree,
     start,
-    train_all,
+    trained,
 )
+from tests.models import CASES
+from tests.zero.test_mixed_precision import Poison
 
 METHODS: dict[str, dict[str, Any]] = {
     "powerSGD": {"matrix_approximation_rank": 2, "start_compressing_after_step": 0, "min_compression_rate": 1.5},
@@ -54,13 +53,13 @@ def compressed(method: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
 def test_stages_give_the_same_bits(method: str) -> None:
     extra = compressed(method)
     settings = [Setting(stage=stage, extra=extra) for stage in range(4)]
-    outcomes = ranks_agree(run_ranks(train_all, 3, "gpt_groups", settings, 3))
+    outcomes = trained("gpt_groups", settings, 3, 3)
     for other in outcomes[1:]:
         assert_identical(outcomes[0], other, method)
     half = {"precision": "bf16", "optimizer": "Adagrad", "cap": 100}
     settings = [Setting(stage=stage, extra=extra, **half) for stage in (0, 2, 3)]
     settings += [Setting(stage=stage, extra=extra, accumulation=2, clip=0.5) for stage in range(4)]
-    outcomes = ranks_agree(run_ranks(train_all, 3, "odd_mlp", settings, 3))
+    outcomes = trained("odd_mlp", settings, 3, 3)
     for first, other in ((0, 1), (0, 2), (3, 4), (5, 6)):  # with accumulation sums are formed in another order
         assert_identical(outcomes[first], outcomes[other], method)
 
@@ -73,7 +72,7 @@ def test_where_gradients_are_divided_does_not_matter() -> None:
         Setting(stage=1, lr=0.05, extra=(*compressed(method), ("gradient_allreduce_op", "sum")))
         for method in ("powerSGD", "topk")
     ]
-    outcomes = ranks_agree(run_ranks(train_all, 2, "odd_mlp", settings + summed, 4))
+    outcomes = trained("odd_mlp", settings + summed, 2, 4)
     for first, others in ((0, (1, 2, 9)), (3, (4, 5, 10)), (6, (7, 8))):
         for other in others:
             assert outcomes[first].parameters == outcomes[other].parameters, (settings + summed)[other]
@@ -92,8 +91,8 @@ def test_before_the_first_compressed_step_nothing_is_different() -> None:
             settings.append(
                 Setting(stage=stage, precision=precision, extra=extra + (wire if precision == "fp32" else ()))
             )
-    three = ranks_agree(run_ranks(train_all, 2, "gpt", settings, 3))
-    four = ranks_agree(run_ranks(train_all, 2, "gpt", settings, 4))
+    three = trained("gpt", settings, 2, 3)
+    four = trained("gpt", settings, 2, 4)
     for first in range(0, len(settings), 3):
         for other in (1, 2):
             assert_identical(three[first], three[first + other])
@@ -201,7 +200,7 @@ def first_factors(name: str, setting: Setting) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("method", ["powerSGD", thorough("topk"), "dgc"])
 def test_training_is_that_of_a_simulation(method: str) -> None:
     setting = Setting(stage=2, extra=compressed(method), cap=400)
-    (outcome,) = ranks_agree(run_ranks(train_all, 3, "odd_mlp", [setting], 5))
+    (outcome,) = trained("odd_mlp", [setting], 3, 5)
     sections: Any = run_ranks(sections_of, 3, "odd_mlp", setting)[0]
     if method == "powerSGD":
         sections = {"factors": run_ranks(first_factors, 3, "odd_mlp", setting)[0]}
@@ -479,7 +478,7 @@ def test_what_is_kept_follows_the_loss_scale() -> None:
     fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 1}
     still = [Setting(precision="fp16", stage=2, extra=compressed(method)) for method in METHODS]
     doubling = [Setting(precision="fp16", stage=2, extra=(*s.extra, ("fp16", fp16))) for s in still]
-    outcomes = ranks_agree(run_ranks(train_all, 2, "odd_mlp", still + doubling, 6))
+    outcomes = trained("odd_mlp", still + doubling, 2, 6)
     for first, other in zip(outcomes[:3], outcomes[3:], strict=True):
         assert_close(other.masters, first.masters, 1e-3)
 
@@ -494,7 +493,7 @@ def test_branches_of_the_ranks_own_do_not_hang() -> None:
         for stage, cap in ((2, None), (3, None), (3, 60))
     ]
     for name in ("router", "two_towers"):
-        outcomes = ranks_agree(run_ranks(train_all, 3, name, settings, 4))
+        outcomes = trained(name, settings, 3, 4)
         assert_identical(outcomes[0], outcomes[1], name)
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shardwise.memory import Category
 from tests.harness import run_ranks, thorough
+from tests.harness.training import DTYPES, Setting, start
 from tests.models import CASES
-from tests.zero.training import DTYPES, Setting, start
 
 
 def sections(engine: Any) -> list[tuple[int, str, int, int, bool]]:

@@ -22,7 +22,7 @@ from shardwise.memory import Category
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.harness import RankFailure, run_ranks, thorough
-from tests.zero.training import engine_of
+from tests.harness.training import engine_of
 
 SHAPES = {
     "embed.weight": (14, 10),

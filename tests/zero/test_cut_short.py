@@ -13,8 +13,8 @@ import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks, thorough
+from tests.harness.training import SGD, Setting, assert_close, engine_of, masters, parameters_digest, plain, start
 from tests.models import CASES, Batch
-from tests.zero.training import SGD, Setting, assert_close, engine_of, masters, parameters_digest, plain, start
 
 GPT = CASES["gpt"]
 

@@ -24,8 +24,8 @@ from shardwise.zero.parameters import init
 from shardwise.zero.parameters.init import PartStore, materialize, shard_module
 from shardwise.zero.passes.sums import GradientSums
 from tests.harness import run_ranks, thorough
+from tests.harness.training import engine_of
 from tests.models import Router
-from tests.zero.training import engine_of
 
 
 def plain_step(engine: Any, route: list[int]) -> None:

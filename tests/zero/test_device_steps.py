@@ -6,8 +6,8 @@ import pytest
 
 from shardwise import optim
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Outcome, Setting, assert_identical, assert_no_worse, plain, ranks_agree, train_all
 from tests.models import CASES
-from tests.zero.training import Outcome, Setting, assert_identical, assert_no_worse, plain, ranks_agree, train_all
 
 OPTIONS = {
     "AdamW": {"weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6},

@@ -20,7 +20,7 @@ from shardwise.memory import Category
 from shardwise.registry import declare_part, part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from tests.harness import RankFailure, run_ranks, thorough
-from tests.zero.training import engine_of
+from tests.harness.training import engine_of
 
 WORLD, EXPERTS, WIDTH = 4, 2, 12
 KINDS = (

@@ -16,8 +16,8 @@ import shardwise
 from shardwise.parallel.tensor.copies import map_inputs
 from shardwise.trees import map_tensors
 from tests.harness import run_ranks
+from tests.harness.training import Setting, start
 from tests.models import CASES
-from tests.zero.training import Setting, start
 
 SETTINGS = [(3, "bf16", "Adafactor"), (3, "fp16", "AdamW"), (2, "bf16", "Adafactor"), (1, "fp32", "AdamW")]
 

@@ -16,8 +16,8 @@ from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param
 from tests.harness import run_ranks, thorough
+from tests.harness.training import DTYPES, Setting, digest, masters, parameters_digest, start
 from tests.models import CASES, GPT
-from tests.zero.training import DTYPES, Setting, digest, masters, parameters_digest, start
 
 
 def modify(stage: int, precision: str, modifier: int | None, sharded_optimizer: str) -> list[Any]:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ReleasedParameterError
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Outcome, Setting, assert_close, assert_identical, plain, start, train
 from tests.models import Batch, Case, regression, squared
-from tests.zero.training import Outcome, Setting, assert_close, assert_identical, plain, start, train
 
 DIM = 6
 STEPS = 2

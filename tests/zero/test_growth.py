@@ -17,8 +17,8 @@ import shardwise
 from shardwise.memory import Category
 from shardwise.memory.process import give_back_freed_memory, resident_bytes
 from tests.harness import run_ranks
+from tests.harness.training import Setting, start
 from tests.models import CASES, GPT, language_loss
-from tests.zero.training import Setting, start
 
 PACKAGE = str(Path(shardwise.__file__).parent)
 

@@ -17,7 +17,7 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from tests.harness import run_ranks, thorough
 from tests.harness.logs import Lines
-from tests.zero.training import each, engine_of, masters
+from tests.harness.training import each, engine_of, masters
 
 
 class Backbone(nn.Module):

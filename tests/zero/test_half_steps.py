@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from shardwise.errors import UsageError
 from tests.harness import run_ranks
+from tests.harness.training import engine_of, parameters_digest
 from tests.models import CASES
-from tests.zero.training import engine_of, parameters_digest
 
 CASE = CASES["odd_mlp"]
 

@@ -18,8 +18,8 @@ import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.memory import Category
 from tests.harness import run_ranks, thorough
+from tests.harness.training import SGD, Setting, engine_of, start
 from tests.models import CASES
-from tests.zero.training import SGD, Setting, engine_of, start
 
 WAYS: dict[str, Callable[[nn.Parameter], Any]] = {
     "detached": lambda p: p.detach(),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Setting, digest, parameters_digest, start
 from tests.models import CASES
-from tests.zero.training import Setting, digest, parameters_digest, start
 
 MICRO = 4
 SCHEDULES = {

@@ -16,8 +16,8 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.zero.units import released
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Setting, Tensors, masters, start, train
 from tests.models import CASES, GPT, MixedTypes, OddMLP
-from tests.zero.training import Setting, Tensors, masters, start, train
 
 STAGE3 = {
     "train_micro_batch_size_per_gpu": 1,

@@ -25,10 +25,7 @@ from shardwise.optim import Lamb, Muon
 from shardwise.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from shardwise.zero.updates.owner_sharded import owners
 from tests.harness import run_ranks, thorough
-from tests.models import CASES, Case, regression, squared
-from tests.optim.reference import Written, WrittenLamb, WrittenMuon
-from tests.optim.test_lamb import LARS, Lars
-from tests.zero.training import (
+from tests.harness.training import (
     DTYPES,
     Outcome,
     Setting,
@@ -40,6 +37,9 @@ from tests.zero.training import (
     plain,
     train,
 )
+from tests.models import CASES, Case, regression, squared
+from tests.optim.reference import Written, WrittenLamb, WrittenMuon
+from tests.optim.test_lamb import LARS, Lars
 
 LAMB = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.05, "max_coeff": 2.0, "min_coeff": 0.02}
 MUON = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6}

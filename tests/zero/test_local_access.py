@@ -12,8 +12,8 @@ import shardwise
 from shardwise import utils
 from shardwise.errors import UsageError
 from tests.harness import run_ranks, thorough
+from tests.harness.training import ADAMW, engine_of
 from tests.models import CASES
-from tests.zero.training import ADAMW, engine_of
 
 CASE = CASES["odd_mlp"]
 

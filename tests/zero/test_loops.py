@@ -15,8 +15,7 @@ from torch import nn
 
 from shardwise.errors import SyncError
 from tests.harness import run_ranks, thorough
-from tests.models import CASES, Batch, Case
-from tests.zero.training import (
+from tests.harness.training import (
     SGD,
     Setting,
     Tensors,
@@ -29,6 +28,7 @@ from tests.zero.training import (
     plain,
     start,
 )
+from tests.models import CASES, Batch, Case
 
 STEPS = 2
 Loop = Callable[[Any, Case, Setting], None]

@@ -16,8 +16,8 @@ from shardwise.errors import ConfigError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.harness import run_ranks
+from tests.harness.training import each, engine_of, parameters_digest
 from tests.models import CASES
-from tests.zero.training import each, engine_of, parameters_digest
 
 LION = {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}

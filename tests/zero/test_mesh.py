@@ -38,9 +38,7 @@ from shardwise.utils import (
     safe_set_full_optimizer_state,
 )
 from tests.harness import run_ranks, thorough
-from tests.memory import test_report as reports
-from tests.models import CASES
-from tests.zero.training import (
+from tests.harness.training import (
     SGD,
     Setting,
     Tensors,
@@ -54,10 +52,11 @@ from tests.zero.training import (
     masters,
     parameters_digest,
     plain,
-    ranks_agree,
     start,
-    train_all,
+    trained,
 )
+from tests.memory import test_report as reports
+from tests.models import CASES
 
 Zero = tuple[tuple[str, Any], ...]
 
@@ -102,7 +101,7 @@ def test_rows_of_one_mesh_have_the_same_bits(precision: str, accumulation: int) 
         for stage in range(4)
         for zero in (PAIRS, SPREAD)
     ]
-    outcomes = ranks_agree(run_ranks(train_all, WORLD, "gpt", settings, 2))
+    outcomes = trained("gpt", settings, WORLD, 2)
     first = dict(zip(settings, outcomes, strict=True))
     for setting, outcome in first.items():
         # Stages 0 and 1 add micro-batches up before ranks, stages 2 and 3 afterwards.
@@ -129,7 +128,7 @@ def test_three_levels_have_the_same_bits() -> None:
             (3, LEVELS_SPREAD),
         ]
     ]
-    outcomes = ranks_agree(run_ranks(train_all, 8, "gpt", settings))
+    outcomes = trained("gpt", settings, 8)
     for outcome in outcomes[1:6]:
         assert_identical(outcome, outcomes[0])
     assert_identical(outcomes[7], outcomes[6])
@@ -148,7 +147,7 @@ def test_models_that_are_not_regular(name: str) -> None:
         Setting(stage, accumulation=2, optimizer="momentum", clip=0.5, zero=zero)
         for stage, zero in [(1, SPREAD), (0, PAIRS), (3, PAIRS), (3, SPREAD), (2, SPREAD)]
     ]
-    outcomes = ranks_agree(run_ranks(train_all, WORLD, name, settings))
+    outcomes = trained(name, settings, WORLD)
     assert_identical(outcomes[1], outcomes[0])
     for outcome in outcomes[3:]:
         assert_identical(outcome, outcomes[2])
@@ -162,7 +161,7 @@ def test_branches_that_differ_between_ranks_under_chains(name: str) -> None:
     settings = [
         Setting(stage, accumulation=2, clip=0.5, zero=zero) for stage, zero in [(3, LEVELS), (2, LEVELS_SPREAD)]
     ]
-    outcomes = ranks_agree(run_ranks(train_all, 8, name, settings))
+    outcomes = trained(name, settings, 8)
     assert_identical(outcomes[1], outcomes[0], name)
 
 
@@ -173,7 +172,7 @@ def test_one_rank_a_group_is_a_replica_each() -> None:
         Setting(3, optimizer="AdamW", zero=(*ALONE, ("optimizer_over_replicas", True))),
         Setting(0, optimizer="AdamW"),
     ]
-    outcomes = ranks_agree(run_ranks(train_all, 2, "gpt", settings))
+    outcomes = trained("gpt", settings, 2)
     for outcome in outcomes[1:]:
         assert_identical(outcome, outcomes[0])
 

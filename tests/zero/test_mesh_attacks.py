@@ -23,9 +23,9 @@ from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.optim import OnebitAdam
 from shardwise.zero.passes.sidechannel import SideChannel
 from tests.harness import run_ranks
+from tests.harness.training import Setting, digest, masters, start
 from tests.models import CASES
 from tests.zero.test_mesh import LEVELS, PAIRS, SPREAD, WORLD
-from tests.zero.training import Setting, digest, masters, start
 
 
 def step(engine: Any, rank: int | None = None) -> None:

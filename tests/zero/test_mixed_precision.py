@@ -16,8 +16,7 @@ import shardwise
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks, thorough
-from tests.models import CASES, FORMS, Case, form_case
-from tests.zero.training import (
+from tests.harness.training import (
     DTYPES,
     SGD,
     Setting,
@@ -31,10 +30,10 @@ from tests.zero.training import (
     masters,
     parameters_digest,
     plain,
-    ranks_agree,
     start,
-    train_all,
+    trained,
 )
+from tests.models import CASES, FORMS, Case, form_case
 
 DYNAMIC = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
 
@@ -109,7 +108,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, accumulation:
 def test_mixed_precision_is_no_worse_than_a_plain_mixed_loop(name: str, precision: str) -> None:
     base = Setting(precision=precision, optimizer="AdamW", lr=1e-2, clip=0.5, accumulation=2)
     settings = [base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, 50))]
-    outcomes = ranks_agree(run_ranks(train_all, 2, name, settings, steps=4))
+    outcomes = trained(name, settings, 2, steps=4)
     loop = plain(CASES[name], base, 2, steps=4)
     exact = plain(CASES[name], base, 2, steps=4, wide=True)
     # What 16 bits cost dwarfs fp32, and chance decides whose roundings are luckier. 2 ** -9 is half a unit in the last

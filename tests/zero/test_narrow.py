@@ -13,7 +13,7 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import narrow, part_of
 from tests.harness import RankFailure, run_ranks, thorough
-from tests.zero.training import engine_of
+from tests.harness.training import engine_of
 
 TP = 2
 

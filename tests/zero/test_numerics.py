@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks, thorough
-from tests.models import CASES
-from tests.zero.training import (
+from tests.harness.training import (
     Outcome,
     Setting,
     assert_close,
@@ -18,7 +17,9 @@ from tests.zero.training import (
     plain,
     ranks_agree,
     train_all,
+    trained,
 )
+from tests.models import CASES
 
 TINY = 50
 """A cap so small that nearly every parameter is a unit."""
@@ -47,7 +48,7 @@ def test_settings_are_bit_identical_and_match_the_plain_loop(name: str, world: i
     base = Setting(accumulation=1 if world == 2 else 2)
     first, *others = grid(base)
     settings = [first, *others[half::2]]
-    outcomes = ranks_agree(run_ranks(train_all, world, name, settings))
+    outcomes = trained(name, settings, world)
     expected = plain(CASES[name], base, world)
     for family in families(settings, outcomes):
         first_setting, reference = family[0]
@@ -79,7 +80,7 @@ def test_adam_like_optimizers_are_no_worse_than_the_plain_loop(name: str, optimi
     settings = [
         base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, TINY), (2, None), (3, TINY), (3, None))
     ]
-    outcomes = ranks_agree(run_ranks(train_all, 2, name, settings, steps=5))
+    outcomes = trained(name, settings, 2, steps=5)
     loop = plain(CASES[name], base, 2, steps=5)
     exact = plain(CASES[name], base, 2, steps=5, wide=True)
     for family in families(settings, outcomes):
@@ -101,7 +102,7 @@ def _train_on_poisoned_memory(name: str, settings: list[Setting]) -> list[Outcom
 @pytest.mark.parametrize("name", [thorough("odd_mlp"), "router"])
 def test_nothing_is_read_that_was_not_written(name: str) -> None:
     settings = [Setting(accumulation=n).with_stage(stage) for n in (1, 2) for stage in range(4)]
-    expected = ranks_agree(run_ranks(train_all, 2, name, settings))
+    expected = trained(name, settings, 2)
     found = ranks_agree(run_ranks(_train_on_poisoned_memory, 2, name, settings))
     for setting, first, second in zip(settings, expected, found, strict=True):
         assert_identical(first, second, str(setting))

@@ -11,8 +11,8 @@ import shardwise
 from shardwise.optim import Lion
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness import run_ranks, thorough
+from tests.harness.training import DTYPES, Tensors, each, engine_of, gradients, masters, parameters_digest
 from tests.models import CASES
-from tests.zero.training import DTYPES, Tensors, each, engine_of, gradients, masters, parameters_digest
 
 HOWS = ("", "hook", "wrapper", "scheduler", "raises", "hook after raising")
 

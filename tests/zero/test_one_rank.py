@@ -14,8 +14,8 @@ import torch
 from shardwise.memory import Category
 from shardwise.zero.units.plan import Plan
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Setting, assert_identical, gradients, start, train_all
 from tests.models import CASES
-from tests.zero.training import Setting, assert_identical, gradients, start, train_all
 
 
 @contextmanager

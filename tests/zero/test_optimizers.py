@@ -18,8 +18,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.optim import build
 from shardwise.utils import safe_get_full_optimizer_state
 from tests.harness import run_ranks, thorough
-from tests.models import CASES, GPT, Case, language, language_loss, regression, regression_loss
-from tests.zero.training import (
+from tests.harness.training import (
     Maker,
     Outcome,
     Setting,
@@ -35,6 +34,7 @@ from tests.zero.training import (
     plain,
     train,
 )
+from tests.models import CASES, GPT, Case, language, language_loss, regression, regression_loss
 
 
 class OwnAdamW(torch.optim.AdamW):

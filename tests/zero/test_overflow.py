@@ -15,8 +15,8 @@ from torch import nn
 from shardwise.errors import LossScaleError
 from shardwise.utils import logger
 from tests.harness import run_ranks, thorough
+from tests.harness.training import digest, engine_of, masters
 from tests.precision.test_scaler import reference
-from tests.zero.training import digest, engine_of, masters
 
 INF, NAN = float("inf"), float("nan")
 

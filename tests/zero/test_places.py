@@ -27,11 +27,11 @@ from tests.checkpoint import matrix
 from tests.device import checking
 from tests.device.recorded import record_all
 from tests.harness import run_ranks, thorough
+from tests.harness.training import DTYPES, Outcome, Setting, assert_identical, masters, start, train_all
 from tests.models import CASES
 from tests.zero import test_layerwise as layerwise
 from tests.zero import test_optimizers as optimizers
 from tests.zero.elsewhere import Held, living_elsewhere
-from tests.zero.training import DTYPES, Outcome, Setting, assert_identical, masters, start, train_all
 
 ALL = ("optimizer", "gradients", "parameters")
 KINDS = [thorough(ALL[:1]), thorough(ALL[1:2]), thorough(ALL[2:]), ALL]

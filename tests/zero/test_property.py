@@ -15,10 +15,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness import run_ranks
+from tests.harness.training import Setting, assert_close, assert_identical, plain, trained
 from tests.models import CASES
 from tests.zero.test_numerics import TINY
-from tests.zero.training import Setting, assert_close, assert_identical, plain, ranks_agree, train_all
 
 EXACT = 1e-6
 FLIP = {"bf16": 4 * 2.0**-8, "fp16": 4 * 2.0**-11}
@@ -53,7 +52,7 @@ def examples(draw: st.DrawFn) -> tuple[str, int, Setting]:
 def test_any_combination_matches_the_plain_loop(example: tuple[str, int, Setting]) -> None:
     name, world, base = example
     settings = [base.with_stage(stage) for stage in range(4)]
-    outcomes = ranks_agree(run_ranks(train_all, world, name, settings, 2))
+    outcomes = trained(name, settings, world, 2)
     expected = plain(CASES[name], base, world, 2)
     assert_identical(outcomes[0], outcomes[1], "stages 0 and 1")
     assert_identical(outcomes[2], outcomes[3], "stages 2 and 3")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Outcome, Setting, assert_identical, train
 from tests.models import GPT, Case, language, language_loss
-from tests.zero.training import Outcome, Setting, assert_identical, train
 
 Runner = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 

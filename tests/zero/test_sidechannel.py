@@ -30,9 +30,9 @@ from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.units.unit import Unit, UnitState
 from tests.device.recording import recording
 from tests.harness import run_ranks, thorough
+from tests.harness.training import SGD, Setting, digest, engine_of, masters, start
 from tests.models import CASES
 from tests.zero.test_one_rank import forced
-from tests.zero.training import SGD, Setting, digest, engine_of, masters, start
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.harness import run_ranks
+from tests.harness.training import Outcome, Setting, assert_identical, assert_no_worse, plain, train
 from tests.models import Batch, Case
-from tests.zero.training import Outcome, Setting, assert_identical, assert_no_worse, plain, train
 
 WORDS, WIDTH = 401, 7  # rows do not begin where ranges of ranks do
 

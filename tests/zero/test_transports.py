@@ -8,8 +8,8 @@ import pytest
 
 from shardwise.comm.intra_node_transport import VARIABLE
 from tests.harness import run_ranks, thorough
+from tests.harness.training import Outcome, Setting, assert_identical, ranks_agree, train_all
 from tests.models import CASES
-from tests.zero.training import Outcome, Setting, assert_identical, ranks_agree, train_all
 
 STAGES = [
     Setting(stage=stage, accumulation=accumulation, precision=precision, clip=0.5)

@@ -19,8 +19,15 @@ from shardwise.utils import safe_set_full_fp32_param
 from shardwise.zero.units.peaks import Orders, best_whole, gathered_together
 from shardwise.zero.units.released import is_released
 from tests.harness import run_ranks, thorough
+from tests.harness.training import (
+    DTYPES,
+    Setting,
+    assert_identical,
+    parameters_digest,
+    start,
+    trained,
+)
 from tests.models import CASES
-from tests.zero.training import DTYPES, Setting, assert_identical, parameters_digest, ranks_agree, start, train_all
 
 MIXED = Setting(stage=3, cap=50, keep=25)
 """Nearly every parameter is a unit; the smaller ones stay gathered."""
@@ -127,7 +134,7 @@ def test_bits_do_not_depend_on_what_stays_whole(name: str, precision: str) -> No
         base.with_stage(3, keep=None),
         base.with_stage(3, keep=25, extra=strict if name == "gpt" else ()),
     ]
-    first, *others = ranks_agree(run_ranks(train_all, 2, name, settings))
+    first, *others = trained(name, settings, 2)
     for setting, outcome in zip(settings[1:], others, strict=True):
         assert_identical(first, outcome, str(setting))
 

@@ -17,8 +17,8 @@ from shardwise.engine.window import checked_weight
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad, safe_set_full_grad
 from tests.harness import run_ranks
+from tests.harness.training import Setting, Tensors, assert_close, gradients, make_optimizer, masters, start
 from tests.models import CASES, GPT
-from tests.zero.training import Setting, Tensors, assert_close, gradients, make_optimizer, masters, start
 
 MICROS = 3
 

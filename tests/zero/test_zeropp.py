@@ -22,10 +22,7 @@ from shardwise.memory import Category
 from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import Simulation, rounded
 from tests.harness import run_ranks, thorough
-from tests.memory import test_report as reports
-from tests.models import CASES, Case
-from tests.zero.test_changing import Model as ChangingModel
-from tests.zero.training import (
+from tests.harness.training import (
     DTYPES,
     Tensors,
     assert_close,
@@ -37,6 +34,9 @@ from tests.zero.training import (
     masters,
     parameters_digest,
 )
+from tests.memory import test_report as reports
+from tests.models import CASES, Case
+from tests.zero.test_changing import Model as ChangingModel
 
 Zero = dict[str, Any]
 

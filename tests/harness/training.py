@@ -1,4 +1,4 @@
-"""The same training three ways: by engines on ranks, by a plain loop, and by a plain loop in fp64.
+"""Trains a case by engines on ranks (`trained`) and in a plain loop (`plain`), also in fp64, and compares outcomes.
 
 The plain loop is what the contract compares with: one process goes through the global batch, keeps fp32 masters of
 16-bit parameters, gives unused parameters zero gradients, clips with `torch.nn.utils.clip_grad_norm_` and steps a torch
@@ -22,6 +22,7 @@ from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.units import released
+from tests.harness import run_ranks
 from tests.models import CASES, Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -259,6 +260,13 @@ def train_all(name: str, settings: Sequence[Setting], steps: int = 3, make: Make
             )
         outcomes.append(outcome)
     return outcomes
+
+
+def trained(
+    name: str, settings: Sequence[Setting], ranks: int, steps: int = 3, make: Maker | None = None
+) -> list[Outcome]:
+    """Train a case on ranks of the pool with each setting; all ranks see the same whole values."""
+    return ranks_agree(run_ranks(train_all, ranks, name, settings, steps, make))
 
 
 def ranks_agree(per_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
