@@ -233,13 +233,16 @@ class MixedTypes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.first(x))[:, self.order]
-        inner = self.middle[0].weight.dtype
+        inner = next(self.middle.parameters()).dtype
         h = h + self.middle(h.to(inner)).to(h.dtype)
         return self.last(h)
 
 
 class Running(nn.Module):
     """BatchNorm, and a buffer of its own that follows the data."""
+
+    mean: torch.Tensor
+    count: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +427,7 @@ class Attributed:
         return self.parts[0]
 
 
-class OwnDict(dict):  # type: ignore[type-arg]
+class OwnDict(dict[str, torch.Tensor]):
     """A dictionary class of the user's own."""
 
     @property
