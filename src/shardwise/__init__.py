@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardwise.comm.setup import init_distributed
     from shardwise.data import RepeatingLoader
     from shardwise.dropin import install_as_deepspeed
-    from shardwise.engine import Engine, initialize, initialize_engine
+    from shardwise.engine import Engine, Training, initialize
     from shardwise.launch.arguments import add_config_arguments
     from shardwise.offload import offload_activations
     from shardwise.parallel import tp_model_init
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "initialize": "shardwise.engine",
-    "initialize_engine": "shardwise.engine",
     "Engine": "shardwise.engine",
+    "Training": "shardwise.engine",
     "init_distributed": "shardwise.comm.setup",
     "add_config_arguments": "shardwise.launch.arguments",
     "add_tuning_arguments": "shardwise.schedules",
@@ -76,6 +76,7 @@ _MODULES = {
 __all__ = [
     "Engine",
     "RepeatingLoader",
+    "Training",
     "__version__",
     "add_config_arguments",
     "add_tuning_arguments",
@@ -88,7 +89,6 @@ __all__ = [
     "errors",
     "init_distributed",
     "initialize",
-    "initialize_engine",
     "install_as_deepspeed",
     "memory",
     "moe",

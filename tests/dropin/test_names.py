@@ -108,7 +108,7 @@ def test_the_configuration_marks_leaf_modules() -> None:
     net = model()
     zero = {"stage": 3, "leaf_module": {"name_suffixes": ["1"]}}
     config = {"train_batch_size": 1, "zero_optimization": zero, "optimizer": {"type": "Adam"}}
-    engine = shardwise.initialize_engine(model=net, config=config)[0]
+    engine = shardwise.initialize(model=net, config=config).engine
     assert [leaves.z3_leaf_module(module) for module in net] == [False, True]
     engine.destroy()
 

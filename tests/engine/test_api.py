@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.errors import CheckpointError, LaunchError
+from shardwise.errors import CheckpointError
 from shardwise.zero.access import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from tests.harness import run_ranks, thorough
 
@@ -98,10 +97,3 @@ def called() -> None:
 
 def test_arguments_and_errors_of_the_api() -> None:
     run_ranks(called, 2)
-
-
-def test_without_a_process_group_that_is_asked_for() -> None:
-    assert not dist.is_initialized()
-    with pytest.raises(LaunchError, match="dist_init_required=False, but there is no process group"):
-        shardwise.initialize(model=net(), config={"train_batch_size": 1}, dist_init_required=False)
-    assert not dist.is_initialized()

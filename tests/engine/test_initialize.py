@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from functools import partial
@@ -67,10 +66,8 @@ def single_process(what: str) -> dict[str, Any]:
         ]
     elif what == "named":
         kwargs["model_parameters"] = model.named_parameters()
-    elif what == "config_params":
-        kwargs = {"config_params": config}
-    elif what == "args":
-        kwargs = {"args": argparse.Namespace(deepspeed_config=json.dumps(config))}
+    elif what == "text":
+        kwargs = {"config": json.dumps(config)}
     engine, optimizer, loader, scheduler = shardwise.initialize(model=model, **kwargs)
     train(engine)
     changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
@@ -89,9 +86,7 @@ def single_process(what: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(
-    "what", ["config", "instance", "class", "callable", "generator", "named", "groups", "config_params", "args"]
-)
+@pytest.mark.parametrize("what", ["config", "instance", "class", "callable", "generator", "named", "groups", "text"])
 def test_a_single_process_needs_no_launcher(what: str) -> None:
     result = run_ranks(single_process, 1, what)[0]
     assert result["changed"]
@@ -111,9 +106,7 @@ def test_a_single_process_needs_no_launcher(what: str) -> None:
 def inside_a_process_group() -> tuple[float, int, bool]:
     group = dist.group.WORLD
     model = net()
-    engine, *_ = shardwise.initialize(
-        model=model, config=dict(CONFIG, zero_optimization={"stage": 2}), dist_init_required=False
-    )
+    engine, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization={"stage": 2}))
     train(engine)
     total = sum(float(p.detach().sum()) for p in model.parameters())
     same = dist.group.WORLD is group
@@ -262,21 +255,20 @@ def test_a_model_can_be_sharded_without_an_optimizer() -> None:
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"expects an nn\.Module, got NoneType"):
-        shardwise.initialize(config=CONFIG)
-    with pytest.raises(ConfigError, match="needs a configuration"):
-        shardwise.initialize(model=net())
-    with pytest.raises(ConfigError, match="given twice: config and config_params"):
-        shardwise.initialize(model=net(), config=CONFIG, config_params=CONFIG)
-    with pytest.raises(ConfigError, match=r"config and args\.deepspeed_config"):
-        shardwise.initialize(argparse.Namespace(deepspeed_config="x.json"), model=net(), config=CONFIG)
+        shardwise.initialize(None, config=CONFIG)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config"):
+        shardwise.initialize(model=net())  # type: ignore[call-arg]
+    for name in ("args", "config_params", "mesh_param", "dist_init_required", "distributed_port"):
+        with pytest.raises(UsageError, match=rf"initialize\({name}=...\).*deepspeed\.initialize"):
+            shardwise.initialize(model=net(), config=CONFIG, **{name: None})
     with pytest.raises(UsageError, match="expects an Optimizer or a callable, got str"):
         shardwise.initialize(model=net(), config=CONFIG, optimizer="AdamW")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"returned int, not a torch\.optim\.Optimizer"):
         shardwise.initialize(model=net(), config=CONFIG, optimizer=lambda params: 3)  # type: ignore[arg-type,return-value]
     with pytest.raises(UsageError, match=r"2 parameters or buffers of the model have no shape yet \(0\.weight\)"):
         shardwise.initialize(model=nn.Sequential(nn.LazyLinear(3)), config=CONFIG)
-    with pytest.raises(UsageError, match="mesh_param"):
-        shardwise.initialize(model=net(), config=CONFIG, mesh_param=(1,))
+    with pytest.raises(UsageError, match="mesh"):
+        shardwise.initialize(model=net(), config=CONFIG, mesh=(1,))
 
 
 def wrong_schedulers() -> list[str]:

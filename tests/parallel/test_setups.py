@@ -50,11 +50,11 @@ def asked(how: str) -> Any:
     more: dict[str, Any] = {}
     begun = None
     if how == "pair":
-        more["mesh_param"] = (2, 2)
+        more["mesh"] = (2, 2)
     elif how == "mesh":
-        more["mesh_param"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
+        more["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
     elif how == "replicas":
-        more["mesh_param"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "sp"))
+        more["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "sp"))
     elif how == "unit":
         more["mpu"] = Unit()
     elif how == "begun":
@@ -116,8 +116,8 @@ def wrong() -> dict[str, str]:
     def start(model: nn.Module, **more: Any) -> Any:
         return shardwise.initialize(model=model, config=config, **more)[0]
 
-    found = {"pair": error(lambda: start(Unshared(), mesh_param=(1, 3)))}
-    found["conflict"] = error(lambda: start(Unshared(), mesh_param=(2, 1)))
+    found = {"pair": error(lambda: start(Unshared(), mesh=(1, 3)))}
+    found["conflict"] = error(lambda: start(Unshared(), mesh=(2, 1)))
     batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "position_ids": torch.arange(8).view(1, 8)}
     engine = start(Unshared())
     found["unshared"] = error(lambda: engine(**batch))
@@ -150,7 +150,7 @@ def wrong() -> dict[str, str]:
 
 
 SAID = {
-    "pair": r"mesh_param=\(1, 3\)\): 1 x 3 ranks, but there are 2",
+    "pair": r"mesh=\(1, 3\)\): 1 x 3 ranks, but there are 2",
     "conflict": "is 2, but the arguments of initialize\\(\\) give 1",
     "unshared": "Unshared has run without any exchange of heads .*share_attention",
     "whole": r"all 2 ranks have positions 0 to 7, so each has the whole sequence.*SequenceLoader",
@@ -195,7 +195,7 @@ def test_batches_of_each_rank_are_handed_round() -> None:
 
 
 def planned() -> Any:
-    engine, *_ = shardwise.initialize(model=llama(shared=True), config=CONFIG, mesh_param=(1, 2))
+    engine, *_ = shardwise.initialize(model=llama(shared=True), config=CONFIG, mesh=(1, 2))
     batch = split(data(0, 1))
     plans = engine.memory_plans(batch, stages=[1, 3]).plans
     found = [(plan.note, plan.setting.config["train_batch_size"], plan.peaks["activations"] > 0) for plan in plans]

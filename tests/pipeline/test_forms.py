@@ -183,7 +183,7 @@ def test_a_sequential_is_divided_by_the_configuration_and_keeps_its_names(
 def of_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     model = nn.Sequential(*parts())
-    engine = shardwise.initialize(model=model, config=config(), loss_fn=loss_of, mesh_param=mesh)[0]
+    engine = shardwise.initialize(model=model, config=config(), loss_fn=loss_of, mesh=mesh)[0]
     place = dist.get_rank() % (dist.get_world_size() // engine.num_stages)
     assert engine.num_stages == sizes[names.index("pp")] and engine.data.rank == place
     return trained(engine, place)
@@ -206,9 +206,7 @@ def test_a_mesh_may_have_a_pipeline_dimension(sizes: tuple[int, ...], names: tup
 def of_wrong_mesh(names: tuple[str, ...], stages: Any) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     with pytest.raises(ShardwiseError) as error:
-        shardwise.initialize(
-            model=nn.Sequential(*parts()), config=config(stages=stages), loss_fn=loss_of, mesh_param=mesh
-        )
+        shardwise.initialize(model=nn.Sequential(*parts()), config=config(stages=stages), loss_fn=loss_of, mesh=mesh)
     return str(error.value)
 
 

@@ -14,6 +14,7 @@ from shardwise.data import EngineDataLoader
 def train(model: nn.Module, batch: torch.Tensor) -> float | None:
     engine, _, loader, _ = shardwise.initialize(model=model, config={"train_batch_size": 4})
     assert_type(engine, Engine)
+    assert_type(shardwise.initialize(model, torch.optim.SGD, config="config.json").engine, Engine)
     assert_type(loader, EngineDataLoader | None)
     assert_type(engine.device, torch.device)
     assert_type(engine.global_steps, int)
@@ -28,8 +29,12 @@ def train(model: nn.Module, batch: torch.Tensor) -> float | None:
 
 
 def mistakes(model: nn.Module, engine: Engine) -> None:
-    shardwise.initialize(modle=model)  # type: ignore[call-arg]
-    shardwise.initialize(model=3)  # type: ignore[arg-type]
+    shardwise.initialize(modle=model, config={})  # type: ignore[call-arg]
+    shardwise.initialize(model=model)  # type: ignore[call-arg]
+    shardwise.initialize(model=3, config={})  # type: ignore[arg-type]
+    shardwise.initialize(model, config=3)  # type: ignore[arg-type]
+    shardwise.initialize(model, config={}, mesh="tp")  # type: ignore[arg-type]
+    print(shardwise.initialize(model, config={}).engin)  # type: ignore[attr-defined]
     shardwise.initialise(model=model)  # type: ignore[attr-defined]
     engine.stepp()  # type: ignore[operator]
     engine.save_checkpoint(directory="x")  # type: ignore[call-arg]

@@ -207,7 +207,7 @@ def beside_fsdp2() -> tuple[Tensors, Tensors]:
         model=model,
         optimizer=make_optimizer("AdamW", model.parameters(), 1e-2),
         config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}},
-        mesh_param=mesh,
+        mesh=mesh,
     )[0]
     for step in range(steps):
         engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
@@ -609,7 +609,7 @@ def refused_meshes() -> list[str]:
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
         with pytest.raises((UsageError, ConfigError)) as caught:
             shardwise.initialize(
-                model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, mesh_param=mesh
+                model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, mesh=mesh
             )
         found.append(str(caught.value))
     return found

@@ -158,7 +158,7 @@ def in_halves() -> list[str]:
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             config=Setting(3, zero=zero).config(),
             mpu=Half(groups[half]),
-            mesh_param=given,
+            mesh=given,
         )
         step(engine, dist.get_rank() % 4)
         with shardwise.zero.GatheredParameters(model.norm.weight, modifier_rank=4 * half + 3), torch.no_grad():
@@ -221,12 +221,12 @@ def refused() -> list[str]:
     model = nn.Linear(4, 4)
     onebit = OnebitAdam(model.parameters(), lr=1e-3)
     attempt(ConflictError, model, {"stage": 1, "mics_shard_size": 2}, optimizer=onebit)
-    attempt(ConflictError, model, {"stage": 1}, optimizer=onebit, mesh_param=mesh)
+    attempt(ConflictError, model, {"stage": 1}, optimizer=onebit, mesh=mesh)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     levels = {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True, "zero_node_size": 1}
-    attempt(ConflictError, model, levels, optimizer=sgd, mesh_param=mesh)
+    attempt(ConflictError, model, levels, optimizer=sgd, mesh=mesh)
     before = len(dist.distributed_c10d._world.pg_map)
-    attempt(UsageError, model, {"stage": 3}, optimizer=sgd, mesh_param=mesh["shard"])
+    attempt(UsageError, model, {"stage": 3}, optimizer=sgd, mesh=mesh["shard"])
     assert len(dist.distributed_c10d._world.pg_map) == before > made > groups
     with shardwise.zero.Init(
         config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}},

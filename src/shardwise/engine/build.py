@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset
 
 from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator, check_agreement, members_of
@@ -25,7 +26,7 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.compat import watch_clipping
-from shardwise.config import Facts, Resolution, config_source, resolve
+from shardwise.config import Facts, Resolution, resolve
 from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
@@ -108,99 +109,161 @@ from shardwise.zero.parameters.init import built_for_codes, spread_from_first, s
 from shardwise.zero.passes.reduce import CopiesElsewhere
 from shardwise.zero.units.plan import Plan
 
-EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
+
+class Training(NamedTuple):
+    """Result of `initialize`."""
+
+    engine: Engine
+    optimizer: Any
+    """The optimizer that the engine steps; None without one."""
+    training_dataloader: EngineDataLoader | None
+    """Loader of `training_data`; None without a dataset."""
+    lr_scheduler: Any
+    """The learning-rate schedule that the engine advances; None without one."""
 
 
-@suspended()  # leave zero.Init, if the script calls inside it
+class ModelParallelUnit(Protocol):
+    """Object with the client's process groups (`mpu`); further methods are described at `initialize`."""
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the process group of the ranks to shard over."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `initialize` and of an interface that builds engine classes of its own."""
+
+    model: nn.Module
+    config: Any
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None
+    model_parameters: Iterable[Any] | None = None
+    lr_scheduler: Any = None
+    training_data: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    loss_fn: Callable[..., Any] | None = None
+    mesh: Any = None
+    mpu: Any = None
+    device_index: int | None = None
+    """Number of the CUDA device; None: the local rank."""
+    engine: type[Engine] = Engine
+    pipeline_engine: type[PipelineEngine] = PipelineEngine
+
+
+Parameters = ParamSpec("Parameters")
+Value = TypeVar("Value")
+
+_OF_DEEPSPEED = {
+    "args": "config",
+    "config_params": "config",
+    "mesh_param": "mesh",
+    "dist_init_required": "init_distributed()",
+    "distributed_port": "init_distributed()",
+}
+"""Argument of `deepspeed.initialize` -> its native equivalent."""
+
+
+def _refuses_names_of_deepspeed(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
+        for name in kwargs.keys() & _OF_DEEPSPEED.keys():
+            raise UsageError(
+                f"shardwise.initialize({name}=...): it is an argument of DeepSpeed's signature. Use "
+                f"{_OF_DEEPSPEED[name]} instead, or call deepspeed.initialize of the drop-in (pip install ./dropin)"
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_refuses_names_of_deepspeed
 def initialize(
-    args: argparse.Namespace | None = None,
-    model: nn.Module | None = None,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    *,
+    config: Mapping[str, Any] | str | os.PathLike[str],
     model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | object | None = None,
+    training_data: Iterable[Any] | Dataset[Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
     loss_fn: Callable[..., Any] | None = None,
-) -> EngineParts:
+    mesh: DeviceMesh | tuple[int, ...] | None = None,
+    mpu: ModelParallelUnit | None = None,
+) -> Training:
     """Shard a model for training and return its engine.
 
     Args:
-        args: namespace whose `deepspeed_config` (or `shardwise_config`) names the configuration, if `config` is
-            missing.
         model: any `nn.Module`, built plainly, on the meta device, or under `shardwise.zero.Init`. Its parameters keep
             their identity.
         optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) of the
             parameters. Overrides the `optimizer` section.
+        config: dict, path, or base64 or text JSON.
         model_parameters: parameters, (name, parameter) pairs, or parameter groups to optimise; default: all that
             require a gradient.
-        training_data: dataset of the returned dataloader.
         lr_scheduler: a scheduler, or a callable of the optimizer. Overrides the `scheduler` section.
-        distributed_port: port of the rendezvous if no launcher has set one.
-        mpu: model-parallel unit. Its `get_data_parallel_group()` returns the ranks to shard over. A
-            `get_sequence_parallel_group()` of several ranks sets the sequence-parallel group; state is then sharded
-            over all ranks, or over those of `get_sequence_data_parallel_group()`.
-        dist_init_required: False: use the existing process group. None or True: create it if missing.
+        training_data: dataset of the returned dataloader.
         collate_fn: makes a batch from a list of samples.
-        config: dict, path, or base64 or text JSON.
-        mesh_param: mesh of the ranks to shard over, in one of three forms; a DeviceMesh may have the further dimension
+        loss_fn: makes the model a pipeline of `pipeline.stages` stages; called with its output and the labels.
+        mesh: mesh of the ranks to shard over, in one of three forms; a DeviceMesh may have the further dimension
             `pp` of pipeline ranks, outside of the others. (1) A DeviceMesh with a dimension `shard`,
             or with `replicate` and `shard` (HSDP; also the key `zero_optimization.mics_shard_size`). (2) A pair of
             numbers, data-parallel and sequence-parallel ranks, or a mesh with a dimension `sp` (also the key
             `sequence_parallel_size`). (3) A mesh with the last dimension `tp` (also the key
             `tensor_parallel.autotp_size`), optionally after `dp_replicate`, `dp` (or `dp_shard`) and `sp`.
-        config_params: older name of `config`.
-        loss_fn: makes the model a pipeline of `pipeline.stages` stages; called with its output and the labels.
+        mpu: model-parallel unit. Its `get_data_parallel_group()` returns the ranks to shard over. A
+            `get_sequence_parallel_group()` of several ranks sets the sequence-parallel group; state is then sharded
+            over all ranks, or over those of `get_sequence_data_parallel_group()`.
 
     Returns:
-        (engine, optimizer, training dataloader or None, lr scheduler or None).
+        (engine, optimizer, training dataloader or None, lr scheduler or None), a named tuple.
 
     Raises:
         ConfigError: the configuration is wrong; the message names every offending key.
         UsageError: arguments contradict each other.
-        LaunchError: `dist_init_required` is False, and no process group exists.
 
     Example:
         >>> import shardwise, torch
         >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-        >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
+        >>> engine = shardwise.initialize(torch.nn.Linear(4, 1), config=config).engine
         >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
         >>> engine.step()
         >>> engine.global_steps
         1
         >>> engine.destroy()
     """
-    note_ready()
+    return build(
+        Arguments(
+            model,
+            config,
+            optimizer,
+            model_parameters,
+            lr_scheduler,
+            training_data,
+            collate_fn,
+            loss_fn,
+            mesh,
+            mpu,
+        )
+    )
+
+
+def check_model(model: Any) -> None:
+    """Raise UsageError for an object that is no model, or an engine already."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
     if isinstance(model, Engine):
         raise UsageError(
             "initialize(model=...): it is an engine already. Pass its module (engine.module) for a new engine"
         )
+
+
+@suspended()  # leave zero.Init, if the script calls inside it
+def build(given: Arguments) -> Training:
+    """Build an engine. Raises as `initialize`."""
+    note_ready()
+    check_model(given.model)
     try:
         with contextlib.ExitStack() as undo:
-            made = _build(
-                undo,
-                args,
-                model,
-                optimizer,
-                model_parameters,
-                training_data,
-                lr_scheduler,
-                distributed_port,
-                mpu,
-                dist_init_required,
-                collate_fn,
-                config,
-                mesh_param,
-                config_params,
-                loss_fn,
-            )
+            made = _build(undo, given)
             undo.pop_all()  # the engine closes them from now on
     except ConfigError as error:
         # The mistake is in the configuration: frames of its checks would only hide the message.
@@ -208,23 +271,9 @@ def initialize(
     return made
 
 
-def _build(
-    undo: contextlib.ExitStack,
-    args: argparse.Namespace | None,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
-    model_parameters: Iterable[Any] | None,
-    training_data: Any,
-    lr_scheduler: Any,
-    distributed_port: int,
-    mpu: Any,
-    dist_init_required: bool | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    config: Any,
-    mesh_param: Any,
-    config_params: Any,
-    loss_fn: Callable[..., Any] | None,
-) -> EngineParts:
+def _build(undo: contextlib.ExitStack, given: Arguments) -> Training:
+    model, optimizer, model_parameters = given.model, given.optimizer, given.model_parameters
+    lr_scheduler, mesh, mpu = given.lr_scheduler, given.mesh, given.mpu
     with refusing(mpu):
         check_unwrapped(model)
         pipeline = model if isinstance(model, PipelineModule) else None
@@ -232,22 +281,20 @@ def _build(
         known = model if pipeline is None else nn.Module()
         check_lazy(known)
         check_one_device(known)
-        source = config_source(args, config, config_params)
-
         # The process group first, because batch sizes depend on the number of ranks.
-        init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
+        init_distributed(verbose=False)
         group = group_of(mpu)
         members = members_of(group)
         if dist.get_rank(group) == 0:
             warn_of_memory_format(known)
-        requested = requested_by(mpu, mesh_param, known, members)
+        requested = requested_by(mpu, mesh, known, members)
 
         # The configuration before any group, because most mistakes are found here, on every rank alike.
-        resolution = _resolve(source, members, optimizer, requested, pipeline)
+        resolution = _resolve(given.config, members, optimizer, requested, pipeline)
         settings = resolution.config
         positions = 1 if settings.pipeline.stages == "auto" else settings.pipeline.stages
-        if pipeline is None and (positions > 1 or loss_fn is not None):
-            pipeline = model = as_pipeline(model, settings.pipeline.partition, loss_fn)
+        if pipeline is None and (positions > 1 or given.loss_fn is not None):
+            pipeline = model = as_pipeline(model, settings.pipeline.partition, given.loss_fn)
             known = nn.Module()
         if pipeline is not None and settings.pipeline.activation_checkpoint_interval:
             pipeline.set_checkpoint_interval(settings.pipeline.activation_checkpoint_interval)
@@ -256,7 +303,7 @@ def _build(
 
         # The device before the groups, because each backend serves one device type.
         own_number = local_rank()
-        device = choose_device(own_number, getattr(args, "device_rank", None))
+        device = choose_device(own_number, given.device_index)
 
     # Groups: job, data-parallel, sequence-parallel, tensor-parallel, and the domains of parameters.
     # Job and data-parallel group are equal without sequence and tensor parallelism.
@@ -265,7 +312,7 @@ def _build(
     job = data = _communicator(settings, group, device)
 
     # Compare ranks before the collectives that depend on the arguments.
-    if agree_on_arguments(job, known, facts_of_arguments(known, resolution, mesh_param, mpu)):
+    if agree_on_arguments(job, known, facts_of_arguments(known, resolution, mesh, mpu)):
         spread_from_first(model, job)
 
     # The ranks of one pipeline position run the same layers, and form a pass group. Each builds its own layers.
@@ -386,8 +433,8 @@ def _build(
     if watchdog is not None:
         watchdog.checkpoint = checkpoints.known
     faults = FaultTolerance(sharded, resolution, job, step, batches, checkpoints, signals)
-    if training_data is not None:
-        batches.training_dataloader = batches.loader(training_data, collate_fn=collate_fn)
+    if given.training_data is not None:
+        batches.training_dataloader = batches.loader(given.training_data, collate_fn=given.collate_fn)
 
     timelines = Timelines(sharded, settings, job, step)
     memory = MemoryReporting(
@@ -412,9 +459,9 @@ def _build(
         None if tensors is None else tensors.group,
         step if job.rank == 0 else None,
     )
-    make: Callable[..., Engine] = Engine
+    make: Callable[..., Engine] = given.engine
     if place is not None and pipe is not None:
-        make = functools.partial(PipelineEngine, place=place, pipe=pipe, schedule=settings.pipeline.schedule)
+        make = functools.partial(given.pipeline_engine, place=place, pipe=pipe, schedule=settings.pipeline.schedule)
     engine = make(
         sharded=sharded,
         step=step,
@@ -439,7 +486,7 @@ def _build(
         client_optimizer=optimizer,
         client_lr_scheduler=lr_scheduler,
         mpu=mpu,
-        mesh_device=mesh_param,
+        mesh_device=mesh,
     )
     if log is not None:
         timelines.directory = log.directory
@@ -459,7 +506,7 @@ def _build(
         logger.info("collectives of a pass: %s", exchanges)
     if job.rank == 0 and settings.dump_state:
         logger.info("configuration: %s", json.dumps(effective(resolution), indent=2, default=str))
-    return engine, stepped, batches.training_dataloader, scheduler
+    return Training(engine, stepped, batches.training_dataloader, scheduler)
 
 
 @contextlib.contextmanager

@@ -78,9 +78,9 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resoluti
 def facts_of_arguments(model: nn.Module, resolution: Resolution, mesh: Any, mpu: Any) -> dict[str, str]:
     """Return the arguments that decide which process groups and collectives an engine makes."""
     facts = {f"config {path}": repr(value) for path, value in _leaves(effective(resolution))}
-    facts["mesh_param"] = repr(mesh)
+    facts["mesh"] = repr(mesh)
     if isinstance(mesh, DeviceMesh):
-        facts["mesh_param"] = repr(dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False)))
+        facts["mesh"] = repr(dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False)))
     facts["mpu"] = "none" if mpu is None else type(mpu).__name__
     group = divided_over(model)
     facts["tensor parallelism of the model"] = "none" if group is None else f"over {group.size} ranks"

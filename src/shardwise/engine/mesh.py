@@ -143,13 +143,13 @@ def _of_mesh(mesh: Any, members: Sequence[int]) -> RequestedParallelism:
         return _of_numbers(mesh, len(members))
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
-            "initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, or a pair of numbers "
+            "initialize(mesh=...) expects a torch.distributed.device_mesh.DeviceMesh, or a pair of numbers "
             "(ranks with data of their own, ranks that share a sequence), or three (and ranks that have a copy of the "
             f"model), got {type(mesh).__name__} {mesh!r}"
         )
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or ("replicate", "shard")[max(0, 2 - ranks.ndim) :]
-    where = f"initialize(mesh_param=...): a mesh of {dict(zip(names, ranks.shape, strict=False))}"
+    where = f"initialize(mesh=...): a mesh of {dict(zip(names, ranks.shape, strict=False))}"
     place = next((place for place, name in enumerate(names) if name in _STAGES), None)
     if place is None:
         return _of_ranks(mesh, ranks, names, where, members)
@@ -209,7 +209,7 @@ def _of_ranks(
 
 
 def _of_numbers(mesh: Sequence[Any], world: int) -> RequestedParallelism:
-    where = f"initialize(mesh_param={tuple(mesh)!r})"
+    where = f"initialize(mesh={tuple(mesh)!r})"
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in mesh)
     if len(mesh) not in (2, 3) or not whole:
         raise UsageError(
@@ -248,7 +248,7 @@ def _of_mpu(mpu: Any, mesh: RequestedParallelism) -> RequestedParallelism:
     if sequence > 1 and tensor > 1:
         raise NotBuiltError(
             f"{_MPU}: ranks share sequences ({sequence}) and a copy of the model ({tensor}), which an mpu cannot say "
-            "here. Pass a mesh with the dimensions dp, sp and tp as mesh_param"
+            "here. Pass a mesh with the dimensions dp, sp and tp as mesh"
         )
     if tensor > 1:
         return replace(mesh, where=_MPU, tensor=tensor, own_tensor=members_of(_of_unit(mpu, "group")()))
@@ -401,7 +401,7 @@ def check_shard_size(config: Config, requested: RequestedParallelism) -> None:
     size = int(config.zero_optimization.mics_shard_size)
     if requested.shard is not None and 0 < size != requested.shard:
         raise UsageError(
-            f"initialize(mesh_param=...) divides parameters over {requested.shard} ranks, "
+            f"initialize(mesh=...) divides parameters over {requested.shard} ranks, "
             f"zero_optimization.mics_shard_size over {size}; remove one of them"
         )
 

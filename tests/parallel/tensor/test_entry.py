@@ -52,7 +52,7 @@ def meshed(how: Any) -> Any:
         mesh = init_device_mesh("cpu", tuple(how.values()), mesh_dim_names=tuple(how))
     if how == "slice":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    engine, *_ = shardwise.initialize(model=decoder(), config=config(1, tensor_parallel=SECTION), mesh_param=mesh)
+    engine, *_ = shardwise.initialize(model=decoder(), config=config(1, tensor_parallel=SECTION), mesh=mesh)
     found = (
         dist.get_process_group_ranks(engine.tensor_parallel_group),
         engine.get_tensor_parallel_world_size(),

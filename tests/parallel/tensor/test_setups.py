@@ -72,15 +72,15 @@ def divided_otherwise() -> None:
 
 
 def other_order() -> None:
-    start(settings=config(None), mesh_param=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")))
+    start(settings=config(None), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")))
 
 
 def mesh_and_config() -> None:
-    start(settings=config(4), mesh_param=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    start(settings=config(4), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
 
 def mesh_of_unknown() -> None:
-    start(settings=config(None), mesh_param=init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")))
+    start(settings=config(None), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")))
 
 
 def after_the_end() -> None:
@@ -118,7 +118,7 @@ def unit_with_another_dimension() -> None:
 
 def mesh_of_dtensors() -> None:
     model = parallelized(decoder(), 2)
-    start(model, config(None), mesh_param=init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp")))
+    start(model, config(None), mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp")))
 
 
 def two_dimensions() -> None:

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,11 +26,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise import engine
 from shardwise.comm import api, setup
-from shardwise.config import CONFIG_ARGUMENTS, accept, config_source, resolve
+from shardwise.config import accept, config_source, resolve
 from shardwise.device import choose_device
 from shardwise.dropin.adapters import attributes
+from shardwise.engine.build import Arguments, Training, build, check_model
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel.tensor.dtensors import line_of
 from shardwise.parallel.tensor.entry import divided_over
@@ -65,60 +64,70 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     )
 
 
-@functools.wraps(engine.initialize)
-def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Shard a model for training, as `shardwise.initialize`; keys that DeepSpeed ignores are removed, with one warning
-    (`shardwise.config.accept`).
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = setup.DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Training:
+    """Shard a model for training (`shardwise.initialize`), with DeepSpeed's arguments. Keys of the configuration that
+    DeepSpeed ignores are removed, with one warning (`shardwise.config.accept`).
+
+    Args:
+        args: namespace whose `deepspeed_config` names the configuration, if `config` is missing.
+        config_params: older name of `config`.
+        mesh_param: `mesh` of `shardwise.initialize`.
+        distributed_port: port of the rendezvous if no launcher has set one.
+        dist_init_required: False: use the existing process group. None or True: create it if missing.
 
     Raises:
+        LaunchError: `dist_init_required` is False, and no process group exists.
         UsageError: Accelerate calls, and its number of processes is not the number of ranks.
         ConflictError: Accelerate calls, and its tensor-parallel size is not the engine's.
     """
-    if not _uses_deepspeed():
-        made = _initialize(*args, **kwargs)
-    else:
+    of_accelerate = _uses_deepspeed()
+    if of_accelerate:
         setup.init_distributed(verbose=False)
         _compare_counts()
-        made = _initialize_for_accelerate(*args, **kwargs)
-        _warn_of_saving(made[0])
-    _patch_lightning_save(made[0].module)
+        if isinstance(config_params, MutableMapping):  # only Accelerate uses this name
+            size = _share_tensor_size(config_params)
+            _compare_tensors(config_params, model, size)
+            config_params = _with_batch_of(config_params, size)
+            optimizer = _own_optimizer(optimizer)
+    source = accept(config_source(args, config, config_params))
+    check_model(model)
+    setup.init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
+    made = build(
+        Arguments(
+            cast(nn.Module, model),
+            source,
+            optimizer,
+            model_parameters,
+            lr_scheduler,
+            training_data,
+            collate_fn,
+            loss_fn,
+            mesh_param,
+            mpu,
+            device_index=getattr(args, "device_rank", None),
+        )
+    )
+    if of_accelerate:
+        _warn_of_saving(made.engine)
+    _patch_lightning_save(made.engine.module)
     attributes.attach()
-    attributes.note(made[0])
+    attributes.note(made.engine)
     return made
-
-
-def _initialize_for_accelerate(*args: Any, **kwargs: Any) -> Any:
-    config = kwargs.get("config_params")  # only Accelerate uses this name
-    if not isinstance(config, MutableMapping):
-        return _initialize(*args, **kwargs)
-    size = _share_tensor_size(config)
-    _compare_tensors(config, kwargs.get("model"), size)
-    kwargs["config_params"] = _with_batch_of(config, size)
-    kwargs["optimizer"] = _own_optimizer(kwargs.get("optimizer"))
-    return _initialize(*args, **kwargs)
-
-
-def _initialize(*args: Any, **kwargs: Any) -> Any:
-    given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
-    names = given.get("args")
-    source = config_source(names, given.get("config"), given.get("config_params"))
-    if names is not None:
-        given["args"] = _WithoutConfiguration(names)
-    given.pop("config_params", None)
-    return engine.initialize(**{**given, "config": accept(source)})
-
-
-_SIGNATURE = inspect.signature(engine.initialize)
-
-
-class _WithoutConfiguration:
-    """Arguments of a script after its configuration has been read."""
-
-    def __init__(self, arguments: Any) -> None:
-        self._arguments = arguments
-
-    def __getattr__(self, name: str) -> Any:
-        return None if name in CONFIG_ARGUMENTS else getattr(self._arguments, name)
 
 
 def _share_tensor_size(config: MutableMapping[str, Any]) -> int:

@@ -1,0 +1,67 @@
+"""`deepspeed.initialize`: the arguments that the native function lacks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.errors import ConfigError, LaunchError, UsageError
+from tests.dropin.clients import Ranks
+
+CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+def built(arguments: dict[str, Any]) -> int:
+    import deepspeed
+
+    made = deepspeed.initialize(model=nn.Linear(2, 1), **arguments)
+    engine, _, loader, scheduler = made
+    assert (made.engine, made.training_dataloader, made.lr_scheduler) == (engine, loader, scheduler)
+    size = engine.train_batch_size()
+    engine.destroy()
+    return size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"config": CONFIG},
+        {"config_params": CONFIG},
+        {"args": argparse.Namespace(deepspeed_config=json.dumps(CONFIG))},
+        {"args": argparse.Namespace(deepscale_config=CONFIG, device_rank=0)},
+        {"config": CONFIG, "dist_init_required": False},
+        {"config": CONFIG, "dist_init_required": True, "distributed_port": 29501},
+    ],
+)
+def test_the_configuration_is_found(ranks: Ranks, arguments: dict[str, Any]) -> None:
+    assert ranks(built, 1, arguments) == [2]
+
+
+@pytest.mark.usefixtures("installed")
+def test_two_configurations_are_refused() -> None:
+    import deepspeed
+
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match="config and config_params"):
+        deepspeed.initialize(model=model, config=CONFIG, config_params=CONFIG)
+    with pytest.raises(ConfigError, match=r"config and args\.deepspeed_config"):
+        deepspeed.initialize(argparse.Namespace(deepspeed_config="x.json"), model=model, config=CONFIG)
+    with pytest.raises(ConfigError, match="needs a configuration"):
+        deepspeed.initialize(model=model)
+    with pytest.raises(UsageError, match="NoneType"):
+        deepspeed.initialize(config=CONFIG)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_process_group_that_is_required() -> None:
+    import deepspeed
+
+    assert not dist.is_initialized()
+    with pytest.raises(LaunchError, match="dist_init_required=False"):
+        deepspeed.initialize(model=nn.Linear(2, 1), config=CONFIG, dist_init_required=False)
+    assert not dist.is_initialized()
