@@ -30,8 +30,10 @@ torch.set_num_threads(1)
 # For the processes that tests start. This one may have begun with it as well (pytest-xdist starts processes): here, and
 # in the pool, Python's own setting holds.
 STARTUP = str(Path(__file__).parent / "startup")
-if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+DROP_IN = str(Path(__file__).parents[1] / "dropin" / "src")
+for path in (DROP_IN, STARTUP):
+    if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
 sys.path[:] = [path for path in sys.path if path != STARTUP]  # some tests make a PYTHONPATH of it
 gc.set_threshold(700, 10, 10)
 

@@ -1,5 +1,5 @@
-"""`import deepspeed` gives shardwise; the names are in shardwise.dropin."""
+"""`import deepspeed` gives shardwise; the names are in shardwise_deepspeed."""
 
-from shardwise.dropin import become_root
+from shardwise_deepspeed import become_root
 
 become_root(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.dropin.adapters import attributes, parameters
-from shardwise.dropin.modules import Finder
+from shardwise_deepspeed import attributes, parameters
+from shardwise_deepspeed.modules import Finder
 from tests.dropin.clients import ranks
 
 __all__ = ["ranks"]

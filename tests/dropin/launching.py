@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardwise.dropin.version import VERSION
+from shardwise_deepspeed.version import VERSION
 from tests.dropin.test_commands import DIRECTORY
 from tests.dropin.test_modules import package
 

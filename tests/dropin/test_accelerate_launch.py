@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.dropin.version import VERSION
+from shardwise_deepspeed.version import VERSION
 from tests.dropin.clients import MISSING
 from tests.dropin.test_commands import DIRECTORY
 from tests.dropin.test_modules import package

@@ -17,8 +17,13 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.dropin import adapters, launcher
-from shardwise.dropin.adapters import (
+import shardwise_deepspeed
+from shardwise.errors import ConfigError, NotBuiltError, ReleasedParameterError, UsageError
+from shardwise.utils.logging import logger as ours
+from shardwise.zero.parameters.gathered import GatheredParameters
+from shardwise.zero.units import leaves
+from shardwise.zero.units.status import ZeroParamStatus
+from shardwise_deepspeed import (
     accelerator,
     building,
     collectives,
@@ -32,23 +37,14 @@ from shardwise.dropin.adapters import (
     optimizers,
     parameters,
 )
-from shardwise.errors import ConfigError, NotBuiltError, ReleasedParameterError, UsageError
-from shardwise.utils.logging import logger as ours
-from shardwise.zero.parameters.gathered import GatheredParameters
-from shardwise.zero.units import leaves
-from shardwise.zero.units.status import ZeroParamStatus
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("plain")
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in pkgutil.iter_modules(adapters.__path__)])
+@pytest.mark.parametrize("name", [entry.name for entry in pkgutil.iter_modules(shardwise_deepspeed.__path__)])
 def test_doctests(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"{adapters.__name__}.{name}")).failed == 0
-
-
-def test_doctests_of_the_launcher() -> None:
-    assert doctest.testmod(launcher).failed == 0
+    assert doctest.testmod(importlib.import_module(f"shardwise_deepspeed.{name}")).failed == 0
 
 
 # -- logging ----------------------------------------------------------------------------------------------------------
@@ -486,7 +482,7 @@ def test_a_schedule_of_the_optimizer_that_gave_its_groups_sets_the_rates(name: s
     model = nn.Linear(2, 2)
     own = torch.optim.AdamW([{"params": iter([model.weight])}, {"params": [model.bias]}], lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.0 if step else 1.0)
-    optimizers = importlib.import_module("shardwise.dropin.adapters.optimizers")
+    optimizers = importlib.import_module("shardwise_deepspeed.optimizers")
     exchanged = getattr(optimizers, name)(own.param_groups, lr=0.5)
     engine, *_ = deepspeed.initialize(
         model=model,

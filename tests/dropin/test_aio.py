@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.dropin.adapters.operators import AsyncIOBuilder
 from shardwise.errors import OffloadError
+from shardwise_deepspeed.operators import AsyncIOBuilder
 
 
 def handle(**options: Any) -> Any:

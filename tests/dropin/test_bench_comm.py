@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.dropin import communication
-from shardwise.dropin.communication import bench_of, main
 from shardwise.errors import CommandLineError, NotBuiltError
 from shardwise.launch.commbench import OPS, CommWanted
+from shardwise_deepspeed.communication import bench_of, main
 
 
 def test_options() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.dropin.commands import report
-from shardwise.dropin.launcher import REFUSED, job_of, main
-from shardwise.dropin.version import VERSION
 from shardwise.errors import CommandLineError, NotBuiltError
 from shardwise.launch.commands import doctor
 from shardwise.launch.detect import Detected, installed
+from shardwise_deepspeed.commands import report
+from shardwise_deepspeed.launcher import REFUSED, job_of, main
+from shardwise_deepspeed.version import VERSION
 from tests.dropin.test_modules import package
 
 if sys.version_info >= (3, 11):
@@ -147,7 +147,7 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")
     code = (
-        f"import sys; sys.path.insert(0, {str(DIRECTORY)!r}); from shardwise.dropin.launcher import main; "
+        f"import sys; sys.path.insert(0, {str(DIRECTORY)!r}); from shardwise_deepspeed.launcher import main; "
         f"main(['--num_gpus', '2', {str(script)!r}])"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

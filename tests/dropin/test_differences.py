@@ -15,13 +15,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import shardwise.absent
 import torch
 from torch import nn
 
 import shardwise
-import shardwise.absent
 from shardwise.config import accept, resolve
-from shardwise.dropin.launcher import REFUSED, job_of
 from shardwise.errors import (
     AbsentNameError,
     BatchSizeError,
@@ -31,6 +30,7 @@ from shardwise.errors import (
     PipelineError,
     UsageError,
 )
+from shardwise_deepspeed.launcher import REFUSED, job_of
 from tests.harness.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -709,7 +709,7 @@ def test_one_logger() -> None:
 
 
 def test_estimates() -> None:
-    from shardwise.dropin.adapters.estimates import estimate_zero2_model_states_mem_needs as estimate
+    from shardwise_deepspeed.estimates import estimate_zero2_model_states_mem_needs as estimate
 
     _, device = estimate(total_params=10**9, num_gpus_per_node=1, num_nodes=1, cpu_offload=False)
     assert device == 18 * 10**9

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.dropin.disk import io_of, measure_one, tune, tune_of
 from shardwise.errors import CommandLineError, NotBuiltError
 from shardwise.launch.commands.bench import Wanted
+from shardwise_deepspeed.disk import io_of, measure_one, tune, tune_of
 
 FOLDER = ("--folder", "/disk")
 NVME = ("--nvme_dir", "/disk")

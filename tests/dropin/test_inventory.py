@@ -1,5 +1,4 @@
-"""Every name of the table: served ones are there, of the declared kind and signature; others say why there is nothing
-behind them, when they are used or when they are imported."""
+"""Every name of names.toml: served ones are there, with the declared arguments; others give a reason."""
 
 from __future__ import annotations
 
@@ -15,14 +14,15 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.dropin.entries import Alias, Missing, Stub
-from shardwise.dropin.members import MEMBERS, PARAMETER
-from shardwise.dropin.modules import PATHS
-from shardwise.dropin.table import MAINS, TABLE
 from shardwise.errors import AbsentNameError
 from shardwise.zero.units import released
+from shardwise_deepspeed.entries import Alias, Missing, Stub, absent_members, commands, table
+from shardwise_deepspeed.modules import PATHS
+from tests.dropin.inventory import MEMBERS, SIGNATURES, problem
 
 pytestmark = pytest.mark.usefixtures("installed")
+
+TABLE = table()
 
 
 def rows(kind: type) -> dict[str, dict[str, Any]]:
@@ -30,102 +30,88 @@ def rows(kind: type) -> dict[str, dict[str, Any]]:
     return {path: entries for path, entries in found.items() if entries}
 
 
-SERVED, RAISING, ABSENT = rows(Alias), rows(Stub), rows(Missing)
+def test_served_names_are_there() -> None:
+    for path, entries in rows(Alias).items():
+        module = importlib.import_module(path)
+        assert isinstance(module, ModuleType) and module.__name__ == path
+        for name in entries:
+            names: dict[str, Any] = {}
+            exec(f"from {path} import {name}", names)
+            value = getattr(module, name)
+            assert name in dir(module)
+            assert names[name] is value or names[name] == value, name
 
 
-def problem(declared: str, target: Any) -> str | None:
-    """Say where a target takes other arguments than its row promises: names, order and defaults."""
-    function = eval(f"lambda {declared[1:-1]}: None")  # the table's own text
-    wanted = inspect.signature(function).parameters
-    have = inspect.signature(target).parameters
-    for name, parameter in wanted.items():
-        if name not in have:
-            return f"no argument {name}"
-        if parameter.default is parameter.empty:
-            continue
-        if parameter.default is not ... and parameter.default != have[name].default:
-            return f"{name} has the default {have[name].default!r}"
-        if parameter.default is ... and have[name].default is inspect.Parameter.empty:
-            return f"{name} has no default"
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    order = [name for name, p in have.items() if p.kind in positional]
-    promised = [name for name in wanted if name in order]
-    if order[: len(promised)] != promised:
-        return f"its order is {order}"
-    more = {n: p for n, p in have.items() if n not in wanted and p.default is inspect.Parameter.empty}
-    needed = [n for n, p in more.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return f"it needs {needed}, too" if needed else None
-
-
-@pytest.mark.parametrize("path", sorted(SERVED))
-def test_served_names_are_there(path: str) -> None:
+@pytest.mark.parametrize("path", sorted(SIGNATURES))
+def test_served_names_take_the_arguments_of_deepspeed(path: str) -> None:
     module = importlib.import_module(path)
-    assert isinstance(module, ModuleType) and module.__name__ == path
-    for name, entry in SERVED[path].items():
-        value = getattr(module, name)
-        assert name in dir(module)
-        if entry.kind == "class":
-            assert isinstance(value, type), name
-        elif entry.kind == "function":
-            assert inspect.isroutine(value), name
-        elif entry.kind == "module":
-            assert isinstance(value, ModuleType) and value.__name__ == entry.target
-        else:
-            assert not isinstance(value, (type, ModuleType)), name
-        names: dict[str, Any] = {}
-        exec(f"from {path} import {name}", names)
-        assert names[name] is value or names[name] == value, name
-        if entry.signature is not None:
-            found = problem(entry.signature, value)
-            assert found is None, f"{path}.{name}: {found}"
+    assert {
+        name: found for name, text in SIGNATURES[path].items() if (found := problem(text, getattr(module, name)))
+    } == {}
 
 
-@pytest.mark.parametrize("path", sorted(ABSENT))
-def test_absent_names_say_why(path: str) -> None:
-    for name, entry in ABSENT[path].items():
-        statement = f"import {path}" if name == "*" else f"from {path} import {name}"
-        with pytest.raises(ImportError, match=re.escape(entry.reason)) as error:
-            exec(statement)
-        assert isinstance(error.value, AbsentNameError)
-        assert entry.probed_by, f"{path}.{name}: who takes an ImportError for an answer?"
-        if path in PATHS:
-            assert not hasattr(importlib.import_module(path), name)
-        else:
-            with contextlib.suppress(ModuleNotFoundError):  # which is the answer where the parent is missing, too
-                assert importlib.util.find_spec(path) is None
+def test_absent_names_say_why() -> None:
+    for path, entries in rows(Missing).items():
+        for name, entry in entries.items():
+            statement = f"import {path}" if name == "*" else f"from {path} import {name}"
+            with pytest.raises(ImportError, match=re.escape(entry.reason)) as error:
+                exec(statement)
+            assert isinstance(error.value, AbsentNameError)
+            if path in PATHS:
+                assert not hasattr(importlib.import_module(path), name)
+            else:
+                with contextlib.suppress(ModuleNotFoundError):  # as of any module whose parent is missing
+                    assert importlib.util.find_spec(path) is None
 
 
-@pytest.mark.parametrize("path", sorted(RAISING))
-def test_names_that_raise_can_be_imported_and_say_why_when_they_are_used(path: str) -> None:
-    module = importlib.import_module(path)
-    for name, entry in RAISING[path].items():
+STUBS = {(name, entry): path for path, entries in rows(Stub).items() for name, entry in entries.items()}
+
+
+def test_stubs_can_be_imported_and_say_why_when_they_are_called() -> None:
+    for (name, entry), path in STUBS.items():
         names: dict[str, Any] = {}
         exec(f"from {path} import {name}", names)
         found = names[name]
-        assert found is getattr(module, name) and name in dir(module)
-        reason = re.escape(f"{name} is not in shardwise {shardwise.__version__} ") + ".*" + re.escape(entry.reason)
-        with pytest.raises(AbsentNameError, match=reason):
+        assert found is getattr(importlib.import_module(path), name)
+        with pytest.raises(AbsentNameError, match=re.escape(f"{name} is not in shardwise ")) as error:
             found("anything", at="all")
-        if entry.kind == "exception":
-            assert issubclass(found, Exception)
-        if entry.kind in ("class", "exception"):
-            derived = type("Derived", (found, *([] if entry.kind == "exception" else [torch.nn.Module])), {})
-            for cls in (found, derived):
-                assert isinstance(cls, type) and not isinstance(1, cls)
-                with pytest.raises(AbsentNameError, match=reason):
-                    cls()
-                with pytest.raises(AttributeError, match=reason):
-                    _ = cls.from_anything
-            assert getattr(importlib.import_module(found.__module__), name) is found  # so it can be pickled
-        elif entry.kind == "function":
-            assert inspect.isfunction(found) and found.__name__ == name
-        else:
-            assert entry.reason in repr(found)
-            for use in (bool, str, hash, len, list, int, lambda v: v == 1, lambda v: v + "x", lambda v: {}[v]):
-                with pytest.raises(AbsentNameError, match=reason):
-                    use(found)
-            with pytest.raises(AttributeError, match=reason):
-                _ = found.attribute
+        assert str(error.value).endswith(entry.reason)
+        assert isinstance(found, type) == (entry.kind in ("class", "exception"))
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "kind"),
+    [
+        ("deepspeed", "InferenceEngine", "class"),
+        ("deepspeed.elasticity.config", "ElasticityError", "exception"),
+        ("deepspeed", "init_inference", "function"),
+        ("deepspeed.comm.constants", "NCCL_BACKEND", "value"),
+        ("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset", "valid_dtypes", "value"),
+    ],
+)
+def test_each_kind_of_stub(path: str, name: str, kind: str) -> None:
+    module = importlib.import_module(path)
+    found, entry = getattr(module, name), TABLE[path][name]
+    assert isinstance(entry, Stub) and entry.kind == kind and name in dir(module)
+    if kind in ("class", "exception"):
+        assert issubclass(found, Exception) == (kind == "exception")
+        derived = type("Derived", (found, *([] if kind == "exception" else [torch.nn.Module])), {})
+        for cls in (found, derived):
+            assert not isinstance(1, cls)
+            with pytest.raises(AbsentNameError):
+                cls()
+            with pytest.raises(AttributeError, match=re.escape(entry.reason)):
+                _ = cls.from_anything
+        assert getattr(importlib.import_module(found.__module__), name) is found  # so it can be pickled
+    elif kind == "function":
+        assert inspect.isfunction(found) and found.__name__ == name
+    else:
+        assert entry.reason in repr(found)
+        for use in (bool, str, hash, len, list, int, lambda v: v == 1, lambda v: v + "x", lambda v: {}[v]):
+            with pytest.raises(AbsentNameError):
+                use(found)
+        with pytest.raises(AttributeError):
+            _ = found.attribute
 
 
 def test_the_check_of_signatures_sees_differences() -> None:
@@ -147,37 +133,30 @@ def test_a_name_comes_before_a_module_of_its_name() -> None:
         assert getattr(importlib.import_module(path), name) is before and not isinstance(before, ModuleType)
 
 
-def test_what_python_m_runs_can_be_called() -> None:
-    for path, target in MAINS.items():
+def test_commands_can_be_called() -> None:
+    for path, target in commands().items():
         home, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(home), name))
         assert importlib.import_module(path).__spec__.loader.get_code(path)
 
 
-def test_no_reason_is_left_without_words() -> None:
-    reasons = [e.reason for table in (RAISING, ABSENT) for es in table.values() for e in es.values()]
-    assert all(len(reason) > 15 and not reason.endswith(".") for reason in reasons)
-
-
 def subject(path: str) -> Any:
-    """Something that has the members of a class."""
-    if path == PARAMETER:
+    """Return an object that has the members of a class."""
+    import deepspeed
+
+    if path == "parameter":
         parameter = torch.nn.Parameter(torch.zeros(2))
         released.guard(parameter)
         return parameter
     parent, _, name = path.rpartition(".")
+    settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
     if name == "DeepSpeedEngine":
-        model = torch.nn.Linear(2, 1)
-        settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
-        return importlib.import_module("deepspeed").initialize(model=model, config=settings)[0]
+        return deepspeed.initialize(model=torch.nn.Linear(2, 1), config=settings).engine
     if name in ("PipelineEngine", "PipelineModule"):
-        layers = [torch.nn.Linear(2, 1)]
-        module = importlib.import_module("deepspeed.pipe").PipelineModule(layers, num_stages=1, loss_fn=torch.sub)
-        settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
-        deepspeed = importlib.import_module("deepspeed")
-        return module if name == "PipelineModule" else deepspeed.initialize(model=module, config=settings)[0]
+        module = deepspeed.pipe.PipelineModule([torch.nn.Linear(2, 1)], num_stages=1, loss_fn=torch.sub)
+        return module if name == "PipelineModule" else deepspeed.initialize(model=module, config=settings).engine
     if name == "DeepSpeedAccelerator":
-        return importlib.import_module("deepspeed").get_accelerator()
+        return deepspeed.get_accelerator()
     if name == "MonitorMaster":
         home = importlib.import_module("deepspeed.monitor.config")
         return importlib.import_module(parent).MonitorMaster(home.get_monitor_config({}))
@@ -187,15 +166,30 @@ def subject(path: str) -> Any:
 
 @pytest.mark.parametrize("path", sorted(MEMBERS))
 def test_members_are_there_or_not(path: str) -> None:
+    import deepspeed
+
     holder = subject(path)
-    wrong = []
-    for name, entry in MEMBERS[path].items():
-        if isinstance(entry, Missing):
-            wrong += [f"{name} is there"] if hasattr(holder, name) else []
-        elif not hasattr(holder, name):
-            wrong.append(f"{name} is not there")
-        elif entry.signature is not None and (found := problem(entry.signature, getattr(holder, name))):
-            wrong.append(f"{name}: {found}")
+    wrong = {name for name in MEMBERS[path] if not hasattr(holder, name)}
     assert not wrong
+    wrong = {name for name, text in MEMBERS[path].items() if text is not None and problem(text, getattr(holder, name))}
+    assert not wrong
+    with contextlib.suppress(KeyError):
+        assert not {name for name in absent_members(path) if hasattr(holder, name)}
     if isinstance(holder, shardwise.Engine):
+        assert isinstance(holder, deepspeed.DeepSpeedEngine)
+        holder.destroy()
+
+
+@pytest.mark.parametrize("path", ["deepspeed.DeepSpeedEngine", "deepspeed.runtime.pipe.module.PipelineModule"])
+def test_absent_members_say_why(path: str) -> None:
+    holder = subject(path)
+    for name, reason in absent_members(path).items():
+        with pytest.raises(AttributeError, match=re.escape(f".{name} is not in shardwise")) as error:
+            getattr(holder, name)
+        assert isinstance(error.value, AbsentNameError) and str(error.value).endswith(reason)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = holder.nonsense
+    if isinstance(holder, shardwise.Engine):
+        holder.module.losses = [1.0]  # a module's own attribute of such a name is the module's
+        assert holder.losses == [1.0]
         holder.destroy()

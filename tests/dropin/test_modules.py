@@ -45,9 +45,8 @@ class TestInstalled:
         from deepspeed.runtime.utils import memory_status
         from deepspeed.runtime.zero.partition_parameters import Init
 
-        assert DeepSpeedEngine is deepspeed.DeepSpeedEngine is shardwise.Engine
+        assert DeepSpeedEngine is deepspeed.DeepSpeedEngine and issubclass(DeepSpeedEngine, shardwise.Engine)
         assert deepspeed.initialize is deepspeed.initialize_engine
-        assert deepspeed.initialize.__wrapped__ is shardwise.initialize
         assert Init is deepspeed.zero.Init is shardwise.zero.Init
         assert memory_status is shardwise.utils.memory_status
         assert dist is deepspeed.comm is deepspeed.dist
@@ -72,7 +71,7 @@ class TestInstalled:
         assert {"initialize", "comm", "runtime", "zero"} <= set(dir(deepspeed))
         assert {"PipelineModule", "moe"} <= set(dir(deepspeed)) and "nvme" not in dir(deepspeed)
         assert "compatibility.md" in deepspeed.__doc__
-        assert importlib.reload(deepspeed) is deepspeed and deepspeed.DeepSpeedEngine is shardwise.Engine
+        assert importlib.reload(deepspeed) is deepspeed and deepspeed.comm.all_reduce is shardwise.comm.all_reduce
 
     def test_star_imports_bring_what_can_be_imported(self) -> None:
         names: dict[str, object] = {}
@@ -133,7 +132,7 @@ class TestInstalled:
         from deepspeed.runtime.zero import partition_parameters
         from deepspeed.utils import groups
 
-        from shardwise.dropin.adapters import building
+        from shardwise_deepspeed import building
 
         original = building.zero_wrapper_for_fp_tensor_constructor
         partition_parameters.zero_wrapper_for_fp_tensor_constructor = len
@@ -219,7 +218,7 @@ def test_the_distribution_turns_itself_into_the_root() -> None:
         "import deepspeed, shardwise\n"
         "from deepspeed.runtime.engine import DeepSpeedEngine\n"
         "shardwise.install_as_deepspeed()\n"
-        "assert DeepSpeedEngine is deepspeed.DeepSpeedEngine is shardwise.Engine\n"
+        "assert DeepSpeedEngine is deepspeed.DeepSpeedEngine\n"
         "import importlib; importlib.reload(deepspeed)\n"
         "print(deepspeed.__file__, [n for n in vars(deepspeed) if not n.startswith('__')])",
         directory,

@@ -207,7 +207,7 @@ def test_dotted_names_decorators_and_model_parallel_units() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.dropin.adapters.accelerator import Accelerator
+    from shardwise_deepspeed.accelerator import Accelerator
 
     for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

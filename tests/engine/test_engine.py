@@ -226,7 +226,6 @@ def facts() -> dict[str, Any]:
         "proxy": engine.in_features,
         "world": (engine.world_size, engine.dp_world_size, engine.mp_world_size, engine.seq_dp_world_size),
         "config": engine.config["zero_optimization"]["stage"],
-        "getter": (engine.zero_optimization_stage(), engine.fp16_enabled(), engine.gradient_clipping()),
         "names": sorted(engine.param_names.values()),
         "keys": sorted(engine.state_dict()),
         "device": str(engine.device),
@@ -287,7 +286,6 @@ def test_attributes_that_clients_read() -> None:
     assert found["proxy"] == 3
     assert found["world"] == (2, 2, 1, 2)
     assert found["config"] == 1
-    assert found["getter"] == (1, False, 0.0)
     assert found["names"] == ["bias", "weight"]
     assert found["keys"] == ["module.bias", "module.weight"]
     assert found["device"] == "cpu"

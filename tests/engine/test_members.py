@@ -1,17 +1,13 @@
-"""Members that scripts written for DeepSpeed use: loaders, and what is said of those that are not there."""
+"""Loaders of an engine, and errors of unknown attributes."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise._version import __version__
-from shardwise.absent import ENGINE
-from shardwise.errors import AbsentAttributeError, ConfigError, UsageError
+from shardwise.errors import ConfigError, UsageError
 from tests.harness import run_ranks
 
 SETTINGS = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
@@ -52,29 +48,17 @@ def test_loaders() -> None:
     run_ranks(loaders, 2)
 
 
-def absences() -> None:
+def unknown() -> None:
     engine, *_ = shardwise.initialize(model=torch.nn.Linear(1, 1), config=SETTINGS)
-    for name, reason in ENGINE.items():
-        assert not hasattr(engine, name)
-        with pytest.raises(
-            AbsentAttributeError, match=re.escape(f"engine.{name} is not in shardwise {__version__}: {reason}")
-        ):
-            getattr(engine, name)
     with pytest.raises(AttributeError, match="neither the engine nor its module has an attribute 'nothing'") as error:
         _ = engine.nothing
     assert type(error.value) is AttributeError and "did you mean" not in str(error.value)
-    for name, meant in (("store_checkpoint", "save_checkpoint"), ("optimiser_name", "optimizer_name")):
+    for name, meant in (("store_checkpoint", "save_checkpoint"), ("optimiser", "optimizer")):
         with pytest.raises(AttributeError, match=rf"{name}'; did you mean {meant}\?") as error:
             getattr(engine, name)
         assert type(error.value) is AttributeError
     engine.destroy()
-    # A module's own attribute of such a name is the module's.
-    module = torch.nn.Linear(1, 1)
-    module.losses = [1.0]  # type: ignore[assignment]
-    engine, *_ = shardwise.initialize(model=module, config=SETTINGS)
-    assert engine.losses == [1.0]
-    engine.destroy()
 
 
-def test_absences() -> None:
-    run_ranks(absences, 1)
+def test_unknown_attributes() -> None:
+    run_ranks(unknown, 1)

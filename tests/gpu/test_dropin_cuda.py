@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.dropin.adapters.accelerator import Accelerator
+from shardwise_deepspeed.accelerator import Accelerator
 
 
 def test_cuda_is_an_accelerator() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.dropin.launcher import job_of
 from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch import cores
+from shardwise_deepspeed.launcher import job_of
 
 TELL = """
 import json, os, threading

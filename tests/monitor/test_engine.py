@@ -280,7 +280,7 @@ def test_keys_of_monitors_are_checked(keys: dict[str, Any], path: str) -> None:
 
 
 def test_names_of_the_drop_in(tmp_path: Path) -> None:
-    from shardwise.dropin.adapters import monitors
+    from shardwise_deepspeed import monitors
 
     config = monitors.get_monitor_config({"csv_monitor": section(tmp_path), "train_batch_size": 8})
     master = monitors.MonitorMaster(config)

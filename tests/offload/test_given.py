@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.dropin.adapters import optimizers
+from shardwise_deepspeed import optimizers
 from tests.harness import run_ranks, thorough
 from tests.harness.training import masters
 from tests.models import CASES

@@ -20,7 +20,6 @@ def train(model: nn.Module, batch: torch.Tensor) -> float | None:
     assert_type(engine.global_steps, int)
     assert_type(engine.save_checkpoint("directory"), bool)
     assert_type(shardwise.comm.get_rank(), int)
-    engine.zero_optimization_stage()
     with shardwise.zero.GatheredParameters([engine.module.weight]):
         shardwise.utils.safe_get_full_grad(nn.Linear(1, 1).weight)
     engine.backward(engine(batch).mean())

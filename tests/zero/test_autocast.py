@@ -53,7 +53,7 @@ def train(settings: list[dict[str, Any]]) -> list[Any]:
         for step in range(2):
             for micro in range(steps):
                 ids = batch(step, micro, dist.get_rank())
-                assert engine(ids).dtype == engine.torch_autocast_dtype()
+                assert engine(ids).dtype == engine._autocast_dtype
                 engine.backward(loss_of(engine, ids))
                 if micro == steps - 1:
                     seen.append(gradients(module))

@@ -67,7 +67,7 @@ def weighted(settings: list[dict[str, Any]], kind: str) -> list[Any]:
                 engine.backward(token_losses(engine, ids).mean(), weight=weight)
                 if micro == MICROS - 1:
                     seen.append(gradients(module))
-                if micro == MICROS - 1 or engine.managed_gradient_accumulation():
+                if micro == MICROS - 1 or engine.config.get("managed_gradient_accumulation", True):
                     engine.step()
             assert engine.was_step_applied()
             seen.append(float(engine.last_step.weight))
@@ -354,7 +354,7 @@ def resumed(directory: str, configs: list[dict[str, Any]]) -> list[bool]:
             for micro in range(MICROS):
                 ids = tokens(step, micro, dist.get_rank())
                 engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
-                if micro == MICROS - 1 or engine.managed_gradient_accumulation():
+                if micro == MICROS - 1 or engine.config.get("managed_gradient_accumulation", True):
                     engine.step()
 
     same = []

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._version import __version__
-from shardwise.absent import COMPILER, ENGINE
 from shardwise.compat import never_compiled, transforming
 from shardwise.device.ranges import named
 from shardwise.engine.advice import explain_dtype
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.faults import FaultTolerance
-from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.modules import convert_buffers
@@ -30,7 +27,7 @@ from shardwise.engine.state_getters import StateGetters, of_part
 from shardwise.engine.states import give_methods, offload_states, reload_states, take_methods
 from shardwise.engine.step import TrainStep
 from shardwise.engine.timelines import Timelines
-from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
+from shardwise.errors import NotScalarError, UsageError
 from shardwise.memory import is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype
 from shardwise.trees import tensors_in
@@ -50,7 +47,7 @@ _LIKE: dict[str, str] = {}
 """Suggestion ("; did you mean ...?", or "") by missing attribute name."""
 
 
-class Engine(ConfigGetters, StateGetters):
+class Engine(StateGetters):
     """A model, its optimizer and its schedule, sharded by the configuration; built by `shardwise.initialize`.
 
     Attributes:
@@ -154,9 +151,6 @@ class Engine(ConfigGetters, StateGetters):
                         return getattr(module, name)
                     except AttributeError:
                         pass
-                reason = ENGINE.get(name)
-                if reason is not None:
-                    raise AbsentAttributeError(f"engine.{name} is not in shardwise {__version__}: {reason}") from None
                 raise AttributeError(
                     f"neither the engine nor its module has an attribute {name!r}{self._like(name)}"
                 ) from None
@@ -426,7 +420,7 @@ class Engine(ConfigGetters, StateGetters):
         (compiler passes by step) and `compiled_autograd_enabled`, which are not supported.
         """
         if schedule:
-            raise UsageError(f"engine.compile(schedule=...): {COMPILER}; leave it out")
+            raise UsageError("engine.compile(schedule=...): compiler passes are not built yet; leave it out")
         if compiled_autograd_enabled:
             raise UsageError("engine.compile(compiled_autograd_enabled=True): it is not built yet; leave it out")
         if not self.is_compiled:

@@ -35,7 +35,7 @@ def installed() -> list[Detected]:
         if finder is PathFinder:
             for entry in dict.fromkeys(path or os.getcwd() for path in sys.path):
                 _note(found, PathFinder.find_spec(ROOT, [entry]), entry)
-        elif finder not in (BuiltinImporter, FrozenImporter) and not type(finder).__module__.startswith("shardwise."):
+        elif finder not in (BuiltinImporter, FrozenImporter) and not type(finder).__module__.startswith("shardwise"):
             find: Any = getattr(finder, "find_spec", None)  # editable installations have their own finders
             _note(found, find(ROOT, None) if find is not None else None, None)
     return list(found.values())
@@ -46,7 +46,7 @@ def _note(found: dict[str, Detected], spec: ModuleSpec | None, entry: str | None
         return
     place = os.path.dirname(os.path.abspath(spec.origin))
     source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
-    kind = DROP_IN if "shardwise.dropin" in source else REAL
+    kind = DROP_IN if "shardwise_deepspeed" in source else REAL
     path = {} if entry is None else {"path": [entry]}
     found.setdefault(place, Detected(kind, _version(path), place))
 

@@ -10,15 +10,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.absent import PIPELINE_MODULE
 from shardwise.comm.topology import ProcessTopology
-from shardwise.errors import AbsentAttributeError, ConfigError, UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.pipeline.layers import (
     Alias,
     Layers,
@@ -106,13 +105,6 @@ class PipelineModule(nn.Module):
         self._stages: dict[int, PipelineStage] = {}
         if _ranks() == 1:
             self.build(range(self.num_stages or 1), self.num_stages or 1)
-
-    if not TYPE_CHECKING:  # For type checkers an unknown name is one of `nn.Module`.
-
-        def __getattr__(self, name: str) -> Any:
-            if name in PIPELINE_MODULE:
-                raise AbsentAttributeError(f"PipelineModule.{name} is not in shardwise: {PIPELINE_MODULE[name]}")
-            return super().__getattr__(name)
 
     @classmethod
     def from_stages(

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.dropin.adapters import groups
 from shardwise.parallel import current_tensors, end_tensors
+from shardwise_deepspeed import groups
 from tests.harness import run_ranks, thorough
 from tests.parallel.tensor import models
 from tests.parallel.tensor.clients import Unit, megatron, parallelized

@@ -1,0 +1,3 @@
+from torch.distributed import ReduceOp as ReduceOp
+
+__all__ = ["ReduceOp"]

@@ -1,0 +1,19 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["check_deepspeed_config", "get_compress_methods", "get_module_name", "init_compression", "redundancy_clean", "student_initialization"]
+
+@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+def check_deepspeed_config(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+def get_compress_methods(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+def get_module_name(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+def init_compression(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+def redundancy_clean(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+def student_initialization(*args: Any, **kwargs: Any) -> NoReturn: ...

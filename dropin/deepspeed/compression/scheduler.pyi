@@ -1,0 +1,10 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["compression_scheduler"]
+
+@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+class compression_scheduler:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

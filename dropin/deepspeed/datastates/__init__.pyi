@@ -1,0 +1,3 @@
+from deepspeed.datastates import config as config
+
+__all__ = ["config"]

@@ -1,0 +1,10 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["Base_IO_Buffer"]
+
+@deprecated('checkpoints are written by `shardwise.checkpoint`, without file writers that could be exchanged')
+class Base_IO_Buffer:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

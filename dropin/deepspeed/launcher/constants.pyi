@@ -1,0 +1,13 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["IMPI_LAUNCHER", "MPICH_LAUNCHER", "MVAPICH_LAUNCHER", "OPENMPI_LAUNCHER", "PDSH_LAUNCHER", "SLURM_LAUNCHER"]
+
+IMPI_LAUNCHER: str
+MPICH_LAUNCHER: str
+MVAPICH_LAUNCHER: str
+OPENMPI_LAUNCHER: str
+PDSH_LAUNCHER: str
+SLURM_LAUNCHER: str

@@ -1,0 +1,9 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["main"]
+
+@deprecated('processes are started by `shardwise run`, on one machine')
+def main(*args: Any, **kwargs: Any) -> NoReturn: ...

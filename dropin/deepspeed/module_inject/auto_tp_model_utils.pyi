@@ -1,0 +1,19 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["build_bloom_alibi_tensor", "build_mpt_alibi_tensor", "build_mpt_atten_bias_tensor", "get_alibi_mask", "get_head_shard_sizes", "install_head_sharded_helper"]
+
+@deprecated("layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says (shardwise.tp_model_init); there are no policies or classes to build them of")
+def build_bloom_alibi_tensor(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated("layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says (shardwise.tp_model_init); there are no policies or classes to build them of")
+def build_mpt_alibi_tensor(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated("layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says (shardwise.tp_model_init); there are no policies or classes to build them of")
+def build_mpt_atten_bias_tensor(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated("layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says (shardwise.tp_model_init); there are no policies or classes to build them of")
+def get_alibi_mask(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated("layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says (shardwise.tp_model_init); there are no policies or classes to build them of")
+def get_head_shard_sizes(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated("layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says (shardwise.tp_model_init); there are no policies or classes to build them of")
+def install_head_sharded_helper(*args: Any, **kwargs: Any) -> NoReturn: ...

@@ -1,0 +1,3 @@
+from shardwise.moe.layer import MoE as MoE
+
+__all__ = ["MoE"]

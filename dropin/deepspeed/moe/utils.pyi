@@ -1,0 +1,9 @@
+from shardwise.moe.utils import configure_moe_param_groups as configure_moe_param_groups
+from shardwise.moe.utils import has_moe_layers as has_moe_layers
+from shardwise.moe.utils import is_moe_param as is_moe_param
+from shardwise.moe.utils import is_moe_param_group as is_moe_param_group
+from shardwise.moe.utils import split_params_grads_into_shared_and_expert_params as split_params_grads_into_shared_and_expert_params
+from shardwise.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_params_into_different_moe_groups_for_optimizer
+from shardwise.moe.utils import split_params_into_shared_and_expert_params as split_params_into_shared_and_expert_params
+
+__all__ = ["configure_moe_param_groups", "has_moe_layers", "is_moe_param", "is_moe_param_group", "split_params_grads_into_shared_and_expert_params", "split_params_into_different_moe_groups_for_optimizer", "split_params_into_shared_and_expert_params"]

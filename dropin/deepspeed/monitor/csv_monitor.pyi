@@ -1,0 +1,3 @@
+from shardwise_deepspeed.monitors import csvMonitor as csvMonitor
+
+__all__ = ["csvMonitor"]

@@ -1,0 +1,3 @@
+from shardwise_deepspeed.monitors import TensorBoardMonitor as TensorBoardMonitor
+
+__all__ = ["TensorBoardMonitor"]

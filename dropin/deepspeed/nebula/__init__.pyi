@@ -1,0 +1,3 @@
+from deepspeed.nebula import config as config
+
+__all__ = ["config"]

@@ -1,0 +1,3 @@
+from shardwise_deepspeed.optimizers import DeepSpeedCPUAdagrad as DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,10 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["ZenFlowCPUAdam"]
+
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+class ZenFlowCPUAdam:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

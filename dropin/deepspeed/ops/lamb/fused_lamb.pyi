@@ -1,0 +1,3 @@
+from shardwise.optim import Lamb as FusedLamb
+
+__all__ = ["FusedLamb"]

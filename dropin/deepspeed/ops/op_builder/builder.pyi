@@ -1,0 +1,3 @@
+from shardwise_deepspeed.operators import OpBuilder as OpBuilder
+
+__all__ = ["OpBuilder"]

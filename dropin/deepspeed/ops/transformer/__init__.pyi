@@ -1,0 +1,24 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+from deepspeed.ops.transformer import inference as inference
+from deepspeed.ops.transformer import transformer as transformer
+
+__all__ = ["DeepSpeedInferenceConfig", "DeepSpeedMoEInference", "DeepSpeedTransformerConfig", "DeepSpeedTransformerInference", "DeepSpeedTransformerLayer", "inference", "transformer"]
+
+@deprecated('inference is not built yet')
+class DeepSpeedInferenceConfig:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('inference is not built yet')
+class DeepSpeedMoEInference:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('fused layers are not built yet')
+class DeepSpeedTransformerConfig:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('inference is not built yet')
+class DeepSpeedTransformerInference:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('fused layers are not built yet')
+class DeepSpeedTransformerLayer:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

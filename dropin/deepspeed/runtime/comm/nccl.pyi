@@ -1,0 +1,10 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["NcclBackend"]
+
+@deprecated("1-bit optimizers communicate through torch.distributed's process groups, without backends of their own")
+class NcclBackend:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -1,0 +1,10 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["Eigenvalue"]
+
+@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+class Eigenvalue:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -1,0 +1,3 @@
+from shardwise.optim import OnebitAdam as OnebitAdam
+
+__all__ = ["OnebitAdam"]

@@ -1,0 +1,3 @@
+from shardwise.optim import OnebitLamb as OnebitLamb
+
+__all__ = ["OnebitLamb"]

@@ -1,0 +1,3 @@
+from shardwise.optim import ZeroOneAdam as ZeroOneAdam
+
+__all__ = ["ZeroOneAdam"]

@@ -1,0 +1,10 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["FP16_UnfusedOptimizer"]
+
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+class FP16_UnfusedOptimizer:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -1,0 +1,15 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["AIO", "AIO_BLOCK_SIZE", "AIO_INTRA_OP_PARALLELISM", "AIO_OVERLAP_EVENTS", "AIO_QUEUE_DEPTH", "AIO_SINGLE_SUBMIT", "AIO_THREAD_COUNT", "AIO_USE_GDS"]
+
+AIO: str
+AIO_BLOCK_SIZE: str
+AIO_INTRA_OP_PARALLELISM: str
+AIO_OVERLAP_EVENTS: str
+AIO_QUEUE_DEPTH: str
+AIO_SINGLE_SUBMIT: str
+AIO_THREAD_COUNT: str
+AIO_USE_GDS: str

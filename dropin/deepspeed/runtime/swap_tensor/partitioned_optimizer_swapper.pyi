@@ -1,0 +1,10 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["PartitionedOptimizerSwapper"]
+
+@deprecated('it is an inner part of DeepSpeed: here state is kept on disks by `shardwise.offload`, requested by zero_optimization.offload_optimizer and offload_param')
+class PartitionedOptimizerSwapper:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

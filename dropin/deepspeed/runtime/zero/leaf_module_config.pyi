@@ -1,0 +1,6 @@
+from shardwise_deepspeed.constants import DEFAULT_LEAF_MODULE_CLASSES as DEFAULT_LEAF_MODULE_CLASSES
+from shardwise_deepspeed.constants import DEFAULT_LEAF_MODULE_NAMES as DEFAULT_LEAF_MODULE_NAMES
+from shardwise_deepspeed.constants import DEFAULT_LEAF_MODULE_NAME_SUFFIXES as DEFAULT_LEAF_MODULE_NAME_SUFFIXES
+from shardwise.config.schema.zero import LeafModule as DeepSpeedZeroLeafModuleConfig
+
+__all__ = ["DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES", "DeepSpeedZeroLeafModuleConfig"]

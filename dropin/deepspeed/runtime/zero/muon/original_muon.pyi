@@ -1,0 +1,29 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+
+__all__ = ["Muon", "MuonWithAuxAdam", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam", "adam_update", "muon_update", "ns_compute_dtype", "zeropower_via_gram_newtonschulz", "zeropower_via_newtonschulz5"]
+
+@deprecated('Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`')
+class Muon:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`')
+class MuonWithAuxAdam:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`')
+class SingleDeviceMuon:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`')
+class SingleDeviceMuonWithAuxAdam:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`')
+def adam_update(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`')
+def muon_update(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def ns_compute_dtype(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`')
+def zeropower_via_gram_newtonschulz(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`')
+def zeropower_via_newtonschulz5(*args: Any, **kwargs: Any) -> NoReturn: ...

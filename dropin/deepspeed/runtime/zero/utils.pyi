@@ -1,0 +1,26 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+from shardwise.errors import ShardwiseError as ZeRORuntimeException
+from shardwise_deepspeed.building import is_zero_param as is_zero_param
+from shardwise_deepspeed.engine_optimizer import is_zero_supported_optimizer as is_zero_supported_optimizer
+
+__all__ = ["ZeRORuntimeException", "apply_to_tensors_only", "assert_ints_same_as_other_ranks", "defragment", "get_lst_from_rank0", "get_mapping_to_flat_buffer", "get_norm_dtype", "is_builtin_type", "is_zero_param", "is_zero_supported_optimizer", "isinstance_namedtuple"]
+
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def apply_to_tensors_only(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def assert_ints_same_as_other_ranks(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def defragment(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def get_lst_from_rank0(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def get_mapping_to_flat_buffer(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def get_norm_dtype(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def is_builtin_type(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers')
+def isinstance_namedtuple(*args: Any, **kwargs: Any) -> NoReturn: ...

@@ -1,0 +1,7 @@
+from shardwise_deepspeed.helpers import bwc_pipeline_parallel_group as bwc_pipeline_parallel_group
+from shardwise_deepspeed.helpers import bwc_pipeline_parallel_world_size as bwc_pipeline_parallel_world_size
+from shardwise_deepspeed.helpers import bwc_tensor_model_parallel_group as bwc_tensor_model_parallel_group
+from shardwise_deepspeed.helpers import bwc_tensor_model_parallel_rank as bwc_tensor_model_parallel_rank
+from shardwise_deepspeed.helpers import bwc_tensor_model_parallel_world_size as bwc_tensor_model_parallel_world_size
+
+__all__ = ["bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group", "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size"]

@@ -1,0 +1,36 @@
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+from shardwise.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict
+from shardwise.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint
+from shardwise.utils.zero_to_fp32 import get_model_state_file as get_model_state_file
+from shardwise.utils.zero_to_fp32 import get_optim_files as get_optim_files
+from shardwise.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint
+
+__all__ = ["GatheredTensor", "atoi", "convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict", "get_checkpoint_files", "get_fp32_state_dict_from_zero_checkpoint", "get_model_state_file", "get_model_state_files", "get_optim_files", "load_state_dict_from_zero_checkpoint", "natural_keys", "parse_model_states", "parse_optim_states", "to_torch_tensor", "zero3_partitioned_param_info", "zero_model_state"]
+
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+class GatheredTensor:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+def atoi(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+def convert_zero_checkpoint_to_state_dict(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+def get_checkpoint_files(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('checkpoints here are safetensors and JSON, which `shardwise.checkpoint` writes, and no files of this form')
+def get_model_state_files(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+def natural_keys(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('checkpoints here are safetensors and JSON, which `shardwise.checkpoint` writes, and no files of this form')
+def parse_model_states(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('checkpoints here are safetensors and JSON, which `shardwise.checkpoint` writes, and no files of this form')
+def parse_optim_states(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+def to_torch_tensor(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+def zero3_partitioned_param_info(*args: Any, **kwargs: Any) -> NoReturn: ...
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+class zero_model_state:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -1,0 +1,28 @@
+"""The command `ds_report`: `shardwise doctor` and a list of operators."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def report(args: list[str] | None = None) -> int:
+    """Run the command, and return its exit code; `args` default to those of this process."""
+    from shardwise.launch.commands.doctor import show
+
+    parser = argparse.ArgumentParser(prog="ds_report", description="Show what is installed, by `shardwise doctor`.")
+    parser.add_argument("--hide_operator_status", action="store_true", help="do not list DeepSpeed's operators")
+    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="list operators without reasons")
+    given = parser.parse_args(args)
+    if not given.hide_operator_status:
+        _operators(reasons=not given.hide_errors_and_warnings)
+    return show()
+
+
+def _operators(reasons: bool) -> None:
+    from shardwise_deepspeed.operators import ALL_OPS
+
+    print("operators   none are compiled: what one is for is done in plain torch, or not built")
+    for name, builder in sorted(ALL_OPS.items()):
+        there = builder.is_compatible()
+        why = f"  ({builder.home if there else builder.reason})" if reasons else ""
+        print(f"  {name:<24}{'[OKAY]' if there else '[NO]':<8}{why}".rstrip())

@@ -1,0 +1,47 @@
+"""Engines of `deepspeed.initialize`: this library's, with the getters of DeepSpeed's and reasons for absent members."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise import engine, pipe
+from shardwise._version import __version__
+from shardwise.errors import AbsentAttributeError
+from shardwise_deepspeed.entries import absent_members
+from shardwise_deepspeed.getters import ConfigGetters
+
+
+class DeepSpeedEngine(engine.Engine, ConfigGetters):
+    """An engine with DeepSpeed's getters of the configuration."""
+
+    if not TYPE_CHECKING:  # For type checkers an unknown name is one of `nn.Module`.
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                _explain("deepspeed.DeepSpeedEngine", "engine", name)
+                raise
+
+
+class PipelineEngine(DeepSpeedEngine, engine.PipelineEngine):
+    """An engine of a pipeline with DeepSpeed's getters."""
+
+
+class PipelineModule(pipe.PipelineModule):
+    """`shardwise.pipe.PipelineModule`, with reasons for absent members."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                _explain("deepspeed.runtime.pipe.module.PipelineModule", "PipelineModule", name)
+                raise
+
+
+def _explain(cls: str, word: str, name: str) -> None:
+    reason = absent_members(cls).get(name)
+    if reason is not None:
+        raise AbsentAttributeError(f"{word}.{name} is not in shardwise {__version__}: {reason}") from None

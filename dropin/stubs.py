@@ -1,0 +1,70 @@
+"""Writes the type stubs of the package `deepspeed` from names.toml; a test compares both.
+
+`python dropin/stubs.py` replaces every `.pyi` below dropin/deepspeed. A stub class or function is marked as deprecated
+with the reason, which editors show. A name that cannot be imported is left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise_deepspeed.entries import Alias, Missing, Stub, read, table
+from shardwise_deepspeed.modules import PACKAGES, PATHS
+
+CONSTANTS = "shardwise_deepspeed.constants"
+
+
+def files() -> dict[str, str]:
+    """Return the content of each stub file by its path below dropin/."""
+    constants, found = read("constants.toml"), {}
+    for path in sorted(PATHS):
+        name = path.replace(".", "/") + ("/__init__.pyi" if path in PACKAGES else ".pyi")
+        found[name] = _module(path, constants)
+    return found
+
+
+def _module(path: str, constants: dict[str, object]) -> str:
+    entries = {name: entry for name, entry in table().get(path, {}).items() if not isinstance(entry, Missing)}
+    children = {child.rpartition(".")[2] for child in PATHS if child.rpartition(".")[0] == path} - entries.keys()
+    imports = [f"from {path} import {child} as {child}" for child in sorted(children)]
+    lines: list[str] = []
+    for name, entry in sorted(entries.items()):
+        if isinstance(entry, Stub):
+            lines.append(_stub(name, entry))
+            continue
+        assert isinstance(entry, Alias)
+        home, _, attribute = entry.target.partition(":")
+        if home == CONSTANTS and attribute in constants:
+            lines.append(f"{name}: {type(constants[attribute]).__name__}")
+        elif attribute:
+            imports.append(f"from {home} import {attribute} as {name}")
+        else:
+            parent, _, module = home.rpartition(".")
+            imports.append(f"from {parent} import {module} as {name}")
+    needed = ["from typing import Any, NoReturn\n", "from typing_extensions import deprecated\n"] if lines else []
+    public = ", ".join(f'"{name}"' for name in sorted({*entries, *children}))
+    return "\n".join([*needed, *imports, f"\n__all__ = [{public}]\n", *lines]).strip() + "\n"
+
+
+def _stub(name: str, entry: Stub) -> str:
+    if entry.kind == "value":
+        return f"{name}: object"
+    mark = f"@deprecated({entry.reason!r})\n"
+    if entry.kind == "function":
+        return f"{mark}def {name}(*args: Any, **kwargs: Any) -> NoReturn: ..."
+    base = "(Exception)" if entry.kind == "exception" else ""
+    return f"{mark}class {name}{base}:\n    def __init__(self, *args: Any, **kwargs: Any) -> None: ..."
+
+
+def main() -> None:
+    """Replace the stub files."""
+    root = Path(__file__).parent
+    for old in (root / "deepspeed").rglob("*.pyi"):
+        old.unlink()
+    for name, text in files().items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

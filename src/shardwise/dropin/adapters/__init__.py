@@ -1,1 +1,0 @@
-"""Adapters: small objects with DeepSpeed's interface."""
