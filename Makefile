@@ -130,7 +130,7 @@ hostile: $(STAMP)
 	$(BIN)/python bench/hostile.py $(HOSTILE_FLAGS)
 
 docs: $(DOCS_STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict
 
 clean:
-	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf build dist site .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""Extension of griffe: methods that the engine has from its parts are documented as its own."""
+"""Extension of griffe: documents methods of the engine's parts as its own, and fences examples in docstrings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 import griffe
 
 _OF_PART = re.compile(r"of_part\(['\"]\w+['\"], (\w+)\.(\w+)\)")
+_EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1(?!\s*$).+)*", re.MULTILINE)
 
 
 class PartMethods(griffe.Extension):
     """Replaces each attribute `name = of_part("part", Class.method)` of the engine by the method."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Put each example of a docstring into a code block, because Markdown reads `>>>` as quotations."""
+        if obj.docstring:
+            obj.docstring.value = _EXAMPLE.sub(r"\1```pycon\n\g<0>\n\1```", obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Replace them, once all modules have been read."""
