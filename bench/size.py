@@ -1,9 +1,10 @@
-"""Counts lines of code, docstrings and tests by package, with the figures of an earlier commit beside them.
+"""Counts lines of code, docstrings and tests by package, next to an earlier commit, and words of the pages.
 
     python bench/size.py [--since COMMIT] [--files N]
 
 A line counts as code if it holds a token outside of docstrings and comments. Bare strings behind an assignment count
-as docstrings.
+as docstrings. Words of the README and of docs/ are counted outside of code blocks, without docs/reference/, which is
+generated. A code span with underscores counts as several words.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import subprocess
 import tarfile
 import tokenize
@@ -21,6 +23,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SINCE = "d4316c5"
 """The commit at which the rearrangement of the packages began."""
+WORDS = 37_000
+"""Most words of the README and of docs/."""
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -86,6 +90,22 @@ def by_package(commit: str | None) -> dict[str, Lines]:
     return found
 
 
+def words(page: str) -> int:
+    """Count the words of a page in Markdown, without code blocks, targets of links, comments and directives.
+
+    >>> words("See [the page](page.md).\\n::: a.module\\n  options: {}\\n```\\ncode here\\n```\\nlast")
+    4
+    """
+    page = re.sub(r"^```.*?^```|<!--.*?-->|^:::[^\n]*(?:\n +[^\n]*)*", "", page, flags=re.DOTALL | re.MULTILINE)
+    return len(re.findall(r"[A-Za-z][A-Za-z'-]+", re.sub(r"\]\([^)\s]*\)", "]", page)))
+
+
+def words_by_page() -> dict[str, int]:
+    """Return the words of the README and of each page of docs/ that is written by hand."""
+    pages = [ROOT / "README.md", *sorted(path for path in ROOT.glob("docs/**/*.md") if path.parent.name != "reference")]
+    return {str(path.relative_to(ROOT)): words(path.read_text("utf-8")) for path in pages}
+
+
 def table(now: dict[str, Lines], before: dict[str, Lines]) -> str:
     """Return the rows as text: today's figures, and the earlier code and docstring lines."""
     rows = [f"{'':24}{'files':>7}{'code':>9}{'docstr.':>9}{'code then':>11}{'docstr. then':>14}{'code':>8}"]
@@ -107,6 +127,8 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=0, help="also list so many of the longest files of src")
     arguments = parser.parse_args()
     print(table(by_package(None), by_package(arguments.since)))
+    pages = words_by_page()
+    print(f"{'words of docs':24}{len(pages):7,}{sum(pages.values()):9,}  of {WORDS:,}")
     files = ((count(text).code, name) for name, text in sources(None) if name.startswith("src/"))
     for code, name in sorted(files, reverse=True)[: arguments.files]:
         print(f"{code:7,} {name}")

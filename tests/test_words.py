@@ -42,16 +42,13 @@ WORDS = {
     "unheard": "ignored",
 }
 REMAINING = {
-    "architecture.md": "imagined said told twin whereabouts",
     "checkpoint": "imagined",
     "comm": "alone apart aside beside imagined patience said somebody",
-    "communication.md": "asked nobody said whatever",
     "compat.py": "alone",
     "device": "beside",
     "engine": "alone asked beside heard imagined neighbours said told twin unnamed",
     "gpu.md": "asked imagined",
     "memory": "alone asked twin",
-    "memory.md": "asked",
     "moe": "imagined",
     "numbers.md": "alone beside imagined",
     "offload": "imagined",
