@@ -45,8 +45,8 @@ from shardwise_deepspeed.version import __version__ as __version__
 from shardwise_deepspeed.version import __version_major__ as __version_major__
 from shardwise_deepspeed.version import __version_minor__ as __version_minor__
 from shardwise_deepspeed.version import __version_patch__ as __version_patch__
-from shardwise.launch.arguments import add_config_arguments as add_config_arguments
-from shardwise.schedules import add_tuning_arguments as add_tuning_arguments
+from shardwise_deepspeed.arguments import add_config_arguments as add_config_arguments
+from shardwise_deepspeed.schedule_arguments import add_tuning_arguments as add_tuning_arguments
 from deepspeed import comm as dist
 from shardwise_deepspeed.accelerator import get_accelerator as get_accelerator
 from shardwise_deepspeed.version import git_branch as git_branch

@@ -34,19 +34,15 @@ if TYPE_CHECKING:
     from shardwise.data import RepeatingLoader
     from shardwise.dropin import install_as_deepspeed
     from shardwise.engine import Engine, Training, initialize
-    from shardwise.launch.arguments import add_config_arguments
     from shardwise.offload import offload_activations
     from shardwise.parallel import tp_model_init
     from shardwise.registry import declare_part
-    from shardwise.schedules import add_tuning_arguments
 
 _PUBLIC = {
     "initialize": "shardwise.engine",
     "Engine": "shardwise.engine",
     "Training": "shardwise.engine",
     "init_distributed": "shardwise.comm.setup",
-    "add_config_arguments": "shardwise.launch.arguments",
-    "add_tuning_arguments": "shardwise.schedules",
     "RepeatingLoader": "shardwise.data",
     "declare_part": "shardwise.registry",
     "offload_activations": "shardwise.offload",
@@ -78,8 +74,6 @@ __all__ = [
     "RepeatingLoader",
     "Training",
     "__version__",
-    "add_config_arguments",
-    "add_tuning_arguments",
     "checkpoint",
     "checkpointing",
     "comm",

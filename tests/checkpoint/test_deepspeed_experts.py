@@ -18,7 +18,7 @@ from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint
 from shardwise.checkpoint.deepspeed.directory import expert_file
 from shardwise.errors import CheckpointError
 from shardwise.moe import MoE
-from shardwise.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from shardwise_deepspeed.experts import split_params_into_different_moe_groups_for_optimizer
 from tests.checkpoint import deepspeed_files as files
 from tests.checkpoint.test_deepspeed import change, one
 from tests.checkpoint.test_layouts import content, same

@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import shardwise.absent
 import torch
 from torch import nn
 
@@ -30,6 +29,7 @@ from shardwise.errors import (
     PipelineError,
     UsageError,
 )
+from shardwise_deepspeed.entries import absent_members
 from shardwise_deepspeed.launcher import REFUSED, job_of
 from tests.harness.pool import Pool
 
@@ -609,7 +609,7 @@ def test_idle_step() -> None:
 
 def test_coalesce() -> None:
     assert not hasattr(shardwise.Engine, "coalesce_grad_reduction")
-    assert "no_sync" in shardwise.absent.ENGINE["coalesce_grad_reduction"]
+    assert "no_sync" in absent_members("deepspeed.DeepSpeedEngine")["coalesce_grad_reduction"]
     elsewhere("zero/test_loops.py", "test_no_sync_adds_up_locally_and_reduces_once")
 
 

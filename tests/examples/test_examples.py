@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from shardwise_deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -2,11 +2,11 @@ from typing import Any, NoReturn
 
 from typing_extensions import deprecated
 
-from shardwise.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict
-from shardwise.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint
-from shardwise.utils.zero_to_fp32 import get_model_state_file as get_model_state_file
-from shardwise.utils.zero_to_fp32 import get_optim_files as get_optim_files
-from shardwise.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint
+from shardwise_deepspeed.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict
+from shardwise_deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint
+from shardwise_deepspeed.zero_to_fp32 import get_model_state_file as get_model_state_file
+from shardwise_deepspeed.zero_to_fp32 import get_optim_files as get_optim_files
+from shardwise_deepspeed.zero_to_fp32 import load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint
 
 __all__ = ["GatheredTensor", "atoi", "convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict", "get_checkpoint_files", "get_fp32_state_dict_from_zero_checkpoint", "get_model_state_file", "get_model_state_files", "get_optim_files", "load_state_dict_from_zero_checkpoint", "natural_keys", "parse_model_states", "parse_optim_states", "to_torch_tensor", "zero3_partitioned_param_info", "zero_model_state"]
 

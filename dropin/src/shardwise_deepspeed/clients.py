@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm import api, setup
-from shardwise.config import accept, config_source, resolve
+from shardwise.config import accept, resolve
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.build import Arguments, build, check_model
@@ -37,6 +37,7 @@ from shardwise.parallel.tensor.entry import divided_over
 from shardwise.utils.logging import warn_once
 from shardwise.zero.units import released
 from shardwise_deepspeed import attributes
+from shardwise_deepspeed.arguments import config_source
 from shardwise_deepspeed.engine import DeepSpeedEngine, PipelineEngine
 
 _TENSOR = "tensor_parallel.autotp_size"

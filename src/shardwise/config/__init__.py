@@ -4,7 +4,6 @@ One strict schema (`Config`) describes every key. `resolve` gives a reason for e
 or raises one error that lists all problems. torch is imported only to look up one of its optimizers or schedules.
 """
 
-from .arguments import CONFIG_ARGUMENTS, config_arguments, config_path, config_source
 from .deepspeed import accept
 from .export import KeyRow, describe, effective, json_schema
 from .placeholders import assume
@@ -15,7 +14,6 @@ from .runtime_facts import Facts
 from .schema import Config
 
 __all__ = [
-    "CONFIG_ARGUMENTS",
     "Config",
     "Facts",
     "KeyRow",
@@ -23,9 +21,6 @@ __all__ = [
     "Resolution",
     "accept",
     "assume",
-    "config_arguments",
-    "config_path",
-    "config_source",
     "describe",
     "effective",
     "json_schema",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
-from shardwise.utils.zero_to_fp32 import (
+from shardwise_deepspeed.zero_to_fp32 import (
     LazyTensor,
     StateFile,
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -86,7 +86,7 @@ def test_files_and_script(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path:
     names = sorted(file.name for file in (tmp_path / "a").iterdir())
     assert names[0] == "pytorch_model-00001-of-00004.bin" and names[-1] == "pytorch_model.bin.index.json"
     assert len(names) == 5  # and not the file from before
-    script = [sys.executable, "-m", "shardwise.utils.zero_to_fp32"]
+    script = [sys.executable, "-m", "shardwise_deepspeed.zero_to_fp32"]
     options = ["-t", "first", "--safe_serialization", "--exclude_frozen_parameters", "-d"]
     done = subprocess.run([*script, path, tmp_path / "b", *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

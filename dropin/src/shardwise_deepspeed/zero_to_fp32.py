@@ -1,6 +1,6 @@
 """Plain fp32 weights of a checkpoint, with DeepSpeed's names for scripts.
 
-    python -m shardwise.utils.zero_to_fp32 runs/a weights
+    python -m shardwise_deepspeed.zero_to_fp32 runs/a weights
 
 New code uses `shardwise export` or `shardwise.checkpoint.export`, with more formats and dtypes. Only the returned
 tensors are in memory, and reading never runs code from a file.

@@ -11,8 +11,8 @@ import torch
 from shardwise.config.schema.observe import Throughput
 from shardwise.device.clock import now, seconds_between
 from shardwise.errors import UsageError
-from shardwise.profile import timers as module
-from shardwise.profile.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from shardwise_deepspeed import timers as module
+from shardwise_deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from tests.profile.test_breakdown import Lines
 
 

@@ -6,9 +6,8 @@ import argparse
 
 import pytest
 
-from shardwise.config import config_path
 from shardwise.errors import ConfigError
-from shardwise.launch.arguments import add_config_arguments
+from shardwise_deepspeed.arguments import add_config_arguments, config_path
 
 
 def _parse(*args: str) -> argparse.Namespace:

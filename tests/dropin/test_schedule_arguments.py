@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-import shardwise
 from shardwise.config.schema.schedules import NATIVE_SCHEDULES
-from shardwise.schedules import (
-    build,
+from shardwise.schedules import build
+from shardwise_deepspeed.schedule_arguments import (
+    add_tuning_arguments,
     get_config_from_args,
     get_lr_from_config,
     override_params,
@@ -21,7 +21,7 @@ from shardwise.schedules import (
 
 def parsed(line: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    assert shardwise.add_tuning_arguments(parser) is parser
+    assert add_tuning_arguments(parser) is parser
     return parser.parse_args(line.split())
 
 
