@@ -12,6 +12,7 @@ from shardwise_deepspeed.entries import Alias, Missing, Stub, read, table
 from shardwise_deepspeed.modules import PACKAGES, PATHS
 
 CONSTANTS = "shardwise_deepspeed.constants"
+OPERATORS = "shardwise_deepspeed.operators"
 
 
 def files() -> dict[str, str]:
@@ -35,7 +36,11 @@ def _module(path: str, constants: dict[str, object]) -> str:
         assert isinstance(entry, Alias)
         home, _, attribute = entry.target.partition(":")
         if home == CONSTANTS and attribute in constants:
-            lines.append(f"{name}: {type(constants[attribute]).__name__}")
+            kind = type(constants[attribute]).__name__
+            lines.append(f"{name}: {kind}{'[str]' if kind == 'list' else ''}")
+        elif home == OPERATORS and attribute.endswith("Builder") and attribute != "OpBuilder":
+            imports.append(f"from {home} import OpBuilder as _OpBuilder")
+            lines.append(f"class {name}(_OpBuilder): ...")
         elif attribute:
             imports.append(f"from {home} import {attribute} as {name}")
         else:
@@ -43,7 +48,7 @@ def _module(path: str, constants: dict[str, object]) -> str:
             imports.append(f"from {parent} import {module} as {name}")
     needed = ["from typing import Any, NoReturn\n", "from typing_extensions import deprecated\n"] if lines else []
     public = ", ".join(f'"{name}"' for name in sorted({*entries, *children}))
-    return "\n".join([*needed, *imports, f"\n__all__ = [{public}]\n", *lines]).strip() + "\n"
+    return "\n".join([*needed, *dict.fromkeys(imports), f"\n__all__ = [{public}]\n", *lines]).strip() + "\n"
 
 
 def _stub(name: str, entry: Stub) -> str:

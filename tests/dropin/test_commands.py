@@ -16,7 +16,8 @@ from shardwise.errors import CommandLineError, NotBuiltError
 from shardwise.launch.commands import doctor
 from shardwise.launch.detect import Detected, installed
 from shardwise_deepspeed.commands import report
-from shardwise_deepspeed.launcher import REFUSED, job_of, main
+from shardwise_deepspeed.entries import read
+from shardwise_deepspeed.launcher import job_of, main
 from shardwise_deepspeed.version import VERSION
 from tests.dropin.test_modules import package
 
@@ -77,7 +78,7 @@ def test_a_hostfile_that_is_missing_is_this_machine(tmp_path: Path, caplog: pyte
     assert job_of(["-H", str(tmp_path / "hosts"), "train.py"]).resources.hostfile == str(tmp_path / "hosts")
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", read("options.toml")["deepspeed"]["refused"])
 def test_what_is_not_built_is_refused(name: str) -> None:
     flags = ("force_multi", "no_ssh", "elastic_training", "save_pid")
     with pytest.raises(NotBuiltError, match=f"--{name}: .*not built yet"):
@@ -90,8 +91,8 @@ def test_what_is_not_built_is_refused(name: str) -> None:
         (["--nope", "train.py"], "nope"),
         (["--num_gpus", "two", "train.py"], "num_gpus"),
         ([], "user_script"),
-        (["--launcher", "ssh", "train.py"], "--launcher ssh: expected one of pdsh"),
-        (["--log_level", "loud", "train.py"], "--log_level loud"),
+        (["--launcher", "ssh", "train.py"], "--launcher: invalid choice: 'ssh'"),
+        (["--log_level", "loud", "train.py"], "--log_level: invalid choice: 'loud'"),
         (["--num_nodes", "2", __file__], "--num_nodes 2: this version starts processes on the machine"),
     ],
 )

@@ -30,7 +30,8 @@ from shardwise.errors import (
     UsageError,
 )
 from shardwise_deepspeed.entries import absent_members
-from shardwise_deepspeed.launcher import REFUSED, job_of
+from shardwise_deepspeed.entries import read as read_toml
+from shardwise_deepspeed.launcher import job_of
 from tests.harness.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -722,7 +723,7 @@ def test_stuck_ranks() -> None:
 
 def test_one_machine() -> None:
     assert job_of(["--num_gpus", "2", "train.py"]).resources.nproc == 2
-    assert {"no_ssh", "force_multi"} <= set(REFUSED)
+    assert {"no_ssh", "force_multi"} <= set(read_toml("options.toml")["deepspeed"]["refused"])
     elsewhere("launch/test_placement.py", "test_other_machines_are_not_built")
 
 

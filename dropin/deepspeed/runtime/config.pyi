@@ -11,7 +11,7 @@ __all__ = ["ADAGRAD_OPTIMIZER", "ADAMW_OPTIMIZER", "ADAM_OPTIMIZER", "DEEPSPEED_
 ADAGRAD_OPTIMIZER: str
 ADAMW_OPTIMIZER: str
 ADAM_OPTIMIZER: str
-DEEPSPEED_OPTIMIZERS: list
+DEEPSPEED_OPTIMIZERS: list[str]
 @deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
 class DeepSpeedConfigWriter:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -14,7 +14,7 @@ import torch
 from shardwise.errors import UsageError
 from shardwise.memory import peak_resident_bytes, resident_bytes
 from shardwise.utils.nvtx import range_pop, range_push
-from shardwise_deepspeed.operators import OpBuilder, create_op_builder, op_builder
+from shardwise_deepspeed.operators import create_op_builder, op_builder
 
 VARIABLE = "DS_ACCELERATOR"
 KINDS = ("cuda", "cpu")
@@ -39,35 +39,107 @@ class _HostEvent:
         return (end._time - self._time) * 1e3
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _no_context(*_: Any, **__: Any) -> Any:
+    return contextlib.nullcontext()
+
+
+def _memory_stats() -> dict[str, int]:
+    return {
+        "allocated_bytes.all.current": resident_bytes() or 0,
+        "allocated_bytes.all.peak": peak_resident_bytes() or 0,
+    }
+
+
+_ON_CPU: dict[str, Any] = {
+    "Stream": None,
+    "Event": _HostEvent,
+    "current_device": lambda: "cpu",
+    "device": _no_context,
+    "is_available": lambda: True,
+    "is_bf16_supported": lambda: True,
+    "initial_seed": torch.initial_seed,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "set_device": _nothing,
+    "stream": _no_context,
+}
+"""Name in torch.cuda -> its equivalent on the CPU."""
+
+_OF_DEVICE: dict[str, Callable[[], Any]] = {
+    "current_stream": _nothing,
+    "default_stream": _nothing,
+    "empty_cache": _nothing,
+    "max_memory_allocated": lambda: peak_resident_bytes() or 0,
+    "max_memory_reserved": lambda: peak_resident_bytes() or 0,
+    "memory_allocated": lambda: resident_bytes() or 0,
+    "memory_reserved": lambda: resident_bytes() or 0,
+    "memory_stats": _memory_stats,
+    "reset_peak_memory_stats": _nothing,
+    "synchronize": _nothing,
+}
+"""Function of torch.cuda that takes the number of a device -> its equivalent on the CPU."""
+
+_ALIASES = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
 class Accelerator:
-    """A kind of device, "cuda" or "cpu". Methods are those of torch.cuda, or their equivalents on the CPU."""
+    """A kind of device, "cuda" or "cpu". Further methods are those of torch.cuda, or their equivalents on the CPU."""
+
+    range_push = staticmethod(range_push)
+    range_pop = staticmethod(range_pop)
+    create_op_builder = staticmethod(create_op_builder)
+    get_op_builder = staticmethod(op_builder)
 
     def __init__(self, kind: str) -> None:
         self._name = kind
-        self._communication_backend_name = "nccl" if kind == "cuda" else "gloo"
+        self._cuda = kind == "cuda"
+        self._communication_backend_name = "nccl" if self._cuda else "gloo"
         self._compile_backend = "inductor"
 
-    @property
-    def _cuda(self) -> bool:
-        return self._name == "cuda"
+    def __getattr__(self, name: str) -> Any:
+        name = _ALIASES.get(name, name)
+        if name in _TENSORS:
+            return functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
+        if name in _OF_DEVICE:
+            return functools.partial(self._on_device, name)
+        if name in _ON_CPU:
+            return getattr(torch.cuda, name) if self._cuda else _ON_CPU[name]
+        raise AttributeError(f"get_accelerator() has no attribute {name!r}")
+
+    def _on_device(self, name: str, device_index: int | None = None) -> Any:
+        if not self._cuda:
+            return _OF_DEVICE[name]()
+        return torch.cuda.empty_cache() if name == "empty_cache" else getattr(torch.cuda, name)(device_index)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_ALIASES, *_TENSORS, *_OF_DEVICE, *_ON_CPU})
 
     # -- devices ------------------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | str | None = None) -> str:
         return f"cuda:{device_index}" if self._cuda and device_index is not None else self._name
 
-    def current_device(self) -> int | str:
-        return torch.cuda.current_device() if self._cuda else "cpu"
-
     def current_device_name(self) -> str:
         return self.device_name(torch.cuda.current_device() if self._cuda else None)
-
-    def device(self, device_index: int | None = None) -> Any:
-        return torch.cuda.device(device_index) if self._cuda else contextlib.nullcontext()
-
-    def set_device(self, device_index: int) -> None:
-        if self._cuda:
-            torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
         """Return the number of devices: of CPUs LOCAL_SIZE or LOCAL_WORLD_SIZE, the processes of this machine."""
@@ -75,28 +147,11 @@ class Accelerator:
             return torch.cuda.device_count()
         return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
-    def is_available(self) -> bool:
-        return torch.cuda.is_available() if self._cuda else True
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(device_index)
-
     def is_synchronized_device(self) -> bool:
         """Return True if a call returns when its work is done."""
         return not self._cuda
 
-    def use_host_timers(self) -> bool:
-        """Return True if the host's clock measures work on the device."""
-        return not self._cuda
-
-    def resolves_data_dependency(self) -> bool:
-        """Return True if the device itself orders streams."""
-        return not self._cuda
-
-    def handles_memory_backpressure(self) -> bool:
-        """Return True if the device itself waits for memory."""
-        return not self._cuda
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def visible_devices_envs(self) -> list[str]:
         return ["CUDA_VISIBLE_DEVICES"]
@@ -133,87 +188,22 @@ class Accelerator:
             return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
         return torch.get_rng_state()
 
-    def manual_seed(self, seed: int) -> Any:
-        return torch.cuda.manual_seed(seed) if self._cuda else torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.cuda.manual_seed_all(seed) if self._cuda else torch.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
-
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
 
-    # -- streams and memory -------------------------------------------------------------------------------------------
-
-    @property
-    def Stream(self) -> Any:
-        return torch.cuda.Stream if self._cuda else None
-
-    @property
-    def Event(self) -> Any:
-        return torch.cuda.Event if self._cuda else _HostEvent
-
-    def stream(self, stream: Any) -> Any:
-        return torch.cuda.stream(stream) if self._cuda else contextlib.nullcontext()
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.current_stream(device_index) if self._cuda else None
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.default_stream(device_index) if self._cuda else None
-
-    def empty_cache(self) -> None:
-        if self._cuda:
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the allocated bytes; of a CPU, the resident memory of the process."""
-        return torch.cuda.memory_allocated(device_index) if self._cuda else resident_bytes() or 0
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_allocated(device_index) if self._cuda else peak_resident_bytes() or 0
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """Return the bytes that torch's allocator holds; of a CPU, the resident memory."""
-        return torch.cuda.memory_reserved(device_index) if self._cuda else resident_bytes() or 0
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_reserved(device_index) if self._cuda else peak_resident_bytes() or 0
-
-    memory_cached = memory_reserved
-    max_memory_cached = max_memory_reserved
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_peak_memory_stats
-    reset_max_memory_cached = reset_peak_memory_stats
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Return torch's figures by name; two of them on the CPU."""
-        if self._cuda:
-            return dict(torch.cuda.memory_stats(device_index))
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(),
-            "allocated_bytes.all.peak": self.max_memory_allocated(),
-        }
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     def total_memory(self, device_index: int | None = None) -> int:
-        if self._cuda:
-            return int(torch.cuda.get_device_properties(self._index(device_index)).total_memory)
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if not self._cuda:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        index = torch.cuda.current_device() if device_index is None else device_index
+        return int(torch.cuda.get_device_properties(index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Return the bytes that are free or cached."""
         if self._cuda:
-            return self.total_memory(device_index) - self.memory_allocated(device_index)
+            return self.total_memory(device_index) - torch.cuda.memory_allocated(device_index)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-    def _index(self, device_index: int | None) -> int:
-        return torch.cuda.current_device() if device_index is None else device_index
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         return tensor.pin_memory() if self._cuda else tensor
@@ -222,12 +212,9 @@ class Accelerator:
         return tensor.clone() if self.is_pinned(tensor) else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_pinned() if self._cuda else False
+        return self._cuda and tensor.is_pinned()
 
-    # -- features ----------------------------------------------------------------------------------------------------
-
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if self._cuda else True
+    # -- features -----------------------------------------------------------------------------------------------------
 
     def is_fp16_supported(self) -> bool:
         return True
@@ -238,12 +225,6 @@ class Accelerator:
     def is_triton_supported(self) -> bool:
         """Return True if Triton's kernels run on the device; shardwise has none."""
         return self._cuda and torch.cuda.get_device_capability() >= (7, 0)
-
-    def range_push(self, msg: str) -> int:
-        return range_push(msg)
-
-    def range_pop(self) -> int:
-        return range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         if self._cuda:
@@ -261,48 +242,11 @@ class Accelerator:
             raise UsageError("get_accelerator().replay_graph(): the CPU has no graphs")
         graph.replay()
 
-    def create_op_builder(self, class_name: str) -> OpBuilder:
-        return create_op_builder(class_name)
-
-    def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        return op_builder(class_name)
-
     def get_compile_backend(self) -> str:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
         self._compile_backend = backend
-
-    def _tensors_of(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        return functools.partial(torch.tensor, dtype=dtype, device=self._name)
-
-    @property
-    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensors_of(torch.bfloat16)
-
-    @property
-    def ByteTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensors_of(torch.uint8)
-
-    @property
-    def DoubleTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensors_of(torch.float64)
-
-    @property
-    def FloatTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensors_of(torch.float32)
-
-    @property
-    def HalfTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensors_of(torch.float16)
-
-    @property
-    def IntTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensors_of(torch.int32)
-
-    @property
-    def LongTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensors_of(torch.int64)
 
 
 _chosen: Any = None

@@ -7,83 +7,47 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from typing import NoReturn
 
 from shardwise.comm.environment import LOOPBACK
-from shardwise.errors import CommandLineError, NotBuiltError, ShardwiseError
 from shardwise.launch.hosts import read_hostfile
 from shardwise.launch.job import Job, run_job
 from shardwise.launch.placement import Devices, Resources, place
 from shardwise_deepspeed.logs import LEVELS
+from shardwise_deepspeed.options import Parser, run
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """File of variables for processes on other machines; never read, because none are started there."""
 
 LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
-_USAGE_ERROR = 2
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CommandLineError(f"{message}. `deepspeed --help` shows the options.")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    made = _Parser(
-        prog="deepspeed",
-        description="Start a script as several processes on this machine, by `shardwise run`.",
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    made = Parser("deepspeed", "Start a script as several processes on this machine, by `shardwise run`.")
     add = made.add_argument
-    add("-H", "--hostfile", default=None, metavar="PATH", help="machines, one a line: host slots=N")
-    add("-i", "--include", default="", metavar="SPEC", help="slots to use: NAME[:slot,slot]@NAME...")
-    add("-e", "--exclude", default="", metavar="SPEC", help="slots not to use, in the same form")
+    add("-H", "--hostfile", metavar="PATH", help="machines, one a line: host slots=N")
+    add("-i", "--include", metavar="SPEC", help="slots to use: NAME[:slot,slot]@NAME...")
+    add("-e", "--exclude", metavar="SPEC", help="slots not to use, in the same form")
     add("--num_nodes", type=int, default=-1, metavar="N", help="use the first N machines; only 1 works so far")
     add("--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="number of processes")
-    add("--master_port", type=int, default=None, metavar="PORT", help="port to meet on; default 29500 or a free one")
+    add("--master_port", type=int, metavar="PORT", help="port to meet on; default 29500 or a free one")
     add("--master_addr", default="", metavar="ADDRESS", help="address of this machine at which the ranks meet")
     add("--module", action="store_true", help="the script is a module: python -m")
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--no_local_rank", action="store_true", help="do not append --local_rank=N to the arguments")
     add("--enable_each_rank_log", default="None", metavar="DIR", help="also write each rank's output to a file there")
     add("--bind_cores_to_rank", action="store_true", help="divide this machine's cores among the processes")
-    add("--bind_core_list", default=None, metavar="LIST", help="divide these CPUs only: 0,4-6")
-    add("--log_level", default="info", metavar="LEVEL", help=f"of the launcher: {', '.join(LEVELS)}")
+    add("--bind_core_list", metavar="LIST", help="divide these CPUs only: 0,4-6")
+    add("--log_level", default="info", choices=LEVELS, help="of the launcher")
     add("-q", "--quiet", action="store_true", help="print nothing but the ranks' output and errors")
     several = made.add_argument_group("for several machines", "no effect on one machine")
-    several.add_argument("--launcher", default="pdsh", type=str.lower, metavar="NAME", help=", ".join(LAUNCHERS))
+    several.add_argument("--launcher", default="pdsh", type=str.lower, choices=LAUNCHERS)
     several.add_argument("--launcher_args", default="", help="arguments of that launcher")
-    several.add_argument("--ssh_port", type=int, default=None, help="port of ssh")
+    several.add_argument("--ssh_port", type=int, help="port of ssh")
     several.add_argument("--no_ssh_check", action="store_true", help="do not try ssh first")
-    refused = made.add_argument_group("not built yet", "these are refused")
-    for name, why in REFUSED.items():
-        if name in ("force_multi", "no_ssh", "elastic_training", "save_pid"):
-            refused.add_argument(f"--{name}", action="store_true", default=None, help=why)
-        else:
-            refused.add_argument(f"--{name}", default=None, help=why)
     add("user_script", help="script to run")
     add("user_args", nargs=argparse.REMAINDER, help="everything after the script is the script's")
     return made
-
-
-_MACHINES = "starts processes on other machines, which is not built yet; run torchrun on each machine instead"
-_ELASTIC = "makes the batch follow the number of ranks, which is not built yet; see `shardwise run --min-nproc`"
-
-REFUSED = {
-    "force_multi": _MACHINES,
-    "no_ssh": _MACHINES,
-    "node_rank": _MACHINES,
-    "elastic_training": _ELASTIC,
-    "min_elastic_nodes": _ELASTIC,
-    "max_elastic_nodes": _ELASTIC,
-    "autotuning": "searches settings, which is not built yet; engine.memory_plans() compares some",
-    "save_pid": "writes process numbers to a file, which is not built yet",
-    "venv_script": "runs a shell script on other machines first, which is not built yet; activate the environment here",
-}
-"""Unsupported options, with their features."""
 
 
 def job_of(arguments: list[str]) -> Job:
@@ -93,19 +57,12 @@ def job_of(arguments: list[str]) -> Job:
     >>> job_of(["--num_gpus", "2", "train.py", "--lr", "1"]).args
     ('--lr', '1')
     """
-    given = parser().parse_args(arguments)
-    for name, why in REFUSED.items():
-        # "-1" is the default of the real command, which scripts spell out.
-        if getattr(given, name) not in (None, "-1"):
-            raise NotBuiltError(f"--{name}: {why}.")
-    if given.launcher not in LAUNCHERS:
-        raise CommandLineError(f"--launcher {given.launcher}: expected one of {', '.join(LAUNCHERS)}.")
-    if given.log_level not in LEVELS:
-        raise CommandLineError(f"--log_level {given.log_level}: expected one of {', '.join(LEVELS)}.")
-    logging.getLogger("shardwise").setLevel(LEVELS[given.log_level])
+    given = _parser().given(arguments)
+    log = logging.getLogger("shardwise")
+    log.setLevel(LEVELS[given.log_level])
     hostfile = given.hostfile
     if hostfile is not None and not os.path.exists(hostfile):
-        logging.getLogger("shardwise").warning("--hostfile %s: there is no such file; this machine is used", hostfile)
+        log.warning("--hostfile %s: there is no such file; this machine is used", hostfile)
         hostfile = None
     nproc, nodes = (None if number == -1 else number for number in (given.num_gpus, given.num_nodes))
     resources = Resources(nproc, nodes, given.include or None, given.exclude or None, hostfile)
@@ -130,11 +87,7 @@ def job_of(arguments: list[str]) -> Job:
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run the command and exit with its code; `args` default to those of this process."""
-    try:
-        sys.exit(run_job(job_of(sys.argv[1:] if args is None else args)))
-    except ShardwiseError as error:
-        print(f"deepspeed: error: {error}", file=sys.stderr)
-        sys.exit(_USAGE_ERROR if isinstance(error, CommandLineError) else 1)
+    run("deepspeed", lambda arguments: run_job(job_of(arguments)), args)
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Iterator
 from types import ModuleType
 from typing import ClassVar
 
 import torch
 
 from shardwise.errors import NotBuiltError, UsageError
-from shardwise_deepspeed.entries import reasons
+from shardwise_deepspeed.entries import read, reasons
 
-_WHY = reasons()
 _logger = logging.getLogger("shardwise")
 
 
@@ -50,53 +50,24 @@ class OpBuilder:
         return importlib.import_module(self.home)
 
 
-def _builder(cls: str, name: str, home: str | None, reason: str) -> type[OpBuilder]:
-    text = f"The operator {name!r}: {f'`{home}` does its work' if home else reason}."
-    return type(
-        cls, (OpBuilder,), {"NAME": name, "home": home, "reason": reason, "__doc__": text, "__module__": __name__}
-    )
+def _builders() -> Iterator[type[OpBuilder]]:
+    found = read("operators.toml")
+    rows = [(cls, name, home, "") for cls, (name, home) in found["served"].items()]
+    rows += [(cls, name, None, reasons().get(why, why)) for cls, (name, why) in found["absent"].items()]
+    for cls, name, home, reason in rows:
+        text = f"The operator {name!r}: {f'`{home}` does its work' if home else reason}."
+        body = {"NAME": name, "home": home, "reason": reason, "__doc__": text, "__module__": __name__}
+        yield type(cls, (OpBuilder,), body)
 
 
-def _done(cls: str, name: str, home: str) -> type[OpBuilder]:
-    return _builder(cls, name, home, "")
+_BY_CLASS = {cls.__name__: cls for cls in _builders()}
+globals().update(_BY_CLASS)
 
-
-def _missing(cls: str, name: str, reason: str) -> type[OpBuilder]:
-    return _builder(cls, name, None, reason)
-
-
-CPUAdamBuilder = _done("CPUAdamBuilder", "cpu_adam", "shardwise.optim.adam")
-CPUAdagradBuilder = _done("CPUAdagradBuilder", "cpu_adagrad", "shardwise.optim.adagrad")
-CPULionBuilder = _done("CPULionBuilder", "cpu_lion", "shardwise.optim.lion")
-FusedAdamBuilder = _done("FusedAdamBuilder", "fused_adam", "shardwise.optim.adam")
-FusedLambBuilder = _done("FusedLambBuilder", "fused_lamb", "shardwise.optim.lamb")
-FusedLionBuilder = _done("FusedLionBuilder", "fused_lion", "shardwise.optim.lion")
-AsyncIOBuilder = _done("AsyncIOBuilder", "async_io", "shardwise_deepspeed.aio")
-GDSBuilder = _missing("GDSBuilder", "gds", _WHY["direct"])
-PinMemoryBuilder = _missing("PinMemoryBuilder", "pin_memory", "memory is pinned by torch itself (tensor.pin_memory())")
-SparseAttnBuilder = _missing("SparseAttnBuilder", "sparse_attn", _WHY["sparse"])
-RandomLTDBuilder = _missing("RandomLTDBuilder", "random_ltd", _WHY["data"])
-EvoformerAttnBuilder = _missing("EvoformerAttnBuilder", "evoformer_attn", _WHY["layers"])
-TransformerBuilder = _missing("TransformerBuilder", "transformer", _WHY["layers"])
-StochasticTransformerBuilder = _missing("StochasticTransformerBuilder", "stochastic_transformer", _WHY["layers"])
-DeepCompileBuilder = _missing("DeepCompileBuilder", "dc", _WHY["compiler"])
-FPQuantizerBuilder = _missing("FPQuantizerBuilder", "fp_quantizer", _WHY["linear"])
-QuantizerBuilder = _missing("QuantizerBuilder", "quantizer", _WHY["compress"])
-InferenceBuilder = _missing("InferenceBuilder", "transformer_inference", _WHY["inference"])
-InferenceCoreBuilder = _missing("InferenceCoreBuilder", "inference_core_ops", _WHY["inference"])
-InferenceCutlassBuilder = _missing("InferenceCutlassBuilder", "cutlass_ops", _WHY["inference"])
-RaggedOpsBuilder = _missing("RaggedOpsBuilder", "ragged_device_ops", _WHY["inference"])
-RaggedUtilsBuilder = _missing("RaggedUtilsBuilder", "ragged_ops", _WHY["inference"])
-SpatialInferenceBuilder = _missing("SpatialInferenceBuilder", "spatial_inference", _WHY["inference"])
-UtilsBuilder = _missing("UtilsBuilder", "utils", "tensors are flattened by torch itself")
-
-ALL_OPS: dict[str, OpBuilder] = {cls.NAME: cls() for cls in OpBuilder.__subclasses__()}
+ALL_OPS: dict[str, OpBuilder] = {cls.NAME: cls() for cls in _BY_CLASS.values()}
 """Name of an operator -> its builder."""
 
 COMPATIBLE_OPS: dict[str, bool] = {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
 """Name of an operator -> whether the feature works here, hence also whether it is installed."""
-
-_BY_CLASS = {type(builder).__name__: type(builder) for builder in ALL_OPS.values()}
 
 
 def op_builder(class_name: str) -> type[OpBuilder] | None:

@@ -1,3 +1,9 @@
-from shardwise_deepspeed.operators import AsyncIOBuilder as AsyncIOBuilder
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
+from shardwise_deepspeed.operators import OpBuilder as _OpBuilder
 
 __all__ = ["AsyncIOBuilder"]
+
+class AsyncIOBuilder(_OpBuilder): ...
