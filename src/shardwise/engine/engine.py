@@ -64,12 +64,14 @@ class Engine(StateGetters):
         skipped_steps: steps skipped because of an overflow or a spike.
         global_samples: samples of all ranks used in steps.
         last_step: `StepReport` of the last `step()` at a boundary.
-        last_load, resumed: reports of the last `load_checkpoint` and `resume`; None before.
+        last_load: report of the last `load_checkpoint`; None before.
+        resumed: report of the last `resume`; None before.
         accountant: bytes held, by category.
         ledger: flight recorder of this engine's collectives.
         monitor: writes to the configured services (`shardwise.monitor.Monitor`).
         run_log: log of this rank's steps (`shardwise.monitor.runlog.RunLog`); None if disabled.
-        param_groups, defaults, state: the optimizer's. Frameworks step the engine as an optimizer (Lightning Fabric).
+        param_groups: the optimizer's, as `defaults` and `state`. Frameworks step the engine as an optimizer (Lightning
+            Fabric).
     """
 
     pipeline_parallelism = False
