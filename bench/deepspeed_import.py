@@ -165,7 +165,9 @@ def model_and_groups(case: Case, library: str) -> tuple[GPT, list[dict[str, Any]
     model.places.weight.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     if case.experts:
-        utils = importlib.import_module(f"{library}.moe.utils")
+        utils = importlib.import_module(
+            "shardwise_deepspeed.experts" if library == "shardwise" else f"{library}.moe.utils"
+        )
         whole = {"params": trained, "name": "trained", "weight_decay": 0.1}
         return model, utils.split_params_into_different_moe_groups_for_optimizer([whole])
     if case.groups == 1:

@@ -67,7 +67,7 @@ def stages(directory: str, chosen: tuple[int, ...]) -> tuple[list[float], dict[i
     for stage in chosen:
         acc = accelerator(plugin_of(stage))
         model, optimizer, loader = prepared(acc)
-        assert type(model) is shardwise.Engine and acc.num_processes == 2
+        assert isinstance(model, shardwise.Engine) and acc.num_processes == 2
         losses = train(acc, model, optimizer, loader)
         acc.save_state(f"{directory}/{stage}")
         state = acc.get_state_dict(model)

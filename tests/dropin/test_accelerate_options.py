@@ -93,7 +93,7 @@ def with_dummies(config: dict[str, Any], own: bool) -> dict[str, list[float]]:
     else:
         scheduler = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=4)
     model, optimizer, data, scheduler = acc.prepare(model, optimizer, loader(), scheduler)
-    assert type(scheduler) is DeepSpeedSchedulerWrapper and type(model) is shardwise.Engine
+    assert type(scheduler) is DeepSpeedSchedulerWrapper and isinstance(model, shardwise.Engine)
     found = run(acc, model, optimizer, scheduler, data)
     model.destroy()
     return found
@@ -273,7 +273,7 @@ def compiled(stage: int, backend: str | None) -> list[float]:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, data = acc.prepare(model, optimizer, loader())
-    assert model.is_compiled == (backend is not None) and type(model) is shardwise.Engine
+    assert model.is_compiled == (backend is not None) and isinstance(model, shardwise.Engine)
     losses = train(acc, model, optimizer, data)
     model.destroy()
     torch._dynamo.reset()

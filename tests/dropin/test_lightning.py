@@ -141,7 +141,7 @@ def with_fabric(
     assert runner.load(f"{directory}/saved", state) is not None and state["epoch"] == 7
     again = steps(4)
     engine = runner.strategy.model
-    assert type(engine) is shardwise.Engine and engine.global_steps == 8
+    assert isinstance(engine, shardwise.Engine) and engine.global_steps == 8
     engine.destroy()
     return first, after, again
 
@@ -281,7 +281,7 @@ def with_trainer(directory: str, stage: int | None) -> dict[str, Any]:
     ran, first = trainer(directory, stage), module()
     ran.fit(first, loader(48), loader(16))
     if stage is not None:
-        assert type(ran.strategy.model) is shardwise.Engine and ran.strategy.model.lr_scheduler is None
+        assert isinstance(ran.strategy.model, shardwise.Engine) and ran.strategy.model.lr_scheduler is None
         assert ran.strategy.model.zero_optimization_stage() == stage
     found: dict[str, Any] = {
         "losses": first.losses,

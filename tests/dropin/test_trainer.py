@@ -114,7 +114,7 @@ def trained(directory: str, stage: int | None) -> tuple[Logged, float, Logged]:
     with torch.no_grad():
         ours = ran.model_wrapped(input_ids=given, labels=given).loss.item()
     if stage is not None:
-        assert type(ran.deepspeed) is shardwise.Engine and ran.args.world_size == torch.distributed.get_world_size()
+        assert isinstance(ran.deepspeed, shardwise.Engine) and ran.args.world_size == torch.distributed.get_world_size()
         assert ran.deepspeed.zero_optimization_stage() == stage
         ran.deepspeed.destroy()
     forget()
