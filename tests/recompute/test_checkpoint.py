@@ -15,8 +15,9 @@ import shardwise
 from shardwise import checkpointing
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, Tier, track_activations
-from shardwise.recompute import options, settings
+from shardwise.recompute import settings
 from shardwise.utils import safe_get_full_grad
+from shardwise_deepspeed import checkpointing as script
 from tests.harness import run_ranks
 from tests.models import GPT, language_loss
 
@@ -26,7 +27,7 @@ RUNNERS: dict[str, Runner] = {
     "kept": lambda block, x: block(x),
     "recomputed": lambda block, x: checkpointing.checkpoint(block, x),
     "by keyword": lambda block, x: checkpointing.checkpoint(lambda *, debug: block(debug), debug=x),
-    "other name": lambda block, x: checkpointing.non_reentrant_checkpoint(block, x),
+    "other name": lambda block, x: script.non_reentrant_checkpoint(block, x),
 }
 
 
@@ -107,9 +108,9 @@ def test_what_is_no_function_is_refused() -> None:
 
 @pytest.fixture
 def unconfigured() -> Iterator[None]:
-    before, options._configured = (options._configured, settings.of_script()), False
+    before, script._configured = (script._configured, settings.of_script()), False
     yield
-    options._configured = before[0]
+    script._configured = before[0]
     settings.set_script(before[1])
 
 
@@ -127,8 +128,8 @@ class Parallel:
 
 
 def test_defaults_are_taken(unconfigured: None, tmp_path: Path) -> None:
-    assert not checkpointing.is_configured()
-    checkpointing.configure(
+    assert not script.is_configured()
+    script.configure(
         mpu_=None,
         partition_activations=False,
         contiguous_checkpointing=None,
@@ -136,24 +137,24 @@ def test_defaults_are_taken(unconfigured: None, tmp_path: Path) -> None:
         checkpoint_in_cpu=False,
         profile=None,
     )
-    assert checkpointing.is_configured()
+    assert script.is_configured()
     section = {"partition_activations": False, "number_checkpoints": 4, "profile": False}
     written = tmp_path / "config.json"
     written.write_text(json.dumps({"train_batch_size": 2, "activation_checkpointing": section}))
-    checkpointing.configure(Parallel(1), deepspeed_config=str(written))
-    checkpointing.partition_activations_in_checkpoint(False)
-    checkpointing.reset()
-    assert checkpointing.is_configured()
+    script.configure(Parallel(1), deepspeed_config=str(written))
+    script.partition_activations_in_checkpoint(False)
+    script.reset()
+    assert script.is_configured()
 
 
 def test_saved_inputs_may_be_divided(unconfigured: None) -> None:
-    checkpointing.configure(Parallel(1), partition_activations=True)
+    script.configure(Parallel(1), partition_activations=True)
     assert settings.of_script().partition_activations
     x = torch.ones(2048, requires_grad=True)
     checkpointing.checkpoint(torch.sin, x).sum().backward()  # one rank has all of it
-    checkpointing.partition_activations_in_checkpoint(False)
+    script.partition_activations_in_checkpoint(False)
     assert not settings.of_script().partition_activations
-    checkpointing.configure(Parallel(2), partition_activations=True)
+    script.configure(Parallel(2), partition_activations=True)
     with pytest.raises(UsageError, match=r"nothing connects the model-parallel ranks of configure\(mpu_\)"):
         checkpointing.checkpoint(torch.sin, x)
 
@@ -162,10 +163,10 @@ def test_a_configuration_is_checked(unconfigured: None) -> None:
     def given(section: dict[str, Any]) -> dict[str, Any]:
         return {"train_batch_size": 2, "activation_checkpointing": section}
 
-    with pytest.raises(ConfigError, match=r"cpu_checkpoint\b"):
-        checkpointing.configure(None, given({"cpu_checkpoint": True}))
-    assert not checkpointing.is_configured()
-    checkpointing.configure(None, given({"partition_activations": True}))
+    with pytest.raises(ConfigError, match="partition_activations"):
+        script.configure(None, given({"partition_activations": "some"}))
+    assert not script.is_configured()
+    script.configure(None, given({"partition_activations": True}))
     assert settings.of_script().partition_activations
 
 
@@ -209,19 +210,19 @@ def test_inputs_on_the_host(unconfigured: None) -> None:
     assert nowhere == 0
     by_config = step({"cpu_checkpointing": True})
     kept = step({"cpu_checkpointing": True, "contiguous_memory_optimization": True})
-    checkpointing.configure(None, checkpoint_in_cpu=True)
+    script.configure(None, checkpoint_in_cpu=True)
     by_script = step({})
     for forward, backward, weights in (by_config, kept, by_script):
         assert forward == 3 * size  # the first is the batch, which the checkpoint knows nothing of
         assert all(torch.equal(plain[name], weights[name]) for name in plain)
         assert backward == (3 * size if weights is kept[2] else 0)
     assert step({"cpu_checkpointing": True}, activation_offload={"min_bytes": size + 1})[0] == 0
-    checkpointing.configure(None)
+    script.configure(None)
     assert step({})[0] == 0
 
 
 def test_settings_without_an_engine(unconfigured: None) -> None:
-    checkpointing.configure(None, checkpoint_in_cpu=True, contiguous_checkpointing=True, synchronize=True)
+    script.configure(None, checkpoint_in_cpu=True, contiguous_checkpointing=True, synchronize=True)
     torch.manual_seed(1)
     model, x = blocks(), torch.randn(512, 512, requires_grad=True)
 
@@ -237,12 +238,12 @@ def test_settings_without_an_engine(unconfigured: None) -> None:
         assert all(torch.equal(a, b) for a, b in zip(plain, gradients(checkpointing.checkpoint), strict=True))
     (lane,) = settings.mover()._lanes.values()
     assert len(lane.pool._kept) == 2  # the inputs of the second and the third; a leaf stays where it is
-    checkpointing.reset()
+    script.reset()
     assert not lane.pool._kept
 
 
 def test_times(unconfigured: None, caplog: pytest.LogCaptureFixture) -> None:
-    checkpointing.configure(None, profile=True)
+    script.configure(None, profile=True)
     checkpointing.times(clear=True)
     x = torch.randn(64, 512)
     for _ in range(2):
@@ -256,7 +257,7 @@ def test_times(unconfigured: None, caplog: pytest.LogCaptureFixture) -> None:
     assert 0 < found["Sequential"].recompute < found["Sequential"].backward < 60 and found["Sequential"].forward > 0
     assert of_lambda.recompute == of_lambda.backward == 0  # its input needs no gradient, so that it is not called again
     assert checkpointing.times(clear=True) == found and not checkpointing.times()
-    checkpointing.configure(None)
+    script.configure(None)
     with caplog.at_level("INFO", logger="shardwise"):
         step({"profile": True})
     assert "step=1 checkpointed Sequential: 3 calls: forward" in caplog.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwise import recompute
 from shardwise.comm.api import get_world_size
 from shardwise.config import Config, accept, load, resolve
 from shardwise.config.export import without_secrets
@@ -71,33 +70,6 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> FP16:
 
 def _section(name: str, values: Any) -> Any:
     return getattr(resolve(accept({name: values or {}, "train_batch_size": 1})).config, name)
-
-
-def configure_checkpointing(
-    mpu_: Any,
-    deepspeed_config: Any = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
-    profile: bool | None = None,
-) -> None:
-    """Call `checkpointing.configure` with a section `activation_checkpointing`. Raises ConfigError."""
-    if deepspeed_config is not None:
-        name = "activation_checkpointing"
-        section = accept(deepspeed_config).data.get(name) or {}
-        deepspeed_config = {name: section, "train_micro_batch_size_per_gpu": 1}
-    recompute.configure(
-        mpu_,
-        deepspeed_config,
-        partition_activations,
-        contiguous_checkpointing,
-        num_checkpoints,
-        checkpoint_in_cpu,
-        synchronize,
-        profile,
-    )
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:

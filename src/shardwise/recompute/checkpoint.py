@@ -91,8 +91,3 @@ def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any,
 def _name_of(function: Callable[..., Any]) -> str:
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__qualname__", type(inner).__name__))
-
-
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Alias of `checkpoint`, which is always non-reentrant."""
-    return checkpoint(function, *args, **kwargs)

@@ -1,13 +1,14 @@
-"""Script options of activation checkpointing."""
+"""Script options of activation checkpointing: `deepspeed.checkpointing`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shardwise.comm.api import get_world_size
-from shardwise.config import resolve
+from shardwise.config import accept, resolve
 from shardwise.config.schema.parallel import ActivationCheckpointing
+from shardwise.recompute.checkpoint import checkpoint
 from shardwise.recompute.settings import Settings, let_go, of_script, set_script, unit_of_script
 
 _configured = False
@@ -47,7 +48,9 @@ def configure(
     global _configured
     section = ActivationCheckpointing()
     if deepspeed_config is not None:
-        section = resolve(deepspeed_config, world_size=_data_parallel_size(mpu_)).config.activation_checkpointing
+        written = accept(deepspeed_config).data.get("activation_checkpointing") or {}
+        minimal = {"activation_checkpointing": written, "train_micro_batch_size_per_gpu": 1}
+        section = resolve(minimal).config.activation_checkpointing
     given = {
         "checkpoint_in_cpu": checkpoint_in_cpu,
         "contiguous_checkpointing": contiguous_checkpointing,
@@ -58,10 +61,6 @@ def configure(
     flags = {name: bool(value) for name, value in given.items() if value is not None}
     set_script(replace(Settings.of(section), **flags), mpu_)
     _configured = True
-
-
-def _data_parallel_size(mpu: Any) -> int:
-    return get_world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
 
 
 def is_configured() -> bool:
@@ -77,3 +76,8 @@ def reset() -> None:
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Enable or disable the partitioning of saved inputs over the tensor-parallel group."""
     set_script(replace(of_script(), partition_activations=bool(partition_activation)), unit_of_script())
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `checkpoint`, which is always non-reentrant."""
+    return checkpoint(function, *args, **kwargs)
