@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _jobs import answer, in_job, parser, ranks, read, start_group
-from _systems import GPT, Size
+from harness import Row, answer, in_job, job, leave_group, options_of, over_ranks, save, show, start_group
+from systems import GPT, Size
 
 SIZE = Size(width=128, layers=4, heads=4, vocabulary=256, rows=4, length=96)
 STEPS, EVERY = 240, 10
@@ -172,12 +172,10 @@ def windows(data: torch.Tensor, seed: int, rows: int) -> torch.Tensor:
 
 def mean(value: torch.Tensor) -> float:
     """Return the mean over ranks."""
-    total = value.detach().double().clone()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
+    return over_ranks({"": float(value.detach())})[""]
 
 
-def train(way: Way, steps: int) -> dict[str, Any]:
+def train(way: Way, steps: int) -> Row:
     """Train one way on this rank, with the others."""
     import shardwise
 
@@ -202,52 +200,34 @@ def train(way: Way, steps: int) -> dict[str, Any]:
         final = mean(torch.stack([engine(windows(held_out, seed, 16)) for seed in range(8)]).mean())
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     engine.destroy()
-    return {
-        "group": way.group,
-        "name": way.name,
-        "steps": marks,
-        "loss": seen,
-        "sent_bytes": sent,
-        "held_out": final,
-        "parameters": parameters,
-        "seconds": seconds,
-        "config": way.config(),
-    }
+    last = (sent[-1] - sent[-2]) / EVERY / parameters
+    figures = {"last_loss": seen[-1], "held_out": final, "taken_s": seconds, "parameters": parameters}
+    figures |= {"sent_bytes_a_parameter": sent[-1] / steps / parameters, "last_sent_bytes_a_parameter": last}
+    curves = {"steps": marks, "loss": seen, "sent_bytes": sent}
+    return {"system": way.name, **figures, **curves, "group": way.group, "configuration": way.config()}
 
 
 def main() -> None:
     """Train every way in one job, print a line for each and keep the curves."""
-    found = parser(__doc__)
-    found.add_argument("--nproc", type=int, default=4, help="number of ranks")
-    found.add_argument("--steps", type=int, default=STEPS)
-    found.add_argument("--groups", help="groups of ways, separated by commas; default: all")
-    found.add_argument("--names", help="names of ways, separated by semicolons; default: all of the groups")
-    options = read(found)
-    steps = 2 * EVERY if options.quick else options.steps
+    options = options_of(__doc__, quick={"steps": 2 * EVERY}, nproc=4, steps=STEPS, groups="", systems="")
     chosen = [
         way
-        for way in ways(steps, options.nproc)
+        for way in ways(options.steps, options.nproc)
         if (not options.groups or way.group in options.groups.split(","))
-        and (not options.names or way.name in options.names.split(";"))
+        and (not options.systems or way.name in options.systems.split(";"))
     ]
     if in_job():
         start_group("shardwise")
-        answer([train(way, steps) for way in chosen])
+        answer([train(way, options.steps) for way in chosen])
+        leave_group()
         return
-    from _machine import save
-
-    rows = ranks(options.nproc)
-    for row in rows:
-        per_parameter = row["sent_bytes"][-1] / row["parameters"] / steps
-        last = (row["sent_bytes"][-1] - row["sent_bytes"][-2]) / row["parameters"] / EVERY
-        print(
-            f"{row['group']:12s} {row['name']:32s} loss {row['loss'][-1]:.3f}, held out {row['held_out']:.3f}, sent "
-            f"{per_parameter:6.3f} bytes a parameter and step, {last:6.3f} in the last steps; {row['seconds']:.0f} s",
-            flush=True,
-        )
+    rows = job(options.nproc)
     for group in dict.fromkeys(row["group"] for row in rows):
         part = [row for row in rows if row["group"] == group]
-        save(options.results, f"convergence_{group}", part, ranks=options.nproc, steps=steps)
+        configurations = {row["system"]: row.pop("configuration") for row in part}
+        show(part)
+        notes = {"ranks": options.nproc, "steps": options.steps, "configurations": configurations}
+        save(options, f"convergence_{group}", part, **notes)
 
 
 if __name__ == "__main__":

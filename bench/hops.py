@@ -17,16 +17,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from _gpu import imagined_ranks
-from _jobs import parser, read
-from host_time import as_device
+import torch
+from harness import Row, options_of, own_group, save, show
+from host import as_device
+from systems import ZERO, Case, Run, Size, shardwise
 
-if TYPE_CHECKING:
-    from _systems import Case, Run
+import shardwise as library
 
-LINE = "{system:24}{event:32}{calls:7} calls{callables:5} callables{files:4} files{moves:5} moves"
 _GATHERS = frozenset({"all_gather_single", "all_gather_into_tensor"})
 _REDUCTIONS = frozenset({"reduce_scatter_single", "reduce_scatter_tensor", "all_to_all_single"})
 """Functions of torch.distributed, whose names depend on its release."""
@@ -135,38 +134,25 @@ def events(make: Callable[[Case], Run], case: Case, folder: str) -> dict[str, Ev
 
 def main() -> None:
     """Print and keep the table."""
-    import torch
-    from _machine import save
-    from _systems import SYSTEMS, Case, Size, shardwise
-
-    import shardwise as library
-
-    found = parser(__doc__)
-    found.add_argument("--world", type=int, default=8, help="imagined ranks")
-    found.add_argument("--list", metavar="EVENT", help="print the functions of an event of stage 3, too")
-    options = read(found)
+    options = options_of(__doc__, world=8, list="")
     logging.getLogger("shardwise").setLevel(logging.WARNING)
     own = str(Path(library.__file__).parent)
     torch_s = str(Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard")
-
-    def offloaded(case: Case) -> Run:
-        return shardwise(case, 3, offload_optimizer={"device": "cpu"})
-
     case = Case(Size(width=64, layers=6, heads=4, vocabulary=64, rows=1, length=8), bf16=True)
-    rows = []
+    rows: list[Row] = []
     for name, make, folder in (
-        ("shardwise 3", SYSTEMS["shardwise 3"], own),
-        ("shardwise 3, offloaded", offloaded, own),
-        ("FSDP2", SYSTEMS["FSDP2"], torch_s),
+        ("shardwise 3", ZERO["shardwise 3"], own),
+        ("shardwise 3, offloaded", lambda case: shardwise(case, 3, offload_optimizer={"device": "cpu"}), own),
+        ("FSDP2", ZERO["FSDP2"], torch_s),
     ):
-        with as_device(), imagined_ranks(options.world, "cpu"):
+        with as_device(), own_group(options.world, "cpu"):
             for event, seen in events(make, case, folder).items():
-                rows.append({"system": name, "event": event, **seen.row()})
-                print(LINE.format(**rows[-1]), flush=True)
+                rows.append({"system": name, "setting": {"event": event}, **seen.row()})
+                show(rows[-1:])
                 if options.list == event and name == "shardwise 3":
                     for code in sorted(seen.codes, key=lambda code: (code.co_filename, code.co_firstlineno)):
                         print(f"    {Path(code.co_filename).relative_to(own)}:{code.co_firstlineno} {code.co_qualname}")
-    save(options.results, "hops", rows, world=options.world)
+    save(options, "hops", rows, world=options.world)
 
 
 if __name__ == "__main__":

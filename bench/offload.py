@@ -1,6 +1,6 @@
 """How fast state moves that is not on the device, and how much of that is hidden: parts of one process, without ranks.
 
-    OMP_NUM_THREADS=1 python bench/offload.py [--only step,disk,overlap] [--directory DIR] [--rounds 9]
+    OMP_NUM_THREADS=1 python bench/offload.py [--what step,disk,overlap] [--directory DIR] [--rounds 9]
 
 *step*: bytes that AdamW has to move (it reads masters, gradients and two moments and writes masters, moments and the
 bf16 copy) over its time, beside a plain copy and a triad (a = b + c) of as many bytes with as many threads.
@@ -30,15 +30,14 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from _jobs import ROOT, parser, read
-from _machine import save
+from harness import Row, options_of, save, show, turns
 
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_HOST, StateHome, TieredTensors, acquiring, in_turn
@@ -55,19 +54,7 @@ STEPS = 24
 SHARES = {"half as long": 0.5, "as long": 1.0}
 """How long moving takes, by computing."""
 
-Rows = list[dict[str, Any]]
-
-
-def turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each way in each round, after one that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(-1, rounds):
-        for name in ways if turn % 2 == 0 else reversed(ways):
-            start = time.perf_counter()
-            ways[name]()
-            if turn >= 0:
-                found[name].append(time.perf_counter() - start)
-    return found
+Rows = list[Row]
 
 
 class Parts:
@@ -145,7 +132,7 @@ def step(options: argparse.Namespace) -> Rows:
             rows.append(
                 {
                     "system": f"{name}, {threads} thread{'s' * (threads > 1)}",
-                    "gb_per_s": MOVED * elements / median / 1e9,
+                    "moved_gb_per_s": MOVED * elements / median / 1e9,
                     **{f"of_{other}": value / median for other, value in bound.items()},
                 }
             )
@@ -233,13 +220,13 @@ def disk(options: argparse.Namespace) -> Rows:
     rows = [
         {
             "system": name,
-            "gb_per_s": 2 * state.bytes / medians[name] / 1e9,
+            "moved_gb_per_s": 2 * state.bytes / medians[name] / 1e9,
             "highest_gb_per_s": 2 * state.bytes / min(seconds[name]) / 1e9,
             "of_plain": medians[fastest] / medians[name],
             "of_plain_by_rounds": statistics.median(ratios) if name == "in turn" else None,
             "plain": fastest,
             "direct": file.direct,
-            "bytes": 2 * state.bytes,
+            "moved_bytes": 2 * state.bytes,
         }
         for name in ways
     ]
@@ -330,7 +317,7 @@ class PlayedDisk:
 
 
 class Training:
-    """What is timed with state in memory, and with state on a played disk.
+    """A training that is timed with state in memory, and with state on a played disk.
 
     Attributes:
         played: the disk.
@@ -349,6 +336,14 @@ class Training:
         """Return the seconds with state on the disk, where nothing is under way at the beginning and in the end."""
         raise NotImplementedError
 
+    def timed(self, action: Callable[[], object]) -> float:
+        """Return the seconds of an action; what it has moved is counted."""
+        before, begin = self.played.moved, time.perf_counter()
+        action()
+        seconds = time.perf_counter() - begin
+        self.moved = self.played.moved - before
+        return seconds
+
 
 class Steps(Training):
     """An optimizer's steps of parts whose masters and moments are on the disk."""
@@ -364,11 +359,7 @@ class Steps(Training):
 
     def moving(self) -> float:
         """See `Training.moving`."""
-        before, begin = self.played.moved, time.perf_counter()
-        self._state.in_turn(STEPS)
-        seconds = time.perf_counter() - begin
-        self.moved = self.played.moved - before
-        return seconds
+        return self.timed(lambda: self._state.in_turn(STEPS))
 
 
 class Passes(Training):
@@ -381,7 +372,7 @@ class Passes(Training):
     """
 
     def __init__(self, size: str, rows: int, directory: Path) -> None:
-        from _systems import SIZES, Case, shardwise
+        from systems import SIZES, Case, shardwise
 
         super().__init__()
         case = Case(replace(SIZES[size], rows=rows), bf16=True)
@@ -408,11 +399,7 @@ class Passes(Training):
         run.finish()
         self.played.idle()
         self.played.speed = speed
-        before, begin = self.played.moved, time.perf_counter()
-        run.passes()
-        seconds = time.perf_counter() - begin
-        self.moved = self.played.moved - before
-        return seconds
+        return self.timed(run.passes)
 
 
 def overlap(options: argparse.Namespace) -> Rows:
@@ -450,7 +437,7 @@ def hidden(name: str, training: Training, rounds: int) -> Rows:
         *times, part, of_waiting = (statistics.median(column) for column in zip(*measured, strict=True))
         row: dict[str, Any] = {"system": f"{name}, {share}"}
         row |= {field: value * 1e3 for field, value in zip(fields, times, strict=True)}
-        rows.append({**row, "hidden": part, "hidden_of_waiting": of_waiting, "bytes": size})
+        rows.append({**row, "hidden": part, "hidden_of_waiting": of_waiting, "moved_bytes": size})
     return rows
 
 
@@ -459,22 +446,14 @@ MEASURED: dict[str, Callable[[argparse.Namespace], Rows]] = {"step": step, "disk
 
 def main() -> None:
     """Measure, print the figures and keep them."""
-    found = parser(__doc__)
-    found.add_argument("--only", default=",".join(MEASURED), help="what is measured, separated by commas")
-    found.add_argument("--directory", type=Path, help="on the disk; default: build/")
-    found.add_argument("--rounds", type=int, default=9)
-    options = read(found)
-    options.rounds = 2 if options.quick else options.rounds
+    options = options_of(__doc__, quick={"rounds": 2}, what=",".join(MEASURED), directory="", rounds=9)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    (ROOT / "build").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.directory or ROOT / "build") as directory:
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         options.directory = Path(directory)
-        for name in options.only.split(","):
+        for name in options.what.split(","):
             rows = MEASURED[name](options)
-            for row in rows:
-                figures = "  ".join(f"{key} {value:.3g}" for key, value in row.items() if isinstance(value, float))
-                print(f"{row['system']:52s} {figures}", flush=True)
-            save(options.results, f"offload_{name}", rows, rounds=options.rounds)
+            show(rows)
+            save(options, f"offload_{name}", rows, rounds=options.rounds)
 
 
 if __name__ == "__main__":

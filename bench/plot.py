@@ -7,41 +7,40 @@ A plot whose measurements are missing is left out.
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from _jobs import parser, read
+from harness import RESULTS, Row, load
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 COLOURS = {"alone": "#888888", "DDP": "#444444", "FSDP2": "#4c78a8", "DeepSpeed": "#e1812c", "shardwise": "#2a9d5c"}
 MARKS = ("o", "s", "^", "D")
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 
 
 class Absent(Exception):
     """A file with measurements is not there."""
 
 
-def rows(folder: Path, name: str) -> Rows:
-    """Return the rows of a result file."""
-    found: Rows = _record(folder, name)["rows"]
+def record(folder: Path, name: str) -> Row:
+    """Return a result file."""
+    found = load(folder, name)
+    if found is None:
+        raise Absent(name)
     return found
 
 
-def _record(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / f"{name}.json"
-    if not path.exists():
-        raise Absent(name)
-    found: dict[str, Any] = json.loads(path.read_text())
+def rows(folder: Path, name: str) -> Rows:
+    """Return the rows of a result file."""
+    found: Rows = record(folder, name)["rows"]
     return found
 
 
@@ -72,9 +71,13 @@ def bars(axes: Axes, found: Rows, field: str, label: str, form: str = "{:.2f}") 
 def time_and_memory(folder: Path) -> None:
     """Step time over DDP's, and peak memory, of each system."""
     panels = [
-        ("step_time_27M_fp32_2", "ratio", "step time over DDP's\nfp32, 27M parameters, 2 ranks"),
-        ("step_time_27M_bf16_2", "ratio", "step time over DDP's\nbf16, 27M parameters, 2 ranks"),
-        ("memory_98M_bf16_4", "peak", "peak memory, bytes a parameter\nbf16, 98M parameters, 4 ranks"),
+        ("time_zero_27M_fp32_2", "ratio", "step time over DDP's\nfp32, 27M parameters, 2 ranks"),
+        ("time_zero_27M_bf16_2", "ratio", "step time over DDP's\nbf16, 27M parameters, 2 ranks"),
+        (
+            "memory_zero_98M_bf16_4",
+            "peak_bytes_a_parameter",
+            "peak memory, bytes a parameter\nbf16, 98M parameters, 4 ranks",
+        ),
     ]
     found = [rows(folder, name) for name, _, _ in panels]
     _, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
@@ -86,13 +89,13 @@ def time_and_memory(folder: Path) -> None:
 
 def communication(folder: Path) -> None:
     """Step time over DDP's, and the part of it blocked in collectives, by number of ranks."""
-    by_ranks = {world: rows(folder, f"step_time_7M_fp32_{world}") for world in (1, 2, 4, 8)}
+    by_ranks = {world: rows(folder, f"time_zero_7M_fp32_{world}") for world in (1, 2, 4, 8)}
     _, axes = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained")
     for place, field, scale in ((axes[0], "ratio", 1), (axes[1], "blocked_share", 100)):
         lines: dict[str, list[tuple[int, float]]] = {}
         for world, table in by_ranks.items():
             for row in table:
-                if row[field] is not None and row["system"] not in ("DDP", "FSDP2 no reshard"):
+                if row.get(field) is not None and row["system"] not in ("DDP", "FSDP2 no reshard"):
                     lines.setdefault(row["system"], []).append((world, row[field] * scale))
         for system, points in lines.items():
             _line(place, system, points)
@@ -124,8 +127,9 @@ def largest_batch(folder: Path) -> None:
 def growth(folder: Path) -> None:
     """Processor time of a layer by number of layers."""
     _, axes = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for row in rows(folder, "growth_layers_2"):
-        _line(axes, row["system"], [(int(depth), value) for depth, value in row["microseconds_per_layer"].items()])
+    found = rows(folder, "growth_layers_2")
+    for system in dict.fromkeys(row["system"] for row in found):
+        _line(axes, system, [(row["layers"], row["a_layer_us"]) for row in found if row["system"] == system])
     axes.set_xlabel("layers")
     axes.set_ylabel("processor time of a step over layers, µs")
     axes.set_ylim(bottom=0)
@@ -147,7 +151,7 @@ KINDS = {
 
 def offload_step(folder: Path) -> None:
     """Memory by tier over one step of an engine with everything on a disk."""
-    course = _record(folder, "offload_memory_98M_bf16_1")["course"]
+    course = record(folder, "memory_disk_98M_bf16_1")["notes"]["course"]
     marks, length = course["marks"], course["interval"]
     _, axes = plt.subplots(3, 1, figsize=(10, 7), layout="constrained", sharex=True)
     drawn = dict.fromkeys(kind for kinds in course["bytes"].values() for kind in kinds)
@@ -179,15 +183,15 @@ def convergence(group: str) -> Callable[[Path], None]:
         _, axes = plt.subplots(1, 2, figsize=(13, 4.2), layout="constrained", width_ratios=[3, 2])
         colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
         for row, colour in zip(found, colours, strict=False):
-            axes[0].plot(row["steps"], row["loss"], label=row["name"], color=colour, linewidth=1.3)
+            axes[0].plot(row["steps"], row["loss"], label=row["system"], color=colour, linewidth=1.3)
         axes[0].set_xlabel("steps")
         axes[0].set_ylabel("training loss, mean of ten steps")
         axes[0].legend(fontsize=8, frameon=False)
         axes[0].spines[["top", "right"]].set_visible(False)
-        values = [row["sent_bytes"][-1] / row["parameters"] / row["steps"][-1] for row in found]
+        values = [row["sent_bytes_a_parameter"] for row in found]
         drawn = axes[1].barh(range(len(found)), values, color=colours[: len(found)], height=0.7)
         axes[1].bar_label(drawn, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
-        axes[1].set_yticks(range(len(found)), [row["name"] for row in found], fontsize=9)
+        axes[1].set_yticks(range(len(found)), [row["system"] for row in found], fontsize=9)
         axes[1].invert_yaxis()
         axes[1].set_xlim(0, 1.15 * max(values))
         axes[1].set_xlabel("bytes that a rank sends, per parameter and step")
@@ -200,17 +204,17 @@ def pipeline_idle(folder: Path) -> None:
     """Step time, idle share and activations of schedules by number of ranks, measured and simulated."""
     found = rows(folder, "pipeline_idle_m16")
     panels = [
-        ("step_ms", 1e-3, "seconds a step"),
+        ("step_s", 1, "seconds a step"),
         ("idle_share", 100, "idle share of all ranks, per cent"),
         ("activations_mb", 1, "peak activations of a rank, MB"),
     ]
     colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-    schedules = list(dict.fromkeys(row["schedule"] for row in found))
+    schedules = list(dict.fromkeys(row["system"] for row in found))
     counts = sorted({row["ranks"] for row in found})
     _, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     for place, (field, scale, label) in zip(axes, panels, strict=True):
         for schedule, colour in zip(schedules, colours, strict=False):
-            own = [row for row in found if row["schedule"] == schedule]
+            own = [row for row in found if row["system"] == schedule]
             ranks = [row["ranks"] for row in own]
             place.plot(ranks, [row[field] * scale for row in own], "o-", color=colour, label=schedule, linewidth=1.3)
             simulated = [row[f"simulated_{field}"] * scale for row in own]
@@ -218,7 +222,7 @@ def pipeline_idle(folder: Path) -> None:
         place.set_xticks(counts)
         place.set_xlabel("ranks of the pipeline")
         place.set_ylabel(label)
-        if field == "step_ms":
+        if field == "step_s":
             place.set_yscale("log", base=2)
             place.set_yticks([3, 4, 6, 8, 12, 24], ["3", "4", "6", "8", "12", "24"])
         else:
@@ -244,7 +248,9 @@ PLOTS: dict[str, Callable[[Path], None]] = {
 
 def main() -> None:
     """Draw every plot whose measurements are there."""
-    options = read(parser(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
     for name, draw in PLOTS.items():
         file = options.results / (name if "." in name else f"{name}.png")
         try:

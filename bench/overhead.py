@@ -1,0 +1,179 @@
+"""The cost of watching a run: steps with it over steps without, in one job, by turns.
+
+    python bench/overhead.py [--what monitoring] [--nproc 2] [--size 7M] [--rounds 10] [--steps 10] [--parts]
+    python bench/overhead.py --what timeline [--rounds 30] [--steps 3] [--keep DIR]
+
+*monitoring*: two engines with the same model are built in the same processes: one with every section of `SECTIONS`, one
+with none; `--parts` adds an engine for each section alone. *timeline*: one engine makes the same steps with and without
+a recording; comparing clocks and writing the file, before and after the recorded steps, is not counted. `--keep`
+records once more at the end, and leaves the files there.
+
+They take turns of `--steps` steps. A turn begins with a barrier and ends when everything that its steps have launched
+has arrived. Each round gives a ratio; the figure is the median of the ratios. Beside time on the wall stands that of
+the processor, of all threads of a rank, which other programs disturb less; both are means of the ranks. The thread that
+looks for collectives that wait is one of the process, and runs in all turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from harness import (
+    Row,
+    answer,
+    in_job,
+    job,
+    leave_group,
+    medians,
+    options_of,
+    over_ranks,
+    save,
+    show,
+    spent,
+    start_group,
+    turns,
+)
+from systems import SIZES, Case, EngineRun
+
+NOTHING, EVERYTHING = "nothing", "everything"
+SECTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "prints": lambda folder: {},
+    "times of the parts": lambda folder: {"wall_clock_breakdown": True},
+    "memory at the phases": lambda folder: {"memory_breakdown": True},
+    "throughput": lambda folder: {"timers": {"throughput": {"enabled": True}}},
+    "monitors": lambda folder: {
+        name: {"enabled": True, "output_path": str(folder), "job_name": name}
+        for name in ("csv_monitor", "jsonl_monitor")
+    },
+    "communication log": lambda folder: {"comms_logger": {"enabled": True, "path": str(folder / "comm")}},
+    "waits": lambda folder: {"stall_limit": 30},
+    "run log": lambda folder: {"run_log": {"enabled": True, "path": str(folder / "run"), "plan": False}},
+    "progress": lambda folder: {"progress": {"mode": "lines"}},
+    "anomalies": lambda folder: {"anomaly_watch": {"enabled": True}},
+}
+"""What is switched on, by name: keys of the configuration. Each has `steps_per_print` 10, too."""
+OFF: dict[str, Any] = {"steps_per_print": 0, "timers": {"throughput": {"enabled": False}}, "stall_limit": 0}
+
+
+def settings(name: str, folder: Path) -> dict[str, Any]:
+    """Return the keys of one of the engines."""
+    if name == NOTHING:
+        return OFF
+    chosen = SECTIONS if name == EVERYTHING else {name: SECTIONS[name]}
+    found = OFF | {"steps_per_print": 10}
+    for keys in chosen.values():
+        found |= keys(folder)
+    return found
+
+
+def engine_of(case: Case, keys: dict[str, Any]) -> EngineRun:
+    """Return an engine at stage 3, which has most collectives, with some keys."""
+    import shardwise
+
+    config = {
+        "train_micro_batch_size_per_gpu": case.size.rows,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": case.bf16},
+        "gradient_clipping": 1.0,  # as nearly all training has it; the norm is judged by "anomalies"
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        **keys,
+    }
+    return EngineRun(case, shardwise.initialize(model=case.model(), config=config)[0])
+
+
+def turn_of(run: EngineRun, steps: int, within: Callable[[], Any] = contextlib.nullcontext) -> dict[str, float]:
+    """Return the seconds of a step within a context that is not counted."""
+
+    def train() -> None:
+        for _ in range(steps):
+            run.step()
+        run.finish()
+
+    with within():
+        figures = spent(train)
+    return over_ranks({name: value / steps for name, value in figures.items()})
+
+
+def measure(options: argparse.Namespace, folder: str) -> Row:
+    """Take turns on this rank; return seconds a step on the wall and of the processor of each turn."""
+    from shardwise.profile.trace import read
+
+    case = Case(SIZES[options.size], options.dtype == "bf16")
+    if options.what == "timeline":
+        run = engine_of(case, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+        record = functools.partial(run.engine.record_timeline, folder)
+        runs = [run]
+        ways = {
+            NOTHING: functools.partial(turn_of, run, options.steps),
+            EVERYTHING: functools.partial(turn_of, run, options.steps, record),
+        }
+    else:
+        names = [NOTHING, EVERYTHING, *(SECTIONS if options.parts else ())]
+        runs = [engine_of(case, settings(name, Path(folder, str(place)))) for place, name in enumerate(names)]
+        ways = {name: functools.partial(turn_of, run, options.steps) for name, run in zip(names, runs, strict=True)}
+    found: Row = {"turns": turns(ways, options.rounds, warm=2)}
+    if options.what == "timeline":
+        found["events"] = len(read(folder)[0].events) / options.steps if dist.get_rank() == 0 else 0
+        if options.keep:
+            turn_of(runs[0], options.steps, functools.partial(runs[0].engine.record_timeline, options.keep))
+    for run in runs:
+        run.close()
+    dist.barrier()
+    return found
+
+
+def main() -> None:
+    """Run the contest, print the table and keep it."""
+    options = options_of(
+        __doc__,
+        quick={"size": "tiny", "rounds": 2, "steps": 2},
+        what="monitoring",
+        size="7M",
+        dtype="fp32",
+        nproc=2,
+        rounds=10,
+        steps=10,
+        parts=False,
+        keep="",
+    )
+    if in_job():
+        start_group("shardwise")
+        logging.getLogger("shardwise").setLevel(logging.INFO)
+        with tempfile.TemporaryDirectory() as own:
+            shared = [own]
+            dist.broadcast_object_list(shared)
+            answer(measure(options, shared[0]))
+        leave_group()
+        return
+    found = job(options.nproc)
+    rows: list[Row] = []
+    for name, own in found["turns"].items():
+        over = {
+            key: sorted(100 * (a[key] / b[key] - 1) for a, b in zip(own, found["turns"][NOTHING], strict=True))
+            for key in ("wall", "processor")
+        }
+        figures, quarter = medians(own), len(own) // 4
+        row: Row = {"system": name, "setting": {"ranks": options.nproc}}
+        row |= {"median_ms": figures["wall"] * 1e3, "processor_ms": figures["processor"] * 1e3}
+        row |= {"over_percent": statistics.median(over["wall"])}
+        row |= {"processor_over_percent": statistics.median(over["processor"]), "rounds_percent": over["processor"]}
+        row["half_of_rounds"] = [over["processor"][quarter], over["processor"][-1 - quarter]]
+        rows.append(row)
+    if "events" in found:
+        rows[-1]["events_a_step"] = found["events"]
+    show(rows)
+    name = f"{options.what}_{options.size}_{options.dtype}_{options.nproc}"
+    save(options, name, rows, rounds=options.rounds, steps=options.steps)
+
+
+if __name__ == "__main__":
+    main()
