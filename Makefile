@@ -29,18 +29,19 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	@echo "installing $(TORCH) into $(VENV) (once; some minutes)"
 	@index=$$($(PYTHON) -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=10)' 2>/dev/null \
 		&& echo --extra-index-url $(TORCH_INDEX)); $(PIP) $$index "$(TORCH)"
-	@echo "installing shardwise[demo] into $(VENV)"
-	@$(PIP) -e ".[demo]"
+	@echo "installing shardwise and the demo's packages into $(VENV)"
+	@$(PIP) --upgrade "pip>=25.1"
+	@$(PIP) -e . --group demo
 	@touch $@
 
 $(STAMP): $(DEMO_STAMP)
-	@echo "installing shardwise[dev,hf,clients,monitors] into $(VENV)"
-	@$(PIP) -e ".[demo,dev,hf,clients,monitors]"
+	@echo "installing packages of development and clients into $(VENV)"
+	@$(PIP) -e . --group demo --group dev --group clients
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	@echo "installing shardwise[docs] into $(VENV)"
-	@$(PIP) -e ".[docs]"
+	@echo "installing the packages of the site into $(VENV)"
+	@$(PIP) -e . --group docs
 	@touch $@
 
 # Ctrl-C saves and stops, and the next `make demo` goes on from there; `make demo-again` begins anew.
@@ -80,10 +81,9 @@ exhaustive: $(STAMP)
 matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.matrix
 
-# A fresh environment for each version of Python and torch, and the tests that meet torch most closely; the result goes to
-# bench/results. Builds of torch for CUDA (several GB each) only with VERSIONS_FLAGS=--allow-gpu-wheels.
+# A fresh environment for each version of Python and torch, and the tests that meet torch most closely (noxfile.py).
 versions: $(STAMP)
-	$(BIN)/python bench/versions.py $(VERSIONS_FLAGS)
+	$(BIN)/nox -s versions $(VERSIONS_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -108,26 +108,26 @@ size:
 hops: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python bench/hops.py $(HOPS_FLAGS)
 
-# Numbers, machine and versions go to bench/results/; plots, the README's table and docs/numbers.md are made of them.
+# Numbers, machine and versions go to bench/results/; plots and the tables of the README and the docs are made of them.
 # BENCH_PYTHON: interpreter of the measured programs, for example of an environment that has DeepSpeed too.
 # BENCH_FLAGS: for example --quick, or --only step_time,memory.
 BENCH_PYTHON ?= $(BIN)/python
 bench: $(STAMP)
 	$(BIN)/python bench/run.py --python $(BENCH_PYTHON) $(BENCH_FLAGS)
 
-# One CUDA device; --only, --minutes and --missing choose parts (bench/gpu.py). A machine's own interpreter: STAMP= BIN=DIR.
+# One CUDA device; --only, --minutes and --missing choose parts (bench/run.py). A machine's own interpreter: STAMP= BIN=DIR.
 bench-gpu: $(STAMP)
-	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python bench/gpu.py $(BENCH_FLAGS)
+	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python bench/run.py --device cuda $(BENCH_FLAGS)
 
 # 100 ranks killed while saving and 100 while training; `make test` has two of each. About a quarter of an hour.
 SOAK_FLAGS ?= --kills 100
 soak: $(STAMP)
-	$(BIN)/python bench/soak.py $(SOAK_FLAGS)
+	$(BIN)/python -m tests.slow.soak $(SOAK_FLAGS)
 
 # Trains among strangers that call every port, and compares bits.
 HOSTILE_FLAGS ?= --minutes 20
 hostile: $(STAMP)
-	$(BIN)/python bench/hostile.py $(HOSTILE_FLAGS)
+	$(BIN)/python -m tests.slow.hostile $(HOSTILE_FLAGS)
 
 docs: $(DOCS_STAMP)
 	$(BIN)/zensical build --strict

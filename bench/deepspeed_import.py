@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _jobs import answer, in_job, parser, ranks, read
-from _systems import GPT, Size
+from harness import answer, in_job, job, leave_group, options_of
+from systems import GPT, Size
 from torch import nn
 
 SIZE = Size(18, 2, 2, 37, 6, 7)
@@ -317,6 +317,7 @@ def load(folder: Path, names: list[str]) -> None:
                 row["ep_size" if saved.experts else "autotp_size"] = case.experts or case.tensor
             rows.append({**row, **compare(shardwise, folder / name, case, held)})
     answer(rows)
+    leave_group()
 
 
 def compare(shardwise: Any, path: Path, case: Case, held: dict[str, Any]) -> dict[str, Any]:
@@ -371,10 +372,7 @@ def differing(engine: Any, entry: str, name: str, values: torch.Tensor) -> tuple
 
 def main() -> None:
     """Train with DeepSpeed, load with shardwise, and keep what was found."""
-    found = parser(__doc__)
-    found.add_argument("--python", default=sys.executable, help="interpreter that has DeepSpeed")
-    found.add_argument("--only", help="names of cases, separated by commas")
-    options = read(found)
+    options = options_of(__doc__, python=sys.executable, only="")
     names = chosen(options)
     if os.environ.get(_FOLDER) and not in_job():
         train_peer(Path(os.environ[_FOLDER]), names)
@@ -382,7 +380,7 @@ def main() -> None:
     if in_job():
         load(Path(os.environ[_FOLDER]), names)
         return
-    from _machine import save
+    from harness import save
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -392,7 +390,7 @@ def main() -> None:
             alike = [name for name in names if CASES[name].tensor == tensor]
             subprocess.run([*command, sys.argv[0], "--only", ",".join(alike)], check=True)
         for world in (1, 2, 3):
-            rows += [{"ranks": world, **row} for row in ranks(world)]
+            rows += [{"ranks": world, **row} for row in job(world)]
     for row in rows:
         into = "".join(f", {key} {row[key]}" for key in ("ep_size", "autotp_size") if key in row)
         print(
@@ -405,9 +403,19 @@ def main() -> None:
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     notes = {"peer": {"deepspeed": version[0], "torch": version[1], "ranks": PEERS}, "steps": [BEFORE, AFTER]}
-    save(options.results, "deepspeed_import", rows, **notes)
+    save(options, "deepspeed_import", [_kept(row) for row in rows], **notes)
     if any(row["differing"] for row in rows):
         sys.exit("values differ")
+
+
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as it is kept: the kind of checkpoint and what it was compared with are settings."""
+    against = "module" if row["parameters_of"] == "module" else "debugging functions"
+    against += {None: " alone", "optimizer": ", optimizer", "flat": ", optimizer"}.get(row["state_of"], "")
+    _, stage, kind = row["saved"].split(" ", 2)
+    setting = {"kind": kind, "saved_stage": stage, "against": against}
+    setting |= {key: row.pop(key) for key in ("ranks", "stage", "ep_size", "autotp_size") if key in row}
+    return {"system": row.pop("saved"), "setting": setting, **row}
 
 
 def chosen(options: argparse.Namespace) -> list[str]:

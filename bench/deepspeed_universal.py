@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _jobs import answer, in_job, parser, ranks, read
+from harness import answer, in_job, job, leave_group, options_of
 from torch import nn
 
 WIDTH, WORDS, ROWS, LENGTH, PARTS, BEFORE, AFTER = 10, 13, 4, 6, 2, 3, 3
@@ -232,6 +232,7 @@ def load() -> None:
         rows.append({**row, "loss_gap": gap(losses, held["losses"]), "following": following})
         engine.destroy()
     answer(rows)
+    leave_group()
 
 
 def gap(losses: list[float], others: list[float]) -> float:
@@ -259,17 +260,14 @@ def back(folder: Path, case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Run all cases, and keep what was found."""
-    found = parser(__doc__)
-    found.add_argument("--python", default=sys.executable, help="interpreter that has DeepSpeed")
-    found.add_argument("--only", help="names of cases, separated by commas")
-    options = read(found)
+    options = options_of(__doc__, python=sys.executable, only="")
     if in_job():
         load()
         return
     if os.environ.get(_ROLE) == "peer":
         peer()
         return
-    from _machine import save
+    from harness import save
 
     from shardwise.checkpoint import Checkpoint
     from shardwise.checkpoint.universal_writer import write_universal
@@ -293,7 +291,7 @@ def main() -> None:
             subprocess.run(convert, check=True, env=plain, stdout=sys.stderr)
             for layout in case.loads:
                 os.environ[_LOAD] = ",".join(map(str, layout))
-                own = [{"case": name, "ranks": layout[0], **row} for row in ranks(layout[0])]
+                own = [{"case": name, "ranks": layout[0], **row} for row in job(layout[0])]
                 following = [row.pop("following") for row in own]
                 rows += own
             with Checkpoint(str(folder / "ours" / "y")) as saved:
@@ -311,7 +309,12 @@ def main() -> None:
                 f"elements differ, losses by {row['loss_gap']:.1e}",
                 flush=True,
             )
-    save(options.results, "deepspeed_universal", rows, steps=[BEFORE, AFTER])
+    keys = ("form", "ranks", "stages", "zero")
+    kept = [
+        {"system": row.pop("case"), "setting": {key: row.pop(key) for key in keys if key in row}, **row}
+        for row in [dict(row) for row in rows]
+    ]
+    save(options, "deepspeed_universal", kept, steps=[BEFORE, AFTER])
     if any(row["differing"] for row in rows):
         sys.exit("values differ")
 

@@ -35,8 +35,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from shardwise._version import __version__
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / "build" / "bench"
@@ -277,30 +275,22 @@ class Device:
 
 
 def turns(
-    ways: Mapping[Any, Callable[[], Any]], rounds: int, warm: int = 1, failed: dict[Any, str] | None = None
+    ways: Mapping[Any, Callable[[], Any]], rounds: int, warm: int = 1, timed: bool = False
 ) -> dict[Any, list[Any]]:
     """Let ways take turns, forwards and then backwards through the list; return the result of each turn that counts.
 
     Args:
-        ways: functions; one that returns None gets the seconds that it has taken.
+        ways: functions.
         rounds, warm: turns that count, and turns before them.
-        failed: gets the reason for each way that raises, which has no more turns; None: errors are raised.
+        timed: seconds are the result.
     """
     found: dict[Any, list[Any]] = {name: [] for name in ways}
     for turn in range(-warm, rounds):
         for name in ways if turn % 2 == 0 else reversed(ways):
-            if failed is not None and name in failed:
-                continue
             start = time.perf_counter()
-            try:
-                value = ways[name]()
-            except Exception as error:
-                if failed is None:
-                    raise
-                failed[name] = reason(error)
-                continue
+            value = ways[name]()
             if turn >= 0:
-                found[name].append(time.perf_counter() - start if value is None else value)
+                found[name].append(time.perf_counter() - start if timed else value)
     return found
 
 
@@ -371,6 +361,8 @@ def attempt(row: Row, measure: Callable[[], Row]) -> Row:
 def machine() -> dict[str, Any]:
     """Describe processor, memory, GPU, threads, load before the benchmark and versions."""
     named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    from shardwise._version import __version__  # DeepSpeed's own runs have no shardwise
+
     peer = importlib.util.find_spec("deepspeed") is not None
     return {
         "processor": named[0].split(":", 1)[1].strip() if named else platform.machine(),

@@ -125,7 +125,7 @@ def step(options: argparse.Namespace) -> Rows:
     before = torch.get_num_threads()
     for threads in sorted({1, len(os.sched_getaffinity(0))}):
         torch.set_num_threads(threads)
-        seconds = turns(ways, options.rounds)
+        seconds = turns(ways, options.rounds, timed=True)
         bound = {name: statistics.median(seconds[name]) for name in ("copy", "triad")}
         for name in ways:
             median = statistics.median(seconds[name])
@@ -213,7 +213,7 @@ def disk(options: argparse.Namespace) -> Rows:
         what = f"{threads} threads, {block >> 20} MiB"
         ways[f"back and forth, {what}"] = lambda threads=threads, block=block: loops.back_and_forth(threads, block)
         ways[f"side by side, {what}"] = lambda threads=threads, block=block: loops.side_by_side(threads, block)
-    seconds = turns(ways, options.rounds)
+    seconds = turns(ways, options.rounds, timed=True)
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     fastest = min((name for name in ways if name != "in turn"), key=medians.__getitem__)
     ratios = [plain / ours for plain, ours in zip(seconds[fastest], seconds["in turn"], strict=True)]

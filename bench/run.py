@@ -156,7 +156,8 @@ def main() -> int:
     options = found.parse_args()
     if options.needs:
         return needs()
-    parts = CUDA if options.device == "cuda" or options.rehearse else CPU
+    options.device = "cpu" if options.rehearse else options.device
+    parts = CUDA if options.rehearse or options.device == "cuda" else CPU
     chosen = options.only.split(",") if options.only else list(parts)
     unknown = [part for part in chosen if part not in parts]
     if unknown:

@@ -577,6 +577,8 @@ def main() -> None:
                 notes["course"] = rows[-1].pop("course") or notes.get("course")
                 peaks[name] = rows[-1]["peak_bytes_a_parameter"]
                 rows[-1]["ratio"] = peaks[name] / peaks[base_of(options.set, name, peaks)]
+    setting = {"set": options.set, "what": options.what, "model": options.size, "ranks": options.nproc}
+    rows = [{**row, "setting": setting | row.get("setting", {})} for row in rows]
     show(rows)
     prefix = "gpu" if options.set in ONE_PROCESS else options.what
     save(options, f"{prefix}_{options.set}_{ending}", rows, **notes)

@@ -190,7 +190,7 @@ def held_out_loss(engine: Any, windows: Windows) -> float:
 def draw(losses: list[float], held_out: list[tuple[int, float]], path: Path) -> None:
     """Save the loss curve as a picture; without matplotlib there is none."""
     if importlib.util.find_spec("matplotlib") is None:
-        print('no loss curve: matplotlib is not installed (pip install "shardwise[demo]")')
+        print("no loss curve: matplotlib is not installed (pip install matplotlib)")
         return
     import matplotlib
 

@@ -20,3 +20,9 @@ def test_what_tests_read_is_in_the_source_distribution() -> None:
         if (ROOT / name).exists()
     }
     assert "bench" in read and read <= {*targets["sdist"]["include"], "pyproject.toml"}
+
+
+def test_the_tests_of_all_versions_exist() -> None:
+    text = (ROOT / "noxfile.py").read_text()
+    named = re.findall(r'"(tests/[\w/]+\.py)"', text)
+    assert len(named) > 10 and all((ROOT / name).exists() for name in named)

@@ -576,11 +576,10 @@ def main() -> int:
     by_label = {entry.label: _every_pair(entry) for entry in (*entries(), *on_meshes())} | _of_stages()
     chosen = options.only.split(";") if options.only else list(by_label)
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-    from _machine import save
+    from harness import load, save
 
-    file = options.results / "checkpoint_matrix.json"
-    before = json.loads(file.read_text())["rows"] if options.only and file.exists() else []
-    rows: list[dict[str, Any]] = [row for row in before if row["optimizer"] not in chosen]
+    before = load(options.results, "checkpoint_matrix") if options.only else None
+    rows: list[dict[str, Any]] = [row for row in before["rows"] if row["system"] not in chosen] if before else []
     failed = sum(row["wrong"] for row in rows)
     for label in chosen:
         root = tempfile.mkdtemp(prefix="matrix-")
@@ -589,7 +588,7 @@ def main() -> int:
             pairs, wrong = by_label[label](root)
         finally:
             shutil.rmtree(root)
-        row = {"optimizer": label, "pairs": pairs, "wrong": len(wrong)}
+        row = {"system": label, "pairs": pairs, "wrong": len(wrong)}
         rows.append(row)
         print(f"{label:20} {pairs} pairs, {len(wrong)} wrong, {time.perf_counter() - begun:.0f} s", flush=True)
         for line in wrong[:20]:
@@ -597,7 +596,7 @@ def main() -> int:
         failed += len(wrong)
         # After each: what there is of a run that was cut short is true as well.
         facts = {"pairs": sum(one["pairs"] for one in rows), "wrong": failed}
-        save(options.results, "checkpoint_matrix", rows, command="python -m tests.checkpoint.matrix", **facts)
+        save(options, "checkpoint_matrix", rows, command="python -m tests.checkpoint.matrix", **facts)
     return 1 if failed else 0
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
+import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,122 +23,162 @@ def bench(script: str, *options: str) -> str:
     return done.stdout
 
 
+class Bench:
+    """Quick runs of benchmarks into one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, script: str, *options: str) -> str:
+        return bench(script, "--quick", "--device", "cpu", "--results", str(self.folder), *options)
+
+    def rows(self, name: str) -> dict[str, Any]:
+        """Return the rows of a result by system."""
+        found = runpy.run_path(str(ROOT / "bench" / "harness.py"))["load"](self.folder, name)
+        assert found is not None, sorted(path.name for path in self.folder.iterdir())
+        return {row["system"]: row for row in found["rows"]}
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return Bench(tmp_path)
+
+
 @pytest.mark.thorough
-def test_systems_take_turns_and_the_figures_reach_the_table(tmp_path: Path) -> None:
-    bench("step_time.py", "--quick", "--results", str(tmp_path))
-    shutil.copy(tmp_path / "step_time_27M_fp32_2.json", tmp_path / "step_time_27M_bf16_2.json")
-    record = json.loads((tmp_path / "step_time_27M_fp32_2.json").read_text())
-    assert {"torch", "processor", "cores", "load_average"} <= record["machine"].keys()
-    rows = {row["system"]: row for row in record["rows"]}
-    assert rows["DDP"]["ratio"] == 1 and rows["DDP"]["blocked_share"] is None
-    assert 0 < rows["shardwise 3"]["blocked_share"] < 1
-    bench("memory.py", "--quick", "--systems", "shardwise 3", "--nproc", "2", "--results", str(tmp_path))
-    memory = tmp_path / "memory_98M_bf16_2.json"
-    memory.rename(tmp_path / "memory_98M_bf16_4.json")
-    assert "time_and_memory.png\n" in bench("plot.py", "--results", str(tmp_path))
-    assert (tmp_path / "time_and_memory.png").stat().st_size > 10_000
-    row = next(line for line in bench("table.py", "--results", str(tmp_path)).splitlines() if "| shardwise 3 |" in line)
-    assert row.split("|")[2].strip() == f"{rows['shardwise 3']['ratio']:.2f}"
-
-
-def rows(file: Path) -> list[dict[str, Any]]:
-    return json.loads(file.read_text())["rows"]
+def test_systems_take_turns_and_the_figures_reach_table_and_plot(quick: Bench) -> None:
+    quick("train.py", "--nproc", "2")
+    rows = quick.rows("time_zero_tiny_fp32_2")
+    assert rows["DDP"]["ratio"] == 1 and "blocked_share" not in rows["DDP"]
+    last = rows["shardwise 3"]
+    assert 0 < last["blocked_share"] < 1 and last["passes_ms"] > 0 and last["update_ms"] > 0
+    quick("train.py", "--what", "memory", "--systems", "shardwise 3", "--nproc", "2")
+    for name, file in (
+        ("time_zero_27M_fp32_2", "time_zero_tiny_fp32_2"),
+        ("time_zero_27M_bf16_2", "time_zero_tiny_fp32_2"),
+        ("memory_zero_98M_bf16_4", "memory_zero_tiny_fp32_2"),
+    ):
+        (quick.folder / f"{name}.json").write_text((quick.folder / f"{file}.json").read_text())
+    assert "time_and_memory.png\n" in bench("plot.py", "--results", str(quick.folder))
+    assert (quick.folder / "time_and_memory.png").stat().st_size > 10_000
+    printed = bench("report.py", "--results", str(quick.folder)).splitlines()
+    row = next(line for line in printed if "| shardwise 3 |" in line)
+    assert row.split("|")[2].strip() == f"{last['ratio']:.2f}"
 
 
 @pytest.mark.thorough
-def test_the_other_benchmarks_run(tmp_path: Path) -> None:
-    scripts = {
-        "growth.py": ["--nproc", "1"],
-        "largest_batch.py": ["--nproc", "1"],
-    }
-    with ThreadPoolExecutor() as pool:  # most of their time goes into starting processes
-        found = [
-            pool.submit(bench, script, "--quick", "--systems", "shardwise 2", "--results", str(tmp_path), *options)
-            for script, options in scripts.items()
-        ]
-        watched = pool.submit(bench, "monitoring.py", "--quick", "--nproc", "1", "--parts", "--results", str(tmp_path))
-        of_layers = pool.submit(bench, "host_time.py", "--quick", "--dtypes", "fp32", "--results", str(tmp_path))
-    assert all(one.result() for one in found) and watched.result()
-    nothing, everything, *parts = rows(tmp_path / "monitoring_7M_fp32_1.json")
-    assert nothing["over_percent"] == 0 < everything["processor_ms"] and len(parts) > 3
-    (row,) = rows(tmp_path / "growth_layers_1.json")
-    assert all(microseconds > 0 for microseconds in row["microseconds_per_layer"].values())
-    assert of_layers.result()
-    by_system = {(row["system"], row["world"], row["beside"]): row for row in rows(tmp_path / "host_time.json")}
-    assert by_system["alone", 8, False]["over_alone"] == 1 and ("shardwise 3 forced", 1, True) in by_system
-    (row,) = rows(tmp_path / "growth_lengths_1.json")
-    assert row["late_mib"] > 0
-    (row,) = rows(tmp_path / "largest_batch_27M_fp32_1.json")
+def test_the_first_step_is_measured(quick: Bench) -> None:
+    quick("train.py", "--what", "start", "--systems", "DDP")
+    assert quick.rows("start_zero_tiny_fp32_1")["DDP"]["build_s"] > 0
+
+
+@pytest.mark.thorough
+def test_groups_send_within_and_between(quick: Bench) -> None:
+    quick("train.py", "--set", "groups", "--nproc", "4", "--systems", "FSDP2 groups;shardwise 3 groups")
+    rows = quick.rows("time_groups_tiny_fp32_4")
+    assert rows["FSDP2 groups"]["ratio"] == 1
+    assert all(row["within_bytes_a_parameter"] > row["between_bytes_a_parameter"] > 0 for row in rows.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["time", "memory"])
+def test_tensor_parallelism_is_measured(quick: Bench, what: str) -> None:
+    names = "FSDP2 + TP 2", "shardwise 3 + TP 2"
+    quick("train.py", "--set", "tensor", "--what", what, "--nproc", "2", "--systems", ";".join(names))
+    first, second = (quick.rows(f"{what}_tensor_tiny_fp32_2")[name] for name in names)
+    assert first["ratio"] == 1 and second["ratio"] > 0
+    if what == "time":
+        assert second["loss_differs"] < 1e-6
+
+
+@pytest.mark.thorough
+def test_limits_are_searched(quick: Bench) -> None:
+    quick("limits.py", "--what", "batch", "--nproc", "1", "--systems", "shardwise 2")
+    (row,) = quick.rows("largest_batch_tiny_fp32_1").values()
     assert row["batch_per_rank"] > 1 and row["train_samples_per_s"] > 0
+    quick("limits.py", "--what", "sequence", "--systems", "plain;tensor tokens recomputed")
+    plain, other = quick.rows("longest_sequence_2").values()
+    assert plain["over_plain"] == 1 and other["over_plain"] >= 1.2
+
+
+@pytest.mark.thorough
+def test_host_time_and_growth_are_measured(quick: Bench) -> None:
+    quick("host.py", "--dtypes", "fp32", "--systems", "alone;shardwise 3 forced")
+    assert quick.rows("host_time")["alone"]["over_alone"] == 1
+    for what, metric in (("layers", "a_layer_us"), ("lengths", "late_mib")):
+        quick("host.py", "--what", what, "--nproc", "1", "--systems", "shardwise 2")
+        assert quick.rows(f"growth_{what}_1")["shardwise 2"][metric] > 0
+
+
+@pytest.mark.thorough
+def test_the_cost_of_watching_is_measured(quick: Bench) -> None:
+    quick("overhead.py", "--nproc", "1")
+    rows = quick.rows("monitoring_tiny_fp32_1")
+    assert rows["nothing"]["over_percent"] == 0 < rows["everything"]["processor_ms"]
+    quick("overhead.py", "--what", "timeline", "--keep", str(quick.folder / "kept"))
+    assert quick.rows("timeline_tiny_fp32_2")["everything"]["events_a_step"] > 0
+    bench("pictures.py", "timeline", str(quick.folder / "kept"), "--images", str(quick.folder))
+    assert (quick.folder / "timeline.png").stat().st_size > 10_000
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "parts", ["device,step,fp16", "trace,checkpoint,large", "limited,cost,largest", "host,optimizer"]
 )
-def test_one_gpu_is_measured(parts: str, tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--quick", "--results", str(tmp_path), "--only", parts]
-    printed = bench("gpu.py", *options)
-    assert "step of 163M, over plain PyTorch's" in printed
-    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert len(found) >= len(parts.split(","))
-    failed = [row for part in found.values() for row in part["rows"] if "failed" in row]
-    assert not failed
-    assert "took" not in bench("gpu.py", *options, "--missing")  # nothing is measured twice
+def test_the_measurements_of_one_gpu_are_rehearsed(quick: Bench, parts: str) -> None:
+    options = ["--rehearse", "--quick", "--results", str(quick.folder), "--only", parts]
+    assert "step of 163M, over plain PyTorch's" in bench("run.py", *options)
+    files = list(quick.folder.glob("gpu_*.json"))
+    assert len(files) >= len(parts.split(","))
+    for file in files:
+        failed = [row for row in quick.rows(file.stem).values() if "failed" in row]
+        assert not failed, file.name
     if "trace" in parts:
-        assert (tmp_path / "gpu_trace_offload.png").stat().st_size > 5000
+        assert (quick.folder / "gpu_trace_offload.png").stat().st_size > 5000
 
 
 @pytest.mark.thorough
-def test_what_ranks_share_is_measured(tmp_path: Path) -> None:
-    options = ["--quick", "--results", str(tmp_path)]
-    ways = "plain,shared,tensor,tensor tokens recomputed"
-    with ThreadPoolExecutor() as pool:
-        tensor = pool.submit(
-            bench, "tensor.py", *options, "--nproc", "2", "--systems", "FSDP2 + TP 2,shardwise 3 + TP 2"
-        )
-        longest = pool.submit(bench, "longest_sequence.py", *options, "--ways", ways)
-    assert tensor.result() and longest.result()
-    first, second = rows(tmp_path / "tensor_27M_fp32_2.json")
-    assert first["ratio"] == first["memory_ratio"] == 1 and second["ratio"] > 0 and second["memory_ratio"] > 0
-    assert second["loss_differs"] < 1e-6
-    plain, *others = rows(tmp_path / "longest_sequence_2.json")
-    assert plain["over_plain"] == 1 and all(row["over_plain"] >= 1.2 for row in others)
-
-
-@pytest.mark.thorough
-def test_pipelines_are_measured(tmp_path: Path) -> None:
-    options = ["--quick", "--results", str(tmp_path)]
-    throttled = bench("pipeline_idle.py", *options, "--schedules", "naive,1f1b", "--pictures", str(tmp_path))
-    assert throttled.startswith("2 ranks naive") and (tmp_path / "1f1b_2.svg").exists()
-    bench("pipeline.py", *options, "--systems", "torch 1f1b,shardwise 1f1b")
-    naive, other = rows(tmp_path / "pipeline_idle_m2.json")
-    assert naive["simulated_idle_share"] == 0.5 > other["simulated_idle_share"] > 0 < other["activations_mb"]
-    first, second = rows(tmp_path / "pipeline_27M_fp32_2_m8.json")
-    assert first["ratio_to_best_other"] == 1 and second["ratio_to_best_other"] > 0
-
-
-@pytest.mark.thorough
-def test_checkpoints_are_measured(tmp_path: Path) -> None:
-    options = ["--quick", "--results", str(tmp_path), "--directory", str(tmp_path)]
-    with ThreadPoolExecutor() as pool:
-        io = pool.submit(bench, "checkpoint_io.py", *options, "--only", "disk,shardwise,torch.save,torch DCP")
-        memory = pool.submit(bench, "checkpoint_memory.py", *options)
-    assert "shardwise" in io.result() and "stage 3, 2 ranks" in memory.result()
-    by_system = {row["system"]: row for row in rows(tmp_path / "checkpoint_io_1.json")}
-    assert (
-        by_system["disk"]["load_of_disk"] == 1
-        and by_system["shardwise"]["load_processor"] > 0
-        and by_system["torch DCP"]["save_gb_per_s"] > 0
+def test_pipelines_are_measured(quick: Bench) -> None:
+    quick(
+        "pipeline.py",
+        "--what",
+        "idle",
+        "--micro-batches",
+        "2",
+        "--systems",
+        "naive;1f1b",
+        "--pictures",
+        str(quick.folder),
     )
-    (row,) = rows(tmp_path / "checkpoint_memory.json")
+    assert (quick.folder / "1f1b_2.svg").exists()
+    naive, other = quick.rows("pipeline_idle_m2").values()
+    assert naive["simulated_idle_share"] == 0.5 > other["simulated_idle_share"] > 0 < other["activations_mb"]
+    quick("pipeline.py", "--systems", "torch 1f1b;shardwise 1f1b")
+    first, second = quick.rows("pipeline_tiny_fp32_2_m8").values()
+    assert first["ratio"] == 1 and second["ratio"] > 0
+
+
+@pytest.mark.thorough
+def test_checkpoints_are_measured(quick: Bench) -> None:
+    folder = ("--directory", str(quick.folder))
+    quick("checkpoint.py", *folder, "--systems", "disk;shardwise;torch.save;torch DCP")
+    rows = quick.rows("checkpoint_io_1")
+    assert rows["disk"]["load_of_disk"] == 1 and rows["torch DCP"]["save_gb_per_s"] > 0
+    assert rows["shardwise"]["load_processor_s_per_gb"] > 0
+    quick("checkpoint.py", *folder, "--what", "memory")
+    row = quick.rows("checkpoint_memory")["stage 3"]
     assert row["highest"] >= row["held"]
+    quick("checkpoint.py", *folder, "--what", "background", "--nproc", "2")
+    rows = quick.rows("checkpoint_async_2")
+    assert rows["foreground"]["over_foreground"] == 1 and rows["background"]["slowdown"] > 0
+    quick("checkpoint.py", *folder, "--what", "copies", "--nproc", "2")
+    assert quick.rows("memory_copies_2")["copy, one node"]["a_rank_gb_per_s"] > 0
 
 
 @pytest.mark.thorough
 def test_pictures_of_schedules_are_drawn(tmp_path: Path) -> None:
     written = (ROOT / "docs" / "schedules.md").read_text()
-    bench("schedules.py", "--images", str(tmp_path))
+    bench("pictures.py", "schedules", "--images", str(tmp_path))
     drawn = {picture.name for picture in tmp_path.iterdir()}
     assert len(drawn) == 5 and drawn == set(re.findall(r"images/(\w+\.png)", written))
     for name in drawn:
@@ -148,59 +186,55 @@ def test_pictures_of_schedules_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_convergence_leaves_curves_and_bytes(tmp_path: Path) -> None:
-    options = ["--quick", "--nproc", "2", "--names", "Adam;1-bit Adam", "--results", str(tmp_path)]
-    bench("convergence.py", *options)
-    exact, onebit = rows(tmp_path / "convergence_onebit.json")
+def test_convergence_leaves_curves_and_bytes(quick: Bench) -> None:
+    quick("convergence.py", "--nproc", "2", "--systems", "Adam;1-bit Adam")
+    exact, onebit = quick.rows("convergence_onebit").values()
     assert len(exact["loss"]) == len(exact["steps"]) == 2 and exact["loss"][1] < exact["loss"][0]
     assert onebit["sent_bytes"][-1] < exact["sent_bytes"][-1] / 3
-    assert "convergence_onebit.png\n" in bench("plot.py", "--results", str(tmp_path))
+    assert "convergence_onebit.png\n" in bench("plot.py", "--results", str(quick.folder))
 
 
-def test_every_part_is_a_command_that_exists() -> None:
-    listed = bench("run.py", "--list")
+@pytest.mark.parametrize("options", [[], ["--rehearse"]])
+def test_every_part_is_a_command_that_exists(options: list[str]) -> None:
+    listed = bench("run.py", "--list", *options)
     scripts = {line.split()[1] for line in listed.splitlines() if line.startswith("    python bench/")}
     assert len(scripts) >= 6
     assert all((ROOT / script).exists() for script in scripts)
 
 
-def test_the_adam_benchmark_runs(tmp_path: Path) -> None:
-    printed = bench("cpu_adam.py", "--quick", "--results", str(tmp_path))
-    found = {row["system"]: row for row in rows(tmp_path / "cpu_adam.json")}
-    assert "scaled, then shardwise AdamW, then bf16 copy" in printed
-    assert found["copy of 30 bytes"]["over_copy"] == 1
-    assert all(row["median_ns"] > 0 for row in found.values())
-    assert "| shardwise AdamW | 28 |" in bench("table.py", "--results", str(tmp_path))
+def test_the_adam_benchmark_runs(quick: Bench) -> None:
+    quick("micro.py", "--what", "adam")
+    rows = quick.rows("cpu_adam")
+    assert "scaled, then shardwise AdamW, then bf16 copy" in rows
+    assert rows["copy of 30 bytes"]["over_copy"] == 1 and all(row["median_ns"] > 0 for row in rows.values())
+    assert "| shardwise AdamW | 28 |" in bench("report.py", "--results", str(quick.folder))
 
 
 @pytest.mark.thorough
-def test_the_benchmark_of_optimizers_on_devices_runs(tmp_path: Path) -> None:
-    bench("optimizer_kernels.py", "--quick", "--device", "cpu", "--segments", "3", "--results", str(tmp_path))
-    part = json.loads((tmp_path / "gpu.json").read_text())["parts"]["optimizer"]
-    found = {row["system"].removesuffix(", torch's kernels"): row for row in part["rows"]}
-    assert found["copy"]["of_copy"] == 1 and found["AdamW of torch, fused, fp32"]["bytes"] == 28
-    assert found["AdamW, fp32 masters, bf16 copy"]["bytes"] == 30
-    assert found["AdamW, bf16, kahan, bf16 states"]["bytes"] == 20
-    assert all(row["gb_per_s"] > 0 for row in found.values())
+def test_the_benchmark_of_optimizers_on_devices_runs(quick: Bench) -> None:
+    quick("micro.py", "--what", "optimizers", "--segments", "3")
+    rows = quick.rows("gpu_optimizer")
+    assert rows["copy"]["of_copy"] == 1 and rows["AdamW of torch, fused, fp32"]["bytes"] == 28
+    assert rows["AdamW, fp32 masters, bf16 copy"]["bytes"] == 30
+    assert rows["AdamW, bf16, kahan, bf16 states"]["bytes"] == 20
+    assert all(row["moved_gb_per_s"] > 0 for row in rows.values())
 
 
 @pytest.mark.thorough
-def test_offloading_is_measured(tmp_path: Path) -> None:
-    options = ["--quick", "--results", str(tmp_path), "--directory", str(tmp_path)]
-    with ThreadPoolExecutor() as pool:
-        parts = pool.submit(bench, "offload.py", *options)
-        times = pool.submit(bench, "offload_time.py", "--place", "disk", *options)
-        memory = pool.submit(bench, "offload_memory.py", *options)
-    assert all(one.result() for one in (parts, times, memory))
-    by_threads = {row["system"]: row for row in rows(tmp_path / "offload_step.json")}
-    assert by_threads["copy, 1 thread"]["of_copy"] == 1 and by_threads["AdamW, 1 thread"]["gb_per_s"] > 0
-    first, *loops = rows(tmp_path / "offload_disk.json")
+def test_offloading_is_measured(quick: Bench) -> None:
+    folder = ("--directory", str(quick.folder))
+    quick("offload.py", *folder)
+    by_threads = quick.rows("offload_step")
+    assert by_threads["copy, 1 thread"]["of_copy"] == 1 and by_threads["AdamW, 1 thread"]["moved_gb_per_s"] > 0
+    first, *loops = quick.rows("offload_disk").values()
     assert first["system"] == "in turn" and first["of_plain"] > 0 and max(row["of_plain"] for row in loops) == 1
-    assert all(row["with_ms"] > 0 and "hidden" in row for row in rows(tmp_path / "offload_overlap.json"))
-    names = [row["system"] for row in rows(tmp_path / "offload_time_disk_98M_bf16_1.json")]
-    on_disk = ("optimizer on disk", "all on disk")
-    assert names == ["shardwise 3", *(f"shardwise 3, {state}" for state in on_disk)]
-    (row,) = rows(tmp_path / "offload_memory_98M_bf16_1.json")
-    assert row["planned_disk"] == row["counted_disk"] >= 14  # parameters, masters and two moments
-    assert "offload_step.png\n" in bench("plot.py", "--results", str(tmp_path))
-    assert "| shardwise 3, all on disk | disk | 1 |" in bench("table.py", "--results", str(tmp_path))
+    assert all(row["with_ms"] > 0 and "hidden" in row for row in quick.rows("offload_overlap").values())
+    quick("train.py", *folder, "--set", "disk")
+    assert list(quick.rows("time_disk_tiny_fp32_1")) == ["shardwise 3", "shardwise 3, all on disk"]
+    system = "shardwise 3, all on disk"
+    quick("train.py", *folder, "--set", "disk", "--what", "memory", "--dtype", "bf16", "--systems", system)
+    row = quick.rows("memory_disk_tiny_bf16_1")[system]
+    # Parameters, masters and two moments.
+    assert row["planned_disk_bytes_a_parameter"] == row["counted_disk_bytes_a_parameter"] >= 14
+    (quick.folder / "memory_disk_tiny_bf16_1.json").rename(quick.folder / "memory_disk_98M_bf16_1.json")
+    assert "offload_step.png\n" in bench("plot.py", "--results", str(quick.folder))

@@ -244,7 +244,7 @@ def test_a_missing_package_is_named_before_anything_is_made(monkeypatch: pytest.
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError) as caught:
         build(wandb={"enabled": True}, mlflow={"enabled": True})
-    assert 'wandb.enabled: the package "wandb" is not installed; `pip install wandb`' in str(caught.value)
+    assert 'wandb.enabled: the package "wandb" is not installed; `pip install "shardwise[wandb]"`' in str(caught.value)
     assert 'mlflow.enabled: the package "mlflow-skinny" is not installed' in str(caught.value)
 
 

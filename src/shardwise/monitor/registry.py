@@ -47,8 +47,8 @@ def check_packages(config: Any) -> None:
         known = SERVICES[name]
         if known.module is not None and not _is_there(known.module):
             missing.append(
-                f'{name}.enabled: the package "{known.package}" is not installed; `pip install {known.package}` '
-                f'(`pip install "shardwise[monitors]"` has all of them), or switch {name} off'
+                f'{name}.enabled: the package "{known.package}" is not installed; '
+                f'`pip install "shardwise[{name}]"`, or switch {name} off'
             )
     if missing:
         raise ConfigError("\n".join(missing))

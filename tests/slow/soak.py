@@ -1,6 +1,6 @@
 """Kill a job again and again, in the middle of saves and of steps, and see that nothing is lost.
 
-    python bench/soak.py [--kills 100] [--nproc 2] [--seed 0]      (make soak)
+    python -m tests.slow.soak [--kills 100] [--nproc 2] [--seed 0]      (make soak)
 
 A small model trains under `shardwise run --max-restarts`, with copies in memory every 2 steps and a checkpoint on disk
 every 3. At random moments of a save or of a step a random rank is killed with SIGKILL from outside, until there have
@@ -34,7 +34,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _jobs import ROOT, parser, read
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from harness import ROOT, options_of, save
 
 _FOLDER = "SHARDWISE_SOAK_FOLDER"
 COPY_EVERY, SAVE_EVERY = 2, 3
@@ -322,19 +324,24 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         shutil.rmtree(disturbed / "runs")
     times = [(float(whole_time), float(beyond)) for whole_time, beyond in RECOVERED.findall(said)]
     totals, beyond = ([pair[i] for pair in times] for i in range(2))
+    wrong = [line for found in resumed for line in found["wrong"]] + differ + left_in_memory(said)
+    for line in wrong:
+        print(line, file=sys.stderr)
+    sources = [found["source"] for found in resumed]
     return {
-        "kills": driver.done,
-        "ranks": options.nproc,
-        "seed": options.seed,
+        "system": "shardwise 3",
+        "setting": {"ranks": options.nproc, "seed": options.seed},
         "steps": driver.last_step,
-        "resumed_from": {source: sum(found["source"] == source for found in resumed) for source in ("memory", "disk")},
-        "wrong": [line for found in resumed for line in found["wrong"]],
-        "differ_from_undisturbed": differ,
-        "left_in_memory": left_in_memory(said),
-        "recoveries_measured": len(times),
-        "recovery_s": {"median": statistics.median(totals), "worst": max(totals)},
-        "recovery_beyond_process_start_s": {"median": statistics.median(beyond), "worst": max(beyond)},
-        "seconds": round(time.perf_counter() - began, 1),
+        "killed_saving": driver.done["save"],
+        "killed_training": driver.done["train"],
+        **{f"resumed_from_{source}": sources.count(source) for source in ("memory", "disk")},
+        "lost": len(wrong),
+        "recoveries": len(times),
+        "recovery_median_s": statistics.median(totals),
+        "recovery_worst_s": max(totals),
+        "beyond_start_median_s": statistics.median(beyond),
+        "beyond_start_worst_s": max(beyond),
+        "taken_s": time.perf_counter() - began,
     }
 
 
@@ -343,22 +350,13 @@ def main() -> None:
     if _FOLDER in os.environ:
         train(Path(os.environ[_FOLDER]))
         return
-    found = parser(__doc__)
-    found.add_argument("--kills", type=int, default=100, help="of saves, and as many of steps")
-    found.add_argument("--nproc", type=int, default=2)
-    found.add_argument("--seed", type=int, default=0)
-    found.add_argument("--directory", help="where the job saves; default: the system's for temporary files")
-    found.add_argument("--limit", type=float, default=5.0, help="seconds of recovery beyond the start of processes")
-    options = read(found)
-    if options.quick:
-        options.kills = min(options.kills, 2)
+    options = options_of(
+        __doc__, quick={"kills": 2}, kills=100, nproc=2, seed=0, directory=tempfile.gettempdir(), limit_s=5.0
+    )
     result = soak(options)
-    from _machine import save
-
-    save(options.results, "soak", [result])
+    save(options, "soak", [result], command="python -m tests.slow.soak " + " ".join(sys.argv[1:]))
     print(json.dumps(result, indent=1))
-    slow = result["recovery_beyond_process_start_s"]["worst"] >= options.limit
-    if result["wrong"] or result["differ_from_undisturbed"] or result["left_in_memory"] or slow:
+    if result["lost"] or result["beyond_start_worst_s"] >= options.limit_s:
         sys.exit("something has been lost, or recovery was too slow")
 
 

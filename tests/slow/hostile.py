@@ -1,6 +1,6 @@
 """Train among strangers who call every port of the job, and see that nothing they say counts.
 
-    python bench/hostile.py [--minutes 20] [--seed 0]
+    python -m tests.slow.hostile [--minutes 20] [--seed 0]
 
 Two ranks train a model at stage 3 under `shardwise run`, again and again from the same beginning: each episode makes an
 engine, so that the ranks meet anew, trains a few dozen steps in which units of 17 MiB are needed once more than agreed
@@ -38,7 +38,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from _jobs import ROOT, parser, read, resident
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from harness import ROOT, options_of, resident, save
 
 _FOLDER, _TARGET = "SHARDWISE_HOSTILE_FOLDER", "SHARDWISE_HOSTILE_TARGET"
 WIDTH, STEPS = 2112, 20
@@ -334,17 +336,23 @@ def attack(minutes: float, seed: int) -> dict[str, Any]:
         expected, found = episodes(whole), episodes(disturbed)
     bits = [{episode["bits"] for episode in rank} for rank in expected]
     wrong = sum(episode["bits"] not in bits[rank] for rank in range(2) for episode in found[rank])
+    strange = json.loads(told)
     return {
+        "system": "shardwise 3",
+        "setting": {"seed": seed},
         "minutes": minutes,
-        "seed": seed,
         "episodes": len(found[0]),
         "steps": STEPS * len(found[0]),
         "rescues": sum(episode["rescues"] for rank in found for episode in rank),
-        "strangers": json.loads(told),
+        "calls": sum(strange["calls"].values()),
+        "kinds": len(strange["calls"]),
+        "ports": strange["ports"],
+        "unix_sockets": strange["unix_sockets"],
         "episodes_that_differ": wrong,
-        "episode_s": {"undisturbed": round(expected[0][0]["s"], 2), "worst": round(max(e["s"] for e in found[0]), 2)},
+        "undisturbed_s": expected[0][0]["s"],
+        "worst_s": max(episode["s"] for episode in found[0]),
         "resident_mib": [round(found[0][at]["resident"] / 2**20) for at in (0, len(found[0]) // 2, -1)],
-        "seconds": round(time.perf_counter() - began, 1),
+        "taken_s": time.perf_counter() - began,
     }
 
 
@@ -357,16 +365,9 @@ def main() -> None:
     if _FOLDER in os.environ:
         train(Path(os.environ[_FOLDER]))
         return
-    found = parser(__doc__)
-    found.add_argument("--minutes", type=float, default=20.0, help="how long the job is disturbed")
-    found.add_argument("--seed", type=int, default=0)
-    options = read(found)
-    if options.quick:
-        options.minutes = min(options.minutes, 0.5)
+    options = options_of(__doc__, quick={"minutes": 0.5}, minutes=20.0, seed=0)
     result = attack(options.minutes, options.seed)
-    from _machine import save
-
-    save(options.results, "hostile", [result])
+    save(options, "hostile", [result], command="python -m tests.slow.hostile " + " ".join(sys.argv[1:]))
     print(json.dumps(result, indent=1))
     if result["episodes_that_differ"] or not result["rescues"]:
         sys.exit("strangers have made a difference, or nothing was fetched")
