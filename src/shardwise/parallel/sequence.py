@@ -252,7 +252,26 @@ _current: list[weakref.ref[SequenceGroup]] = []  # owned by engines and by `_beg
 _given: dict[dist.ProcessGroup, SequenceGroup] = {}
 _begun: list[tuple[SequenceGroup, Communicator]] = []
 _alone: list[weakref.ref[SequenceGroup]] = []  # weak, because scripts may drop engines without destroy()
-_of_job: list[Any] = [None]
+
+
+class DefaultGroup:
+    """Detects changes of torch's default process group.
+
+    The reference is weak. A destroyed group that stays referenced would keep its threads until the interpreter ends.
+    """
+
+    def __init__(self) -> None:
+        self._seen: weakref.ref[dist.ProcessGroup] | None = None
+
+    def changed(self) -> bool:
+        """Return True if the group has been created, destroyed or replaced since the last call."""
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        seen = self._seen
+        self._seen = None if group is None else weakref.ref(group)
+        return seen is not None if group is None else seen is None or seen() is not group
+
+
+_default_group = DefaultGroup()
 
 
 def current() -> SequenceGroup | None:
@@ -269,13 +288,11 @@ def comparing() -> bool:
 
 def _settle() -> None:
     """Drop groups of a destroyed default process group (`destroy_process_group`)."""
-    default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if default is not _of_job[0]:
+    if _default_group.changed():
         _current.clear()
         _given.clear()
         _begun.clear()
         _alone.clear()
-        _of_job[0] = default
 
 
 def needed() -> SequenceGroup:

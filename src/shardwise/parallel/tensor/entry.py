@@ -14,7 +14,7 @@ from shardwise.comm.communicator import Communicator, check_agreement, members_o
 from shardwise.comm.ledger import Ledger
 from shardwise.config import load, resolve
 from shardwise.errors import ConflictError, UsageError
-from shardwise.parallel.sequence import across
+from shardwise.parallel.sequence import DefaultGroup, across
 from shardwise.parallel.tensor import huggingface
 from shardwise.parallel.tensor.copies import snapshot
 from shardwise.parallel.tensor.group import NAME, TensorGroup
@@ -100,7 +100,7 @@ class _Owner(Protocol):
 
 _begun: list[_Begun] = []
 _current: list[weakref.ref[_Owner]] = []
-_of_job: list[Any] = [None]
+_default_group = DefaultGroup()
 
 
 def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
@@ -164,13 +164,11 @@ def end_tensors() -> None:
 
 def _settle() -> None:
     """Drop groups of a destroyed default process group (`destroy_process_group`)."""
-    default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if default is not _of_job[0]:
+    if _default_group.changed():
         for begun in _begun:
             begun.group.close()
         _begun.clear()
         _current.clear()
-        _of_job[0] = default
 
 
 def tp_model_init(
