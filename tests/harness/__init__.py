@@ -4,9 +4,18 @@ import functools
 
 import pytest
 
-from tests.harness.pool import RankFailure, RankTimeout, close_pool, run_ranks, worker_pids
+from tests.harness.pool import RankFailure, RankTimeout, close_pool, of_all_ranks, on_ranks, run_ranks, worker_pids
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 """A case of `parametrize` that `make exhaustive` runs and `make test` leaves out."""
 
-__all__ = ["RankFailure", "RankTimeout", "close_pool", "run_ranks", "thorough", "worker_pids"]
+__all__ = [
+    "RankFailure",
+    "RankTimeout",
+    "close_pool",
+    "of_all_ranks",
+    "on_ranks",
+    "run_ranks",
+    "thorough",
+    "worker_pids",
+]

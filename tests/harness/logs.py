@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -18,3 +20,14 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
         if (event := getattr(record, "event", None)) is not None:
             self.events.append(event)
+
+
+@contextlib.contextmanager
+def logged(level: int = logging.NOTSET) -> Iterator[Lines]:
+    """Keep what the library logs inside of the block."""
+    handler, logger = Lines(level), logging.getLogger("shardwise")
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)

@@ -11,6 +11,7 @@ next call starts a new one. No test waits for longer than its timeout.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import multiprocessing
 import os
@@ -262,6 +263,29 @@ def run_ranks(
         _pool = Pool()
         atexit.register(close_pool)
     return _pool.run(fn, world, args, kwargs, timeout, init)
+
+
+def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test whose body runs on each of `world` ranks; `options` are those of `run_ranks`."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            if worker.serving:
+                body(**given)
+            else:
+                run_ranks(test, world, **options, **given)
+
+        return test
+
+    return decorate
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return the value of each rank, inside of a test of `on_ranks`."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def worker_pids() -> list[int]:

@@ -28,6 +28,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
+serving = False
+"""Whether this process is a worker."""
+
 FINISH = b"finish"
 """Sent by the pool after every rank of a call has answered."""
 
@@ -60,6 +63,8 @@ class Failure:
 
 def main(conn: Connection, store_port: int, stack_file: str) -> None:
     """Serve tasks until the connection closes. SIGUSR1 writes the stacks of all threads to `stack_file`."""
+    global serving
+    serving = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(stack_file, "w") as stacks:
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
