@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from torch import nn
 import shardwise
 from shardwise.errors import ConfigError, DesyncError, PeerLostError, PipelineError, ShardwiseError, UsageError
 from shardwise.pipe import LayerSpec, PipelineModule
-from shardwise.utils.logging import logger
 from tests.harness import RankFailure, run_ranks, thorough
+from tests.harness.logs import logged
 from tests.pipeline.training import WIDTH, Block, Setting, data, engine_of, layers, loss_of, model_of
 
 
@@ -272,18 +271,11 @@ def of_wrong_widths() -> tuple[str, list[str]]:
         return [*layers()[:4], LayerSpec(Wide), *layers()[4:]]
 
     setting = Setting(2, made=made, options={"partition_method": [0, 5, 10]})
-    engine, records = engine_of(setting), []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
+    engine = engine_of(setting)
+    with logged() as kept, pytest.raises((RuntimeError, PeerLostError)) as error:
         engine.train_batch(data(setting, 0))
-    except (RuntimeError, PeerLostError) as error:
-        return type(error).__name__, records
-    finally:
-        logger.removeHandler(handler)
-        engine.destroy()
-    return "", records
+    engine.destroy()
+    return error.type.__name__, kept.lines
 
 
 def test_shapes_that_the_next_stage_does_not_take_are_shown_with_its_layer() -> None:

@@ -77,7 +77,7 @@ def by_two_calls(setting: Setting, calls: Iterable[int]) -> tuple[list[Any], Gra
 
 @pytest.mark.parametrize(
     ("schedule", "zero"),
-    [("zb-h1", 1), *(thorough(*case) for case in (("1f1b", 0), ("zbv", 2), ("1f1b", 3), ("gpipe", 0)))],
+    [("zb-h1", 1), thorough("1f1b", 3), thorough("zbv", 2)],
 )
 def test_gradients_accumulate_over_several_calls(schedule: str, zero: int) -> None:
     """pytorch/torchtitan#1732: each call scaled what earlier calls had accumulated."""
@@ -184,8 +184,7 @@ class Compiled(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("schedule", ["zb-h1", *map(thorough, ("1f1b", "gpipe", "zbv", "v-min", "dualpipe-v"))])
+@pytest.mark.parametrize(("schedule", "whole"), [("zb-h1", False), ("zb-h1", True), thorough("zbv", True)])
 def test_compiled_stages_have_the_gradients_of_plain_ones(schedule: str, whole: bool) -> None:
     """pytorch/pytorch#161904, pytorch/torchtitan#774: zero-bubble schedules failed with torch.compile."""
     setting = Setting(2, schedule, made=untied)
@@ -247,7 +246,7 @@ def test_each_setter_has_an_effect() -> None:
 
 
 class Half(Block):
-    """A block that only even ranks use, in bf16."""
+    """A block that only even ranks use."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if dist.is_initialized() and dist.get_rank() % 2 == 0 else x * 1
@@ -257,19 +256,20 @@ def of_branches() -> list[Any]:
     return [LayerSpec(nn.Embedding, WORDS, WIDTH), LayerSpec(Half, WIDTH), LayerSpec(Block, WIDTH), LayerSpec(Logits)]
 
 
-def test_a_branch_without_data_on_one_rank_does_not_hang_in_bf16() -> None:
+def test_a_branch_without_data_on_one_rank_does_not_hang() -> None:
     """deepspeedai/DeepSpeed#5792: bf16 with ZeRO 1 waited for gradients of an encoder without data."""
-    one = run_ranks(train, 2, Setting(1, zero=1, made=of_branches, config={"bf16": {"enabled": True}}))
-    for run in run_ranks(train, 4, Setting(2, zero=1, made=of_branches, config={"bf16": {"enabled": True}})):
-        torch.testing.assert_close(run.losses, one[0].losses, rtol=1e-3, atol=1e-3)
+    bf16 = {"bf16": {"enabled": True}}
+    for schedule, zero, config, bound in (("1f1b", 1, bf16, 1e-3), ("zb-h1", 2, {}, 1e-6), ("1f1b", 3, {}, 1e-6)):
+        one = run_ranks(train, 2, Setting(1, zero=zero, made=of_branches, config=config))
+        for run in run_ranks(train, 4, Setting(2, schedule, zero, made=of_branches, config=config)):
+            torch.testing.assert_close(run.losses, one[0].losses, rtol=bound, atol=bound)
 
 
 def five() -> list[Any]:
     return [LayerSpec(nn.Embedding, WORDS, WIDTH), *(LayerSpec(Block, WIDTH) for _ in range(3)), LayerSpec(Logits)]
 
 
-@pytest.mark.parametrize("stages", [thorough(2), 3])
-@pytest.mark.parametrize("method", ["uniform", thorough("parameters"), thorough("type:block")])
+@pytest.mark.parametrize(("stages", "method"), [(3, "uniform"), thorough(2, "parameters"), thorough(3, "type:block")])
 def test_layers_need_not_be_divisible_by_stages(stages: int, method: str) -> None:
     """NVIDIA/Megatron-LM#3399: an uneven division of layers gave wrong results."""
     options = {"partition_method": method}

@@ -252,8 +252,7 @@ def failure(setting: Setting) -> str:
     return ""
 
 
-@pytest.mark.parametrize("checkpointing", [thorough(0), 1])
-@pytest.mark.parametrize("schedule", [thorough("1f1b"), "zb-h1"])
+@pytest.mark.parametrize(("schedule", "checkpointing"), [thorough("1f1b", 0), ("zb-h1", 1)])
 def test_functions_that_use_another_stage_s_weights_are_refused(schedule: str, checkpointing: int) -> None:
     """The weights would be a copy on each rank, and only one of them would be trained."""
     options = {"partition_method": "uniform", "activation_checkpoint_interval": checkpointing}

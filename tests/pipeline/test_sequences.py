@@ -18,7 +18,7 @@ from shardwise.parallel import DistributedAttention, share_attention
 from shardwise.pipe import LayerSpec, PipelineModule
 from shardwise.zero.access import safe_get_full_optimizer_state
 from tests.harness import run_ranks, thorough
-from tests.pipeline.families import FAMILIES
+from tests.pipeline.families import model_of
 
 WIDTH, HEADS, WORDS, TOKENS, SIZE, MICRO_BATCHES = 16, 4, 32, 8, 2, 2
 
@@ -155,9 +155,9 @@ def test_attention_of_a_ranks_own_tokens_is_refused_on_every_stage(shared: Any, 
 
 
 def of_transformers(family: str, schedule: str, zero: int, share: bool) -> Any:
-    model = FAMILIES[family].model(2)
+    model = model_of(family)
     if share:
-        share_attention(model)  # type: ignore[arg-type]
+        share_attention(model)
     try:
         return gradients(model, schedule, zero, loss_fn=loss_of)
     except (UsageError, PeerLostError) as error:
@@ -167,19 +167,19 @@ def of_transformers(family: str, schedule: str, zero: int, share: bool) -> Any:
 @pytest.mark.parametrize(
     ("family", "schedule", "zero"),
     [
-        ("hf-llama", "1f1b", 1),
-        thorough("hf-gpt2", "zb-h1", 0),
-        thorough("hf-bloom", "1f1b", 0),
-        thorough("hf-llama", "zbv", 3),
+        ("llama", "1f1b", 1),
+        thorough("gpt2", "zb-h1", 0),
+        thorough("bloom", "1f1b", 0),
+        thorough("llama", "zbv", 3),
     ],
 )
 def test_models_of_transformers_share_sequences_in_stages(family: str, schedule: str, zero: int) -> None:
-    expected = alone(FAMILIES[family].model(1), 1)
+    expected = alone(model_of(family), 1)
     found = run_ranks(of_transformers, 4, family, schedule, zero, True)
     check(found, expected)
 
 
 @pytest.mark.thorough
 def test_models_of_transformers_without_shared_attention_are_refused() -> None:
-    texts = run_ranks(of_transformers, 4, "hf-llama", "1f1b", 0, False)
+    texts = run_ranks(of_transformers, 4, "llama", "1f1b", 0, False)
     assert any("pipeline stage 0 computes something else than in one process" in text for text in texts[:2])

@@ -22,7 +22,7 @@ from shardwise.utils import (
     safe_set_full_optimizer_state,
 )
 from tests.harness import run_ranks, thorough
-from tests.pipeline import test_transformers as pretrained
+from tests.pipeline import families
 from tests.pipeline.training import WIDTH, Setting, data, engine_of, layers, model_of
 
 
@@ -75,7 +75,7 @@ def written(setting: Setting, root: str) -> tuple[dict[str, torch.Tensor], list[
 
 @pytest.mark.parametrize(
     ("stages", "world", "zero", "dtype"),
-    [(2, 4, 3, "fp32"), *(thorough(s, s * 2, z, d) for s in (2, 3) for z in (0, 1, 2, 3) for d in ("fp32", "bf16"))],
+    [(2, 4, 3, "fp32"), thorough(3, 6, 1, "bf16"), thorough(2, 4, 0, "bf16"), thorough(3, 6, 2, "fp32")],
 )
 def test_whole_weights_are_those_of_all_stages(stages: int, world: int, zero: int, dtype: str, tmp_path: Path) -> None:
     config = {} if dtype == "fp32" else {"bf16": {"enabled": True}}
@@ -152,7 +152,7 @@ def loaded(setting: Setting, root: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("stages", "world", "zero"), [(2, 4, 3), *(thorough(3, 3, zero) for zero in range(4))])
+@pytest.mark.parametrize(("stages", "world", "zero"), [(2, 4, 3), thorough(3, 3, 0), thorough(3, 3, 2)])
 def test_whole_weights_are_loaded(stages: int, world: int, zero: int, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -190,29 +190,28 @@ def single(setting: Setting) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("zero", [3, *(thorough(zero) for zero in (0, 1, 2))])
+@pytest.mark.parametrize("zero", [3, thorough(1)])
 def test_state_of_single_parameters(zero: int) -> None:
     for wrong in run_ranks(single, 4, Setting(2, "1f1b", zero)):
         assert wrong == []
 
 
 def exported(kind: str, stages: int, directory: str) -> dict[str, torch.Tensor]:
-    engine = pretrained.engine_of(pretrained.Setting(kind, stages))
-    engine.train_batch(iter([(pretrained.batch(0, n, 0), None) for n in range(pretrained.MICRO_BATCHES)]))
+    case = families.Case(kind, stages)
+    engine = families.engine_of(case)
+    engine.train_batch(iter(families.batches(case, 0, 0)))
     engine.export(directory)
     found = engine.module_state_dict()
     engine.destroy()
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "stages"), [("gpt2", 2), *(thorough(kind, 3) for kind in ("llama", "bloom", "gpt2", "t5"))]
-)
+@pytest.mark.parametrize(("kind", "stages"), [("gpt2", 2), thorough("llama", 3), thorough("t5", 3)])
 def test_a_pretrained_model_is_exported_for_from_pretrained(kind: str, stages: int, tmp_path: Path) -> None:
     found = run_ranks(exported, stages, kind, stages, str(tmp_path))[-1]
     auto = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path)
-    assert type(model) is type(pretrained.model_of(kind))
+    assert type(model) is type(families.model_of(kind))
     state = model.state_dict()
     assert found.keys() == state.keys()
     for name, value in state.items():

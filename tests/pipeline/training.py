@@ -138,14 +138,9 @@ def engine_of(setting: Setting) -> Any:
     return shardwise.initialize(model=model, config=config)[0]
 
 
-def place_of(stages: int) -> int:
-    """Return the data-parallel place of this rank."""
-    return dist.get_rank() % (dist.get_world_size() // stages)
-
-
 def data(setting: Setting, step: int) -> Iterator[Any]:
     """Return the micro-batches of a step on this rank."""
-    place = place_of(setting.stages)
+    place = dist.get_rank() % (dist.get_world_size() // setting.stages)
     return iter([setting.batches(step, number, place) for number in range(setting.micro_batches)])
 
 
