@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardwise.parallel import DistributedAttention, token_loss
+from shardwise.errors import UsageError
+from shardwise.parallel import DistributedAttention, split, token_loss
+from tests.harness.training import SGD, engine_of
 
 VOCABULARY, ROWS = 37, 2
 
@@ -114,3 +119,34 @@ def alone(kind: str, steps: int, copies: int, dtype: torch.dtype, packed: bool =
         optimizer.step()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
     return losses, grads, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def sharing(model: nn.Module, stage: int = 3, **more: Any) -> Any:
+    """Return an engine of two ranks that share sequences."""
+    return engine_of(model, stage, SGD, sequence_parallel_size=2, **more)
+
+
+@contextlib.contextmanager
+def warned() -> Iterator[list[str]]:
+    """Give the warnings of the comparison of a model over shared sequences with one process."""
+    texts: list[str] = []
+    with (
+        mock.patch("shardwise.parallel.proof.warn_once", texts.append),
+        mock.patch("shardwise.parallel.block_gradients.warn_once", texts.append),
+    ):
+        yield texts
+
+
+def first_step(engine: Any) -> tuple[str, list[str]]:
+    """Train one step and end the engine; return how the step ends, and warnings."""
+    end = "trains"
+    with warned() as texts:
+        try:
+            loss, tokens = loss_of(engine, split(data(0, 1, length=30)))
+            engine.backward(loss, weight=tokens)
+            engine.step()
+            assert all(module.training for module in engine.module.modules())
+        except UsageError as error:
+            end = str(error)
+    engine.destroy()
+    return end, texts

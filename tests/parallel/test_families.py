@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-import shardwise
 from shardwise.errors import UsageError
 from shardwise.parallel import begin, end, share_attention, split
 from shardwise.parallel.block_gradients import _Pair
 from tests.harness import run_ranks
+from tests.parallel.models import sharing, warned
 
 transformers = pytest.importorskip("transformers")
 
@@ -187,13 +187,11 @@ def test_padding_positions_and_scores_of_families() -> None:
 def compared(cases: list[tuple[str, str, str]]) -> list[list[str]]:
     """Warnings and the error of a model with dropout in its first training pass, which is compared with one process."""
     found = []
-    settings = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
     for family, core, kind in cases:
         model = share_attention(model_of(family, core, dropout=0.1), core)
-        engine, *_ = shardwise.initialize(model=model, config=settings)
+        engine = sharing(model, 0)
         with (
-            mock.patch("shardwise.parallel.proof.warn_once") as warned,
-            mock.patch("shardwise.parallel.block_gradients.warn_once", warned),
+            warned() as texts,
             mock.patch.object(_Pair, "run_own", autospec=True, side_effect=_Pair.run_own) as run,
         ):
             error = ""
@@ -203,7 +201,7 @@ def compared(cases: list[tuple[str, str, str]]) -> list[list[str]]:
                 error = str(refused)
         engine.destroy()
         blocks = "" if run.call_count else "no block is compared"
-        found.append([text for text in (error, blocks, *(call.args[0] for call in warned.call_args_list)) if text])
+        found.append([text for text in (error, blocks, *texts) if text])
     return found
 
 

@@ -1,25 +1,28 @@
 """All gradients and their norm against one process: stages, what ranks share, and what parameters are, together.
 
-The model has parameters that are tied, replicated, frozen, divided and of experts. A rank may have no labels.
+The model has parameters that are tied, replicated, frozen, divided and of experts. A rank may have no labels: its loss
+is 0 / 0 and has the weight 0, and the rank takes part in the exchanges of the backward pass.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.moe import MoE
-from shardwise.parallel import DistributedAttention, current
+from shardwise.parallel import DistributedAttention, RingAttention, current, mean_loss
 from shardwise.parallel.sequence import run_of
 from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.random_decoders import IGNORED, WORDS, Decoder, Traits, plain_attention
 
 TOKENS, ROWS = 8, 2
@@ -35,14 +38,38 @@ RULES = {
 }
 
 
+@dataclass(frozen=True)
+class Case:
+    """A ZeRO stage, and how many ranks share a tensor, a sequence and experts.
+
+    Attributes:
+        without: half of the tokens or copies has no labels.
+        weight: form of the weight of the loss, or "mean_loss".
+        ring: attention of a ring in place of an exchange of heads.
+        recompute: attention is recomputed in the backward pass.
+    """
+
+    stage: int
+    tensor: int = 1
+    sequence: int = 1
+    experts: int = 1
+    without: bool = True
+    weight: str = "int"
+    ring: bool = False
+    recompute: bool = False
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
     return plain_attention(q, k, v)
 
 
-def build(sequence: int, experts: int) -> nn.Module:
+def build(sequence: int, experts: int, *, ring: bool = False, recompute: bool = False) -> nn.Module:
     """A decoder whose last MLP are experts; the same values for any number of ranks."""
     torch.manual_seed(11)
-    shared = DistributedAttention(attend, scatter_idx=1, gather_idx=2) if sequence > 1 else attend
+    shared: Any = DistributedAttention(attend, scatter_idx=1, gather_idx=2) if sequence > 1 else attend
+    if ring:
+        around = RingAttention()
+        shared = lambda q, k, v, mask: around(q, k, v)  # noqa: E731
 
     def mixture(width: int) -> nn.Module:
         return MoE(width, nn.Linear(width, width), 4, experts, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
@@ -53,7 +80,13 @@ def build(sequence: int, experts: int) -> nn.Module:
         with torch.no_grad():  # nothing is at its usual first value
             shift = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             parameter.add_(0.0 if "deepspeed_experts" in name else 0.2 * shift)
+    for block in model.blocks if recompute else ():
+        block.attention.forward = recomputed(block.attention.forward)  # type: ignore[union-attr]
     return model
+
+
+def recomputed(forward: Any) -> Any:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
 def rows_of(copies: int, without: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,29 +101,33 @@ def rows_of(copies: int, without: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def trained(cases: list[tuple[int, int, int, int, bool]]) -> list[Any]:
+def trained(cases: list[Case]) -> list[Any]:
     found = []
-    for stage, tensor, sequence, experts, without in cases:
+    for case in cases:
         shardwise.init_distributed(verbose=False)
-        copies = dist.get_world_size() // tensor // sequence
+        copies = dist.get_world_size() // case.tensor // case.sequence
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": ROWS,
-            "sequence_parallel_size": sequence,
+            "sequence_parallel_size": case.sequence,
             "gradient_clipping": 0.01,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
         }
-        if tensor > 1:
-            config["tensor_parallel"] = {"autotp_size": tensor, "partition_config": RULES}
-        engine, *_ = shardwise.initialize(model=build(sequence, experts), config=config)
-        ids, labels = rows_of(copies, without)
+        if case.tensor > 1:
+            config["tensor_parallel"] = {"autotp_size": case.tensor, "partition_config": RULES}
+        model = build(case.sequence, case.experts, ring=case.ring, recompute=case.recompute)
+        engine, *_ = shardwise.initialize(model=model, config=config)
+        ids, labels = rows_of(copies, case.without)
         first = engine.get_data_parallel_rank() * ROWS
         group = current()
-        span = slice(*run_of(TOKENS, sequence, 0 if group is None else group.rank))
+        span = slice(*run_of(TOKENS, case.sequence, 0 if group is None else group.rank))
         ids, labels = (x[first : first + ROWS, span].contiguous() for x in (ids, labels))
         positions = torch.arange(TOKENS)[span].expand(ROWS, -1).contiguous()
-        loss = engine(ids, positions, labels)
-        engine.backward(loss, weight=int((labels != IGNORED).sum()))
+        loss, tokens = engine(ids, positions, labels), (labels != IGNORED).sum()
+        if case.weight == "mean_loss":
+            engine.backward(mean_loss(loss, tokens))
+        else:
+            engine.backward(loss, weight={"int": int, "float": float, "tensor": torch.clone}[case.weight](tokens))
         grads = {
             part_of(p).name or n: safe_get_full_grad(p) for n, p in engine.module.named_parameters() if p.requires_grad
         }
@@ -100,14 +137,12 @@ def trained(cases: list[tuple[int, int, int, int, bool]]) -> list[Any]:
     return found
 
 
-def check(world: int, cases: list[tuple[int, int, int, int, bool]]) -> None:
+def check(world: int, cases: list[Case]) -> None:
     told = run_ranks(trained, world, cases)
     for case, *ranks in zip(cases, *told, strict=True):
-        _, tensor, sequence, _, without = case
         model = build(1, 1)
-        ids, labels = rows_of(world // tensor // sequence, without)
-        logits_loss = model(ids, None, labels)
-        logits_loss.backward()
+        ids, labels = rows_of(world // case.tensor // case.sequence, case.without)
+        model(ids, None, labels).backward()
         expected = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values() if g is not None))
         found = {name: grad for _, grads in ranks for name, grad in grads.items()}
@@ -120,20 +155,25 @@ def check(world: int, cases: list[tuple[int, int, int, int, bool]]) -> None:
             assert off <= 1e-5 * float(wanted.norm()) + 1e-7 * norm, (case, name, off, float(wanted.norm()))
 
 
-PAIRS = [(1, 2, 1), (1, 1, 2), (1, 2, 2)]
-"""Ranks of tensors, sequences and experts, on 2 ranks."""
-
+PAIRS = [
+    Case(0, sequence=2),
+    Case(1, experts=2, without=False, weight="float"),
+    Case(2, sequence=2, weight="mean_loss"),
+    Case(3, sequence=2, experts=2, weight="tensor", recompute=True),
+    Case(1, sequence=2, ring=True),
+]
 FOURS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 4, 4)]
-"""The same on 4 ranks."""
+"""Ranks of tensors, sequences and experts."""
 
 
-def test_all_gradients_and_the_norm() -> None:
-    check(2, [(stage, *PAIRS[stage % 3], stage != 1) for stage in range(4)])
-    check(4, [(3, 2, 1, 1, True)])  # one copy of the model has no labels, and exchanges more than the other
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", range(4))
-def test_all_gradients_and_the_norm_of_every_arrangement(stage: int) -> None:
-    check(4, [(stage, *ranks, without) for ranks in FOURS for without in (False, True)])
-    check(2, [(stage, *ranks, without) for ranks in PAIRS for without in (False, True)])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, PAIRS),
+        (4, [Case(3, 2)]),  # one copy of the model has no labels, and exchanges more than the other
+        *(thorough(4, [Case(stage, *ranks, without=stage != 1) for ranks in FOURS]) for stage in range(4)),
+    ],
+    ids=["2", "4", *(f"stage {stage}" for stage in range(4))],
+)
+def test_all_gradients_and_the_norm(world: int, cases: list[Case]) -> None:
+    check(world, cases)

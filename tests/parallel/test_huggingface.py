@@ -15,7 +15,7 @@ import torch.distributed.nn.functional
 
 from shardwise.parallel import begin, end, share_attention, split
 from shardwise.parallel.data import complete
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.parallel.accelerated import alone
 from tests.parallel.models import VOCABULARY, data
 
@@ -75,7 +75,7 @@ def logits(kind: str, core: str) -> Any:
         ("padding", "sdpa"),
         ("window", "sdpa"),
         ("plain", "ring"),
-        ("packed", "flex_attention"),
+        thorough("packed", "flex_attention"),
     ],
 )
 def test_masks_are_those_of_whole_sequences(kind: str, core: str) -> None:

@@ -12,11 +12,10 @@ import transformers
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-import shardwise
 from shardwise.errors import UsageError
 from shardwise.parallel import share_attention, split
 from tests.harness import run_ranks, thorough
-from tests.parallel.models import GPT, VOCABULARY, data, llama, loss_of
+from tests.parallel.models import GPT, VOCABULARY, data, first_step, llama, loss_of, sharing, warned
 
 SIZES: dict[str, int] = {
     "vocab_size": VOCABULARY,
@@ -115,24 +114,7 @@ def begun(kinds: list[str], more: dict[str, Any]) -> dict[str, str]:
     found = {}
     for kind in kinds:
         torch.manual_seed(7)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "sequence_parallel_size": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            **more,
-        }
-        engine, *_ = shardwise.initialize(model=MODELS[kind](), config=config)
-        try:
-            batch = split(data(0, 1, length=30))
-            loss, tokens = loss_of(engine, batch)
-            engine.backward(loss, weight=tokens)
-            engine.step()
-            assert engine.module.training and all(module.training for module in engine.module.modules())
-            found[kind] = "trains"
-        except UsageError as error:
-            found[kind] = str(error)
-        engine.destroy()
+        found[kind], _ = first_step(sharing(MODELS[kind](), **more))
     return found
 
 
@@ -148,17 +130,12 @@ def pooled() -> dict[str, str]:
     found = {}
     for name, (kind, _) in POOLED.items():
         torch.manual_seed(7)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "sequence_parallel_size": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        }
-        engine, *_ = shardwise.initialize(model=kind(shared=True), config=config)
+        engine = sharing(kind(shared=True), 0)
         batch = split(data(0, 1, length=30))
         try:
-            with mock.patch("shardwise.parallel.proof.warn_once") as warned:
+            with warned() as texts:
                 engine.backward(engine(batch["input_ids"], batch["position_ids"]).mean())
-            found[name] = "trains: " + " ".join(call.args[0] for call in warned.call_args_list)
+            found[name] = "trains: " + " ".join(texts)
         except UsageError as error:
             found[name] = str(error)
         engine.destroy()
@@ -196,11 +173,9 @@ class Normalized(GPT):
 
 
 def normalized() -> list[str]:
-    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
-    with mock.patch("shardwise.engine.advice.warn_once") as warned:
-        engine, *_ = shardwise.initialize(model=Normalized(), config=config)
-    engine.destroy()
-    return [call.args[0] for call in warned.call_args_list]
+    with mock.patch("shardwise.engine.advice.warn_once") as warns:
+        sharing(Normalized(), 0).destroy()
+    return [call.args[0] for call in warns.call_args_list]
 
 
 def test_batch_normalization_of_a_ranks_tokens_is_warned_of() -> None:
@@ -211,15 +186,9 @@ def test_batch_normalization_of_a_ranks_tokens_is_warned_of() -> None:
 
 def collected() -> list[int]:
     torch.manual_seed(7)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "sequence_parallel_size": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
     model, lengths = GPT(shared=True), []
     model.blocks[0].register_forward_hook(lambda _, __, made: lengths.append(len(made)))
-    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine = sharing(model)
     for step in range(2):
         loss, tokens = loss_of(engine, split(data(step, 1, length=30)))
         engine.backward(loss, weight=tokens)

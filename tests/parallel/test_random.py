@@ -155,17 +155,17 @@ def test_a_few_decoders() -> None:
 
 
 def test_a_few_divided_decoders() -> None:
-    right = [(seed, "whole masks") for seed in (6, 7, 9)]
+    right = [(seed, "whole masks") for seed in (6, 9)]
     assert check([*right, (7, "own tokens"), (0, "whole masks")], tensor=2) == 2
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", range(0, 200, 20))
-def test_two_hundred_divided_decoders(first: int) -> None:
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_more_divided_decoders(first: int) -> None:
     assert check([(seed, how) for seed in range(first, first + 20) for how in kinds(seed) if how != "experts"], 2) >= 20
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", range(0, 200, 8))
-def test_two_hundred_decoders(first: int) -> None:
-    assert check([(seed, how) for seed in range(first, first + 8) for how in kinds(seed)]) >= 8
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_more_decoders(first: int) -> None:
+    assert check([(seed, how) for seed in range(first, first + 20) for how in kinds(seed)]) >= 20

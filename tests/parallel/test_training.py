@@ -17,7 +17,7 @@ from tests.harness import run_ranks, thorough
 from tests.harness.training import gradients, masters
 from tests.parallel.models import MODELS, ROWS, alone, data, loss_of
 
-STEPS = 10
+STEPS = 6
 
 
 def config(stage: int, size: int, **more: Any) -> dict[str, Any]:
@@ -66,12 +66,16 @@ def assert_equal(found: Any, exact: Any) -> None:
             assert (ours[name] - value).norm() <= 1e-4 * value.norm() + 1e-6 * largest, name
 
 
-@pytest.mark.parametrize("stage", [thorough(0), thorough(1), 2, thorough(3)])
-@pytest.mark.parametrize(("kind", "packed"), [thorough("gpt", False), thorough("llama", False), ("llama", True)])
-@pytest.mark.parametrize(("world", "size"), [thorough(2, 2), thorough(4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("kind", "packed", "stage", "world", "size"),
+    [
+        ("llama", True, 2, 4, 4),
+        thorough("llama", False, 3, 4, 2),
+        thorough("gpt", False, 0, 2, 2),
+        thorough("gpt", False, 1, 4, 2),
+    ],
+)
 def test_training_is_that_of_one_process(kind: str, packed: bool, stage: int, world: int, size: int) -> None:
-    if kind == "gpt" and size == 4:
-        pytest.skip("it has three heads")
     copies = world // size
     exact = alone(kind, STEPS, copies, torch.float64, packed)
     for found in run_ranks(train, world, kind, stage, size, packed):

@@ -9,8 +9,14 @@ import torch.distributed as dist
 
 import shardwise
 from tests.harness import run_ranks
-from tests.parallel.tensor.models import ROWS, Decoder, data, decoder
-from tests.parallel.tensor.test_training import config
+from tests.parallel.tensor.models import ROWS, RULES, Decoder, data, decoder
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": ROWS,
+    "tensor_parallel": {"autotp_size": 2, "partition_config": RULES},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
 
 
 def built(how: str) -> Any:
@@ -25,7 +31,7 @@ def built(how: str) -> Any:
         torch.manual_seed(0)
     else:
         model = decoder(True)
-    engine, *_ = shardwise.initialize(model=model, config=config(3, 2))
+    engine, *_ = shardwise.initialize(model=model, config=CONFIG)
     whole = {name: value.clone() for name, value in (engine.module_state_dict() or {}).items()}
     copy = engine.get_data_parallel_rank()
     losses = []

@@ -13,7 +13,7 @@ from shardwise.engine.plans import plan_model
 from shardwise.memory import Accountant, Category, track_activations
 from shardwise.parallel import tiled_loss
 from tests.harness import run_ranks, thorough
-from tests.parallel.tensor.test_tokens import MODELS, config, ids
+from tests.parallel.tensor.test_tokens import config, ids, made
 
 LENGTH = 48
 
@@ -21,9 +21,8 @@ LENGTH = 48
 def planned(kind: str, stage: int, norms: bool) -> Any:
     """Most bytes in each category, as planned and as measured over two windows."""
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}
-    torch.manual_seed(11)
     engine, *_ = shardwise.initialize(
-        model=MODELS[kind](), config=config(stage, norms, optimizer=adam, gradient_accumulation_steps=1)
+        model=made(kind), config=config(stage, norms, optimizer=adam, gradient_accumulation_steps=1)
     )
     batch = {"input_ids": ids(0, LENGTH), "labels": ids(0, LENGTH)}
     for window in range(3):
@@ -42,10 +41,10 @@ def planned(kind: str, stage: int, norms: bool) -> Any:
     return found, {category.value: size for category, size in measured.items()}, (report.total.planned, most)
 
 
-@pytest.mark.parametrize("kind", [thorough("llama"), "gpt2"])
-@pytest.mark.parametrize("stage", [*map(thorough, range(3)), 3])
-@pytest.mark.parametrize("norms", [thorough(False), True])
-@pytest.mark.parametrize("world", [2, thorough(4)])
+@pytest.mark.parametrize(
+    ("kind", "stage", "norms", "world"),
+    [("gpt2", 3, True, 2), thorough("llama", 1, False, 4), thorough("llama", 2, True, 2), thorough("gpt2", 0, True, 4)],
+)
 def test_the_dry_run_is_what_is_measured(kind: str, stage: int, norms: bool, world: int) -> None:
     for found, measured, (total, most) in run_ranks(planned, world, kind, stage, norms):
         assert total == pytest.approx(most, rel=0.03), (found, measured)
