@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
@@ -57,7 +56,7 @@ class Model(torch.nn.Module):
         return x
 config = {
     "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "stall_limit": 2.0,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "stall_limit": 1.0,
     "strict_sync": fault in ("skips", "swaps", "shape"),
 }
 engine, *_ = shardwise.initialize(model=Model(), config=config)
@@ -191,7 +190,7 @@ def runs_in(process: Path, directory: Path) -> bool:
 @pytest.mark.parametrize(
     ("fault", "ranks"),
     # The judgement of the others is tested in test_stalls.py.
-    [("forward", 2), *(thorough(*case) for case in itertools.product(FAULTS, (2, 4)) if case != ("forward", 2))],
+    [("forward", 2), thorough("extra", 4), thorough("shape", 4), *(thorough(f, 2) for f in FAULTS if f != "forward")],
 )
 def test_faults(tmp_path: Path, fault: str, ranks: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -240,7 +239,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_slow_jobs_are_left_alone(tmp_path: Path, seed: int) -> None:
     (tmp_path / "train.py").write_text(SLOW)
     command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", str(2 + seed % 3), "train.py"]

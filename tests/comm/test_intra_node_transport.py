@@ -28,7 +28,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError, UsageError
 from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, same_bits, values
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, run_ranks, thorough
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def gather(layout: list[tuple[int, torch.dtype]], in_place: bool) -> list[torch.
     return [full for full, _ in pairs]
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     world=st.integers(2, 4),
     layout=st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(COPIED)), max_size=4),
@@ -110,7 +110,7 @@ def reduce_both_ways(
     return list(zip(*results, strict=True))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     world=st.integers(2, 4),
     layout=st.lists(
@@ -302,7 +302,7 @@ def one_is_elsewhere(stage: int) -> float:
     return rest - loss if dist.get_rank() == 0 else 0.0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [thorough(0), 2])
 def test_one_rank_evaluates_while_the_others_wait_elsewhere(stage: int) -> None:
     begun = time.monotonic()
     assert run_ranks(one_is_elsewhere, 3, stage) == [0.0] * 3
@@ -388,6 +388,7 @@ if comm.rank == 0:
 """
 
 
+@pytest.mark.thorough
 def test_a_script_that_ends_lets_the_others_read(tmp_path: Path) -> None:
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
@@ -426,22 +427,19 @@ def used(wish: str, refusing: bool) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize(
-    ("wish", "refusing", "memory"),
-    [("", False, True), ("memory", False, True), ("messages", False, False), ("", True, False)],
+    ("wish", "refusing", "memory", "error"),
+    [
+        ("", False, True, ""),
+        ("memory", False, True, ""),
+        ("messages", False, False, ""),
+        ("", True, False, ""),
+        ("memory", True, False, "SHARDWISE_TRANSPORT=memory"),
+        ("memroy", False, False, "SHARDWISE_TRANSPORT='memroy'"),
+    ],
 )
-def test_what_is_used(wish: str, refusing: bool, memory: bool) -> None:
-    assert run_ranks(used, 3, wish, refusing) == [(memory, "")] * 3
-
-
-def test_a_wish_that_cannot_be_met_is_an_error_on_all_ranks() -> None:
-    for memory, message in run_ranks(used, 2, "memory", True):
-        assert not memory
-        assert "SHARDWISE_TRANSPORT=memory, but the ranks cannot read each other's memory: the system does" in message
-
-
-def test_an_unknown_wish_is_an_error() -> None:
-    for _, message in run_ranks(used, 2, "memroy", False):
-        assert "SHARDWISE_TRANSPORT='memroy' is not known" in message
+def test_what_is_used(wish: str, refusing: bool, memory: bool, error: str) -> None:
+    for found, message in run_ranks(used, 3, wish, refusing):
+        assert found is memory and bool(message) is bool(error) and error in message
 
 
 _STRANGER = """
@@ -484,27 +482,19 @@ def test_strangers_that_call_and_hold_the_line_are_sent_away() -> None:
         stranger.communicate()
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_a_connection_to_another_process_than_announced_is_refused(shift: int, monkeypatch) -> None:
-    """Both ranks are this process here; `shift` makes the announced number another one's."""
+def test_a_connection_to_another_process_than_announced_is_refused(monkeypatch) -> None:
+    """Both ranks are this process here; the announced number is that of another process."""
     monkeypatch.setattr(transport, "_CONNECTING", timedelta(seconds=0.5))
     listener = transport._listener()
     assert listener is not None
-    cards = [{"process": os.getpid() + shift, "socket": listener.getsockname().decode("latin-1")}] * 2
+    cards = [{"process": os.getpid() + 1, "socket": listener.getsockname().decode("latin-1")}] * 2
     found: list[dict[int, socket.socket] | None] = []
     caller = threading.Thread(target=lambda: found.append(transport._call_all(1, cards, listener)))
     caller.start()
     called = transport._call_all(0, cards, listener)
     caller.join()
     listener.close()
-    if shift:
-        assert called is None and found == [None]
-        return
-    assert called is not None and found[0] is not None
-    found[0][0].send(b"hello")
-    assert called[1].recv(16) == b"hello"
-    for connection in (called[1], found[0][0]):
-        connection.close()
+    assert called is None and found == [None]
 
 
 def test_memory_that_does_not_hold_the_announced_proof_is_not_taken_for_a_peers() -> None:

@@ -29,9 +29,8 @@ from shardwise.comm.rank_status import (
     state_of,
 )
 from shardwise.comm.stall_watchdog import EXIT_CODE, StallWatch, stop_watching, watch
-from shardwise.utils.logging import logger
-from tests.engine.test_idle_steps import Lines
 from tests.harness import thorough
+from tests.harness.logs import logged
 
 GATHER = Position("all_gather 'layers.0' #7", kind="gather", line="train.py:12", seconds=9.0, number=3)
 REDUCE = Position("reduce_scatter 'layers.3' #2", kind="reduce", line="train.py:20", seconds=8.0, number=5)
@@ -298,10 +297,8 @@ def growing(place: Position) -> Callable[[], Position]:
 
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
-    lines = Lines()
-    logger.addHandler(lines)
-    yield lines.lines
-    logger.removeHandler(lines)
+    with logged() as kept:
+        yield kept.lines
 
 
 def test_ranks_that_wait_for_each_other_end(capfd: pytest.CaptureFixture[str]) -> None:
