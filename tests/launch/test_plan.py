@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,15 @@ import torch
 from torch import nn
 
 from shardwise.launch.architectures import SHAPES, Decoder
-from shardwise.launch.cli import main
 from shardwise.launch.models import named_model
 from shardwise.pipe import LayerSpec, PipelineModule
 from tests.harness import thorough
 
+Shown = Callable[..., str]
+
 
 def own() -> nn.Module:
     return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments])
-    assert not ended.value.code, capsys.readouterr().err
-    return capsys.readouterr().out
 
 
 def test_published_sizes() -> None:
@@ -46,8 +41,8 @@ def documented(title: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("stages", ["1", thorough("0,2,3")])
-def test_the_documented_table_of_a_published_case(capsys: pytest.CaptureFixture[str], stages: str) -> None:
-    lines = run(capsys, "bloom-560m", "--ranks", "8", "--stages", stages).splitlines()
+def test_the_documented_table_of_a_published_case(shown: Shown, stages: str) -> None:
+    lines = shown("plan", "bloom-560m", "--ranks", "8", "--stages", stages).splitlines()
     assert lines[0] == (
         "bloom-560m: 559,214,592 parameters, 8 ranks, fp32, micro-batch of 1 x 512 tokens, accumulation 1"
     )
@@ -60,17 +55,17 @@ def test_the_documented_table_of_a_published_case(capsys: pytest.CaptureFixture[
         assert row[:3] == (["2.24", "2.24", "4.47"] if stage == "0" else [row[0], "0.28", "0.56"])
 
 
-def test_bytes_of_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bytes_of_a_model_of_ones_own(shown: Shown, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"train_batch_size": 64, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}))
     name = f"{__name__}:own"
-    text = run(capsys, name, "--config", str(config), "--ranks", "4", "--stages", "0,2", "--length", "16", "--json")
+    text = shown("plan", name, "--config", str(config), "--ranks", "4", "--stages", "0,2", "--length", "16", "--json")
     found = json.loads(text)[name]
     assert found["parameters"] == 64 * 32 + 32 * 64 + 64
     assert [plan["stage"] for plan in found["plans"]] == [0, 2]
     assert all(plan["peaks"]["activations"] > 0 and not plan["note"] for plan in found["plans"])
     assert found["plans"][0]["peaks"]["optimizer state"] == 0
-    without = json.loads(run(capsys, name, "--length", "0", "--stages", "1", "--json"))[name]["plans"][0]
+    without = json.loads(shown("plan", name, "--length", "0", "--stages", "1", "--json"))[name]["plans"][0]
     assert "activations" not in without["peaks"] and without["total"]
 
 
@@ -85,22 +80,22 @@ OFFLOADED = {
 }
 
 
-def test_state_elsewhere_and_what_it_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_state_elsewhere_and_what_it_costs(shown: Shown, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(OFFLOADED))
     given = [f"{__name__}:own", "--config", str(config), "--stages", "3", "--length", "0"]
     limits = ["--device-limit", "1MB", "--host-limit", "1MB", "--disk-limit", "100KB", "--local-ranks", "2"]
-    plan = json.loads(run(capsys, *given, *limits, "--json"))[f"{__name__}:own"]["plans"][0]
+    plan = json.loads(shown("plan", *given, *limits, "--json"))[f"{__name__}:own"]["plans"][0]
     assert plan["fits"] is True and plan["elsewhere"]["disk"] > 0
     assert plan["moved"]["disk"]["read"] >= plan["elsewhere"]["disk"] * 0.9
-    text = run(capsys, *given, *limits[:-1], "8", "--disk-speed", "2,0.5")
+    text = shown("plan", *given, *limits[:-1], "8", "--disk-speed", "2,0.5")
     assert "fits" in text.splitlines()[1] and text.splitlines()[2].endswith(" no")  # the disk is shared by more
     assert "kB on host: a step reads " in text
     assert "kB on disk: a step reads " in text and "at 2.00 and 0.50 GB/s" in text
-    unknown = run(capsys, *given, "--device-limit", "1MB", "--host-limit", "1MB")
+    unknown = shown("plan", *given, "--device-limit", "1MB", "--host-limit", "1MB")
     assert unknown.splitlines()[2].endswith(" ?") and "--disk-limit" in unknown  # the column says why
     assert unknown.splitlines()[1].split()[-2] == "kB"
-    without = run(capsys, *given)
+    without = shown("plan", *given)
     assert "fits" not in without and "kB on disk: a step reads " in without
 
 
@@ -113,18 +108,18 @@ def mean(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return output.mean()
 
 
-def test_positions_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_positions_of_a_pipeline(shown: Shown, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     adam = {"type": "AdamW", "params": {"lr": 0.1}}
     pipeline = {"stages": 2, "schedule": "gpipe"}
     config.write_text(json.dumps({"train_batch_size": 4, "optimizer": adam, "pipeline": pipeline}))
     name = f"{__name__}:stages"
     given = [name, "--ranks", "4", "--micro-batches", "4", "--length", "8"]
-    found = json.loads(run(capsys, *given, "--config", str(config), "--json"))[name]
+    found = json.loads(shown("plan", *given, "--config", str(config), "--json"))[name]
     assert [(plan["stage"], plan["pipeline_rank"]) for plan in found["plans"]] == [(1, 0), (1, 1)]
     assert not any(plan["note"] for plan in found["plans"])
     assert found["schedule"]["name"] == "gpipe" and found["schedule"]["in_flight"] == [4, 4]
-    lines = run(capsys, *given, "--pp", "2", "--schedule", "zb-h1", "--stages", "0,2", "--length", "0").splitlines()
+    lines = shown("plan", *given, "--pp", "2", "--schedule", "zb-h1", "--stages", "0,2", "--length", "0").splitlines()
     assert lines[1].split()[:3] == ["zero", "rank", "parameters"]
     assert [line.split()[:2] for line in lines[2:6]] == [["0", "0"], ["0", "1"], ["2", "0"], ["2", "1"]]
     assert lines[6] == "zb-h1, 4 micro-batches, simulated; idle: for stages of equal times"
@@ -132,18 +127,7 @@ def test_positions_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert lines[10].split() == ["all", "5,216", "7.7%"]
 
 
-@pytest.mark.parametrize(("enabled", "off"), [({}, False), ({"enabled": False}, True)])
-def test_the_check_of_a_pipeline(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, enabled: dict[str, bool], off: bool
-) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2, **enabled}}))
-    with pytest.raises(SystemExit):
-        main(["check", str(config), "--world", "2"])
-    assert ("the section is switched off" in capsys.readouterr().out) is off
-
-
-def test_a_named_model_as_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_model_as_a_pipeline(shown: Shown) -> None:
     """The parameters of all positions are those of the whole, where copies of the embedding count once for each."""
     with torch.device("meta"):
         for name, copies in (("llama-7b", 1), ("bloom-560m", 2)):
@@ -152,59 +136,25 @@ def test_a_named_model_as_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None
                 tuple(p.shape) for p in Decoder(SHAPES[name]).parameters()
             ]
             assert isinstance(whole, PipelineModule)
-            text = run(capsys, name, "--pp", "2", "--length", "0", "--json")
+            text = shown("plan", name, "--pp", "2", "--length", "0", "--json")
             counts = json.loads(text)[name]["schedule"]["parameters"]
             tied = SHAPES[name].vocabulary * SHAPES[name].width
             assert sum(counts) == sum(p.numel() for p in whole.parameters()) + (copies - 1) * tied
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--pp", "3", "--ranks", "8"], "is 3, but there are 8 ranks; choose a divisor of 8 (1, 2, 4, 8)"),
-        (["--pp", "2", "--schedule", "1f1B2"], "pipeline schedule '1f1B2' is unknown; did you mean '1f1b'?"),
-        (["--pp", "2", "--schedule", "fastest"], "pipeline schedule 'fastest' is unknown; known: naive, gpipe, 1f1b"),
-        (["--pp", "2", "--schedule", "zbv", "--chunks", "3"], "3 stages on each rank, expected 2"),
-        (["--pp", "8", "--chunks", "2", "--schedule", "interleaved"], "4 layers cannot be divided into 16 pipeline"),
-        (["--pp", "0"], "--pp and --chunks are 1 or more"),
-    ],
-)
-def test_wrong_pipelines(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", f"{__name__}:stages", *arguments])
-    assert ended.value.code and words in capsys.readouterr().err
+def test_the_check_of_a_pipeline(shown: Shown, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    for enabled, off in (({}, False), ({"enabled": False}, True)):
+        config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2, **enabled}}))
+        assert ("the section is switched off" in shown("check", config, "--world", "2")) is off
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["bloom-560m", "--schedule", "gpipe"], "--schedule and --chunks are of pipelines, and bloom-560m is none"),
-        (["gpt-9"], "gpt-9 is not known; give bloom-560m"),
-        (["nowhere:model"], "nowhere:model: No module named"),
-        (["builtins:dict"], "has returned dict; it must return a torch.nn.Module"),
-        (["torch.nn:Linear"], "torch.nn:Linear() has raised TypeError: Linear.__init__() missing 2 required"),
-        (["bloom-560m", "--stages", "4"], "--stages 4: give some of"),
-        (["bloom-560m", "--precision", "int8"], "--precision int8: give fp32"),
-        (["bloom-560m", "--host-limit", "much"], "--host-limit much: expected bytes or a size such as"),
-        (["bloom-560m", "--disk-speed", "3"], "--disk-speed 3: give two numbers above 0"),
-        (["bloom-560m", "--ranks", "0"], "--ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more"),
-    ],
-)
-def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments])
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
-
-
-def test_the_check_shows_the_costs_of_unsharding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_check_shows_the_costs_of_unsharding(shown: Shown, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     given = {"stages": 4, "schedule": "interleaved", "unsharded_for": "step"}
     keys = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
     for stage, shown in ((3, True), (2, False)):
         config.write_text(json.dumps({**keys, "zero_optimization": {"stage": stage}, "pipeline": given}))
-        with pytest.raises(SystemExit):
-            main(["check", str(config), "--world", "8"])
-        text = capsys.readouterr().out
+        text = shown("check", config, "--world", "8")
         assert ("unsharded_for pass: 16 x the bytes of its parameters; two units at a time\n" in text) is shown
         assert ("unsharded_for step: 1 x the bytes of its parameters; all 2 stages of a rank (config" in text) is shown

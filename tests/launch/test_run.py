@@ -271,6 +271,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_an_interruption_takes_a_line_for_each_rank(tmp_path) -> None:
     script = _script(tmp_path, LOOP)
     argv = [*SHARDWISE, "run", "--nproc", "2", "--log-dir", str(tmp_path), str(script)]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.launch.cli import main
 from shardwise.profile.timeline import FORMAT, file_of
 
+Call = Callable[..., tuple[int, str, str]]
 US = 1e6
 
 
@@ -41,16 +42,10 @@ def put_two(directory: Path) -> None:
     put(directory, 1, [span("forward", "compute", 0, 5, 1, 10), gather(1, 3, 4, 0)], left_out=7)
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["trace", *arguments])
-    return int(end.value.code or 0)
-
-
-def test_a_table_and_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_one_trace(tmp_path: Path, call: Call) -> None:
     put_two(tmp_path / "run")
-    assert run(str(tmp_path / "run")) == 0
-    out = capsys.readouterr().out
+    code, out, _ = call("trace", tmp_path / "run")
+    assert code == 0
     head, _, first, second = [line.split() for line in out.splitlines() if line.strip()][:4]
     assert head[:4] == ["rank", "gather", "waits", "(s)"]
     assert first[:3] == ["0", "3.000", "60%"] and first[-4:] == ["5.000", "0%", "2.000", "0.000"]
@@ -68,27 +63,25 @@ def test_a_table_and_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert 1 * US < end["ts"] < 4 * US  # inside of the event that it points to
 
 
-def test_a_narrow_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     put_two(tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
     monkeypatch.setenv("COLUMNS", "80")
-    assert run(str(tmp_path)) == 0
-    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", call("trace", tmp_path)[1])
     table = out[: out.index("hidden: while")]
     assert all(len(line.rstrip()) <= 80 for line in table.splitlines())
     cells = {" ".join(line.split()[:-2]): line.split()[-2:] for line in table.splitlines() if line.strip()}
     assert cells["whole (s)"] == ["5.000", "5.000"] and cells["caused (s)"] == ["0.000", "2.000"]
 
 
-def test_numbers_as_json_and_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_as_json_and_a_file_of_ones_own(tmp_path: Path, call: Call) -> None:
     put_two(tmp_path)
     target = tmp_path / "new" / "all.json"
-    assert run(str(tmp_path), "-o", str(target), "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(call("trace", tmp_path, "-o", target, "--json")[1])
     assert found["file"] == str(target) and target.exists()
     assert found["ranks"][0]["shares"]["gather waits"] == 3.0
     assert found["stragglers"]["ranks"]["1"] == {"waited": 0.0, "caused": 2.0, "transfer": 0.0}
-    assert run(str(tmp_path)) == 0 and run(str(tmp_path)) == 0  # merged.json is none of a rank
+    assert call("trace", tmp_path)[0] == call("trace", tmp_path)[0] == 0  # merged.json is none of a rank
 
 
 @pytest.mark.parametrize(
@@ -112,22 +105,17 @@ def test_numbers_as_json_and_a_file_of_ones_own(tmp_path: Path, capsys: pytest.C
         ),
     ],
 )
-def test_what_is_no_timeline_is_refused(
-    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_timeline_is_refused(content: str | None, message: str, tmp_path: Path, call: Call) -> None:
     if content is not None:
         (tmp_path / file_of(0)).write_text(content)
-    assert run(str(tmp_path)) == 1
-    error = capsys.readouterr().err
-    assert message in error and str(tmp_path) in error and "Traceback" not in error
+    code, _, error = call("trace", tmp_path)
+    assert code == 1 and message in error and str(tmp_path) in error
 
 
-def test_a_directory_that_is_not_there_and_a_file_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(str(tmp_path / "none")) == 1
-    assert "there is no such directory" in capsys.readouterr().err
+def test_a_directory_that_is_not_there_and_a_file_that_cannot_be_written(tmp_path: Path, call: Call) -> None:
+    code, _, error = call("trace", tmp_path / "none")
+    assert code == 1 and "there is no such directory" in error
     put_two(tmp_path)
     (tmp_path / "file").write_text("")
-    assert run(str(tmp_path), "-o", str(tmp_path / "file" / "merged.json")) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    code, _, error = call("trace", tmp_path, "-o", tmp_path / "file" / "merged.json")
+    assert code == 1 and "cannot be written" in error

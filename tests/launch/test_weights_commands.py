@@ -10,23 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.launch import cli
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.checkpoint.weights import save_by_hand
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    def run(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(arg) for arg in args])
-        shown = capsys.readouterr()
-        assert "Traceback" not in shown.err
-        return int(end.value.code or 0), shown.out, shown.err
-
-    return run
 
 
 def make(path: str) -> None:
@@ -139,21 +126,3 @@ def test_weights_are_exported_and_described(call: Call, made: Path, tmp_path: Pa
     assert code == 1 and "--overwrite" in error
     assert call("export", made, tmp_path / "out", "--overwrite", "--max-shard-size", "2KB")[0] == 0
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--format", "onnx"], "--format: expected one of hf, pt, dcp"),
-        (["--dtype", "int4"], "--dtype: expected float32"),
-        (["--max-shard-size", "much"], "--max-shard-size: expected a size"),
-        (["--config", "/nonexistent"], "--config /nonexistent: No such file"),
-        (["--config", __file__], "not JSON"),
-        (["--nope"], "--nope"),
-    ],
-)
-def test_wrong_options_exit_with_2(call: Call, made: Path, tmp_path: Path, args: list[str], message: str) -> None:
-    code, shown, error = call("export", made, tmp_path / "out", *args)
-    assert (code, shown) == (2, "")
-    assert message in error
-    assert not (tmp_path / "out").exists()
