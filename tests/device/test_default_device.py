@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,23 +36,23 @@ def elsewhere() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def calls(names: set[str]) -> Iterator[tuple[Path, Any]]:
-    """Yield the calls of some functions of torch in the source, with their files."""
+@functools.cache
+def calls() -> list[tuple[Path, Any]]:
+    """Return the calls of functions of torch that make tensors in the source, with their files."""
+    found = []
     for path in sorted(ROOT.rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             function = call.func if isinstance(call, ast.Call) else None
-            if (
-                isinstance(function, ast.Attribute)
-                and function.attr in names
-                and ast.unparse(function.value) == "torch"
-            ):
-                yield path, call
+            named = isinstance(function, ast.Attribute) and function.attr in FACTORIES
+            if named and ast.unparse(function.value) == "torch":
+                found.append((path, call))
+    return found
 
 
 def test_every_tensor_that_is_made_says_where() -> None:
     silent = [
         f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
-        for path, call in calls(FACTORIES)
+        for path, call in calls()
         if not any(keyword.arg in ("device", None) for keyword in call.keywords)
     ]
     assert silent == []
@@ -74,7 +75,7 @@ WAITING = {
 def test_no_numbers_are_sent_to_a_device_that_is_waited_for() -> None:
     found = {
         str(path.relative_to(ROOT))
-        for path, call in calls(FACTORIES)
+        for path, call in calls()
         if call.func.attr in ("tensor", "as_tensor")
         and any(k.arg == "device" and ast.unparse(k.value) not in ("'cpu'", "CPU") for k in call.keywords)
     }

@@ -18,7 +18,7 @@ import shardwise
 from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks
-from tests.harness.logs import Lines
+from tests.harness.logs import logged
 from tests.harness.training import SGD, each
 
 
@@ -145,14 +145,12 @@ CASES: dict[Any, list[str]] = {
 
 
 def warned(stage: int) -> list[list[str]]:
-    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     found = []
     for case in CASES:
         warn_once.cache_clear()
-        handler.lines = []
-        case(stage)
-        found.append(handler.lines)
-    logging.getLogger("shardwise").removeHandler(handler)
+        with logged(logging.WARNING) as kept:
+            case(stage)
+        found.append(kept.lines)
     return found
 
 

@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 from shardwise.config import resolve
 from shardwise.engine.spikes import History
-from shardwise.engine.step import TrainStep
 from shardwise.errors import AnomalyError, ConflictError, NonFiniteError
-from shardwise.utils.logging import logger
 from tests.checkpoint.job import SAMPLES, Run, config, differences, on_ranks
 from tests.checkpoint.test_copies import as_node
+from tests.engine.late import late_reads
 from tests.harness import thorough
-from tests.harness.logs import Lines
+from tests.harness.logs import logged
 
 WATCH = {"enabled": True, "min_steps": 5, "window": 20, "threshold": 8.0}
 
@@ -59,13 +58,8 @@ def one_step(run: Run, factor: float = 1.0, bad: float = 1.0) -> list[float]:
 
 def spiking(settings: dict[str, Any], late: bool, root: str) -> dict[str, Any]:
     """Train 8 steps, of which the seventh has losses 300 times as large; stop there if that is asked for."""
-    handler = Lines()
-    logger.addHandler(handler)
-    read = TrainStep._read
-    if late:  # as on a device that the host does not wait for
-        TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
     seen: dict[str, Any] = {"own": [], "told": [], "applied": []}
-    try:
+    with logged() as kept, late_reads(late):
         run = Run(config(2, **settings), noise=False)
         engine = run.engine
         small = engine.ledger.totals["all_reduce"].count if "all_reduce" in engine.ledger.totals else 0
@@ -87,10 +81,7 @@ def spiking(settings: dict[str, Any], late: bool, root: str) -> dict[str, Any]:
         again.load(root)
         state, other = engine._step.watch.state(), again.engine._step.watch.state()
         seen["same"] = sorted(state) == sorted(other) and all(torch.equal(state[key], other[key]) for key in state)
-    finally:
-        TrainStep._read = read
-        logger.removeHandler(handler)
-    seen["events"] = handler.events
+    seen["events"] = kept.events
     return seen
 
 

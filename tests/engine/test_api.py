@@ -8,19 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.errors import CheckpointError
 from shardwise.zero.access import safe_get_local_fp32_param, safe_get_local_optimizer_state
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness.training import engine_of
 
 
 def build(stage: int, model: nn.Module, **config: Any) -> Any:
-    given = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-    }
-    return shardwise.initialize(model=model, config={**given, **config})[0]
+    adam = {"type": "Adam", "params": {"lr": 1e-3}}
+    return engine_of(model, stage, adam, train_micro_batch_size_per_gpu=1, **config)
 
 
 def net() -> nn.Module:
@@ -76,7 +72,8 @@ def test_the_state_of_an_empty_part_is_empty() -> None:
         assert first == [None] * 4 and sizes == state and 0 in sizes and set(unknown) == {None}
 
 
-def called() -> None:
+@on_ranks(2)
+def test_arguments_and_errors_of_the_api() -> None:
     engine = build(1, net())
     loss = engine(torch.ones(1, 8))
     for call in (engine.scale, engine.backward):
@@ -93,7 +90,3 @@ def called() -> None:
     now = engine.module_state_dict()
     assert torch.equal(now["2.bias"], before) and bool((now["0.bias"] == 0.25).all())
     engine.destroy()
-
-
-def test_arguments_and_errors_of_the_api() -> None:
-    run_ranks(called, 2)

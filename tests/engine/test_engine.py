@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.errors import BatchSizeError, SyncError, UsageError
-from tests.harness import run_ranks, thorough
+from shardwise.errors import BatchSizeError, ConfigError, NotScalarError, SyncError, UsageError
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import SGD, engine_of
 
 
@@ -25,29 +25,18 @@ def one(engine: Any, value: float = 1.0) -> torch.Tensor:
     return loss
 
 
-def counting() -> list[Any]:
+@on_ranks(2)
+def test_steps_happen_at_boundaries_only() -> None:
     engine = build(gradient_accumulation_steps=3)
-    seen = []
-    for _ in range(6):
-        seen.append(engine.is_gradient_accumulation_boundary())
+    expected = [(1, 0), (2, 0), (3, 12), (4, 12), (5, 12), (6, 24)]
+    for micro_steps, samples in expected:
+        assert engine.is_gradient_accumulation_boundary() is (micro_steps % 3 == 0)
         one(engine)
         engine.step()
-        seen.append((engine.was_step_applied(), engine.global_steps, engine.micro_steps, engine.global_samples))
+        assert engine.was_step_applied() is (micro_steps % 3 == 0)
+        seen = engine.global_steps, engine.micro_steps, engine.global_samples
+        assert seen == (micro_steps // 3, micro_steps, samples)
     engine.destroy()
-    return seen
-
-
-def test_steps_happen_at_boundaries_only() -> None:
-    seen = run_ranks(counting, 2)[0]
-    assert seen[0::2] == [False, False, True] * 2
-    assert seen[1::2] == [
-        (False, 0, 1, 0),
-        (False, 0, 2, 0),
-        (True, 1, 3, 12),
-        (False, 1, 4, 12),
-        (False, 1, 5, 12),
-        (True, 2, 6, 24),
-    ]
 
 
 def declared(stage: int, late: bool) -> tuple[list[bool], torch.Tensor]:
@@ -77,23 +66,17 @@ def test_declared_boundaries_override_counting_and_hold_until_changed(stage: int
     assert torch.allclose(late, weight, atol=1e-7)
 
 
-def report() -> list[Any]:
+@on_ranks(2)
+def test_a_step_reports_norm_clipping_and_lr() -> None:
     engine = build(gradient_clipping=0.5)
     assert engine.get_global_grad_norm() is None
     one(engine)
     engine.step()
     step = engine.last_step
+    assert engine.get_global_grad_norm() == pytest.approx(2.0)  # d mean(w . 1 + b) = (1, 1, 1, 1)
+    assert float(step.clip_coefficient) == pytest.approx(0.25, rel=1e-5)
+    assert step.applied and step.lr == (0.1,) and step.loss_scale == 1.0
     engine.destroy()
-    return [engine.get_global_grad_norm(), float(step.clip_coefficient), step.applied, step.lr, step.loss_scale]
-
-
-def test_a_step_reports_norm_clipping_and_lr() -> None:
-    norm, coefficient, applied, lr, scale = run_ranks(report, 2)[0]
-    assert norm == pytest.approx(2.0)  # d mean(w . 1 + b) = (1, 1, 1, 1)
-    assert coefficient == pytest.approx(0.25, rel=1e-5)
-    assert applied
-    assert lr == (0.1,)
-    assert scale == 1.0
 
 
 def zeroed_in_mid_window(stage: int, by: str) -> torch.Tensor:
@@ -119,120 +102,79 @@ def test_the_engines_zero_grad_drops_a_window_and_the_optimizers_does_not(stage:
     assert torch.allclose(engines - untouched, torch.tensor(0.1 * 0.5))
 
 
-def batch_sizes() -> list[Any]:
+@on_ranks(2)
+def test_batch_sizes_change_together() -> None:
     engine = build(gradient_accumulation_steps=2)
-    found: list[Any] = [engine.get_batch_info()]
+    assert engine.get_batch_info() == (8, 2, 2)
     engine.set_train_batch_size(16)
-    found.append(engine.get_batch_info())
+    assert engine.get_batch_info() == (16, 2, 4)
     engine.set_train_micro_batch_size(3)
-    found.append(engine.get_batch_info())
-    for wrong in (0, 7):
-        try:
+    assert engine.get_batch_info() == (24, 3, 4)
+    for wrong, words in ((0, "positive multiple of 6"), (7, "nearest is 6")):
+        with pytest.raises(BatchSizeError, match=words):
             engine.set_train_batch_size(wrong)
-        except BatchSizeError as error:
-            found.append(str(error))
     engine.destroy()
-    return found
 
 
-def windows_of_other_lengths(stage: int) -> list[Any]:
-    """Change the length of windows between them, and end one early; return what ended windows, and how far they led."""
-    engine = build(stage, gradient_accumulation_steps=4)
-    ended: list[int] = []
+@on_ranks(2)
+def test_the_length_of_windows_changes_between_them() -> None:
+    engine = build(gradient_accumulation_steps=4)
 
-    def window(values: list[float]) -> float:
-        before = engine.module.weight.detach().clone() if stage < 3 else None
+    def window(*values: float) -> float:
+        before = engine.module.weight.detach().clone()
         for value in values:
             one(engine, value)
             engine.step()
-        ended.append(engine.global_steps)
-        return 0.0 if before is None else float((before - engine.module.weight.detach()).sum())
+        return float((before - engine.module.weight.detach()).sum())
 
-    moved = [window([1.0] * 4)]
+    whole = window(1.0, 1.0, 1.0, 1.0)
     engine.set_train_batch_size(engine.train_batch_size() // 4 * 3)
-    moved.append(window([1.0] * 3))
+    assert engine.global_steps == 1 and window(1.0, 1.0, 1.0) == pytest.approx(whole)
     engine.set_gradient_accumulation_boundary(True)
-    window([3.0])
+    window(3.0)  # ends early
     engine.set_gradient_accumulation_boundary(None)
-    moved.append(window([1.0] * 3))
+    assert engine.global_steps == 3 and window(1.0, 1.0, 1.0) == pytest.approx(whole)
+    assert engine.global_steps == 4
     one(engine, 1.0)
     engine.step()
-    with pytest.raises(BatchSizeError) as caught:
+    with pytest.raises(BatchSizeError, match="has had 1 micro-batches"):
         engine.set_train_batch_size(engine.train_batch_size() * 2)
     engine.destroy()
-    return [ended, moved, str(caught.value)]
 
 
-def test_the_length_of_windows_changes_between_them() -> None:
-    for ended, moved, message in run_ranks(windows_of_other_lengths, 2, 0):
-        assert ended == [1, 2, 3, 4]
-        assert moved == pytest.approx([moved[0]] * 3)
-        assert "has had 1 micro-batches" in message
-
-
-def test_batch_sizes_change_together() -> None:
-    first, second, third, zero, seven = run_ranks(batch_sizes, 2)[0]
-    assert first == (8, 2, 2)
-    assert second == (16, 2, 4)
-    assert third == (24, 3, 4)
-    assert "not a positive multiple of 6" in zero
-    assert "nearest is 6" in seven
-
-
-def misuse() -> list[str]:
+@on_ranks(1)
+def test_misuse_is_explained() -> None:
     engine, sharded = build(), build(2)
-    messages = []
-    for call in (
-        lambda: engine.backward(torch.ones(2, requires_grad=True)),
-        lambda: engine.backward(3.0),
-        lambda: engine.backward(torch.ones(())),
-        lambda: sharded.no_sync().__enter__(),
-        lambda: engine.no_such_attribute,
-    ):
-        try:
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (lambda: engine.backward(torch.ones(2, requires_grad=True)), NotScalarError, r"\(2,\)"),
+        (lambda: engine.backward(3.0), UsageError, "float"),
+        (lambda: engine.backward(torch.ones(())), UsageError, "does not require a gradient"),
+        (lambda: sharded.no_sync().__enter__(), SyncError, "stage 2"),
+        (lambda: engine.no_such_attribute, AttributeError, "no_such_attribute"),
+    ]
+    for call, kind, words in calls:
+        with pytest.raises(kind, match=words):
             call()
-        except (SyncError, UsageError, AttributeError) as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    with engine.no_sync():
-        try:
-            engine.step()
-        except SyncError as error:
-            messages.append(f"{type(error).__name__}: {error}")
+    with engine.no_sync(), pytest.raises(SyncError, match="no_sync"):
+        engine.step()
     engine.destroy()
     sharded.destroy()
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match="has been destroyed"):
         sharded.step()
-    return [*messages, str(caught.value)]
 
 
-def test_misuse_is_explained() -> None:
-    shape, kind, no_grad, no_sync, attribute, step, late = run_ranks(misuse, 1)[0]
-    assert "has been destroyed" in late
-    assert "scalar" in shape
-    assert "(2,)" in shape
-    assert "got float" in kind
-    assert all(message.startswith(("UsageError", "NotScalarError")) for message in (shape, kind, no_grad))
-    assert "does not require a gradient" in no_grad
-    assert "stage 2" in no_sync
-    assert "no_such_attribute" in attribute
-    assert "no_sync" in step
-
-
-def facts() -> dict[str, Any]:
+@on_ranks(2)
+def test_attributes_that_clients_read() -> None:
     engine = build(1)
-    found = {
-        "type": type(engine).__name__,
-        "training": (engine.train().training, engine.eval().training, engine.module.training),
-        "proxy": engine.in_features,
-        "world": (engine.world_size, engine.dp_world_size, engine.mp_world_size, engine.seq_dp_world_size),
-        "config": engine.config["zero_optimization"]["stage"],
-        "names": sorted(engine.param_names.values()),
-        "keys": sorted(engine.state_dict()),
-        "device": str(engine.device),
-        "backend": engine.dist_backend,
-    }
+    assert type(engine).__name__ == "Engine" and str(engine.device) == "cpu" and engine.dist_backend == "gloo"
+    assert (engine.train().training, engine.eval().training, engine.module.training) == (True, False, False)
+    assert engine.in_features == 3  # of the module
+    sizes = engine.world_size, engine.dp_world_size, engine.mp_world_size, engine.seq_dp_world_size
+    assert sizes == (2, 2, 1, 2)
+    assert engine.config["zero_optimization"]["stage"] == 1
+    assert sorted(engine.param_names.values()) == ["bias", "weight"]
+    assert sorted(engine.state_dict()) == ["module.bias", "module.weight"]
     engine.destroy()
-    return found
 
 
 @runtime_checkable
@@ -254,42 +196,21 @@ class WithState(nn.Linear):
     state = "the module's"
 
 
-def as_optimizer() -> list[Any]:
+@on_ranks(2)
+def test_an_engine_can_stand_where_an_optimizer_is_stepped() -> None:
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 2}}
-    found: list[Any] = []
     for model in (nn.Linear(3, 1), WithState(3, 1)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
         engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
-        same = engine.param_groups is optimizer.param_groups and engine.defaults is optimizer.defaults
-        found.append(
-            (isinstance(engine, Stepped), same, engine.state if isinstance(model, WithState) else "optimizer's")
-        )
+        assert isinstance(engine, Stepped)
+        assert engine.param_groups is optimizer.param_groups and engine.defaults is optimizer.defaults
+        assert not isinstance(model, WithState) or engine.state == "the module's"
         engine.state = "the script's"
-        found.append(engine.state)
+        assert engine.state == "the script's"
         engine.destroy()
     evaluated = shardwise.initialize(model=nn.Linear(3, 1), model_parameters=[], config=config)[0]
-    found.append(hasattr(evaluated, "param_groups"))
+    assert not hasattr(evaluated, "param_groups")
     evaluated.destroy()
-    return found
-
-
-def test_an_engine_can_stand_where_an_optimizer_is_stepped() -> None:
-    script = "the script's"
-    expected = [(True, True, "optimizer's"), script, (True, True, "the module's"), script, False]
-    assert run_ranks(as_optimizer, 2) == [expected] * 2
-
-
-def test_attributes_that_clients_read() -> None:
-    found = run_ranks(facts, 2)[0]
-    assert found["type"] == "Engine"
-    assert found["training"] == (True, False, False)
-    assert found["proxy"] == 3
-    assert found["world"] == (2, 2, 1, 2)
-    assert found["config"] == 1
-    assert found["names"] == ["bias", "weight"]
-    assert found["keys"] == ["module.bias", "module.weight"]
-    assert found["device"] == "cpu"
-    assert found["backend"] == "gloo"
 
 
 def unequal_evaluation(stage: int) -> list[float]:
@@ -318,7 +239,8 @@ def test_ranks_may_evaluate_different_numbers_of_batches_on_gathered_parameters(
     assert reference[0][-1] == first[-1]
 
 
-def logged() -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+@on_ranks(2)
+def test_collectives_of_engine_and_script_are_in_the_communication_log() -> None:
     from shardwise.comm import comms_logger, log_summary
 
     engine = build(3, comms_logger={"enabled": True, "verbose": False, "prof_all": True, "debug": False})
@@ -327,23 +249,15 @@ def logged() -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     engine.step()
     shardwise.comm.all_reduce(torch.ones(4), log_name="mine")
     recorded = {op: {size: entry[0] for size, entry in sizes.items()} for op, sizes in comms_logger.comms_dict.items()}
-    totals = {op: t.count for op, t in engine.ledger.totals.items()}
+    assert recorded["mine"] == {16: 1}
+    for op in ("reduce_scatter", "all_gather"):  # one all-gather for forward and backward
+        assert sum(recorded[op].values()) == engine.ledger.totals[op].count == 1
     last = list(engine.ledger.records())[-1]
-    summary = log_summary(return_dict=True)
+    assert last.label and "test_engine.py:" in last.line
+    assert log_summary(return_dict=True)["summary"]["mine"][16]["count"] == 1
     comms_logger.configure(enabled=False)
     comms_logger.reset_data()
     engine.destroy()
-    return recorded, summary["summary"], [totals, last.label, last.line.rsplit("/", 1)[-1].split(":")[0]]
-
-
-def test_collectives_of_engine_and_script_are_in_the_communication_log() -> None:
-    recorded, summary, (totals, label, line) = run_ranks(logged, 2)[0]
-    assert recorded["mine"] == {16: 1}
-    assert sum(recorded["reduce_scatter"].values()) == totals["reduce_scatter"] == 1
-    assert sum(recorded["all_gather"].values()) == totals["all_gather"] == 1  # for forward and backward
-    assert summary["mine"][16]["count"] == 1
-    assert label
-    assert line == "test_engine.py"
 
 
 class Branch(nn.Module):
@@ -386,23 +300,17 @@ def test_unused_parameters_are_an_error_if_asked_for(stage: int) -> None:
         assert "on rank 0 right.weight, right.bias; on rank 1 right.weight, right.bias" in message
 
 
-def unused_on_one_rank(norm: bool) -> str:
-    zero = {"stage": 2, "ignore_unused_parameters": False, "compute_grad_norm": norm}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-    engine, *_ = shardwise.initialize(model=Branch(), config=config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+@pytest.mark.parametrize("norm", [thorough(True), False])
+@on_ranks(2)
+def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
+    zero = {"ignore_unused_parameters": False, "compute_grad_norm": norm}
+    engine = engine_of(Branch(), 2, SGD, zero=zero)
     first = engine.global_rank == 0
     loss = engine(torch.ones(2, 3), True).sum() + (0 if first else engine(torch.ones(2, 3), False).sum())
     engine.backward(loss)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"on rank 0 right\.weight, right\.bias\. Freeze"):
         engine.step()
     engine.destroy()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("norm", [thorough(True), False])
-def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
-    for message in run_ranks(unused_on_one_rank, 2, norm):
-        assert "on rank 0 right.weight, right.bias. Freeze" in message
 
 
 def interrupted(stage: int, clip: float, how: str) -> list[Any]:
@@ -444,50 +352,41 @@ def test_a_step_that_raised_can_be_taken_again(stage: int, clip: float) -> None:
         assert all(found[2:])
 
 
-def wire_types() -> list[Any]:
-    from shardwise.errors import ConfigError
-
+@on_ranks(2)
+def test_the_type_on_the_wire_can_be_changed() -> None:
     engine = build(2)
-    found: list[Any] = [engine.communication_data_type]
+    sizes = []
+    assert engine.communication_data_type is torch.float32
     for dtype in (None, "bf16", torch.float32):
         if dtype is not None:
             engine.communication_data_type = dtype
         one(engine)
         engine.step()
-        found.append([r.size for r in engine.ledger.records() if r.op == "reduce_scatter"][-1])
+        sizes.append([r.size for r in engine.ledger.records() if r.op == "reduce_scatter"][-1])
+    assert sizes[0] == sizes[2] == 2 * sizes[1]
     with pytest.raises(ConfigError, match="communication_data_type"):
         engine.communication_data_type = torch.int8
-    found.append(engine.communication_data_type)
+    assert engine.communication_data_type is torch.float32
     engine.destroy()
-    return found
 
 
-def test_the_type_on_the_wire_can_be_changed() -> None:
-    before, wide, narrow, again, after = run_ranks(wire_types, 2)[0]
-    assert before is after is torch.float32
-    assert wide == again == 2 * narrow
-
-
-def converted(stage: int) -> list[Any]:
+@pytest.mark.parametrize("stage", [thorough(0), 3])
+@on_ranks(2)
+def test_conversions_that_would_take_parameters_away_are_refused(stage: int) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model.register_buffer("shared", model[1].running_mean)
     engine = engine_of(model, stage, SGD, bf16={"enabled": True})
     same = [engine.to(engine.device), engine.cpu(), engine.to("cpu"), engine.bfloat16(), engine.to(torch.bfloat16)]
     same += [engine.to(torch.device("cpu", 0))]  # another name of the same device
-    found: list[Any] = [all(e is engine for e in same), model.shared is model[1].running_mean, model.shared.dtype]
+    assert all(e is engine for e in same)
+    assert model.shared is model[1].running_mean and model.shared.dtype is torch.bfloat16
     for convert in (engine.half, engine.double, engine.float, lambda: engine.to(torch.float64)):
         with pytest.raises(UsageError, match=r"before initialize\(\) or after engine.destroy"):
             convert()
-    with pytest.raises(UsageError, match=r"engine.to_empty\(\).*values, which would be lost"):
+    with pytest.raises(UsageError, match=r"engine.to_empty\(\)"):
         engine.to_empty(device="cpu")
     engine.backward(engine(torch.eye(3, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
     engine.destroy()
-    return [*found, engine.float().module[0].weight.dtype]
-
-
-@pytest.mark.parametrize("stage", [thorough(0), 3])
-def test_conversions_that_would_take_parameters_away_are_refused(stage: int) -> None:
-    for found in run_ranks(converted, 2, stage):
-        assert found == [True, True, torch.bfloat16, torch.float32]
+    assert engine.float().module[0].weight.dtype is torch.float32

@@ -10,9 +10,9 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import UsageError
-from shardwise.utils.logging import logger, warn_once
-from tests.harness import run_ranks
-from tests.harness.logs import Lines
+from shardwise.utils.logging import warn_once
+from tests.harness import on_ranks, run_ranks
+from tests.harness.logs import logged
 
 
 def build(stage: int, config: dict[str, Any], client: bool) -> Any:
@@ -57,8 +57,13 @@ def same(first: Any, second: Any) -> bool:
 def doubled(stage: int, config: dict[str, Any], client: bool, plain: bool) -> tuple[int, int]:
     """Train with every step() called once, and with more calls of it; return warnings and steps."""
     warn_once.cache_clear()
-    handler = Lines()
-    logger.addHandler(handler)
+    with logged() as kept:
+        ends, steps = trained_twice(stage, config, client, plain)
+    assert same(*ends)
+    return sum("there is nothing to step" in line and "test_idle_steps.py" in line for line in kept.lines), steps
+
+
+def trained_twice(stage: int, config: dict[str, Any], client: bool, plain: bool) -> tuple[list[Any], int]:
     ends = []
     for often in (1, 3):
         engine = build(stage, config, client)
@@ -82,9 +87,7 @@ def doubled(stage: int, config: dict[str, Any], client: bool, plain: bool) -> tu
         comm = engine.job
         assert len({str(said) for said in comm.exchange(engine.micro_steps, "test")}) == 1
         engine.destroy()
-    logger.removeHandler(handler)
-    assert same(*ends)
-    return sum("there is nothing to step" in line and "test_idle_steps.py" in line for line in handler.lines), steps
+    return ends, steps
 
 
 def exchange_rank() -> int:
@@ -142,7 +145,9 @@ def test_a_window_without_any_backward_pass_changes_nothing(stage: int) -> None:
         assert seen == [True, (0, 1), (1, 2), (1, 3), (2, 4), True]
 
 
-def left_out_here(stage: int, managed: bool) -> None:
+@pytest.mark.parametrize(("stage", "managed"), [(0, True), (1, False)])
+@on_ranks(2)
+def test_a_rank_may_leave_out_a_backward_pass_where_gradients_are_added_up_locally(stage: int, managed: bool) -> None:
     """Rank 1 runs one backward pass of a window of three, first, second or third."""
     config = {"gradient_accumulation_steps": 3} if managed else {"managed_gradient_accumulation": False}
     engine = build(stage, config, True)
@@ -170,11 +175,6 @@ def left_out_here(stage: int, managed: bool) -> None:
     for ours, plain in zip(engine.module.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
     engine.destroy()
-
-
-@pytest.mark.parametrize(("stage", "managed"), [(0, True), (1, False)])
-def test_a_rank_may_leave_out_a_backward_pass_where_gradients_are_added_up_locally(stage: int, managed: bool) -> None:
-    run_ranks(left_out_here, 2, stage, managed)
 
 
 def test_a_closure_is_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +22,12 @@ import shardwise
 from shardwise.config import resolve
 from shardwise.engine.facts import facts_of
 from shardwise.errors import ConfigError, DesyncError, NotBuiltError, UsageError
-from tests.harness import run_ranks
-from tests.harness.logs import Lines
+from shardwise.memory import Category
+from tests.harness import of_all_ranks, on_ranks
+from tests.harness.logs import logged
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+SHARDED: dict[str, Any] = {**CONFIG, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
 def net() -> nn.Module:
@@ -38,135 +42,95 @@ def train(engine: Any, steps: int = 2) -> None:
         engine.step()
 
 
-def single_process(what: str) -> dict[str, Any]:
-    """Without any launcher, with nothing initialised."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    import os
+WAYS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "config": ("AdamW", lambda model: {}),
+    "instance": ("SGD", lambda model: {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}),
+    "class": ("SGD", lambda model: {"optimizer": torch.optim.SGD}),
+    "callable": (
+        "SGD",
+        lambda model: {
+            "optimizer": lambda params: torch.optim.SGD(params, lr=0.3),
+            "lr_scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+        },
+    ),
+    "generator": ("AdamW", lambda model: {"model_parameters": (p for p in model.parameters())}),
+    "named": ("AdamW", lambda model: {"model_parameters": model.named_parameters()}),
+    "groups": (
+        "AdamW",
+        lambda model: {
+            "model_parameters": [
+                {"params": list(model[0].parameters()), "lr": 0.5},
+                {"params": model[2].parameters()},
+            ]
+        },
+    ),
+    "text": ("AdamW", lambda model: {"config": json.dumps(SHARDED)}),
+}
+"""The optimizer that is made, and arguments."""
 
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(1)
+def test_a_single_process_needs_no_launcher(way: str) -> None:
+    dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    model = net()
+    model, (kind, arguments) = net(), WAYS[way]
     before = [p.detach().clone() for p in model.parameters()]
-    config: dict[str, Any] = dict(CONFIG, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
-    kwargs: dict[str, Any] = {"config": config}
-    if what == "instance":
-        kwargs["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-    elif what == "class":
-        kwargs["optimizer"] = torch.optim.SGD
-    elif what == "callable":
-        kwargs["optimizer"] = lambda params: torch.optim.SGD(params, lr=0.3)
-        kwargs["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    elif what == "generator":
-        kwargs["model_parameters"] = (p for p in model.parameters())
-    elif what == "groups":
-        kwargs["model_parameters"] = [
-            {"params": list(model[0].parameters()), "lr": 0.5},
-            {"params": model[2].parameters()},
-        ]
-    elif what == "named":
-        kwargs["model_parameters"] = model.named_parameters()
-    elif what == "text":
-        kwargs = {"config": json.dumps(config)}
-    engine, optimizer, loader, scheduler = shardwise.initialize(model=model, **kwargs)
+    given = {"config": SHARDED, **arguments(model)}
+    engine, optimizer, loader, scheduler = shardwise.initialize(model=model, **given)
     train(engine)
-    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-    result = {
-        "changed": all(changed),
-        "optimizer": type(optimizer).__name__,
-        "lrs": engine.get_lr(),
-        "names": optimizer.param_groups[0].get("param_names"),
-        "kept": optimizer is kwargs.get("optimizer"),
-        "loader": loader,
-        "scheduler": type(scheduler).__name__,
-        "steps": (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps),
-        "initialised": dist.is_initialized(),
-    }
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    counts = engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps
+    assert counts == (2, 2, 4, 0) and loader is None and type(optimizer).__name__ == kind
+    assert (optimizer is given.get("optimizer")) is (way == "instance")
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"] if way == "named" else None
+    assert optimizer.param_groups[0].get("param_names") == names
+    if way == "groups":
+        assert engine.get_lr() == [0.5, 1e-2]
+    if way == "callable":
+        assert isinstance(scheduler, StepLR) and engine.get_lr() == [0.3 * 0.25]
     engine.destroy()
-    return result
 
 
-@pytest.mark.parametrize("what", ["config", "instance", "class", "callable", "generator", "named", "groups", "text"])
-def test_a_single_process_needs_no_launcher(what: str) -> None:
-    result = run_ranks(single_process, 1, what)[0]
-    assert result["changed"]
-    assert result["steps"] == (2, 2, 4, 0)
-    assert result["loader"] is None
-    expected = {"instance": "SGD", "class": "SGD", "callable": "SGD"}.get(what, "AdamW")
-    assert result["optimizer"] == expected
-    assert result["kept"] == (what == "instance")
-    assert result["names"] == (["0.weight", "0.bias", "2.weight", "2.bias"] if what == "named" else None)
-    if what == "groups":
-        assert result["lrs"] == [0.5, 1e-2]
-    if what == "callable":
-        assert result["scheduler"] == "StepLR"
-        assert result["lrs"] == [0.3 * 0.25]
-
-
-def inside_a_process_group() -> tuple[float, int, bool]:
-    group = dist.group.WORLD
-    model = net()
+@on_ranks(2)
+def test_an_initialised_process_group_is_adopted_and_left_alone() -> None:
+    group, model = dist.group.WORLD, net()
     engine, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization={"stage": 2}))
     train(engine)
-    total = sum(float(p.detach().sum()) for p in model.parameters())
-    same = dist.group.WORLD is group
+    first, second = of_all_ranks(sum(float(p.detach().sum()) for p in model.parameters()))
+    assert first == second and dist.group.WORLD is group
     engine.destroy()
-    # The user's group is as usable as before.
-    check = torch.ones(1)
+    check = torch.ones(1)  # the group is as usable as before
     dist.all_reduce(check)
-    return total, int(check.item()), same
+    assert check.item() == 2
 
 
-def test_an_initialised_process_group_is_adopted_and_left_alone() -> None:
-    (a, ranks, same), (b, _, _) = run_ranks(inside_a_process_group, 2)
-    assert a == b
-    assert ranks == 2
-    assert same
-
-
-def with_another_torch() -> str:
-    found = f"2.1{dist.get_rank()}"
-    with mock.patch.object(torch, "__version__", found), pytest.raises(DesyncError) as caught:
-        shardwise.initialize(model=net(), config=CONFIG)
-    return str(caught.value)
-
-
+@on_ranks(2)
 def test_ranks_with_another_torch_are_refused() -> None:
-    for text in run_ranks(with_another_torch, 2):
-        assert "torch: 2.10 on rank 0, 2.11 on rank 1" in text
+    found = f"2.1{dist.get_rank()}"
+    with (
+        mock.patch.object(torch, "__version__", found),
+        pytest.raises(DesyncError, match=r"torch: 2\.10 on rank 0, 2\.11 on rank 1"),
+    ):
+        shardwise.initialize(model=net(), config=CONFIG)
 
 
-def on_half_of_the_ranks() -> tuple[int, float]:
+@on_ranks(4)
+def test_an_mpu_names_the_ranks_that_share_the_data() -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    rank = dist.get_rank()
-
-    class Unit:
-        def get_data_parallel_group(self) -> Any:
-            return groups[rank // 2]
-
-    model = net()
-    engine, *_ = shardwise.initialize(
-        model=model,
-        config=dict(CONFIG, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0}),
-        mpu=Unit(),
-    )
+    half, model = dist.get_rank() // 2, net()
+    unit = SimpleNamespace(get_data_parallel_group=lambda: groups[half])
+    engine, *_ = shardwise.initialize(model=model, config=SHARDED, mpu=unit)
+    assert engine.dp_world_size == 2
     for step in range(2):
-        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step + 10 * (rank // 2)))
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step + 10 * half))
         engine.backward(engine(x).square().mean())
         engine.step()
     with shardwise.zero.GatheredParameters(list(model.parameters())):
-        total = sum(float(p.detach().sum()) for p in model.parameters())
-    world = engine.dp_world_size
+        totals = of_all_ranks(sum(float(p.detach().sum()) for p in model.parameters()))
+    assert totals[0] == totals[1] != totals[2] == totals[3]
     engine.destroy()
-    return world, total
-
-
-def test_an_mpu_names_the_ranks_that_share_the_data() -> None:
-    results = run_ranks(on_half_of_the_ranks, 4)
-    assert [world for world, _ in results] == [2, 2, 2, 2]
-    assert results[0] == results[1]
-    assert results[2] == results[3]
-    assert results[0] != results[2]
 
 
 def test_an_mpu_with_pipeline_stages_or_without_groups_is_refused() -> None:
@@ -190,67 +154,39 @@ def test_machines_may_keep_copies_in_directories_of_their_own() -> None:
     assert facts("/dev/shm") == facts("/run/user/1000") != facts("/dev/shm", 11)
 
 
-def wrapped_twice() -> tuple[bool, float, float]:
+@on_ranks(2)
+def test_wrapping_a_model_again_keeps_its_values() -> None:
     model = net()
-    first, *_ = shardwise.initialize(
-        model=model, config=dict(CONFIG, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
-    )
+    first, *_ = shardwise.initialize(model=model, config=SHARDED)
     train(first, 1)
     with shardwise.zero.GatheredParameters(list(model.parameters())):
-        before = sum(float(p.detach().sum()) for p in model.parameters())
+        before = [p.detach().clone() for p in model.parameters()]
     second, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization={"stage": 1}))
-    after = sum(float(p.detach().sum()) for p in model.parameters())
+    assert all(map(torch.equal, before, model.parameters()))
     train(second, 1)
     second.destroy()
-    return all(type(p) is nn.Parameter for p in model.parameters()), before, after
+    assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-def test_wrapping_a_model_again_keeps_its_values() -> None:
-    for plain, before, after in run_ranks(wrapped_twice, 2):
-        assert plain
-        assert before == after
-
-
-def nothing_to_train() -> str:
-    engine, *_ = shardwise.initialize(model=net().requires_grad_(False), config=CONFIG)
-    with pytest.raises(UsageError) as caught:
-        engine.step()
-    engine.destroy()
-    return str(caught.value)
-
-
+@on_ranks(1)
 def test_a_model_that_is_all_frozen_is_told_from_one_without_an_optimizer() -> None:
-    message = run_ranks(nothing_to_train, 1)[0]
-    assert "required a gradient" in message
-    assert "section" not in message
-
-
-def evaluated_only() -> tuple[Any, torch.Size, str]:
-    model = net()
-    engine, optimizer, _, _ = shardwise.initialize(
-        model=model,
-        model_parameters=[],
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
-    with torch.no_grad():
-        shape = engine(torch.ones(1, 5)).shape
-    try:
+    engine, *_ = shardwise.initialize(model=net().requires_grad_(False), config=CONFIG)
+    with pytest.raises(UsageError, match="required a gradient") as caught:
         engine.step()
-        message = ""
-    except UsageError as error:
-        message = str(error)
+    assert "section" not in str(caught.value)
     engine.destroy()
-    return optimizer, shape, message
 
 
+@on_ranks(2)
 def test_a_model_can_be_sharded_without_an_optimizer() -> None:
-    for optimizer, shape, message in run_ranks(evaluated_only, 2):
-        assert optimizer is None
-        assert shape == (1, 1)
-        assert "no optimizer" in message
+    config = {**SHARDED, "optimizer": None}
+    engine, optimizer, _, _ = shardwise.initialize(model=net(), model_parameters=[], config=config)
+    assert optimizer is None
+    with torch.no_grad():
+        assert engine(torch.ones(1, 5)).shape == (1, 1)
+    with pytest.raises(UsageError, match="no optimizer"):
+        engine.step()
+    engine.destroy()
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
@@ -271,51 +207,39 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         shardwise.initialize(model=net(), config=CONFIG, mesh=(1,))
 
 
-def wrong_schedulers() -> list[str]:
-    model = net()
-    other = torch.optim.SGD(net().parameters(), lr=0.1)
-    messages = []
-    for wrong in (3, lambda optimizer: None, StepLR(other, 1), lambda optimizer: StepLR(other, 1)):
-        with pytest.raises(UsageError) as caught:
+@on_ranks(1)
+def test_wrong_schedulers_are_named_before_anything_is_sharded() -> None:
+    model, other = net(), torch.optim.SGD(net().parameters(), lr=0.1)
+    foreign = r"another optimizer \(SGD\) than the engine's AdamW"
+    for wrong, words in (
+        (3, "int is neither"),
+        (lambda optimizer: None, "which returned NoneType, is neither"),
+        (StepLR(other, 1), foreign),
+        (lambda optimizer: StepLR(other, 1), foreign),
+    ):
+        with pytest.raises(UsageError, match=words):
             shardwise.initialize(model=model, config=CONFIG, lr_scheduler=wrong)
-        messages.append(str(caught.value))
-    with pytest.raises(UsageError) as none:
+    with pytest.raises(UsageError, match="no optimizer"):
         shardwise.initialize(model=model, config=CONFIG, model_parameters=[], lr_scheduler=partial(StepLR, step_size=1))
     assert all(type(p) is nn.Parameter for p in model.parameters())
-    return [*messages, str(none.value)]
 
 
-def test_wrong_schedulers_are_named_before_anything_is_sharded() -> None:
-    number, nothing, foreign, made_foreign, none = run_ranks(wrong_schedulers, 1)[0]
-    assert "int is neither" in number
-    assert "function, which returned NoneType, is neither" in nothing
-    for message in (foreign, made_foreign):
-        assert "StepLR sets the learning rates of another optimizer (SGD) than the engine's AdamW" in message
-    assert "no optimizer" in none
+class Halving(StepLR):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, step_size=1, gamma=0.5)
 
 
-def scheduler_kinds() -> list[list[float]]:
-    class Halving(StepLR):
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            super().__init__(optimizer, step_size=1, gamma=0.5)
-
-    rates = []
+@on_ranks(1)
+def test_a_scheduler_is_a_class_a_callable_or_an_instance() -> None:
     for kind in (Halving, partial(StepLR, step_size=1, gamma=0.5), None):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
-        given = kind or Halving(optimizer)
-        engine, _, _, scheduler = shardwise.initialize(
-            model=model, config=CONFIG, optimizer=optimizer, lr_scheduler=given
-        )
-        assert isinstance(scheduler, StepLR)
-        train(engine)
-        rates.append(engine.get_lr())
-        engine.destroy()
-    return rates
-
-
-def test_a_scheduler_is_a_class_a_callable_or_an_instance() -> None:
-    assert run_ranks(scheduler_kinds, 1)[0] == [[0.1], [0.1], [0.1]]
+        schedule = kind or Halving(optimizer)
+        found = shardwise.initialize(model=model, config=CONFIG, optimizer=optimizer, lr_scheduler=schedule)
+        assert isinstance(found.lr_scheduler, StepLR)
+        train(found.engine)
+        assert found.engine.get_lr() == [0.1]
+        found.engine.destroy()
 
 
 class SharedTable(nn.Module):
@@ -329,81 +253,64 @@ class SharedTable(nn.Module):
         self.wide.register_buffer("table", torch.ones(16))
 
 
-def shared_buffers() -> list[Any]:
-    from shardwise.memory import Category
-
-    engine, *_ = shardwise.initialize(
-        model=SharedTable(),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["wide"]},
-        },
-    )
+@on_ranks(1)
+def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
+    types = {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["wide"]}
+    config = {"train_micro_batch_size_per_gpu": 2, "data_types": types}
+    engine, *_ = shardwise.initialize(model=SharedTable(), config=config)
     model = engine.module
-    counted = engine.accountant.live[Category.OTHER]
+    assert model.first.table is model.second.table and model.first.table.dtype is torch.bfloat16
+    assert model.wide.table.dtype is torch.float32
+    assert engine.accountant.live[Category.OTHER] == 16 * 2 + 16 * 4
     engine.destroy()
-    return [model.first.table is model.second.table, model.first.table.dtype, model.wide.table.dtype, counted]
 
 
-def fp32_by_name() -> list[torch.dtype]:
+@on_ranks(1)
+def test_a_model_names_the_modules_whose_buffers_stay_fp32() -> None:
     model = SharedTable()
     model._keep_in_fp32_modules = ["second"]  # as transformers' models do
     model.second.table = torch.ones(3)
     config = {"train_micro_batch_size_per_gpu": 2, "data_types": {"buffer_dtype": "fp16", "param_dtype": "fp32"}}
     engine, *_ = shardwise.initialize(model=model, config=config)
     engine.destroy()
-    return [model.first.table.dtype, model.second.table.dtype, model.wide.table.dtype]
+    dtypes = model.first.table.dtype, model.second.table.dtype, model.wide.table.dtype
+    assert dtypes == (torch.float16, torch.float32, torch.float16)
 
 
-def test_a_model_names_the_modules_whose_buffers_stay_fp32() -> None:
-    assert run_ranks(fp32_by_name, 1) == [[torch.float16, torch.float32, torch.float16]]
-
-
-def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
-    for found in run_ranks(shared_buffers, 1):
-        assert found == [True, torch.bfloat16, torch.float32, 16 * 2 + 16 * 4]
-
-
-def kept_together(leaf: dict[str, Any]) -> tuple[list[str], int]:
-    logging.getLogger("shardwise").addHandler(handler := Lines())
+def units_of(leaf: dict[str, Any]) -> tuple[list[str], int]:
+    """Return what is logged of leaf modules, and the number of units."""
     zero = {"stage": 3, "reduce_bucket_size": 1, "leaf_module": leaf}
-    engine, *_ = shardwise.initialize(model=nn.Sequential(net(), net()), config=dict(CONFIG, zero_optimization=zero))
-    units = len(engine.sharded.units)
-    engine.destroy()
-    logging.getLogger("shardwise").removeHandler(handler)
-    return [text for text in handler.lines if "leaf_module" in text], units
-
-
-def test_leaf_modules_that_match_nothing_are_named() -> None:
-    quiet, units = run_ranks(kept_together, 2, {"names": "0", "name_suffixes": ["1"]})[0]
-    assert not quiet
-    warned, more = run_ranks(kept_together, 2, {"classes": ["Sequentail", "torch.nn.modules.container.Sequential"]})[0]
-    assert len(warned) == 1
-    assert warned[0].endswith("no module of Sequential matches Sequentail")
-    silent, apart = run_ranks(kept_together, 2, {})[0]
-    assert not silent
-    assert max(units, more) < apart
-
-
-def logging_keys() -> tuple[list[str], int]:
-    """What is logged with dump_state, and the level that log_level sets."""
-    logger, kept = logging.getLogger("shardwise"), Lines()
-    level = logger.level
-    logger.addHandler(kept)
-    try:
-        engine, *_ = shardwise.initialize(model=net(), config={**CONFIG, "dump_state": True, "log_level": "DEBUG"})
-        set_to = logger.level
+    model = nn.Sequential(net(), net())
+    with logged() as kept:
+        engine, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization=zero))
+        units = len(engine.sharded.units)
         engine.destroy()
-    finally:
-        logger.removeHandler(kept)
-        logger.setLevel(level)
-    return [message for message in kept.lines if message.startswith("configuration: ")], set_to
+    return [text for text in kept.lines if "leaf_module" in text], units
 
 
+@on_ranks(2)
+def test_leaf_modules_that_match_nothing_are_named() -> None:
+    none, apart = units_of({})
+    quiet, units = units_of({"names": "0", "name_suffixes": ["1"]})
+    warned, more = units_of({"classes": ["Sequentail", "torch.nn.modules.container.Sequential"]})
+    assert not none and not quiet and max(units, more) < apart
+    if dist.get_rank() == 0:
+        assert len(warned) == 1 and "Sequentail" in warned[0]
+
+
+@on_ranks(2)
 def test_the_log_level_is_set_and_the_configuration_is_logged_on_rank_0() -> None:
-    (first, level), (second, other) = run_ranks(logging_keys, 2)
-    assert level == other == logging.DEBUG and not second
-    effective = json.loads(first[0].removeprefix("configuration: "))
-    assert effective["train_batch_size"] == 4 and effective["optimizer"]["type"] == "adamw"
-    with pytest.raises(ConfigError, match=r'log_level: expected one of .*"debug"'):
-        shardwise.config.resolve({"train_batch_size": 1, "log_level": "loud"})
+    logger = logging.getLogger("shardwise")
+    level = logger.level
+    with logged() as kept:
+        engine, *_ = shardwise.initialize(model=net(), config={**CONFIG, "dump_state": True, "log_level": "DEBUG"})
+        assert logger.level == logging.DEBUG
+        engine.destroy()
+    logger.setLevel(level)
+    shown = [message for message in kept.lines if message.startswith("configuration: ")]
+    assert len(shown) == (dist.get_rank() == 0)
+    for text in shown:
+        effective = json.loads(text.removeprefix("configuration: "))
+        assert effective["train_batch_size"] == 4 and effective["optimizer"]["type"] == "adamw"
+    with pytest.raises(ConfigError, match="log_level"):
+        resolve({"train_batch_size": 1, "log_level": "loud"})

@@ -8,12 +8,13 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import ConfigError, UsageError
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 SETTINGS = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
 
 
-def loaders() -> None:
+@on_ranks(2)
+def test_loaders() -> None:
     rank, data = dist.get_rank(), torch.arange(12.0).view(12, 1)
     engine, _, made, _ = shardwise.initialize(model=torch.nn.Linear(1, 1), config=SETTINGS, training_data=data)
     assert made is engine.training_dataloader
@@ -44,11 +45,8 @@ class Stream(torch.utils.data.IterableDataset[int]):
         return iter(range(4))
 
 
-def test_loaders() -> None:
-    run_ranks(loaders, 2)
-
-
-def unknown() -> None:
+@on_ranks(1)
+def test_unknown_attributes() -> None:
     engine, *_ = shardwise.initialize(model=torch.nn.Linear(1, 1), config=SETTINGS)
     with pytest.raises(AttributeError, match="neither the engine nor its module has an attribute 'nothing'") as error:
         _ = engine.nothing
@@ -58,7 +56,3 @@ def unknown() -> None:
             getattr(engine, name)
         assert type(error.value) is AttributeError
     engine.destroy()
-
-
-def test_unknown_attributes() -> None:
-    run_ranks(unknown, 1)

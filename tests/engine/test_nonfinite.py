@@ -9,18 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.engine.anomalies import Extent, OverflowReport
 from shardwise.engine.nonfinite import NonFinite
-from shardwise.engine.step import TrainStep
 from shardwise.errors import NonFiniteError
 from shardwise.precision.norms import count_non_finite
-from shardwise.utils.logging import logger
 from tests.device.recorded import imagined
 from tests.device.recording import recording
+from tests.engine.late import late_reads
 from tests.engine.test_idle_steps import exchange_rank, known, same
 from tests.harness import run_ranks
-from tests.harness.logs import Lines
+from tests.harness.logs import logged
+from tests.harness.training import engine_of
 
 
 class Bad(torch.autograd.Function):
@@ -50,13 +49,9 @@ class Net(nn.Module):
 
 def build(stage: int, **config: Any) -> Any:
     torch.manual_seed(1)
-    given = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-        "scheduler": {"type": "WarmupLR", "params": {}},
-    }
-    return shardwise.initialize(model=Net(), config={**given, **config})[0]
+    given = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    zero = config.pop("zero_optimization", {})
+    return engine_of(Net(), stage, zero=zero, **{**given, **config})
 
 
 WITHOUT_NORM = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}}
@@ -64,12 +59,7 @@ WITHOUT_NORM = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}}
 
 def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: int = 3) -> tuple[list[str], list[Any]]:
     """Train; in the second step rank 1 has a bad loss, or a bad gradient below the second layer."""
-    handler = Lines()
-    logger.addHandler(handler)
-    if late:  # as on a device that the host does not wait for
-        read = TrainStep._read
-        TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
-    try:
+    with logged() as kept, late_reads(late):
         engine = build(stage, **config)
         seen: list[Any] = []
         for number in range(steps):
@@ -86,11 +76,7 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
             finite = all(bool(torch.isfinite(value).all()) for value in values)
             seen.append((engine.was_step_applied(), engine.skipped_steps, finite, same(before, known(engine)[:3])))
         engine.destroy()
-    finally:
-        logger.removeHandler(handler)
-        if late:
-            TrainStep._read = read
-    return [line for line in handler.lines if "finite" in line or "overflow" in line], seen
+    return [line for line in kept.lines if "finite" in line or "overflow" in line], seen
 
 
 @pytest.mark.parametrize(
@@ -130,19 +116,13 @@ def test_steps_are_skipped_or_end_the_run(stage: int) -> None:
 
 
 def finite(late: bool, config: dict[str, Any]) -> list[bool]:
-    read = TrainStep._read
-    if late:
-        TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
-    with mock.patch.object(NonFinite, "update", side_effect=AssertionError) as update:
-        try:
-            engine = build(2, **config)
-            for _ in range(3):
-                engine.backward(engine(torch.ones(2, 4)).mean())
-                engine.step()
-            applied = engine.was_step_applied()
-            engine.destroy()
-        finally:
-            TrainStep._read = read
+    with mock.patch.object(NonFinite, "update", side_effect=AssertionError) as update, late_reads(late):
+        engine = build(2, **config)
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 4)).mean())
+            engine.step()
+        applied = engine.was_step_applied()
+        engine.destroy()
     return [applied, update.called]
 
 
@@ -154,18 +134,16 @@ def test_steps_with_finite_gradients_report_nothing() -> None:
 
 def recovers(config: dict[str, Any]) -> list[str]:
     """SGD steps on huge, finite gradients, then on one that is not, and the parameters are mended by hand."""
-    handler = Lines()
-    logger.addHandler(handler)
-    engine = build(0, optimizer={"type": "SGD", "params": {"lr": 1e-30}}, **config)
-    for value in (1e25, float("inf"), float("inf"), 1.0):
-        engine.backward(engine(torch.ones(2, 4)).mean() * value)
-        engine.step()
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.nan_to_num_(0.5, 0.5, 0.5)
-    engine.destroy()
-    logger.removeHandler(handler)
-    return [line for line in handler.lines if "finite" in line]
+    with logged() as kept:
+        engine = build(0, optimizer={"type": "SGD", "params": {"lr": 1e-30}}, **config)
+        for value in (1e25, float("inf"), float("inf"), 1.0):
+            engine.backward(engine(torch.ones(2, 4)).mean() * value)
+            engine.step()
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.nan_to_num_(0.5, 0.5, 0.5)
+        engine.destroy()
+    return [line for line in kept.lines if "finite" in line]
 
 
 @pytest.mark.parametrize("config", [{}, WITHOUT_NORM])

@@ -16,8 +16,8 @@ from torch import nn
 import shardwise
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
-from tests.harness import run_ranks, thorough
-from tests.harness.training import SGD, engine_of, parameters_digest
+from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness.training import parameters_digest
 
 ROWS = 4
 WIDTH = 24
@@ -264,33 +264,6 @@ def test_a_refreshed_engine_holds_no_more_than_a_new_one(stage: int) -> None:
         assert refreshed == new
 
 
-def of_real_size() -> bool:
-    """Shards of 64 MiB of a layer that is unfrozen."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 1, bias=False))
-    model[0].requires_grad_(False)
-    engine = engine_of(model, 3, SGD)
-    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    rows = torch.ones(1, 4096)
-    engine.backward(engine(rows).sum())
-    engine.step()
-    model[0].requires_grad_(True)
-    engine.refresh()
-    middle = engine.module_state_dict()
-    kept = torch.equal(middle["0.weight"], before["0.weight"])
-    engine.backward(engine(rows).sum())
-    engine.step()
-    end = engine.module_state_dict()
-    wanted = before["0.weight"] - 0.1 * middle["1.weight"].t().expand(8192, 4096)
-    engine.destroy()
-    return kept and torch.allclose(end["0.weight"], wanted, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.thorough
-def test_a_unit_of_real_size() -> None:
-    assert run_ranks(of_real_size, 2) == [True, True]
-
-
 def copied(directory: str) -> tuple[int, int, str, str]:
     engine = begin(2, checkpoint={"memory_copies": {"every": 3, "directory": directory}})
     train(engine, 0, 3)
@@ -315,7 +288,8 @@ def test_copies_in_memory_are_those_of_the_changed_model(tmp_path: Path) -> None
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def wrong() -> None:
+@on_ranks(2)
+def test_errors_change_nothing() -> None:
     engine = begin(3)
     before = parameters_digest(engine.module)
     engine.backward(loss_of(engine, 0, dist.get_rank()))
@@ -346,10 +320,6 @@ def wrong() -> None:
     engine.destroy()
     with pytest.raises(UsageError, match="destroyed"):
         engine.refresh()
-
-
-def test_errors_change_nothing() -> None:
-    run_ranks(wrong, 2)
 
 
 def two_groups() -> tuple[str, list[float]]:
@@ -383,7 +353,8 @@ def test_groups_of_new_parameters() -> None:
         assert rates == [0.1, 0.5, 0.0]
 
 
-def onebit() -> None:
+@on_ranks(2)
+def test_state_that_would_be_lost_is_refused() -> None:
     config = config_of(1, "OneBitAdam")
     model = Model()
     model.layers[0].requires_grad_(False)
@@ -392,7 +363,3 @@ def onebit() -> None:
     with pytest.raises(UsageError, match="keeps errors of what each rank has sent"):
         engine.refresh()
     engine.destroy()
-
-
-def test_state_that_would_be_lost_is_refused() -> None:
-    run_ranks(onebit, 2)

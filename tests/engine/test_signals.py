@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -26,10 +27,9 @@ from shardwise.engine import (
     timelines,
 )
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
-from shardwise.utils.logging import logger
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.harness import thorough
-from tests.harness.logs import Lines
+from tests.harness.logs import logged
 
 END, GO_ON = "SIGTERM", "SIGUSR2"  # SIGUSR1 shows the stacks of the pool's processes
 
@@ -145,23 +145,22 @@ def test_failures_and_mistakes(tmp_path: Path) -> None:
 
 def nothing_is_saved(root: str) -> list[str]:
     """Rank 0 is told to end, first where saving fails, then where no step comes to its end any more."""
-    rank, handler = dist.get_rank(), Lines()
-    logger.addHandler(handler)
-    run = Run(config(1), seed=1)
-    run.engine.checkpoint_on_signal(f"{root}/runs")
-    run.engine.provide_client_state(lambda: {"state": 1 / 0})
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(ZeroDivisionError):
-        run.step()
-    signals.WARN_AFTER_S, before = 0.1, signals.WARN_AFTER_S  # not before: a machine in use takes longer for a step
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.7)
-    run.engine.destroy()
-    signals.WARN_AFTER_S = before
-    logger.removeHandler(handler)
-    return [line for line in handler.lines if "checkpoint" in line]
+    rank = dist.get_rank()
+    with logged() as kept:
+        run = Run(config(1), seed=1)
+        run.engine.checkpoint_on_signal(f"{root}/runs")
+        run.engine.provide_client_state(lambda: {"state": 1 / 0})
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(ZeroDivisionError):
+            run.step()
+        # Not before: a machine in use takes longer for a step.
+        with mock.patch.object(signals, "WARN_AFTER_S", 0.1):
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.7)
+            run.engine.destroy()
+    return [line for line in kept.lines if "checkpoint" in line]
 
 
 def test_a_signal_for_which_nothing_is_saved_is_said(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as reentrant
 
 import shardwise
-from shardwise.engine.step import TrainStep
 from shardwise.recompute import checkpoint
-from shardwise.utils.logging import logger
+from tests.engine.late import late_reads
 from tests.engine.test_idle_steps import exchange_rank
 from tests.harness import run_ranks, thorough
-from tests.harness.logs import Lines
+from tests.harness.logs import logged
+from tests.harness.training import SGD, engine_of
 
 
 class BadGradient(torch.autograd.Function):
@@ -102,17 +102,13 @@ HOWS = {
 }
 
 
+SKIP = {"non_finite": "skip", "anomaly_watch": {"enabled": True, "trace": "always"}}
+
+
 def build(stage: int, recomputes: bool = False, **config: Any) -> Any:
     torch.manual_seed(1)
-    given = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "non_finite": "skip",
-        "anomaly_watch": {"enabled": True, "trace": "always"},
-    }
-    return shardwise.initialize(model=Net(recomputes), config={**given, **config})[0]
+    given = {"gradient_accumulation_steps": 2, **SKIP, **config}
+    return engine_of(Net(recomputes), stage, {"type": "SGD", "params": {"lr": 0.01}}, **given)
 
 
 def window(engine: Any, how: str = "", rank: int = 1, micro_batch: int = 1, value: float = 1.0) -> None:
@@ -256,13 +252,7 @@ class WithEncoder(nn.Module):
 
 
 def encoded() -> list[Any]:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "non_finite": "skip",
-        "anomaly_watch": {"enabled": True, "trace": "always"},
-    }
-    engine = shardwise.initialize(model=WithEncoder(), config=config)[0]
+    engine = engine_of(WithEncoder(), 0, SGD, **SKIP)
     found: list[Any] = []
     for spoils in (False, True):
         engine.module.spoils = spoils
@@ -281,11 +271,7 @@ def test_tensors_of_inference_mode_and_gradient_hooks_of_the_script() -> None:
 
 def late(stage: int) -> tuple[list[Any], list[Any]]:
     """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
-    handler = Lines()
-    logger.addHandler(handler)
-    read = TrainStep._read
-    TrainStep._read = lambda self, *values, now: read(self, *values, now=False)
-    try:
+    with logged() as kept, late_reads():
         engine = build(stage, non_finite="warn", anomaly_watch={"enabled": True, "trace": "after", "trace_steps": 2})
         watched = []
         for how in ("", "input_gradient", "", "", "", "", ""):
@@ -293,10 +279,7 @@ def late(stage: int) -> tuple[list[Any], list[Any]]:
             watched.append(bool(engine._step._non_finite.tracer.handles))
         engine.destroy()
         hooks = [hook for module in engine.module.modules() for hook in module._forward_hooks]
-    finally:
-        TrainStep._read = read
-        logger.removeHandler(handler)
-    return handler.events, [watched, hooks, [(one.kind, one.step) for one in engine.anomalies]]
+    return kept.events, [watched, hooks, [(one.kind, one.step) for one in engine.anomalies]]
 
 
 def test_late_and_only_afterwards() -> None:
@@ -340,19 +323,17 @@ def test_of_the_first_bad_step_the_parameters_tell_where_it_began() -> None:
 
 
 def searches(scale: dict[str, Any], how: str) -> tuple[list[Any], str]:
-    handler = Lines()
-    logger.addHandler(handler)
-    engine = build(2, fp16={"enabled": True, "hysteresis": 1, **scale}, anomaly_watch={"enabled": True})
     error = ""
-    try:
-        for _ in range(3):
-            window(engine, how)
-    except shardwise.errors.LossScaleError as raised:
-        error = str(raised)
-    watching = bool(engine._step._non_finite.tracer.handles)
-    engine.destroy()
-    logger.removeHandler(handler)
-    return [watching, [event["kind"] for event in handler.events], len(engine.anomalies)], error
+    with logged() as kept:
+        engine = build(2, fp16={"enabled": True, "hysteresis": 1, **scale}, anomaly_watch={"enabled": True})
+        try:
+            for _ in range(3):
+                window(engine, how)
+        except shardwise.errors.LossScaleError as raised:
+            error = str(raised)
+        watching = bool(engine._step._non_finite.tracer.handles)
+        engine.destroy()
+    return [watching, [event["kind"] for event in kept.events], len(engine.anomalies)], error
 
 
 def test_the_search_for_a_loss_scale_is_nothing_unusual() -> None:

@@ -219,7 +219,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("raises", 1), thorough("exits", 3), ("is killed", -signal.SIGKILL)])
+@pytest.mark.parametrize(("how", "code"), [thorough("raises", 1), thorough("exits", 3), ("is killed", -signal.SIGKILL)])
 def test_a_crash_loses_nothing_that_was_written(how: str, code: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path), how], capture_output=True, text=True, timeout=120

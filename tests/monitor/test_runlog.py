@@ -18,6 +18,7 @@ from shardwise.config.export import MASK
 from shardwise.runfiles import RUN, events_file, steps_file
 from shardwise.utils.logging import logger
 from tests.harness import run_ranks
+from tests.harness.logs import logged
 
 Rows = list[dict[str, Any]]
 
@@ -164,17 +165,12 @@ def test_a_directory_of_its_own_is_made(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_file_system_that_fails_warns_once_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    warnings: list[str] = []
-    told = logging.Handler(logging.WARNING)
-    told.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(told)
-    try:
+    with logged(logging.WARNING) as kept:
         engine = build(tmp_path / "run" / "inside", run_log={"plan": False})
         for _ in range(3):
             step(engine)
         engine.destroy()
-    finally:
-        logger.removeHandler(told)
+    warnings = kept.lines
     assert engine.global_steps == 3
     assert sum("NotADirectoryError" in text and "run_log.enabled" in text for text in warnings) == 1
     assert sum("are lost" in text for text in warnings) == 1 and len(warnings) == 2

@@ -15,7 +15,7 @@ from shardwise.monitor import Event, Service, worker
 from shardwise.monitor.pending import Pending
 from shardwise.monitor.worker import Worker
 from shardwise.utils.logging import logger
-from tests.engine.test_idle_steps import Lines
+from tests.harness.logs import logged
 
 
 class Recording(Service):
@@ -67,10 +67,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told() -> Iterator[list[str]]:
-    heard = Lines()
-    logger.addHandler(heard)
-    yield heard.lines
-    logger.removeHandler(heard)
+    with logged() as kept:
+        yield kept.lines
 
 
 def one(step: int, name: str = "x") -> Pending:

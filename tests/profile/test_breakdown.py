@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from typing import Any
@@ -12,29 +11,11 @@ import torch
 from torch import nn
 
 from shardwise.config import resolve
-from shardwise.utils.logging import logger
 from tests.harness import run_ranks
+from tests.harness.logs import logged
 from tests.profile.test_engine import engine_of, window
 
 ON: dict[str, Any] = {"wall_clock_breakdown": True, "steps_per_print": 2}
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged inside of the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logger.addHandler(self)
-        return self.found
-
-    def __exit__(self, *_: Any) -> None:
-        logger.removeHandler(self)
 
 
 def times(lines: list[str]) -> list[dict[str, float]]:
@@ -64,12 +45,12 @@ class Slow(nn.Module):
 def told(stage: int, accumulation: int) -> tuple[list[str], int]:
     engine = engine_of(stage, accumulation, **ON)
     engine.module.norm = nn.Sequential(Slow())
-    with Lines() as lines:
+    with logged() as kept:
         for _ in range(4):
             window(engine, accumulation)
     waited = len(engine._profiling._times._pending) if engine._profiling._times is not None else 0
     engine.destroy()
-    return lines, waited
+    return kept.lines, waited
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (3, 2)])
@@ -88,7 +69,7 @@ def test_times_of_the_parts_on_two_ranks(stage: int, accumulation: int) -> None:
 def late(rank_that_sleeps: int) -> list[str]:
     """One rank comes late to its backward pass, for which the other waits in a reduction."""
     engine = engine_of(1, **ON)
-    with Lines() as lines:
+    with logged() as kept:
         for _ in range(2):
             loss = engine(torch.zeros(2, 8, dtype=torch.int64)).square().mean()
             if engine.global_rank == rank_that_sleeps:
@@ -96,7 +77,7 @@ def late(rank_that_sleeps: int) -> list[str]:
             engine.backward(loss)
             engine.step()
     engine.destroy()
-    return lines
+    return kept.lines
 
 
 def test_waiting_for_another_rank_is_reduction() -> None:
@@ -122,11 +103,11 @@ def test_evaluation_and_other_engines_are_not_in_it() -> None:
 @pytest.mark.parametrize("more", [{"steps_per_print": float("inf")}, {"steps_per_print": 0}, {}])
 def test_without_steps_per_print_each_step_is_printed(more: dict[str, Any]) -> None:
     engine = engine_of(0, wall_clock_breakdown=True, memory_breakdown=True, **more)
-    with Lines() as lines:
+    with logged() as kept:
         window(engine)
         window(engine)
-    assert len(times(lines)) == 2 and sum("memory of rank" in line for line in lines) == 2
-    assert not any("throughput" in line for line in lines)
+    assert len(times(kept.lines)) == 2 and sum("memory of rank" in line for line in kept.lines) == 2
+    assert not any("throughput" in line for line in kept.lines)
     engine.destroy()
     config = {"train_batch_size": 1, "wall_clock_breakdown": True, "memory_breakdown": True, **more}
     found = resolve(config)
@@ -137,10 +118,10 @@ def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
     engine = engine_of(0, **ON)
     with pytest.raises(IndexError):
         engine(torch.full((2, 8), 99))
-    with Lines() as lines:
+    with logged() as kept:
         window(engine)
         window(engine)
-    assert len(times(lines)) == 1
+    assert len(times(kept.lines)) == 1
     engine.destroy()
 
 
@@ -149,13 +130,13 @@ def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
 
 def held(stage: int) -> tuple[list[str], dict[str, Any]]:
     engine = engine_of(stage, 2, memory_breakdown=True, steps_per_print=2)
-    with Lines() as lines:
+    with logged() as kept:
         for _ in range(3):
             window(engine, 2)
     engine.sharded.finish_gathers()
     live = {category.value: size for category, size in engine.accountant.live.items()}
     engine.destroy()
-    return [line for line in lines if "memory of rank" in line], live
+    return [line for line in kept.lines if "memory of rank" in line], live
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -179,10 +160,10 @@ def test_memory_on_tiers_and_of_a_step_without_engine_backward() -> None:
     engine = engine_of(
         2, memory_breakdown=True, wall_clock_breakdown=True, steps_per_print=1, zero_optimization=offload
     )
-    with Lines() as lines:
+    with logged() as kept:
         engine(torch.zeros(2, 8, dtype=torch.int64)).square().mean().backward()
         engine.step()
-    (text,) = [line for line in lines if "memory of rank" in line]
+    (text,) = [line for line in kept.lines if "memory of rank" in line]
     assert "on host" in text and "after backward" not in text and "after step" in text
-    assert [list(parts) for parts in times(lines)] == [["fwd", "step"]]
+    assert [list(parts) for parts in times(kept.lines)] == [["fwd", "step"]]
     engine.destroy()

@@ -13,15 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
-import shardwise
 from shardwise.device import ranges
 from shardwise.errors import ConfigError, UsageError
 from shardwise.profile.timeline import CATEGORIES, TRACKS, Recorder, _blame_streams, file_of
 from shardwise.profile.trace import SHARES, Timeline, merge, read, summarize
 from tests.harness import run_ranks
-from tests.profile.test_breakdown import Lines
+from tests.harness.logs import logged
 from tests.profile.test_engine import engine_of, hooks, window
 
 UNITS = {"tokens", "blocks.0", "blocks.1", "norm"}
@@ -245,9 +243,9 @@ def ends_early(path: str, how: str) -> str:
         with engine.record_timeline(Path(path), ranks=[1]):
             window(engine)
     elif how == "too much":
-        with Lines() as lines, engine.record_timeline(path, max_events=20):
+        with logged() as kept, engine.record_timeline(path, max_events=20):
             window(engine)
-        text = "\n".join(lines)
+        text = "\n".join(kept.lines)
     elif how == "twice":
         with engine.record_timeline(path):
             window(engine)
@@ -259,9 +257,9 @@ def ends_early(path: str, how: str) -> str:
             engine.destroy()  # before the block has ended: what there is is written, once
     elif how == "no place":
         Path(path).parent.joinpath(f"file{rank}").write_text("")
-        with Lines() as lines, engine.record_timeline(Path(path).parent / f"file{rank}"):
+        with logged() as kept, engine.record_timeline(Path(path).parent / f"file{rank}"):
             window(engine)
-        text = "\n".join(lines)
+        text = "\n".join(kept.lines)
     window(engine) if how != "twice" else None
     assert not ranges._listeners and engine.ledger.watcher is None
     engine.destroy()
@@ -403,33 +401,3 @@ def test_on_streams_a_rank_is_blocked_as_long_as_its_computing_stands_still() ->
 def test_doctests(name: str) -> None:
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert doctest.testmod(importlib.import_module(f"shardwise.{name}"), optionflags=options).failed == 0
-
-
-# -- units of real size ------------------------------------------------------------------------------------------------
-
-
-def large(path: str) -> None:
-    model = nn.Sequential(nn.Linear(8192, 4096, bias=False), nn.Linear(4096, 8, bias=False))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
-    }
-    engine, *_ = shardwise.initialize(model=model, config=config)
-    engine.backward(engine(torch.ones(2, 8192)).mean())
-    engine.step()
-    with engine.record_timeline(path):
-        engine.backward(engine(torch.ones(2, 8192)).mean())
-        engine.step()
-    engine.destroy()
-
-
-@pytest.mark.thorough
-def test_a_unit_of_which_a_rank_has_64_mebibytes(tmp_path: Path) -> None:
-    run_ranks(large, 2, str(tmp_path))
-    timelines = read(tmp_path)
-    assert check_clocks(timelines) >= 4
-    for timeline in timelines:
-        check_format(timeline.events, timeline.rank)
-        gathers = [event for event in of(timeline.events, cat="gather") if event["args"]["bytes"] == 128 << 20]
-        assert gathers and all(event["dur"] > 0 for event in gathers)
