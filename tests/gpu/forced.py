@@ -18,7 +18,7 @@ from shardwise.comm import groups, native
 from shardwise.comm.communicator import Communicator
 from shardwise.trees import map_tensors
 from shardwise.zero.units.flat_param import FlatParamStorage
-from tests.harness.training import Outcome, Setting, train
+from tests.harness.training import Outcome, Setting, masters, train
 from tests.models import CASES, GPT, Case, language, language_loss
 from tests.zero.test_one_rank import forced
 
@@ -108,6 +108,18 @@ def outcome(case: Case, setting: Setting, steps: int = 4) -> Outcome:
         return map_tensors(case.batch(generator, seed), torch.Tensor.cuda)
 
     return train(replace(case, batch=batch), setting, steps)
+
+
+def masters_on_host(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the master weights of an engine, which ends."""
+    found = {name: value.detach().cpu() for name, value in masters(engine.module).items()}
+    engine.destroy()
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from torch.profiler import ProfilerActivity
 import shardwise
 from shardwise import utils
 from shardwise.trees import map_tensors
-from tests.gpu.forced import MODELS, late_collectives, start_group
+from tests.gpu.forced import MODELS, assert_equal, late_collectives, masters_on_host, start_group
 from tests.gpu.standin import rehearsing
-from tests.harness.training import masters
 from tests.models import GPT
 
 CASE = MODELS["gpt"]
@@ -51,14 +50,7 @@ def train(engine: Any, steps: int = 3, between: Callable[[Any], None] = lambda e
         engine.backward(CASE.loss(engine, batch(step)))
         engine.step()
         between(engine)
-    found = {name: value.cpu() for name, value in masters(engine.module).items()}
-    engine.destroy()
-    return found
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    return masters_on_host(engine)
 
 
 # -- models that are made in parts -------------------------------------------------------------------------------------

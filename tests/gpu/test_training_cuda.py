@@ -13,8 +13,7 @@ import torch
 import shardwise
 from shardwise.config.names import ONEBIT_OPTIMIZERS
 from shardwise.optim.registry import names
-from tests.gpu.forced import MODELS, late_collectives, start_group
-from tests.harness.training import masters
+from tests.gpu.forced import MODELS, assert_equal, late_collectives, masters_on_host, start_group
 from tests.models import GPT
 
 NEEDS_CLOSURE = {"LBFGS", "SparseAdam"}
@@ -61,14 +60,7 @@ def train(
             batch = {name: value.to(engine.device) for name, value in case.data(step, micro, 0, torch.float32).items()}
             engine.backward(case.loss(engine, batch))
             engine.step()
-    found = {name: value.detach().cpu() for name, value in masters(engine.module).items()}
-    engine.destroy()
-    return found
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    return masters_on_host(engine)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
