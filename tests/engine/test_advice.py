@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 import shardwise
 from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.logs import logged
 from tests.harness.training import SGD, each
 
@@ -162,23 +162,15 @@ def test_what_a_script_has_not_meant_is_said_once(stage: int) -> None:
         assert len(lines) == (most if CASES[case] else 0), (case, lines)
 
 
-def inputs_of_another_dtype() -> list[str]:
-    messages = []
-    for section in ("bf16", "fp16"):
+@on_ranks(1)
+def test_inputs_in_fp32_of_a_model_in_16_bits_raise_an_error_that_names_the_ways() -> None:
+    for section, ways in (("bf16", r"x.to\(torch.bfloat16\).*torch_autocast"), ("fp16", "auto_cast")):
         engine = made(net(), 2, **{section: {"enabled": True}})
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match=f"(?s)inputs are float32.*{ways}"):
             engine(data())
-        messages.append(str(caught.value))
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             engine(torch.ones(2, 5, dtype=torch.bfloat16 if section == "bf16" else torch.float16))
         engine.destroy()
-    return messages
-
-
-def test_inputs_in_fp32_of_a_model_in_16_bits_raise_an_error_that_names_the_ways() -> None:
-    bf16, fp16 = run_ranks(inputs_of_another_dtype, 1)[0]
-    assert "inputs are float32" in bf16 and "x.to(torch.bfloat16)" in bf16 and "torch_autocast" in bf16
-    assert "auto_cast" in fp16 and "auto_cast" not in bf16.replace("torch_autocast", "")
 
 
 class Scaled(nn.Module):
@@ -195,58 +187,40 @@ class Scaled(nn.Module):
         return mean
 
 
-def tensors_of_another_dtype() -> list[str]:
-    messages = []
-    for buffer in (True, False):
+@on_ranks(1)
+def test_buffers_and_tensors_in_fp32_of_a_model_in_16_bits_are_named() -> None:
+    named = {True: r"buffer 'scale' is float32.*\"buffer_dtype\": \"bf16\"", False: "that the forward pass makes"}
+    for buffer, words in named.items():
         engine = made(Scaled(buffer), 2, bf16={"enabled": True})
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match=f"(?s){words}"):
             engine(torch.ones(2, 8, dtype=torch.bfloat16))
-        messages.append(str(caught.value))
         engine.destroy()
     engine = made(Scaled(True), 2, bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
-    messages.append(str(engine(torch.ones(2, 8, dtype=torch.bfloat16)).dtype))
+    assert engine(torch.ones(2, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
     engine.destroy()
-    return messages
 
 
-def test_buffers_and_tensors_in_fp32_of_a_model_in_16_bits_are_named() -> None:
-    buffer, tensor, cast = run_ranks(tensors_of_another_dtype, 1)[0]
-    assert "buffer 'scale' is float32" in buffer and '"data_types": {"buffer_dtype": "bf16"}' in buffer
-    assert "a tensor that the forward pass makes" in tensor and cast == "torch.bfloat16"
-
-
-def wrapped() -> list[str]:
-    messages = []
+@on_ranks(2)
+def test_a_model_that_is_wrapped_in_ddp_is_refused() -> None:
     parallel = nn.parallel.DistributedDataParallel(net())
-    for model in (parallel, nn.Sequential(parallel)):
-        with pytest.raises(UsageError) as caught:
-            made(model)
-        messages.append(str(caught.value))
+    with pytest.raises(UsageError, match=r"(?s)it is wrapped in DistributedDataParallel.*\.module"):
+        made(parallel)
+    with pytest.raises(UsageError, match="its module '0' is wrapped"):
+        made(nn.Sequential(parallel))
     engine = made(net())
     with pytest.raises(UsageError, match=r"Pass its module \(engine.module\)"):
         made(engine)
     engine.destroy()
-    return messages
 
 
-def test_a_model_that_is_wrapped_in_ddp_is_refused() -> None:
-    for whole, part in run_ranks(wrapped, 2):
-        assert "it is wrapped in DistributedDataParallel" in whole and ".module" in whole
-        assert "its module '0' is wrapped" in part
-
-
-def dispatched() -> str:
+@on_ranks(1)
+def test_a_model_on_several_devices_is_refused() -> None:
     model = net()
     model.hf_device_map = {"0": 0, "2": 1}
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"several devices \(device_map: \['0', '1'\]\)"):
         made(model)
     model.hf_device_map = {"": 0}
     made(model).destroy()
-    return str(caught.value)
-
-
-def test_a_model_on_several_devices_is_refused() -> None:
-    assert "several devices (device_map: ['0', '1'])" in run_ranks(dispatched, 1)[0]
 
 
 # -- without an optimizer ----------------------------------------------------------------------------------------------
@@ -314,11 +288,8 @@ def test_without_an_optimizer_averaged_gradients_are_left_at_stage_0() -> None:
                 torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-7, msg=f"{how} {name}")
 
 
-def mistake_in_the_configuration() -> list[str]:
+@on_ranks(1)
+def test_the_traceback_of_a_mistake_in_the_configuration_shows_none_of_its_checks() -> None:
     with pytest.raises(ConfigError, match="did you mean `gradient_clipping`") as caught:
         made(net(), gradient_cliping=1.0)
-    return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-
-
-def test_the_traceback_of_a_mistake_in_the_configuration_ends_in_initialize() -> None:
-    assert run_ranks(mistake_in_the_configuration, 1)[0][-1] == "initialize"
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "build"

@@ -237,8 +237,9 @@ def test_other_precisions_tiers_and_optimizers_keep_their_state(kind: str, tmp_p
     assert len(digests) == 1
 
 
-def bytes_held(stage: int) -> list[dict[Category, int]]:
-    """Live bytes of a refreshed engine, and of one that has been built from the changed model."""
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_refreshed_engine_holds_no_more_than_a_new_one(stage: int) -> None:
     found = []
     for early in (False, True):
         model = Model()
@@ -255,34 +256,23 @@ def bytes_held(stage: int) -> list[dict[Category, int]]:
         live[Category.OPTIMIZER] -= sum(state["step"].nbytes for state in engine.optimizer.state.values())
         found.append(live)
         engine.destroy()
-    return found
+    assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_refreshed_engine_holds_no_more_than_a_new_one(stage: int) -> None:
-    for refreshed, new in run_ranks(bytes_held, 2, stage):
-        assert refreshed == new
-
-
-def copied(directory: str) -> tuple[int, int, str, str]:
-    engine = begin(2, checkpoint={"memory_copies": {"every": 3, "directory": directory}})
+@on_ranks(2)
+def test_copies_in_memory_are_those_of_the_changed_model(tmp_path: Path) -> None:
+    engine = begin(2, checkpoint={"memory_copies": {"every": 3, "directory": str(tmp_path / "copies")}})
     train(engine, 0, 3)
-    before = engine._faults.copies.last.steps
+    assert engine._faults.copies.last.steps == 3
     unfreeze(engine.module)
     engine.refresh()
-    after, digest = engine._faults.copies.last.steps, parameters_digest(engine.module)
+    digest = parameters_digest(engine.module)
+    assert engine._faults.copies.last.steps == 3
     train(engine, 3, 1)
     engine._step.rewinding = "as a test asks"
     engine._faults.rewind()
-    found = parameters_digest(engine.module)
+    assert parameters_digest(engine.module) == digest
     engine.destroy()
-    return before, after, digest, found
-
-
-def test_copies_in_memory_are_those_of_the_changed_model(tmp_path: Path) -> None:
-    for before, after, digest, found in run_ranks(copied, 2, str(tmp_path / "copies")):
-        assert (before, after) == (3, 3)
-        assert found == digest
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -322,7 +312,8 @@ def test_errors_change_nothing() -> None:
         engine.refresh()
 
 
-def two_groups() -> tuple[str, list[float]]:
+@on_ranks(2)
+def test_groups_of_new_parameters() -> None:
     model = Model()
     model.layers[0].requires_grad_(False)
     groups = [{"params": list(model.head.parameters())}, {"params": [model.embedding.weight], "lr": 0.5}]
@@ -332,9 +323,7 @@ def two_groups() -> tuple[str, list[float]]:
     engine = shardwise.initialize(model=model, optimizer=torch.optim.SGD(groups, lr=0.1), config=config)[0]
     train(engine, 0, 1)
     unfreeze(model)
-    with pytest.raises(
-        UsageError, match=r"2 parameter groups, and none has these parameters: layers.0.weight"
-    ) as error:
+    with pytest.raises(UsageError, match=r"(?s)none has these parameters: layers.0.weight.*param_groups=\["):
         engine.refresh()
     engine.refresh(param_groups=[{"params": list(model.layers[0].parameters()), "lr": 0.0}])
     before = engine.module_state_dict()
@@ -342,15 +331,8 @@ def two_groups() -> tuple[str, list[float]]:
     after = engine.module_state_dict()
     assert torch.equal(before["layers.0.weight"], after["layers.0.weight"])  # its learning rate is 0
     assert not torch.equal(before["layers.1.weight"], after["layers.1.weight"])
-    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1, 0.5, 0.0]
     engine.destroy()
-    return str(error.value), rates
-
-
-def test_groups_of_new_parameters() -> None:
-    for message, rates in run_ranks(two_groups, 2):
-        assert "param_groups=[" in message
-        assert rates == [0.1, 0.5, 0.0]
 
 
 @on_ranks(2)
