@@ -25,7 +25,7 @@ from shardwise.comm.rank_status import Here
 from shardwise.compat import launched_of
 from shardwise.device.streams import HostStreams, overrides
 from shardwise.errors import UsageError
-from tests.harness.pool import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 BLOCKING = ("all_reduce", "reduce", "broadcast", "all_gather", "all_to_all_single", "gather", "send", "barrier")
 
@@ -49,8 +49,8 @@ def test_without_a_process_group() -> None:
         api.all_reduce(torch.ones(2))
 
 
-def logged() -> tuple[dict[str, dict[int, int]], list[float]]:
-    """Numbers of calls by name and bytes, and a result."""
+@on_ranks(2)
+def test_calls_are_recorded_with_their_bytes() -> None:
     value = torch.full((4,), float(api.get_rank() + 1))
     api.all_reduce(value, prof=True)
     api.all_reduce(torch.ones(1))  # not asked for
@@ -69,14 +69,9 @@ def logged() -> tuple[dict[str, dict[int, int]], list[float]]:
     records = {
         name: {size: entry[0] for size, entry in sizes.items()} for name, sizes in comms_logger.comms_dict.items()
     }
-    return records, value.tolist()
-
-
-def test_calls_are_recorded_with_their_bytes() -> None:
-    for rank, (records, value) in enumerate(run_ranks(logged, 2)):
-        message = {"isend" if rank == 0 else "irecv": {12: 1}}
-        assert records == {"all_reduce": {16: 1}, "mine": {32: 1}, "all_gather": {16: 1}, "barrier": {0: 1}, **message}
-        assert value == [3.0] * 4
+    message = {"isend" if api.get_rank() == 0 else "irecv": {12: 1}}
+    assert records == {"all_reduce": {16: 1}, "mine": {32: 1}, "all_gather": {16: 1}, "barrier": {0: 1}, **message}
+    assert value.tolist() == [3.0] * 4
 
 
 def in_thread(work: Callable[[], Any]) -> None:
@@ -170,7 +165,8 @@ def test_a_collective_of_torch_is_a_position_wherever_it_is_called(call: str, sa
     assert len(found) == 1 and found[0].startswith(said) and (call == "nothing" or "test_api.py:" in found[0]), found
 
 
-def launched_and_left() -> list[bool]:
+@on_ranks(2)
+def test_an_asynchronous_collective_that_a_rank_has_launched_may_end() -> None:
     """Rank 1 has launched a collective that rank 0 waits for, and has gone on."""
     compare_calls(False)
     work = api.all_reduce(torch.ones(3), async_op=True)
@@ -182,11 +178,7 @@ def launched_and_left() -> list[bool]:
     found += [here.launched_in_torch(waits.kind, turn, waits), here.launched_in_torch(waits.kind, -1, Position())]
     found += [here.launched_in_torch("torch/unknown", turn, Position()), here.launched_in_torch("x", turn, Position())]
     work.wait()
-    return found
-
-
-def test_an_asynchronous_collective_that_a_rank_has_launched_may_end() -> None:
-    assert run_ranks(launched_and_left, 2) == [[True, False, False, False, False, False]] * 2
+    assert found == [True, False, False, False, False, False]
 
 
 class _Event:
@@ -215,7 +207,8 @@ def _launch(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: b
     return _Work() if async_op else None
 
 
-def on_device() -> list[str]:
+@on_ranks(2)
+def test_collectives_of_a_device_are_followed() -> None:
     """Where a rank is whose device, which the host does not wait for, has not ended a collective."""
     compare_calls(False)
     streams, given = _Streams(), torch.ones(3, device="meta")
@@ -233,11 +226,7 @@ def on_device() -> list[str]:
     finally:
         torch.distributed.all_reduce = launched
         follow_devices(False)
-    return found
-
-
-def test_collectives_of_a_device_are_followed() -> None:
-    first, second, none = run_ranks(on_device, 2)[0]
+    first, second, none = found
     assert first.startswith("waits in torch.distributed.all_reduce() for") and "test_api.py:" in first
     assert second.startswith("waits in torch.distributed.all_reduce(op=MAX) for")
     assert "waits in" not in none

@@ -20,7 +20,7 @@ from shardwise.comm.fake import FakeCommunicator
 from shardwise.comm.ledger import Ledger
 from shardwise.compat import backend_of, timeout_of
 from shardwise.errors import PeerLostError, UsageError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -37,45 +37,34 @@ def start(backend: str | None, timeout: timedelta = timedelta(seconds=60)) -> No
 # -- backends ----------------------------------------------------------------------------------------------------------
 
 
-def ordered_sum(backend: str | None) -> tuple[list[float], str | None, set[str]]:
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
+@on_ranks(3, init=False)
+def test_the_backend_is_the_one_for_the_device_however_the_group_was_asked_for(backend: str | None) -> None:
     start(backend)
     comm = communicator()
     # Added in rank order the large numbers cancel first, whatever the rank that adds.
     full = torch.tensor([1e8, -1e8, 1.0])[comm.rank].repeat(6)
     out = torch.zeros(2)
     comm.reduce_scatter([(out, full)], "sum").wait()
-    names = {dist.get_backend_config(group) for group in comm._cache._made.values()}
+    assert {dist.get_backend_config(group) for group in comm._cache._made.values()} == {"cpu:gloo,cuda:gloo"}
     assert comm.waits_on_host and comm.transport in ("memory", "messages")
     comm.destroy()
-    return out.tolist(), backend_of(None, CPU), names
-
-
-@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
-def test_the_backend_is_the_one_for_the_device_however_the_group_was_asked_for(backend: str | None) -> None:
-    for out, found, groups in run_ranks(ordered_sum, 3, backend, init=False):
-        assert found == "gloo"
-        assert groups == {"cpu:gloo,cuda:gloo"}
-        assert out == [1.0, 1.0]
-
-
-def refused(backend: str, device: torch.device) -> str:
-    start(backend)
-    with pytest.raises(UsageError) as caught:
-        Communicator(None, Ledger(), device)
-    return str(caught.value)
+    assert backend_of(None, CPU) == "gloo" and out.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("backend", "device", "message"),
     [
-        ("cuda:gloo", CPU, "(cuda:gloo) has no backend for the engine's tensors on cpu. Start it with"),
-        ("cpu:gloo", CUDA, "(cpu:gloo) has no backend for the engine's tensors on cuda:0. Start it with"),
-        ("gloo", CUDA, "has no backend for the engine's tensors on cuda:0, where Gloo is not supported. Start"),
+        ("cuda:gloo", CPU, r"\(cuda:gloo\) has no backend for .* on cpu\. "),
+        ("cpu:gloo", CUDA, r"\(cpu:gloo\) has no backend for .* on cuda:0\. "),
+        ("gloo", CUDA, "no backend for .* on cuda:0, where Gloo is not supported"),
     ],
 )
+@on_ranks(2, init=False)
 def test_a_group_that_does_not_serve_the_device_is_refused(backend: str, device: torch.device, message: str) -> None:
-    for found in run_ranks(refused, 2, backend, device, init=False):
-        assert message in found
+    start(backend)
+    with pytest.raises(UsageError, match=message):
+        Communicator(None, Ledger(), device)
 
 
 def chosen(ordered: bool, nodes: list[str] | None) -> tuple[list[str], list[str], list[str]]:
@@ -120,38 +109,33 @@ def test_reductions_go_by_what_nodes_send(ordered: bool, size: int | None, expec
     assert run_ranks(chosen, 1, ordered, nodes, init=False) == [expected]
 
 
-def on_nodes() -> tuple[list[int], list[int]]:
+@on_ranks(4)
+def test_ranks_know_who_shares_a_node() -> None:
     """Ranks as a launcher of two nodes would have started them."""
     rank = dist.get_rank()
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
     comm = communicator()
     nodes = comm.nodes()
     across = comm.across_runs(2, "across")
-    found = [nodes.index(name) for name in nodes], [across.nodes().index(name) for name in across.nodes()]
+    assert [nodes.index(name) for name in nodes] == [0, 0, 2, 2]
+    assert [across.nodes().index(name) for name in across.nodes()] == [0, 1]
     comm.destroy()
-    return found
-
-
-def test_ranks_know_who_shares_a_node() -> None:
-    assert run_ranks(on_nodes, 4) == [([0, 0, 2, 2], [0, 1])] * 4
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def limits(seconds: float) -> set[timedelta | None]:
-    start("gloo", timedelta(seconds=seconds))
+@on_ranks(2, init=False)
+def test_the_groups_have_the_limit_of_the_one_they_are_made_from() -> None:
+    start("gloo", timedelta(seconds=77))
     comm = communicator()
     found = {timeout_of(group, CPU) for group in comm._cache._made.values()} | {comm.timeout}
+    assert found == {timedelta(seconds=77)}
     comm.destroy()
-    return found
 
 
-def test_the_groups_have_the_limit_of_the_one_they_are_made_from() -> None:
-    assert run_ranks(limits, 2, 77.0, init=False) == [{timedelta(seconds=77)}] * 2
-
-
-def wait_for_nobody() -> float:
+@on_ranks(2, init=False)
+def test_the_environments_limit_holds_for_the_engines_collectives() -> None:
     """Rank 1 never takes part; rank 0 gives up after the limit that the environment has set."""
     os.environ["SHARDWISE_TIMEOUT"] = str(1 / 60)
     shardwise.init_distributed(verbose=False)
@@ -160,34 +144,25 @@ def wait_for_nobody() -> float:
     if comm.rank == 0:
         with pytest.raises(PeerLostError, match=r"has waited 1\.\d s for rank 1 in all_reduce .alone. #0"):
             comm.all_reduce(torch.ones(1), "alone").wait()
-        return time.monotonic() - begin
-    time.sleep(2.5)
-    return 0.0
-
-
-def test_the_environments_limit_holds_for_the_engines_collectives() -> None:
-    assert 0.5 < run_ranks(wait_for_nobody, 2, init=False)[0] < 3.5
+        assert 0.5 < time.monotonic() - begin < 3.5
+    else:
+        time.sleep(2.5)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def tell() -> tuple[Any, Any, list[str]]:
+@on_ranks(2)
+def test_objects_are_shared_as_json() -> None:
     comm = communicator()
     value = {"names": ["a", "ü"], "pair": (1, 2.5), "nothing": None}
     told = comm.share_object(value if comm.rank == 1 else None, "told", src=1)
     nothing = comm.share_object([] if comm.rank == 0 else "x", "nothing")
     comm.barrier("end")
     comm.destroy()
-    return told, nothing, [f"{record.op} {record.label}" for record in comm.ledger.records()]
-
-
-def test_objects_are_shared_as_json() -> None:
-    for told, nothing, records in run_ranks(tell, 2):
-        assert told == {"names": ["a", "ü"], "pair": [1, 2.5], "nothing": None}
-        assert nothing == []
-        assert records[:2] == ["broadcast told", "broadcast told"]
-        assert records[-1] == "all_reduce end"
+    assert told == {"names": ["a", "ü"], "pair": [1, 2.5], "nothing": None} and nothing == []
+    records = [f"{record.op} {record.label}" for record in comm.ledger.records()]
+    assert records[:2] == ["broadcast told", "broadcast told"] and records[-1] == "all_reduce end"
 
 
 def test_the_time_of_a_launch_on_a_device_is_taken_before_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError, UsageError
 from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, same_bits, values
-from tests.harness import RankFailure, run_ranks, thorough
+from tests.harness import RankFailure, on_ranks, run_ranks, thorough
 
 CPU = torch.device("cpu")
 
@@ -135,7 +135,8 @@ def test_reduce_scatter_has_the_bits_of_that_through_messages(
 # -- whose turn it is --------------------------------------------------------------------------------------------------
 
 
-def waits_in_other_orders() -> list[torch.Tensor]:
+@on_ranks(3)
+def test_ranks_may_wait_in_different_orders() -> None:
     comm = communicator()
     fulls = [torch.zeros(comm.world * 5) for _ in range(6)]
     handles = [
@@ -146,16 +147,12 @@ def waits_in_other_orders() -> list[torch.Tensor]:
         handles[n].wait()
         handles[n].wait()
     comm.destroy()
-    return fulls
+    for n, full in enumerate(fulls):
+        assert full.tolist() == [10.0 * n + rank for rank in range(3) for _ in range(5)]
 
 
-def test_ranks_may_wait_in_different_orders() -> None:
-    for fulls in run_ranks(waits_in_other_orders, 3):
-        for n, full in enumerate(fulls):
-            assert full.tolist() == [10.0 * n + rank for rank in range(3) for _ in range(5)]
-
-
-def overwritten_after_wait() -> list[float]:
+@on_ranks(2)
+def test_a_wait_ends_when_the_peers_have_read() -> None:
     comm = communicator()
     shard, full = torch.full((1000,), float(comm.rank)), torch.zeros(2000)
     gradient, out = torch.full((2000,), 1.0 + comm.rank), torch.zeros(1000)
@@ -168,14 +165,11 @@ def overwritten_after_wait() -> list[float]:
     gradient.fill_(-1)
     comm.barrier()
     comm.destroy()
-    return [full.sum().item(), out.sum().item()]
+    assert [full.sum().item(), out.sum().item()] == [1000.0, 3000.0]
 
 
-def test_a_wait_ends_when_the_peers_have_read() -> None:
-    assert run_ranks(overwritten_after_wait, 2) == [[1000.0, 3000.0]] * 2
-
-
-def forgotten() -> float:
+@on_ranks(2)
+def test_a_forgotten_exchange_is_completed() -> None:
     comm = communicator()
     for n in range(20):
         # Nobody holds tensors or handles any more when the slower rank reads.
@@ -186,30 +180,24 @@ def forgotten() -> float:
     full = torch.zeros(2)
     comm.all_gather([(full, torch.full((1,), 1.0 + comm.rank))], "last").wait()
     comm.destroy()
-    return full.sum().item()
+    assert full.sum().item() == 3.0
 
 
-def test_a_forgotten_exchange_is_completed() -> None:
-    assert run_ranks(forgotten, 2) == [3.0, 3.0]
-
-
-def many_at_once(count: int) -> bool:
+@on_ranks(2)
+def test_more_exchanges_than_a_socket_holds() -> None:
     comm = communicator()
     if comm.rank == 1:
         time.sleep(0.5)  # the sockets of the others fill up
-    fulls = [torch.zeros(2) for _ in range(count)]
+    fulls = [torch.zeros(2) for _ in range(3000)]
     handles = [comm.all_gather([(full, torch.full((1,), n + 0.5))], f"{n}") for n, full in enumerate(fulls)]
     for handle in handles:
         handle.wait()
     comm.destroy()
-    return all(full.tolist() == [n + 0.5] * 2 for n, full in enumerate(fulls))
+    assert all(full.tolist() == [n + 0.5] * 2 for n, full in enumerate(fulls))
 
 
-def test_more_exchanges_than_a_socket_holds() -> None:
-    assert run_ranks(many_at_once, 2, 3000) == [True, True]
-
-
-def receipts_that_wait() -> list[float]:
+@on_ranks(2)
+def test_a_rank_that_leaves_sends_what_waits_for_its_socket() -> None:
     """Rank 1 has all it needs, and leaves before its socket has taken what it has to say to rank 0."""
     comm = communicator()
     full = torch.zeros(2)
@@ -229,14 +217,11 @@ def receipts_that_wait() -> list[float]:
         assert held
         near._unsent[0].extend(held)
     comm.destroy()
-    return full.tolist()
+    assert full.tolist() == [1.0, 2.0]
 
 
-def test_a_rank_that_leaves_sends_what_waits_for_its_socket() -> None:
-    assert run_ranks(receipts_that_wait, 2) == [[1.0, 2.0]] * 2
-
-
-def launched_by_a_thread() -> list[float]:
+@on_ranks(2)
+def test_another_thread_launches_while_one_waits() -> None:
     comm = communicator()
     first, second = torch.zeros(2), torch.zeros(2)
     handle = comm.all_gather([(first, torch.ones(1))], "first") if comm.rank == 0 else None
@@ -250,11 +235,7 @@ def launched_by_a_thread() -> list[float]:
     handle.wait()
     helper.join()
     comm.destroy()
-    return first.tolist() + second.tolist()
-
-
-def test_another_thread_launches_while_one_waits() -> None:
-    assert run_ranks(launched_by_a_thread, 2) == [[1.0] * 4] * 2
+    assert first.tolist() + second.tolist() == [1.0] * 4
 
 
 def summed_by_the_thread(broken: bool) -> list[float]:
@@ -283,7 +264,10 @@ def test_what_fails_in_the_thread_is_told_who_waits() -> None:
         run_ranks(summed_by_the_thread, 2, True, timeout=60)
 
 
-def one_is_elsewhere(stage: int) -> float:
+@pytest.mark.parametrize("stage", [thorough(0), 2])
+@on_ranks(3)
+def test_one_rank_evaluates_while_the_others_wait_elsewhere(stage: int) -> None:
+    begun = time.monotonic()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     config = {
@@ -299,17 +283,12 @@ def one_is_elsewhere(stage: int) -> float:
     dist.barrier()
     rest = engine(torch.ones(2, 64)).sum().item()
     engine.destroy()
-    return rest - loss if dist.get_rank() == 0 else 0.0
-
-
-@pytest.mark.parametrize("stage", [thorough(0), 2])
-def test_one_rank_evaluates_while_the_others_wait_elsewhere(stage: int) -> None:
-    begun = time.monotonic()
-    assert run_ranks(one_is_elsewhere, 3, stage) == [0.0] * 3
+    assert dist.get_rank() or rest == loss
     assert time.monotonic() - begun < 60
 
 
-def abandoned() -> bool:
+@on_ranks(2)
+def test_nothing_is_left_of_a_communicator_that_nobody_has_closed() -> None:
     comm = communicator()
     reference, thread = weakref.ref(comm._backend), comm._backend._thread
     sockets = list(comm._backend._sockets.values())
@@ -318,11 +297,7 @@ def abandoned() -> bool:
     del comm
     gc.collect()
     thread.join(5)
-    return reference() is None and not thread.is_alive() and [s.fileno() for s in sockets] == [-1]
-
-
-def test_nothing_is_left_of_a_communicator_that_nobody_has_closed() -> None:
-    assert run_ranks(abandoned, 2) == [True, True]
+    assert reference() is None and not thread.is_alive() and [s.fileno() for s in sockets] == [-1]
 
 
 # -- missing ranks -----------------------------------------------------------------------------------------------------
@@ -352,25 +327,17 @@ def test_a_rank_that_has_gone_is_noticed_at_once(how: str, told: str) -> None:
         run_ranks(left_alone, 2, how)
 
 
-def late(limit: float) -> str:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=limit))
+@on_ranks(2, init=False)
+def test_the_groups_limit_holds() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
     comm = communicator()
     comm.barrier()
-    message = ""
     if comm.rank == 0:
-        with pytest.raises(PeerLostError) as caught:
+        with pytest.raises(PeerLostError, match=r"rank 1.*reduce_scatter 'early'"):
             comm.reduce_scatter([(torch.zeros(1), torch.ones(2))], "early").wait()
-        message = str(caught.value)
     else:
-        time.sleep(limit + 1)
+        time.sleep(2)
     comm.destroy()
-    return message
-
-
-def test_the_groups_limit_holds() -> None:
-    message = run_ranks(late, 2, 1.0, init=False)[0]
-    assert "reduce_scatter 'early'" in message
-    assert "rank 1" in message
 
 
 ENDS = """

@@ -21,7 +21,7 @@ from shardwise.errors import PeerLostError
 from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, ordered_sum, same_bits, values
 from tests.device.recorded import imagined
 from tests.device.recording import Recorder
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, on_ranks, run_ranks
 
 Layout = list[tuple[int, torch.dtype, torch.dtype]]
 """(elements of a shard, dtype of the wire, dtype of the sum) of each pair."""
@@ -153,7 +153,8 @@ def empty_like(pair: native.Pair) -> native.Pair:
     return torch.zeros(pair[0].shape), torch.zeros(pair[1].shape)
 
 
-def moved() -> tuple[list[float], list[float], list[float]]:
+@on_ranks(3)
+def test_small_sums_broadcasts_and_exchanges() -> None:
     rank, world, backend = dist.get_rank(), dist.get_world_size(), on_group()
     total = torch.tensor([[1.0, 1e8], [1e8, 1.0], [-1e8, -1e8]])[rank].clone()
     backend.all_reduce(total, RECORD).wait()
@@ -164,15 +165,8 @@ def moved() -> tuple[list[float], list[float], list[float]]:
     given = torch.tensor([10.0 * rank + peer for peer in range(world) for _ in range(outgoing[peer])])
     output = torch.zeros(sum(incoming))
     backend.all_to_all(output, given, incoming, outgoing, RECORD).wait()
-    return total.tolist(), word.tolist(), output.tolist()
-
-
-def test_small_sums_broadcasts_and_exchanges() -> None:
-    assert run_ranks(moved, 3) == [
-        ([0.0, 0.0], [1.0, 1.0], [10.0, 10.0, 10.0, 20.0]),
-        ([0.0, 0.0], [1.0, 1.0], [1.0, 1.0, 21.0]),
-        ([0.0, 0.0], [1.0, 1.0], [2.0, 22.0, 22.0]),
-    ]
+    assert total.tolist() == [0.0, 0.0] and word.tolist() == [1.0, 1.0]
+    assert output.tolist() == [[10.0, 10.0, 10.0, 20.0], [1.0, 1.0, 21.0], [2.0, 22.0, 22.0]][rank]
 
 
 def test_collectives_of_a_stream_of_their_own_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +256,9 @@ def small(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     return values(rank, torch.Size(shape).numel(), dtype).reshape(shape)
 
 
-def small_cases(dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    found = []
+@pytest.mark.parametrize("dtype", COPIED)
+@on_ranks(3)
+def test_small_sums_and_broadcasts_of_any_dtype_and_layout(dtype: torch.dtype) -> None:
     backend = on_group()
     for shape in SHAPES:
         both = [small(dist.get_rank(), shape, dtype) for _ in range(2)]
@@ -271,20 +266,11 @@ def small_cases(dtype: torch.dtype) -> list[list[torch.Tensor]]:
             both = [tensor.t().contiguous().t() for tensor in both]  # not contiguous
         backend.all_reduce(both[0], RECORD).wait()
         backend.broadcast(both[1], 1, RECORD).wait()
-        found.append(both)
-    return found
-
-
-@pytest.mark.parametrize("dtype", COPIED)
-def test_small_sums_and_broadcasts_of_any_dtype_and_layout(dtype: torch.dtype) -> None:
-    for found in run_ranks(small_cases, 3, dtype):
-        for shape, (total, word) in zip(SHAPES, found, strict=True):
-            terms = [small(rank, shape, dtype) for rank in range(3)]
-            expected = terms[0].to(FP32 if dtype in (BF16, torch.float16) else dtype)
-            for term in terms[1:]:
-                expected = expected + term
-            assert same_bits(total, expected.to(dtype))
-            assert same_bits(word, terms[1])
+        terms = [small(rank, shape, dtype) for rank in range(3)]
+        expected = terms[0].to(FP32 if dtype in (BF16, torch.float16) else dtype)
+        for term in terms[1:]:
+            expected = expected + term
+        assert same_bits(both[0], expected.to(dtype)) and same_bits(both[1], terms[1])
 
 
 class Failing(dist.Work):
