@@ -15,7 +15,7 @@ from shardwise.checkpoint import verify
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger, warn_once
 from tests.checkpoint.job import Run, config, differences, on_ranks
-from tests.engine.test_idle_steps import Lines
+from tests.harness.logs import Lines
 
 
 def rank() -> int:

@@ -20,8 +20,8 @@ from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 from tests.checkpoint import hostile
 from tests.checkpoint.job import Run, config, on_ranks
-from tests.engine.test_idle_steps import Lines
 from tests.harness import run_ranks
+from tests.harness.logs import Lines
 
 Fields = dict[str, Any]
 

@@ -14,8 +14,8 @@ from shardwise.checkpoint.retention import prune
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.checkpoint.test_retention import left, make
-from tests.engine.test_idle_steps import Lines
 from tests.harness import thorough
+from tests.harness.logs import Lines
 
 
 def spoil(run: Run, state: bool = False) -> None:

@@ -19,7 +19,7 @@ from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.checkpoint.test_async import process_of, started
-from tests.engine.test_idle_steps import Lines
+from tests.harness.logs import Lines
 
 
 def frozen(path: str) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from shardwise.device.clock import now, seconds_between
 from shardwise.errors import UsageError
 from shardwise_deepspeed import timers as module
 from shardwise_deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
-from tests.profile.test_breakdown import Lines
+from tests.harness.logs import logged
 
 
 def test_intervals_by_name() -> None:
@@ -25,9 +25,9 @@ def test_intervals_by_name() -> None:
     timers("load").start()
     timers("load").stop(record=False)
     assert 40 <= timers("load").elapsed(reset=False) < 400 and 20 <= timers("load").mean() < 200
-    with Lines() as lines:
+    with logged() as kept:
         timers.log(["load", "nothing"], normalizer=2.0)
-    (line,) = lines
+    (line,) = kept.lines
     assert line.startswith("time (ms) | load: ") and 20 <= float(line.rpartition(" ")[2]) < 200
     assert timers("load").elapsed() == 0.0 and timers.get_mean(["load"]) == {"load": 0.0}
     assert timers.has_timer("load") and not timers.has_timer("nothing") and list(timers.get_timers()) == ["load"]

@@ -14,7 +14,7 @@ from shardwise.profile import rates as module
 from shardwise.profile.peaks import Peak, peak_of
 from shardwise.profile.rates import Rates, tokens_in
 from tests.harness import run_ranks
-from tests.profile.test_breakdown import Lines
+from tests.harness.logs import logged
 from tests.profile.test_engine import engine_of, window
 from tests.profile.test_flops import GPT_HEAD, LAYERS, LENGTH, ROWS, gpt_block
 
@@ -88,12 +88,12 @@ def test_peaks() -> None:
 def trained(config: dict[str, Any]) -> tuple[list[str], float]:
     """Lines of throughput, and seconds of a step, which sleeps."""
     engine = engine_of(2, 2, **config)
-    with Lines() as lines:
+    with logged() as kept:
         for _ in range(7):
             window(engine, 2)
             time.sleep(0.1)
     engine.destroy()
-    return [line for line in lines if "throughput" in line], 0.1
+    return [line for line in kept.lines if "throughput" in line], 0.1
 
 
 def test_lines_of_two_ranks() -> None:
@@ -115,10 +115,10 @@ def test_switched_off_nothing_is_done() -> None:
     for config in ({"steps_per_print": 2, "timers": {"throughput": {"enabled": False}}}, {}):
         engine = engine_of(0, **config)
         assert engine._profiling._rates is None
-        with Lines() as lines:
+        with logged() as kept:
             window(engine)
             window(engine)
-        assert not any("throughput" in line for line in lines)
+        assert not any("throughput" in line for line in kept.lines)
         engine.destroy()
     given = {"train_batch_size": 1, "timers": {"throughput": {"synchronized": False}}}
     assert [note.path for note in resolve(given).no_effect] == ["timers"]
