@@ -20,7 +20,7 @@ from shardwise.launch import commbench
 from shardwise.launch.comm_measure import OPS, Exchange, Plan, measure
 from shardwise.launch.commbench import CommWanted, link_speed, share_of_link, show, verdicts
 from shardwise.launch.interfaces import interfaces
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 CPU = torch.device("cpu")
 SMALL = Plan(sizes=(1000, 20_000), dtypes=(torch.float32, torch.bfloat16), trials=2, warmups=1)
@@ -35,7 +35,7 @@ def measured(transport: str) -> dict[str, Any]:
         comm.destroy()
 
 
-@pytest.mark.parametrize(("world", "transport"), [(2, "memory"), (3, "messages")])
+@pytest.mark.parametrize(("world", "transport"), [(2, "memory"), thorough(3, "messages")])
 def test_all_collectives_on_all_ranks(world: int, transport: str) -> None:
     answers = run_ranks(measured, world, transport)
     found = answers[0]

@@ -153,8 +153,8 @@ def test_the_check_shows_the_costs_of_unsharding(shown: Shown, tmp_path: Path) -
     config = tmp_path / "config.json"
     given = {"stages": 4, "schedule": "interleaved", "unsharded_for": "step"}
     keys = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
-    for stage, shown in ((3, True), (2, False)):
+    for stage, listed in ((3, True), (2, False)):
         config.write_text(json.dumps({**keys, "zero_optimization": {"stage": stage}, "pipeline": given}))
         text = shown("check", config, "--world", "8")
-        assert ("unsharded_for pass: 16 x the bytes of its parameters; two units at a time\n" in text) is shown
-        assert ("unsharded_for step: 1 x the bytes of its parameters; all 2 stages of a rank (config" in text) is shown
+        assert ("unsharded_for pass: 16 x the bytes of its parameters; two units at a time\n" in text) is listed
+        assert ("unsharded_for step: 1 x the bytes of its parameters; all 2 stages of a rank (config" in text) is listed
