@@ -500,6 +500,60 @@ def form_case(form: str) -> Case:
     )
 
 
+# -- sparse gradients -------------------------------------------------------------------------------------------------
+
+WORDS, WIDTH = 401, 7
+"""Of sparse tables, whose rows do not begin where ranges of ranks do."""
+
+
+class Bags(nn.Module):
+    """Two tables of which few rows are used, one of them by two lookups, and a dense rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=True, padding_idx=0)
+        self.bags = nn.EmbeddingBag(97, WIDTH, mode="sum", sparse=True)
+        self.inner = nn.Linear(WIDTH, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = self.words(batch["words"]).sum(1)
+        x = x + self.words(batch["words"][:, :1]).squeeze(1)
+        if batch["bags"] is not None:
+            x = x + self.bags(batch["bags"])
+        return self.head(torch.tanh(self.inner(x)))
+
+
+def few(generator: torch.Generator, seed: int) -> Batch:
+    """Few rows, several of them twice; some ranks have no bags."""
+    words = torch.randint(0, WORDS, (2, 3), generator=generator)
+    words[1, 0] = words[0, 0]
+    bags = torch.randint(0, 97, (2, 2), generator=generator) if seed % 3 else None
+    return {"words": words, "bags": bags, "target": torch.randn(2, 3, generator=generator)}
+
+
+def bags_loss(model: Any, batch: Batch) -> torch.Tensor:
+    return (model(batch).float() - batch["target"].float()).square().mean()
+
+
+class SparseTied(nn.Module):
+    """A table that is also a head, without a module that says so: the gradient is dense on ranks that use the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(41, WIDTH, sparse=True)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = torch.tanh(self.mix(self.words(batch["words"]).sum(1)))
+        return F.linear(x, self.words.weight).sum(1, keepdim=True) if batch["head"] else x
+
+
+def some_heads(generator: torch.Generator, seed: int) -> Batch:
+    words = torch.randint(0, 41, (2, 2), generator=generator)
+    return {"words": words, "head": seed % 4 == 1, "target": torch.randn(2, 1, generator=generator)}
+
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -522,6 +576,14 @@ CASES: dict[str, Case] = {
             sometimes_images,
             lambda model, batch: squared(model(batch["x"], batch.get("image")), batch["y"]),
         ),
+        Case(
+            "matrices",
+            lambda: nn.Sequential(nn.Linear(5, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)),
+            regression(5, 3),
+            regression_loss,
+        ),
+        Case("sparse", Bags, few, bags_loss, precisions=("fp32",)),
+        Case("sparse_tied", SparseTied, some_heads, bags_loss, precisions=("fp32",)),
         *(form_case(form) for form in FORMS),
     )
 }

@@ -20,7 +20,7 @@ from shardwise.trees import map_tensors
 from shardwise.zero.units.flat_param import FlatParamStorage
 from tests.harness.training import Outcome, Setting, masters, train
 from tests.models import CASES, GPT, Case, language, language_loss
-from tests.zero.test_one_rank import forced
+from tests.zero.elsewhere import forced
 
 CYCLES = 2_000_000
 """About a millisecond, longer than a layer of these models takes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise import optim
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.units import released
 from tests.harness import run_ranks
 from tests.models import CASES, Case
+from tests.optim.reference import Lars
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -100,19 +103,50 @@ def digest(tensors: Sequence[torch.Tensor]) -> str:
     return total.hexdigest()
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """A subclass that does not say how it may be sharded: it gets whole tensors."""
+
+
+class NormClipped(torch.optim.SGD):
+    """Looks at whole tensors: each gradient is divided by its own norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert p.grad is not None and p.dim() == len(p.shape)
+                p.grad /= p.grad.norm() + 1e-3
+        super().step(closure)
+
+
+ADAM = {"weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6}
+LAMB = {**ADAM, "max_coeff": 2.0, "min_coeff": 0.02}
+MUON = {**ADAM, "momentum": 0.8}
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "AdamW": (torch.optim.AdamW, ADAM),
+    "Adam": (torch.optim.Adam, ADAM),
+    "Adagrad": (torch.optim.Adagrad, {"eps": 1e-6}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True, "eps": 1e-4}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "torch Muon": (torch.optim.Muon, {"momentum": 0.8}),
+    "own AdamW": (optim.AdamW, ADAM),
+    "own Adam": (optim.Adam, {"adam_w_mode": False, "bias_correction": False}),
+    "own Adagrad": (optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.05, "eps": 1e-6}),
+    "Lion": (optim.Lion, {"weight_decay": 0.05, "betas": (0.8, 0.9)}),
+    "Lamb": (optim.Lamb, LAMB),
+    "Muon": (optim.Muon, MUON),
+    "Lars": (Lars, {"trust": 0.01, "momentum": 0.9, "weight_decay": 0.05}),
+    "subclass": (OwnAdamW, {"betas": (0.8, 0.9), "eps": 1e-6}),
+    "norms": (NormClipped, {"momentum": 0.5}),
+}
+"""Classes, with options that make every part of their state matter."""
+
+
 def make_optimizer(name: str, parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """The optimizers of these tests, with options that make every part of their state matter."""
-    options: dict[str, dict[str, Any]] = {
-        "SGD": {},
-        "momentum": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-        "AdamW": {"weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6},
-        "Adam": {"weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6},
-        "Adagrad": {"eps": 1e-6},
-        "RMSprop": {"momentum": 0.5, "centered": True, "eps": 1e-4},
-        "Adafactor": {},
-    }
-    cls = torch.optim.SGD if name == "momentum" else getattr(torch.optim, name)
-    return cls(list(parameters), lr=lr, **options.get(name, {}))
+    cls, options = OPTIMIZERS[name]
+    return cls(list(parameters), lr=lr, **options)
 
 
 def each(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
@@ -224,10 +258,47 @@ def parameters_digest(model: nn.Module) -> str:
         return digest(list(model.parameters()))
 
 
-def train(case: Case, setting: Setting, steps: int, make: Maker | None = None) -> Outcome:
-    """Train on this rank with the others; `make` makes an optimizer from parameters or groups."""
-    model = case.make()
-    engine = start(case, setting, model, make and make(case.groups(model)))
+def take_steps(engine: Any, case: Case, numbers: Sequence[int], *, rank: int | None = None) -> list[float]:
+    """Train on the data of some steps, those of this rank unless another one is named; return the last loss of each."""
+    dtype = next(p.dtype for p in engine.module.parameters() if p.is_floating_point())
+    rank = dist.get_rank() if rank is None else rank
+    losses = []
+    for number in numbers:
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = case.loss(engine, case.data(number, micro, rank, dtype))
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def bits(engine: Any) -> str:
+    """Fingerprint of the whole masters and parameters."""
+    return digest(list(masters(engine.module).values())) + parameters_digest(engine.module)
+
+
+def resumed(name: str, writer: Setting, reader: Setting, directory: str) -> tuple[str, str]:
+    """Fingerprints after four steps, and after the last two again, of another engine with the checkpoint of the first.
+
+    The reader has trained before, and has to forget it.
+    """
+    case, found = CASES[name], []
+    for setting, first in ((writer, 0), (reader, 7)):
+        engine = start(case, setting)
+        take_steps(engine, case, range(first, first + 2))
+        if first == 0:
+            engine.save_checkpoint(directory)
+        else:
+            engine.load_checkpoint(directory)
+        take_steps(engine, case, range(2, 4))
+        found.append(bits(engine))
+        engine.destroy()
+    return found[0], found[1]
+
+
+def train(case: Case, setting: Setting, steps: int) -> Outcome:
+    """Train on this rank with the others."""
+    engine = start(case, setting)
     outcome = Outcome()
     for step in range(steps):
         for micro in range(setting.accumulation):
@@ -247,26 +318,28 @@ def train(case: Case, setting: Setting, steps: int, make: Maker | None = None) -
     return outcome
 
 
-def train_all(name: str, settings: Sequence[Setting], steps: int = 3, make: Maker | None = None) -> list[Outcome]:
+Within = Callable[[], AbstractContextManager[Any]]
+
+
+def train_all(name: str, settings: Sequence[Setting], steps: int = 3, within: Within = nullcontext) -> list[Outcome]:
     """Train a case with each setting in turn. Ranks other than 0 leave whole tensors out of their answer."""
     outcomes = []
     for setting in settings:
-        outcome = train(CASES[name], setting, steps, make)
+        with within():
+            outcome = train(CASES[name], setting, steps)
         if dist.get_rank():
             seen = digest([*outcome.masters.values(), *(g for grads in outcome.gradients for g in grads.values())])
-            outcome.masters, outcome.gradients = (
-                {"digest": torch.frombuffer(bytearray.fromhex(seen), dtype=torch.uint8)},
-                [],
-            )
+            outcome.masters = {"digest": torch.frombuffer(bytearray.fromhex(seen), dtype=torch.uint8)}
+            outcome.gradients = []
         outcomes.append(outcome)
     return outcomes
 
 
 def trained(
-    name: str, settings: Sequence[Setting], ranks: int, steps: int = 3, make: Maker | None = None
+    name: str, settings: Sequence[Setting], ranks: int, steps: int = 3, within: Within = nullcontext
 ) -> list[Outcome]:
-    """Train a case on ranks of the pool with each setting; all ranks see the same whole values."""
-    return ranks_agree(run_ranks(train_all, ranks, name, settings, steps, make))
+    """Train a case on ranks of the pool with each setting, inside of a context; all ranks see the same whole values."""
+    return ranks_agree(run_ranks(train_all, ranks, name, settings, steps, within))
 
 
 def ranks_agree(per_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:

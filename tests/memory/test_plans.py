@@ -46,19 +46,9 @@ def both(precision: str, tied: bool, optimizer: str, accumulation: int, keep: in
     return list(zip(sorted(made, key=lambda plan: plan.setting.stage), reports, strict=False))
 
 
-@pytest.mark.parametrize(
-    ("precision", "tied", "optimizer", "accumulation", "keep"),
-    [
-        ("fp32", True, "AdamW", 1, None),
-        thorough("bf16", False, "AdamW", 3, 0),
-        thorough("bf16", True, "Adafactor", 1, 0),
-        thorough("fp32", False, "SGD", 3, None),
-    ],
-)
-def test_plans_are_those_of_engines(
-    precision: str, tied: bool, optimizer: str, accumulation: int, keep: int | None
-) -> None:
-    found = run_ranks(both, 2, precision, tied, optimizer, accumulation, keep)[0]
+@pytest.mark.parametrize("asked", [("fp32", True, "AdamW", 1, None), thorough(("bf16", False, "Adafactor", 3, 0))])
+def test_plans_are_those_of_engines(asked: tuple[Any, ...]) -> None:
+    found = run_ranks(both, 2, *asked)[0]
     assert len(found) == 4
     for plan, report in found:
         assert plan.total == report.total.planned, plan.setting

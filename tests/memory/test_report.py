@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +69,7 @@ def report(
     zero: dict[str, Any] | None = None,
     model: Callable[[], nn.Module] | None = None,
     more: dict[str, Any] | None = None,
+    warm_up: int = 2,
     circumstances: Sequence[Callable[[], AbstractContextManager[Any]]] = (contextlib.nullcontext,),
 ) -> tuple[MemoryReport, MemoryReport]:
     """Reports made before the first step and after tracked ones, one in each of some circumstances."""
@@ -85,8 +88,8 @@ def report(
             if managed or micro == accumulation - 1:
                 engine.step()
 
-    step()
-    step()
+    for _ in range(warm_up):
+        step()
     engine.accountant.reset_peak()
     with track_activations(engine.accountant):
         for circumstance in circumstances:
@@ -102,24 +105,18 @@ def close(planned: int | None, measured: int | None, least: int = 0) -> bool:
     return abs(planned - measured) <= 0.03 * max(measured, least)
 
 
-def check(before: MemoryReport, after: MemoryReport, what: str) -> None:
-    for category in (*ENGINE, Category.ACTIVATIONS):
+def check(before: MemoryReport, after: MemoryReport, what: str, besides: Sequence[Category] = ()) -> None:
+    for category in (c for c in (*ENGINE, Category.ACTIVATIONS) if c not in besides):
         planned, row = before.row(category).planned, after.row(category)
         assert close(planned, row.measured), f"{what}: {category.value} planned {planned}, measured {row.measured}"
     assert close(before.row(Category.OTHER).planned, after.row(Category.OTHER).measured, least=1 << 13)
-    assert close(before.total.planned, after.total.measured), f"{what}: total"
+    assert besides or close(before.total.planned, after.total.measured), f"{what}: total"
 
 
 @pytest.mark.parametrize(
-    ("tied", "precision", "stages"),
-    [
-        thorough(True, "fp32", (0, 1, 2, 3)),
-        thorough(True, "bf16", (0, 1, 2, 3)),
-        (False, "bf16", (0, 3)),
-        thorough(False, "bf16", (0, 1, 2, 3)),
-    ],
+    ("tied", "precision", "stages"), [(False, "bf16", (0, 3)), thorough(True, "fp32", (0, 1, 2, 3))]
 )
-def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(
+def test_a_higher_stage_takes_less_and_all_are_within_a_tenth_of_the_floor(
     tied: bool, precision: str, stages: tuple[int, ...]
 ) -> None:
     totals = []
@@ -132,40 +129,6 @@ def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(
             assert -0.001 * measured <= measured - floor <= 0.1 * measured, f"stage {stage}, rank {rank}"
         totals.append(measured)
     assert totals == sorted(totals, reverse=True), f"a higher stage took more: {totals}"
-
-
-@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
-def test_accumulation(stage: int) -> None:
-    for before, after in run_ranks(report, 2, stage, "fp32", accumulation=2):
-        check(before, after, f"stage {stage}")
-        assert after.total.measured is not None and before.total.floor is not None
-        assert 0.999 * before.total.floor <= after.total.measured <= 1.1 * before.total.floor
-
-
-@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(3)])
-def test_accumulation_that_the_script_counts(stage: int) -> None:
-    for before, after in run_ranks(report, 2, stage, "bf16", accumulation=2, managed=False):
-        check(before, after, f"stage {stage}")
-
-
-@pytest.mark.parametrize("stage", [thorough(0), thorough(2), thorough(3)])
-def test_half_precision_on_four_ranks(stage: int) -> None:
-    for rank, (before, after) in enumerate(run_ranks(report, 4, stage, "fp16", keep=0, accumulation=2)):
-        check(before, after, f"stage {stage}, rank {rank}")
-
-
-@pytest.mark.parametrize(("stage", "accumulation"), [thorough(0, 1), thorough(2, 2), thorough(3, 1)])
-def test_messages_instead_of_memory(stage: int, accumulation: int) -> None:
-    for before, after in run_ranks(by_messages, 2, stage, accumulation):
-        check(before, after, f"stage {stage}")
-        buffers = after.row(Category.BUFFERS).measured
-        assert buffers is not None and buffers > 0
-
-
-def by_messages(stage: int, accumulation: int) -> tuple[MemoryReport, MemoryReport]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARDWISE_TRANSPORT", "messages")
-        return report(stage, "bf16", accumulation=accumulation)
 
 
 class Borrowing(nn.Module):
@@ -184,47 +147,103 @@ class Borrowing(nn.Module):
         return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), tokens.flatten()) + first.square().mean()
 
 
-def test_weights_that_are_used_elsewhere_are_held_as_planned() -> None:
-    for before, after in run_ranks(report, 2, 3, "fp32", keep=0, model=Borrowing):
-        check(before, after, "weights of others")
+def messages() -> AbstractContextManager[Any]:
+    return mock.patch.dict("os.environ", SHARDWISE_TRANSPORT="messages")
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 3])
-def test_autocast(stage: int) -> None:
-    for before, after in run_ranks(report, 2, stage, "autocast"):
-        check(before, after, f"stage {stage}")
+def reported(within: Callable[[], AbstractContextManager[Any]], keys: dict[str, Any]) -> Any:
+    with within():
+        return report(**keys)
 
 
-@pytest.mark.parametrize("stage", [thorough(0), thorough(2), thorough(3)])
-def test_optimizers_of_whole_tensors(stage: int) -> None:
-    """Because a message of an exchange is now and then held longer (about one run of twelve, for a reason that is not
-    known yet), the best of three runs counts.
-    """
-    for attempt in range(3):
+@dataclass(frozen=True)
+class Row:
+    """A way of training, and what parts of the parameters and of the optimizer's state each rank should have."""
+
+    stage: int
+    precision: str = "bf16"
+    world: int = 2
+    keys: dict[str, Any] = field(default_factory=dict)
+    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    shares: tuple[float, float] | None = None
+    besides: tuple[Category, ...] = ()
+    tries: int = 1
+
+
+def compressing(method: str, **params: Any) -> dict[str, Any]:
+    """The keys of an engine that compresses gradients."""
+    base = {"powerSGD": {"matrix_approximation_rank": 2, "min_compression_rate": 1.5}}.get(method, {"ratio": 0.1})
+    section = {"type": method, "params": {"start_compressing_after_step": 0, **base, **params}}
+    return {"optimizer": "SGD", "more": {"compression": section}}
+
+
+def onebit(name: str, **params: Any) -> dict[str, Any]:
+    """The keys of an engine whose optimizer compresses its momentum from its second step on."""
+    return {"more": {"optimizer": {"type": name, "params": {"lr": 1e-3, **params}}}, "warm_up": 8}
+
+
+QW, HP, QG = {"zero_quantized_weights": True}, {"zero_hpz_partition_size": 2}, {"zero_quantized_gradients": True}
+NODES = {"zero_node_size": 2}
+LOCO = {**QG, **NODES, "zeropp_loco_param": {"err_beta": 0.5}}
+PAIRS: dict[str, Any] = {"mics_shard_size": 2}
+SPREAD = {**PAIRS, "optimizer_over_replicas": True}
+
+# A message of an exchange of whole tensors is now and then held longer (about one run of twelve, for a reason that is
+# not known yet): the best of three runs counts. A thread launches the later collectives of a chain, at a time that no
+# plan knows: on a busy machine they overlap with one unit more.
+CHAINS = (Category.BUFFERS, Category.GRADIENTS)
+ROWS = {
+    "accumulation": Row(3, "fp32", keys={"accumulation": 2}),
+    "weights of others": Row(3, "fp32", keys={"keep": 0, "model": Borrowing}),
+    "autocast": Row(3, "autocast"),
+    "LAMB": Row(2, keys={"optimizer": "Lamb"}),
+}
+THOROUGH = {
+    "counted by the script": Row(1, keys={"accumulation": 2, "managed": False}),
+    "four ranks": Row(2, "fp16", 4, {"keep": 0, "accumulation": 2}),
+    "one rank": Row(3, world=1),
+    "three ranks": Row(3, world=3),
+    "messages": Row(2, keys={"accumulation": 2}, within=messages),
+    "whole tensors": Row(3, keys={"optimizer": "Adafactor"}, tries=3),
+    "matrices": Row(3, "fp32", keys={"optimizer": "Muon"}, tries=3),
+    "powerSGD": Row(2, keys=compressing("powerSGD")),
+    "powerSGD later": Row(0, "fp32", keys=compressing("powerSGD", start_compressing_after_step=2)),
+    "topk": Row(2, keys=compressing("topk")),
+    "dgc": Row(0, "fp32", keys=compressing("dgc", momentum=0.5, local_clipping=0.5)),
+    "1-bit Adam": Row(0, keys={**onebit("OneBitAdam", freeze_step=3), "accumulation": 2}),
+    "1-bit LAMB": Row(1, keys=onebit("OneBitLamb", freeze_step=3)),
+    "0/1 Adam": Row(0, "fp32", keys=onebit("ZeroOneAdam", var_freeze_step=4, local_step_scaler=3)),
+    "qwZ": Row(3, world=4, keys={"keep": 0, "zero": QW}),
+    "hpZ": Row(3, world=4, keys={"keep": 0, "zero": HP}, shares=(3 / 4, 1 / 4)),
+    "qgZ": Row(3, world=4, keys={"keep": 0, "zero": {**QG, **NODES}}),
+    "ZeRO++": Row(3, "fp32", 4, {"keep": 0, "accumulation": 2, "zero": {**QW, **HP, **LOCO}}, shares=(3 / 4, 1 / 4)),
+    "groups of ranks": Row(3, "fp32", 4, {"keep": 0, "zero": PAIRS}, shares=(1 / 2, 1 / 2), besides=CHAINS),
+    "spread state": Row(2, world=4, keys={"accumulation": 3, "zero": SPREAD}, shares=(1, 1 / 4), besides=CHAINS),
+}
+
+
+@pytest.mark.parametrize("what", [*ROWS, *map(thorough, THOROUGH)])
+def test_plans_are_the_measurements(what: str) -> None:
+    row, numel = {**ROWS, **THOROUGH}[what], sum(p.numel() for p in GPT().parameters())
+    keys = {"stage": row.stage, "precision": row.precision, **row.keys}
+    for attempt in range(row.tries):
         try:
-            for before, after in run_ranks(report, 2, stage, "bf16", optimizer="Adafactor"):
-                check(before, after, f"stage {stage}")
+            for before, after in run_ranks(reported, row.world, row.within, keys, timeout=300):
+                check(before, after, what, row.besides)
+                measured = after.row(Category.PARAMETERS).measured, after.row(Category.OPTIMIZER).measured
+                wide = 4 if row.precision == "fp32" else 2
+                if row.shares is not None:
+                    assert measured[0] == pytest.approx(row.shares[0] * numel * wide, rel=0.02)
+                    assert measured[1] == pytest.approx(row.shares[1] * numel * 8, rel=0.02)
             return
         except AssertionError:
-            if attempt == 2:
+            if attempt == row.tries - 1:
                 raise
-
-
-@pytest.mark.thorough
-def test_other_numbers_of_ranks() -> None:
-    for world in (1, 3):
-        for before, after in run_ranks(report, world, 3, "bf16"):
-            check(before, after, f"{world} ranks")
 
 
 @pytest.mark.parametrize(
     ("precision", "stage", "expected"),
-    [
-        thorough("fp32", 0, (4, 4, 0, 8)),
-        ("fp32", 3, (2, 2, 0, 4)),
-        ("bf16", 2, (2, 2, 2, 4)),
-        thorough("bf16", 3, (1, 2, 2, 4)),
-    ],
+    [("fp32", 3, (2, 2, 0, 4)), ("bf16", 2, (2, 2, 2, 4))],
 )
 def test_the_arithmetic_of_the_table(precision: str, stage: int, expected: tuple[int, ...]) -> None:
     """Bytes per parameter of the stages: fp32 Adam on 2 ranks, and bf16 with masters."""
@@ -236,6 +255,11 @@ def test_the_arithmetic_of_the_table(precision: str, stage: int, expected: tuple
         for value in (row.planned, row.measured, row.floor):
             assert value is not None
             assert abs(value - factor * numel) <= 0.01 * numel, category
+
+
+def test_lamb_needs_no_more_than_adam() -> None:
+    lamb, adam = (run_ranks(report, 2, 2, "fp32", optimizer=name)[0][1].total.measured for name in ("Lamb", "AdamW"))
+    assert lamb <= adam + (1 << 16)
 
 
 def large(stage: int, norm: bool) -> MemoryReport:
@@ -257,7 +281,7 @@ def large(stage: int, norm: bool) -> MemoryReport:
     return result
 
 
-@pytest.mark.parametrize(("stage", "norm"), [thorough(1, True), (1, False), (3, True)])
+@pytest.mark.parametrize(("stage", "norm"), [(1, False), (3, True)])
 def test_scratch_of_the_norm_is_planned(stage: int, norm: bool) -> None:
     row = run_ranks(large, 2, stage, norm)[0].row(Category.OTHER)
     assert row.planned is not None and row.measured is not None

@@ -24,7 +24,7 @@ from shardwise.offload import ActivationOffload
 from tests.device import checking, recording
 from tests.device.recorded import record_all
 from tests.harness import run_ranks, thorough
-from tests.harness.training import Outcome, Setting, assert_identical, start, train
+from tests.harness.training import Outcome, Setting, assert_identical, each, start, train
 from tests.memory import test_report as reports
 from tests.models import CASES, GPT, Batch, Case, language, language_loss
 
@@ -57,28 +57,26 @@ RUNS: dict[str, Callable[..., Any]] = {
 }
 
 
-def outcomes(run: str, stage: int) -> list[list[Outcome]]:
-    """By setting, then what is moved."""
+def outcomes(run: str, stage: int) -> list[Outcome]:
+    """By what is moved."""
     case = Case(run, partial(gpt, RUNS[run]), language, language_loss)
-    plain = Setting(stage, optimizer="AdamW", lr=1e-2, clip=0.5)
-    settings = [plain.with_stage(stage, precision="bf16", accumulation=2)]
-    if run in ("kept", "checkpoint"):
-        settings.append(plain)
-    return [
-        [train(case, setting.with_stage(stage, extra=extra), steps=2) for extra in ((), MOVED, INPUTS)]
-        for setting in settings
-    ]
+    setting = Setting(stage, precision="bf16", accumulation=2, optimizer="AdamW", lr=1e-2, clip=0.5)
+    return [train(case, setting.with_stage(stage, extra=extra), steps=2) for extra in ((), MOVED, INPUTS)]
 
 
 @pytest.mark.parametrize(
-    ("stage", "world"), [thorough(0, 1), thorough(3, 1), thorough(0, 2), thorough(1, 2), thorough(2, 2), (3, 2)]
+    ("stage", "world", "runs"),
+    [
+        (3, 2, ("kept", "nested", "half")),
+        thorough(0, 2, tuple(RUNS)),
+        thorough(3, 1, ("checkpoint", "torch's checkpoint")),
+    ],
 )
-def test_bits_at_every_stage(stage: int, world: int) -> None:
-    for run in RUNS if stage in (0, 3) and world == 2 else ("kept", "checkpoint"):
-        for rank in run_ranks(outcomes, world, run, stage):
-            for kept, *moved in rank:
-                for outcome in moved:
-                    assert_identical(outcome, kept, run)
+def test_bits_at_every_stage(stage: int, world: int, runs: tuple[str, ...]) -> None:
+    for rank in run_ranks(each, world, outcomes, [(run, stage) for run in runs]):
+        for run, (kept, *moved) in zip(runs, rank, strict=True):
+            for outcome in moved:
+                assert_identical(outcome, kept, run)
 
 
 class Wide(nn.Module):
@@ -185,10 +183,8 @@ def test_large_tensors() -> None:
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 3])
-def test_graphs_that_are_used_twice(stage: int) -> None:
-    found = run_ranks(used_twice, 2, stage)
-    for kept, moved in found:
+def test_graphs_that_are_used_twice() -> None:
+    for kept, moved in run_ranks(used_twice, 2, 3):
         assert all(torch.equal(one, other) for one, other in zip(kept, moved, strict=True))
 
 
@@ -426,9 +422,7 @@ class Again(GPT):
         self.run = lambda block, x: checkpointing.checkpoint(block, x)
 
 
-@pytest.mark.parametrize(
-    ("form", "stage"), [thorough("moved", 0), thorough("inputs", 0), thorough("moved", 3), ("inputs", 3)]
-)
+@pytest.mark.parametrize(("form", "stage"), [thorough("moved", 0), thorough("moved", 3), ("inputs", 3)])
 def test_streams_are_in_order(stage: int, form: str) -> None:
     case = Case("again", Again, language, language_loss) if form == "inputs" else CASES["gpt"]
     setting = Setting(stage, precision="bf16", accumulation=2, extra=MOVED if form == "moved" else INPUTS)

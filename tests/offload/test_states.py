@@ -41,11 +41,10 @@ def away_and_back(engine: Any, include: Sequence[Any] | None = None) -> None:
     engine.reload_states()
 
 
-def train(setting: Setting, between: Callable[[Any], None] | None, optimizer: str = "") -> Outcome:
+def train(setting: Setting, between: Callable[[Any], None] | None) -> Outcome:
     """Train; between steps and micro-batches something is done with the engine."""
     model = CASE.make()
-    given = getattr(shardwise.optim, optimizer)(model.named_parameters(), lr=1e-2) if optimizer else None
-    engine = start(CASE, setting, model, given)
+    engine = start(CASE, setting, model)
     outcome = Outcome()
     for step in range(3):
         for micro in range(setting.accumulation):
@@ -76,27 +75,24 @@ def train(setting: Setting, between: Callable[[Any], None] | None, optimizer: st
     return outcome
 
 
-def with_and_without(settings: Sequence[Setting], optimizer: str = "") -> list[Outcome]:
-    return [train(setting, between, optimizer) for setting in settings for between in (None, away_and_back)]
+def with_and_without(settings: Sequence[Setting]) -> list[Outcome]:
+    return [train(setting, between) for setting in settings for between in (None, away_and_back)]
 
 
-def compare(world: int, settings: Sequence[Setting], optimizer: str = "") -> None:
-    outcomes = ranks_agree(run_ranks(with_and_without, world, settings, optimizer))
+def compare(world: int, settings: Sequence[Setting]) -> None:
+    outcomes = ranks_agree(run_ranks(with_and_without, world, settings))
     for setting, plain, moved in zip(settings, outcomes[::2], outcomes[1::2], strict=True):
         assert_identical(moved, plain, str(setting))
 
 
-@pytest.mark.parametrize(
-    ("precision", "accumulation", "world"), [thorough("fp32", 1, 1), thorough("fp32", 1, 2), ("bf16", 2, 2)]
-)
-def test_the_same_bits_at_every_stage(world: int, precision: str, accumulation: int) -> None:
-    setting = Setting(precision=precision, accumulation=accumulation, clip=0.5, optimizer="AdamW", lr=1e-2)
-    compare(world, [setting.with_stage(stage) for stage in range(4)])
+def test_the_same_bits_at_every_stage() -> None:
+    setting = Setting(precision="bf16", accumulation=2, clip=0.5, optimizer="AdamW", lr=1e-2)
+    compare(2, [setting.with_stage(stage) for stage in range(4)])
 
 
-@pytest.mark.parametrize("optimizer", [thorough("Lamb"), "Muon"])
-def test_the_same_bits_where_tensors_are_stepped_whole_or_measured(optimizer: str) -> None:
-    compare(2, [Setting(0), Setting(1, precision="bf16"), Setting(3)], optimizer)
+def test_the_same_bits_where_tensors_are_stepped_whole_or_measured() -> None:
+    muon, lamb = (Setting(optimizer=name, lr=1e-2) for name in ("Muon", "Lamb"))
+    compare(2, [muon.with_stage(0), lamb.with_stage(1, precision="bf16"), muon.with_stage(3)])
 
 
 def test_the_same_bits_where_some_units_stay_whole_and_some_state_is_elsewhere(tmp_path: Path) -> None:
@@ -140,10 +136,7 @@ def bytes_held(stage: int, precision: str, include: Sequence[Any] | None) -> dic
     return found
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [thorough(0, "fp32"), thorough(1, "bf16"), thorough(2, "bf16"), thorough(3, "fp32"), (3, "bf16")],
-)
+@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), thorough(0, "fp32"), thorough(1, "bf16")])
 def test_the_device_is_free_meanwhile(stage: int, precision: str) -> None:
     for found in run_ranks(bytes_held, 2, stage, precision, None):
         for when, (before, away, after, _) in found.items():
@@ -161,15 +154,12 @@ def test_the_device_is_free_meanwhile(stage: int, precision: str) -> None:
 @pytest.mark.parametrize(
     ("include", "moved"),
     [
-        thorough(["optim_states"], {Category.OPTIMIZER}),
         ([Kind.hp_params, "optim_states"], {Category.MASTER, Category.OPTIMIZER}),
         ([Kind.lp_params], {Category.PARAMETERS}),
-        thorough([], set()),
     ],
 )
-@pytest.mark.parametrize("stage", [thorough(1), 3])
-def test_what_is_included_is_moved_and_nothing_else(stage: int, include: list[Any], moved: set[Category]) -> None:
-    for found in run_ranks(bytes_held, 2, stage, "bf16", include):
+def test_what_is_included_is_moved_and_nothing_else(include: list[Any], moved: set[Category]) -> None:
+    for found in run_ranks(bytes_held, 2, 3, "bf16", include):
         before, away, after, devices = found["micro 3"]
         for category in (Category.PARAMETERS, Category.MASTER, Category.OPTIMIZER):
             gone = category in moved
@@ -235,7 +225,7 @@ def refusals(stage: int) -> None:
     assert not hasattr(optimizer, "offload_states")
 
 
-@pytest.mark.parametrize("stage", [thorough(0), thorough(2), 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_what_needs_what_is_away_says_so(stage: int) -> None:
     run_ranks(refusals, 2, stage)
 

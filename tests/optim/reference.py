@@ -1,4 +1,4 @@
-"""LAMB and Muon written out on whole tensors, from the papers, without anything of ours."""
+"""LAMB, LARS and Muon written out on whole tensors, from the papers; LARS also on the base of layer-wise optimizers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.compat import allow_gradient_dtype
+from shardwise.optim import Layerwise
 
 
 class Written:
@@ -50,6 +51,31 @@ class WrittenLamb(Written):
         w -= o["lr"] * s["ratio"] * r
 
 
+class Lars(Layerwise):
+    """LARS (You et al., 2017) on the base: momentum of scaled directions."""
+
+    shardwise_sharding = "norms"
+
+    def __init__(self, params: Any, lr: float, trust: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "trust": trust, "momentum": momentum, "weight_decay": weight_decay})
+
+    def direction(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> torch.Tensor:
+        return gradient.add_(parameter, alpha=group["weight_decay"])
+
+    def coefficient(self, weight: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        ratio = group["trust"] * weight / direction
+        return torch.where((weight > 0) & (direction > 0), ratio, torch.ones_like(ratio))
+
+    def move(
+        self, parameter: torch.Tensor, direction: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        parameter.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(direction).mul(group["lr"]))
+
+
 class WrittenLars(Written):
     """You et al., 2017: momentum of steps in proportion to the norm of each tensor."""
 
@@ -58,6 +84,18 @@ class WrittenLars(Written):
         a, b = float(w.norm()), float(d.norm())
         s["b"] = o["momentum"] * s.get("b", 0 * g) + (o["trust"] * a / b if a and b else 1.0) * d
         w -= o["lr"] * s["b"]
+
+
+def by_dimensions(groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """The groups of Muon and of Adam, in one order."""
+    entries = list(groups)
+    found = []
+    for group in entries if isinstance(entries[0], dict) else [{"params": entries}]:
+        for flag in (True, False):
+            members = [p for p in group["params"] if (p.dim() > 1) == flag]
+            if members:
+                found.append({**group, "params": members, "use_muon": flag})
+    return found
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ import shardwise
 from shardwise.comm.compression import message_bytes
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, UsageError
-from shardwise.memory import Category, track_activations
 from shardwise.optim import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, build, sharding_of
 from shardwise.optim.sharding import Sharding
 from shardwise.utils import (
@@ -31,9 +30,8 @@ from shardwise.utils import (
     safe_set_full_optimizer_state,
 )
 from tests.harness import run_ranks, thorough
-from tests.harness.training import DTYPES, digest, parameters_digest
-from tests.memory.test_report import GPT as LargerGPT
-from tests.memory.test_report import LENGTH, ROWS, VOCABULARY, close
+from tests.harness.logs import logged
+from tests.harness.training import digest, parameters_digest, take_steps
 from tests.models import CASES, Case
 
 BETAS = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.05}
@@ -100,13 +98,7 @@ class Run:
         return engine
 
     def step(self, engine: Any, step: int) -> float:
-        case = CASES[self.case]
-        dtype = torch.float64 if self.wide else DTYPES[self.precision]
-        for micro in range(self.accumulation):
-            loss = case.loss(engine, case.data(step, micro, dist.get_rank() if dist.is_initialized() else 0, dtype))
-            engine.backward(loss)
-            engine.step()
-        return float(loss.detach())
+        return take_steps(engine, CASES[self.case], [step])[0]
 
 
 def maker(name: str, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -444,7 +436,6 @@ def bits(name: str, runs: list[Run], steps: int) -> list[tuple[str, float]]:
 KINDS = [
     Run("odd_mlp"),
     Run("frozen_half"),
-    Run("mixed_types"),
     Run("router"),  # ranks use different parameters
     Run("gpt_groups", precision="bf16"),
     Run("gpt_groups", precision="fp16"),
@@ -453,7 +444,7 @@ KINDS = [
     Run("gpt", extra=(("prescale_gradients", True),)),
     Run("gpt", extra=(("gradient_predivide_factor", 4.0),)),
 ]
-SHARDED = [0, 2, 3, 4, 6, 7]
+SHARDED = [0, 2, 3, 5, 6]
 """Those that are also trained at stage 1."""
 
 
@@ -520,9 +511,8 @@ def norms_of(stage: int) -> list[Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 1])
-def test_norm_gradients_and_windows_of_compressed_steps(stage: int) -> None:
-    found = run_ranks(norms_of, 2, stage)
+def test_norm_gradients_and_windows_of_compressed_steps() -> None:
+    found = run_ranks(norms_of, 2, 1)
     squares = [sum(float(g.double().square().sum()) for g in own.values()) for own, *_ in found]
     for own, seen, last, norm, coefficient, message, moved in found:
         assert norm == pytest.approx(math.sqrt(sum(squares) / 2), rel=1e-5)
@@ -590,16 +580,12 @@ def resume(name: str, run: Run, directory: str, at: int, steps: int) -> list[Any
     engine = run.start(maker(name, **QUICK[name]))
     for step in range(2):
         run.step(engine, 50 + step)  # what is loaded has to replace it
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise").addHandler(listener)
-    engine.load_checkpoint(directory, tag="here")
-    logging.getLogger("shardwise").removeHandler(listener)
+    with logged(logging.WARNING) as heard:
+        engine.load_checkpoint(directory, tag="here")
     agreed = digest([safe_get_full_fp32_param(p) for p in engine.module.parameters() if p.requires_grad])
     losses = [run.step(engine, step) for step in range(at, steps)]
     result = [digest(list(engine.module.parameters())), everything(engine), agreed, losses[-1]]
-    result.append(sum("has not sent yet" in message and "is dropped" in message for message in said))
+    result.append(sum("has not sent yet" in message and "is dropped" in message for message in heard.lines))
     engine.destroy()
     return result
 
@@ -607,7 +593,7 @@ def resume(name: str, run: Run, directory: str, at: int, steps: int) -> list[Any
 @pytest.mark.parametrize("name", NAMES)
 def test_resuming_is_as_not_having_stopped(name: str, tmp_path: Path) -> None:
     if name == "ZeroOneAdam":
-        wanted = [(Run("odd_mlp"), 3), (Run(), 8), (Run("gpt", precision="bf16"), 11)]  # twice between averages
+        wanted = [(Run("odd_mlp"), 3), (Run(precision="bf16"), 8)]  # the second between averages
     else:
         wanted = [(Run("odd_mlp", stage=1), 2), (Run(), 5), (Run(stage=1), 5), (Run("gpt", 1, precision="bf16"), 5)]
     for number, (run, at) in enumerate(wanted):
@@ -821,59 +807,6 @@ def test_a_whole_training_sends_a_fifth_and_the_table_of_the_docs_says_so() -> N
     page = (Path(__file__).parents[2] / "docs" / "onebit.md").read_text()
     for row in rows:
         assert row in page, f"docs/onebit.md should have the row\n{row}"
-
-
-def memory(name: str, stage: int, precision: str, accumulation: int) -> Any:
-    torch.manual_seed(5)
-    model = LargerGPT(True)
-    optimizer = CLASSES[name](model.parameters(), lr=1e-3, **QUICK[name])
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": precision == "bf16"},
-    }
-    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
-    batch = torch.randint(VOCABULARY, (ROWS, LENGTH))
-    before = engine.memory_report(batch)
-
-    def step() -> None:
-        for _ in range(accumulation):
-            engine.backward(engine(batch))
-            engine.step()
-
-    for _ in range(8):
-        step()
-    engine.accountant.reset_peak()
-    with track_activations(engine.accountant):
-        step()
-    after = engine.memory_report(batch)
-    engine.destroy()
-    return before, after
-
-
-MEMORY = [
-    ("OnebitAdam", 0, "bf16", 2),
-    ("OnebitAdam", 1, "fp32", 1),
-    ("OnebitLamb", 1, "bf16", 1),
-    ("ZeroOneAdam", 0, "fp32", 1),
-]
-
-
-def memories() -> list[Any]:
-    return [memory(*wanted) for wanted in MEMORY]
-
-
-@pytest.mark.thorough
-def test_the_plan_counts_errors_and_messages() -> None:
-    for found in run_ranks(memories, 2):
-        for what, (before, after) in zip(MEMORY, found, strict=True):
-            for category in (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OPTIMIZER):
-                planned, measured = before.row(category).planned, after.row(category).measured
-                assert close(planned, measured), f"{what}: {category.value} {planned} {measured}"
-            planned, measured = before.total.planned, after.total.measured
-            assert close(planned, measured), f"{what}: total {planned} {measured}"
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

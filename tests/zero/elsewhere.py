@@ -141,3 +141,10 @@ def living_elsewhere(*kinds: str, frees: bool = True, forced: bool = False) -> I
     plan = functools.partial(Plan.of, forced=forced, where=Where(**dict.fromkeys(kinds, NAME)))
     with mock.patch.object(Plan, "of", plan), mock.patch.dict(PLACES, {NAME: place.on}):
         yield place
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """Have engines divide state over one rank, too."""
+    with mock.patch.object(Plan, "of", functools.partial(Plan.of, forced=True)):
+        yield

@@ -166,16 +166,7 @@ ALL_STAGES = [(stage, precision) for stage in range(4) for precision in ("fp32",
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [
-        ("own", 2),
-        thorough("own", 4),
-        thorough("Adafactor", 2),
-        thorough("Muon", 2),
-        thorough("Muon", 4),
-        thorough("Lamb", 2),
-        thorough("Lamb", 4),
-        thorough("AdamW", 2),
-    ],
+    [("own", 2), thorough("own", 4), thorough("Adafactor", 2), thorough("Muon", 2), thorough("Lamb", 4)],
 )
 def test_the_same_bits_as_whole_tensors(kind: str, world: int) -> None:
     stages = ALL_STAGES if world == 2 else [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16")]
@@ -184,11 +175,10 @@ def test_the_same_bits_as_whole_tensors(kind: str, world: int) -> None:
     assert_same(parts, whole, kind)
 
 
-@pytest.mark.parametrize("kind", [thorough("own"), "Muon"])
-def test_state_on_the_host(kind: str) -> None:
+def test_state_on_the_host() -> None:
     more = {"offload_optimizer": {"device": "cpu"}}
-    parts = run_ranks(trained, 2, 2, kind, [(2, "bf16")], more)
-    assert_same(parts, run_ranks(trained, 1, 1, kind, [(2, "bf16")], {}), kind)
+    parts = run_ranks(trained, 2, 2, "Muon", [(2, "bf16")], more)
+    assert_same(parts, run_ranks(trained, 1, 1, "Muon", [(2, "bf16")], {}), "Muon")
 
 
 def owners(stage: int) -> tuple[int, int]:
@@ -200,10 +190,9 @@ def owners(stage: int) -> tuple[int, int]:
     return stepped, kept
 
 
-@pytest.mark.parametrize("stage", [thorough(1), 3])
-def test_owners_are_balanced_over_all_ranks(stage: int) -> None:
+def test_owners_are_balanced_over_all_ranks() -> None:
     numel = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
-    found = run_ranks(owners, 4, stage)
+    found = run_ranks(owners, 4, 3)
     assert sum(stepped for stepped, _ in found) == sum(numel.values())  # each tensor once
     assert max(stepped for stepped, _ in found) <= max(numel.values())
 
@@ -254,18 +243,14 @@ def loading(path: str, tp: int, kind: str, stage: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("tp", "kind"), [thorough(1, "own"), thorough(2, "own"), (2, "Adafactor"), thorough(2, "Muon")]
-)
-def test_checkpoints_have_state_of_whole_tensors(tp: int, kind: str, tmp_path: Path) -> None:
-    path = str(tmp_path)
-    run_ranks(saving, 2 * tp, path, tp, kind, 2)
+def test_checkpoints_have_state_of_whole_tensors(tmp_path: Path) -> None:
+    kind, path = "Adafactor", str(tmp_path)
+    run_ranks(saving, 4, path, 2, kind, 2)
     whole = run_ranks(saving, 2, str(tmp_path / "whole"), 1, kind, 2)
     for stage in (0, 3):
         assert_same(run_ranks(loading, 4, path, 2, kind, stage), whole, f"{kind}, stage {stage}")
-    if tp == 2:
-        found = run_ranks(loading, 2, path, 1, kind, 1)
-        assert_same([found[0], found[0], found[1], found[1]], whole, kind)
+    found = run_ranks(loading, 2, path, 1, kind, 1)
+    assert_same([found[0], found[0], found[1], found[1]], whole, kind)
 
 
 # -- changes by the script ---------------------------------------------------------------------------------------------
@@ -311,23 +296,13 @@ def accessed(tp: int, stage: int) -> list[Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 3])
-def test_masters_and_state_are_got_and_set_whole(stage: int) -> None:
-    assert_same(run_ranks(accessed, 4, 2, stage), run_ranks(accessed, 2, 1, stage), str(stage))
+def test_masters_and_state_are_got_and_set_whole() -> None:
+    assert_same(run_ranks(accessed, 4, 2, 3), run_ranks(accessed, 2, 1, 3), "stage 3")
 
 
 @pytest.mark.parametrize(
     ("stage", "how"),
-    [
-        thorough(0, "in place"),
-        thorough(0, "loaded"),
-        thorough(2, "gathered"),
-        (2, "in place"),
-        thorough(2, "loaded"),
-        thorough(3, "gathered"),
-        thorough(3, "in forward"),
-        (1, "in forward"),
-    ],
+    [(2, "in place"), (1, "in forward"), thorough(3, "gathered"), thorough(2, "loaded")],
 )
 def test_changes_reach_masters_on_other_ranks(stage: int, how: str) -> None:
     assert_same(run_ranks(changed, 4, 2, stage, how), run_ranks(changed, 2, 1, stage, how), how)
@@ -345,10 +320,9 @@ def saved_at_once(path: str, tp: int, stage: int) -> dict[str, torch.Tensor]:
     return load_file(f"{path}/rank{dist.get_rank()}/model.safetensors")
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 3])
-def test_changes_are_saved(stage: int, tmp_path: Path) -> None:
-    found = run_ranks(saved_at_once, 2, str(tmp_path / "parts"), 2, stage)[0]
-    expected = run_ranks(saved_at_once, 1, str(tmp_path / "whole"), 1, stage)[0]
+def test_changes_are_saved(tmp_path: Path) -> None:
+    found = run_ranks(saved_at_once, 2, str(tmp_path / "parts"), 2, 3)[0]
+    expected = run_ranks(saved_at_once, 1, str(tmp_path / "whole"), 1, 3)[0]
     assert found.keys() == expected.keys() == SHAPES.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
@@ -381,10 +355,6 @@ def wrong(kind: str) -> None:
     ("kind", "match"),
     [
         ("hole", r"'columns.weight': the parts that ranks have are 110 of its 120 elements \[12, 10\], and the"),
-        thorough("shape", r"'columns.weight': rank 0 has declared a part of a tensor of shape \[12, 10\], rank 1 of"),
-        thorough(
-            "twice", r"'columns.weight': rank 0 has declared the part .* of \[12, 10\], rank 1 .*, and these overlap"
-        ),
         ("state", r"OwnAdamW steps whole tensors, and has state for 'embed.weight', of which this rank has the box"),
     ],
 )

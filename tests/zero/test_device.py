@@ -23,7 +23,7 @@ from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from shardwise.zero.parameters import init
 from shardwise.zero.parameters.init import PartStore, materialize, shard_module
 from shardwise.zero.passes.sums import GradientSums
-from tests.harness import run_ranks, thorough
+from tests.harness import run_ranks
 from tests.harness.training import engine_of
 from tests.models import Router
 
@@ -60,7 +60,7 @@ def on_the_engines_device(stage: int, whole: bool) -> tuple[list[str], str]:
     return labels, desync
 
 
-@pytest.mark.parametrize(("stage", "whole"), [thorough(0, False), (1, True), (3, False), thorough(3, True)])
+@pytest.mark.parametrize(("stage", "whole"), [(1, True), (3, False)])
 def test_nothing_is_exchanged_that_lies_elsewhere(stage: int, whole: bool) -> None:
     for labels, desync in run_ranks(on_the_engines_device, 2, stage, whole):
         assert {"unit_order", "strict_sync", "strict_sync.trace", "gradient_norm"} <= set(labels)

@@ -90,14 +90,14 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
         return {f"{tensor.kind} {tensor.name}": saved.read(tensor) for tensor in saved.manifest.tensors}
 
 
-@pytest.mark.parametrize(("world", "size"), [thorough(2, 2), thorough(4, 2), (4, 4)])
-def test_divided_layers_train_as_in_one_process(world: int, size: int, tmp_path: Path) -> None:
-    told, expected = plain(world // size, 3)
-    ranks = run_ranks(trained, world, str(tmp_path), size)
+@pytest.mark.parametrize("size", [4, thorough(2)])
+def test_divided_layers_train_as_in_one_process(size: int, tmp_path: Path) -> None:
+    told, expected = plain(4 // size, 3)
+    ranks = run_ranks(trained, 4, str(tmp_path), size)
     for stage in range(4):
         for step, (loss, norm) in enumerate(told):
             # Replicas have losses of their own.
-            mine = sum(rank[stage][step][0] for rank in ranks) / world
+            mine = sum(rank[stage][step][0] for rank in ranks) / 4
             assert mine == pytest.approx(loss, rel=1e-5), (stage, step)
             assert {rank[stage][step][1] for rank in ranks} == {ranks[0][stage][step][1]}
             assert ranks[0][stage][step][1] == pytest.approx(norm, rel=1e-5), (stage, step)
@@ -230,9 +230,8 @@ def whole_weights(path: str, size: int, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "size", "stage"), [thorough(2, 2, 3), thorough(4, 2, 1), (4, 4, 3)])
-def test_whole_weights_are_gathered(world: int, size: int, stage: int, tmp_path: Path) -> None:
-    for wrong in run_ranks(whole_weights, world, str(tmp_path), size, stage):
+def test_whole_weights_are_gathered(tmp_path: Path) -> None:
+    for wrong in run_ranks(whole_weights, 4, str(tmp_path), 4, 3):
         assert wrong == []
 
 
@@ -410,7 +409,7 @@ def gathered(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world", "size", "stage"),
-    [(2, 2, 3), (4, 4, 2), thorough(2, 2, 0), thorough(4, 2, 1), thorough(4, 4, 3)],
+    [(2, 2, 3), (4, 4, 2)],
 )
 def test_single_parameters_are_whole_tensors(world: int, size: int, stage: int) -> None:
     for wrong in run_ranks(accessed, world, size, stage):

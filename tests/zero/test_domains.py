@@ -175,27 +175,18 @@ def assert_same(
 
 @pytest.mark.parametrize(
     ("optimizer", "accumulation", "precision"),
-    [
-        thorough("AdamW", 1, "fp32"),
-        thorough("AdamW", 1, "bf16"),
-        thorough("AdamW", 2, "fp16"),
-        thorough("Lamb", 1, "fp16"),
-        thorough("Lamb", 2, "fp32"),
-        ("Lamb", 2, "bf16"),
-    ],
+    [("Lamb", 2, "bf16"), thorough("AdamW", 1, "fp32"), thorough("AdamW", 2, "fp16")],
 )
 def test_the_same_bits_as_ranks_that_have_everything(optimizer: str, accumulation: int, precision: str) -> None:
-    assert_same([(stage, optimizer, precision, accumulation) for stage in range(4)])
+    assert_same([(stage, optimizer, precision, accumulation) for stage in (0, 2, 3)])
 
 
-@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
-def test_whole_tensors_are_owned_by_ranks_that_have_them(stage: int) -> None:
-    assert_same([(stage, "Muon", "fp32", 1)], table=False)
+def test_whole_tensors_are_owned_by_ranks_that_have_them() -> None:
+    assert_same([(3, "Muon", "fp32", 1)], table=False)
 
 
-@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
-def test_what_no_other_rank_has_is_not_divided(precision: str) -> None:
-    assert_same([(stage, "AdamW", precision, n) for stage, n in ((0, 2), (1, 1), (2, 1), (3, 2))], world=EXPERTS)
+def test_what_no_other_rank_has_is_not_divided() -> None:
+    assert_same([(stage, "AdamW", "bf16", n) for stage, n in ((0, 2), (1, 1), (2, 1), (3, 2))], world=EXPERTS)
 
 
 def test_units_that_are_needed_once_more() -> None:
@@ -245,9 +236,8 @@ def own_mean(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     return found, expected  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("stage", [thorough(0), thorough(1), 3])
-def test_the_mean_over_the_ranks_that_have_it(stage: int) -> None:
-    for found, expected in run_ranks(own_mean, WORLD, stage):
+def test_the_mean_over_the_ranks_that_have_it() -> None:
+    for found, expected in run_ranks(own_mean, WORLD, 3):
         for name, gradient in found.items():
             assert torch.allclose(gradient, expected[name], rtol=1e-5, atol=1e-7), name
 
@@ -267,9 +257,8 @@ def overflowing(stage: int) -> Any:
     return same, report
 
 
-@pytest.mark.parametrize("stage", [thorough(1), 3])
-def test_an_overflow_of_a_part_is_everybodys(stage: int) -> None:
-    found = run_ranks(overflowing, WORLD, stage)
+def test_an_overflow_of_a_part_is_everybodys() -> None:
+    found = run_ranks(overflowing, WORLD, 3)
     for same, report in found:
         assert same and report == found[0][1]
     report = found[0][1]
@@ -299,7 +288,7 @@ def loading(path: str, divided: bool, stage: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("saved", [thorough((True, 3)), thorough((True, 1)), (False, 2)])
+@pytest.mark.parametrize("saved", [(False, 2), thorough((True, 3))])
 def test_checkpoints_go_into_other_divisions(saved: tuple[bool, int], tmp_path: Path) -> None:
     expected = run_ranks(saving, WORLD, str(tmp_path), *saved)
     for loaded in ((True, 2), (True, 3), (False, 3)):
@@ -396,10 +385,9 @@ def large(side: int) -> float:
     return found
 
 
-@pytest.mark.parametrize("side", [2048, thorough(4096)])
-def test_a_part_of_real_size(side: int) -> None:
+def test_a_part_of_real_size() -> None:
     # d(sum)/d(weight[i, j]) is the input of column j, 8 (1 + rank); summed over two ranks, a quarter of it is the mean.
-    assert run_ranks(large, WORLD, side) == [-(8 * 1 + 8 * 3) / 4, -(8 * 2 + 8 * 4) / 4] * 2
+    assert run_ranks(large, WORLD, 2048) == [-(8 * 1 + 8 * 3) / 4, -(8 * 2 + 8 * 4) / 4] * 2
 
 
 # -- what does not fit together ----------------------------------------------------------------------------------------
@@ -449,13 +437,9 @@ def wrong(kind: str) -> None:
     ("kind", "error", "match"),
     [
         ("others", UsageError, r"is declared as a part of ranks \[\d\], of 4 ranks, by rank"),
-        thorough("overlap", UsageError, r"should have each of 4 ranks once"),
         ("overlapping", UsageError, r"shift': rank 0 has declared the part .* of \[5, 12\], rank 1 .* overlap"),
-        thorough("shapes", UsageError, r"declared a part of a tensor of shape \[4, 12\], rank 3 of shape \[5, 12\]"),
-        thorough("fewer", UsageError, r"different numbers of groups of ranks: \[1, 1, 1, 0\]"),
         ("units", DesyncError, r"nits|not given the same"),
         ("init", UsageError, r"is declared as a part that only some ranks have, and was built under zero.Init"),
-        thorough("hpz", ConflictError, r"cannot be combined with zero_optimization.zero_hpz_partition_size"),
         ("onebit", ConflictError, r"cannot have parameters that only some ranks share"),
     ],
 )

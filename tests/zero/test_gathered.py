@@ -15,8 +15,8 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param
-from tests.harness import run_ranks, thorough
-from tests.harness.training import DTYPES, Setting, digest, masters, parameters_digest, start
+from tests.harness import run_ranks
+from tests.harness.training import DTYPES, Setting, digest, masters, parameters_digest, start, take_steps
 from tests.models import CASES, GPT
 
 
@@ -36,8 +36,7 @@ def modify(stage: int, precision: str, modifier: int | None, sharded_optimizer: 
     row = safe_get_full_fp32_param(chosen)[0]
     rest = torch.equal(before["blocks.1.up.weight"][1:], after["blocks.1.up.weight"][1:])
     # A step must go on from the changed value: had masters kept the old one, it would come back.
-    engine.backward(CASES["gpt"].loss(engine, CASES["gpt"].data(0, 0, dist.get_rank(), torch.float32)))
-    engine.step()
+    take_steps(engine, CASES["gpt"], [0])
     with shardwise.zero.GatheredParameters(chosen):
         stepped = float(chosen[0].float().mean())
     result = [others, rest, row.tolist(), stepped, parameters_digest(model)]
@@ -47,15 +46,7 @@ def modify(stage: int, precision: str, modifier: int | None, sharded_optimizer: 
 
 @pytest.mark.parametrize(
     ("stage", "precision", "optimizer"),
-    [
-        (0, "fp32", "SGD"),
-        thorough(0, "bf16", "Adafactor"),
-        (1, "bf16", "Adafactor"),
-        (2, "fp32", "SGD"),
-        thorough(3, "fp32", "Adafactor"),
-        thorough(3, "bf16", "SGD"),
-        (3, "bf16", "Adafactor"),
-    ],
+    [(0, "fp32", "SGD"), (1, "bf16", "Adafactor"), (2, "fp32", "SGD"), (3, "bf16", "Adafactor")],
 )
 def test_changes_of_the_modifier_reach_masters_on_all_ranks(stage: int, precision: str, optimizer: str) -> None:
     found = run_ranks(modify, 2, stage, precision, 1, optimizer)
@@ -167,17 +158,13 @@ def shared_with_numpy(stage: int) -> bool:
     with shardwise.zero.GatheredParameters(list(model.parameters())):
         arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
         before = {name: array.copy() for name, array in arrays.items()}
-    for step in range(2):
-        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
-        engine.step()
+    take_steps(engine, case, range(2))
     kept = all((arrays[name] == before[name]).all() for name in arrays) if stage == 3 else True
     after = digest(list(masters(model).values()))
     engine.destroy()
     other = CASES["gpt"].make()
     engine = start(case, Setting(stage=stage), other)
-    for step in range(2):
-        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
-        engine.step()
+    take_steps(engine, case, range(2))
     same = after == digest(list(masters(other).values()))
     engine.destroy()
     return kept and same
@@ -233,8 +220,7 @@ def test_looking_at_a_sharded_parameter_names_it() -> None:
 def destroyed(stage: int, precision: str) -> list[Any]:
     case = CASES["gpt"]
     engine = start(case, Setting(stage=stage, precision=precision))
-    engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
-    engine.step()
+    take_steps(engine, case, [0])
     expected = parameters_digest(engine.module)
     model = engine.module
     engine.destroy()
@@ -243,7 +229,7 @@ def destroyed(stage: int, precision: str) -> list[Any]:
     return [plain, apart, digest(list(model.parameters())) == expected, bool(model._forward_hooks)]
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (3, "fp32"), thorough(3, "bf16")])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (3, "fp32")])
 def test_destroy_leaves_a_plain_model(stage: int, precision: str) -> None:
     assert run_ranks(destroyed, 2, stage, precision) == [[True, True, True, False]] * 2
 
@@ -257,9 +243,7 @@ def memory_after_destroy(stage: int, precision: str) -> list[Any]:
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         engine = start(case, Setting(stage=stage, precision=precision), model, optimizer)
-        for step in range(2):
-            engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
-            engine.step()
+        take_steps(engine, case, range(2))
         held = [t for u in engine.sharded.units for s in u.sections for t in (s.full, s.shard, s.master, s.gradient)]
         held += [value for state in optimizer.state.values() for value in state.values()]
         storages = [weakref.ref(tensor.untyped_storage()) for tensor in held if tensor is not None]
@@ -278,7 +262,7 @@ def memory_after_destroy(stage: int, precision: str) -> list[Any]:
         gc.enable()
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32"), thorough(3, "bf16")])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
 def test_destroy_gives_memory_back_at_once(stage: int, precision: str) -> None:
     for found in run_ranks(memory_after_destroy, 2, stage, precision):
         assert found == [True, True, 0, 0, True, True]
@@ -291,8 +275,7 @@ def same_optimizer_again(stage: int) -> list[Any]:
     outcomes = []
     for _ in range(2):  # the second time without destroying the first engine
         engine = start(case, setting, model, optimizer)
-        engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
-        engine.step()
+        take_steps(engine, case, [0])
         outcomes.append(parameters_digest(model))
     steps = [float(state["step"]) for state in optimizer.state.values()]
     engine.destroy()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import utils
 from shardwise.errors import UsageError
-from tests.harness import run_ranks, thorough
+from tests.harness import run_ranks
 from tests.harness.training import ADAMW, engine_of
 from tests.models import CASES
 
@@ -102,7 +102,7 @@ def parts_are_set(precision: str, keep: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize(("precision", "keep"), [("fp32", 0), thorough("bf16", 0), ("bf16", 10**6)])
+@pytest.mark.parametrize(("precision", "keep"), [("fp32", 0), ("bf16", 10**6)])
 def test_parts_are_set(precision: str, keep: int) -> None:
     run_ranks(parts_are_set, 2, precision, keep)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise
 from shardwise.checkpoint import Checkpoint
 from shardwise.comm.domain import Arrangement
-from shardwise.config import resolve
-from shardwise.errors import ConfigError, ConflictError, UsageError
-from shardwise.memory import Category
+from shardwise.errors import ConfigError, UsageError
 from shardwise.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -44,6 +40,7 @@ from tests.harness.training import (
     Tensors,
     assert_identical,
     assert_no_worse,
+    bits,
     digest,
     each,
     engine_of,
@@ -52,10 +49,11 @@ from tests.harness.training import (
     masters,
     parameters_digest,
     plain,
+    resumed,
     start,
+    take_steps,
     trained,
 )
-from tests.memory import test_report as reports
 from tests.models import CASES
 
 Zero = tuple[tuple[str, Any], ...]
@@ -93,13 +91,12 @@ def test_ranges_contain_those_of_finer_levels(within: int, across: int, replicas
 
 @pytest.mark.parametrize(
     ("accumulation", "precision"),
-    [thorough(1, "fp32"), thorough(3, "fp32"), thorough(1, "bf16"), (3, "bf16"), thorough(3, "fp16")],
+    [thorough(1, "fp32"), thorough(3, "fp32"), (2, "bf16"), thorough(3, "fp16")],
 )
 def test_rows_of_one_mesh_have_the_same_bits(precision: str, accumulation: int) -> None:
     settings = [
         Setting(stage, accumulation=accumulation, precision=precision, clip=1.0, optimizer="AdamW", lr=1e-2, zero=zero)
-        for stage in range(4)
-        for zero in (PAIRS, SPREAD)
+        for stage, zero in ((0, PAIRS), (1, SPREAD), (2, PAIRS), (2, SPREAD), (3, PAIRS), (3, SPREAD))
     ]
     outcomes = trained("gpt", settings, WORLD, 2)
     first = dict(zip(settings, outcomes, strict=True))
@@ -140,29 +137,28 @@ def test_three_levels_have_the_same_bits() -> None:
         assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
 
-@pytest.mark.parametrize("name", [*map(thorough, ["odd_mlp", "lora", "borrower", "router", "mixture"]), "mixed_types"])
-def test_models_that_are_not_regular(name: str) -> None:
+def test_models_that_are_not_regular() -> None:
     """Shared, frozen and unused parameters, data-dependent branches, units that are needed once more."""
     settings = [
         Setting(stage, accumulation=2, optimizer="momentum", clip=0.5, zero=zero)
-        for stage, zero in [(1, SPREAD), (0, PAIRS), (3, PAIRS), (3, SPREAD), (2, SPREAD)]
+        for stage, zero in [(1, SPREAD), (0, PAIRS), (3, PAIRS), (3, SPREAD)]
     ]
-    outcomes = trained(name, settings, WORLD)
+    outcomes = trained("mixed_types", settings, WORLD)
     assert_identical(outcomes[1], outcomes[0])
     for outcome in outcomes[3:]:
         assert_identical(outcome, outcomes[2])
-    loop, exact = plain(CASES[name], settings[0], WORLD), plain(CASES[name], settings[0], WORLD, wide=True)
+    case = CASES["mixed_types"]
+    loop, exact = (plain(case, settings[0], WORLD, wide=wide) for wide in (False, True))
     for outcome in outcomes:
         assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
 
-@pytest.mark.parametrize("name", ["router", thorough("mixture")])
-def test_branches_that_differ_between_ranks_under_chains(name: str) -> None:
+def test_branches_that_differ_between_ranks_under_chains() -> None:
     settings = [
         Setting(stage, accumulation=2, clip=0.5, zero=zero) for stage, zero in [(3, LEVELS), (2, LEVELS_SPREAD)]
     ]
-    outcomes = trained(name, settings, 8)
-    assert_identical(outcomes[1], outcomes[0], name)
+    outcomes = trained("router", settings, 8, 2)
+    assert_identical(outcomes[1], outcomes[0], "router")
 
 
 def test_one_rank_a_group_is_a_replica_each() -> None:
@@ -209,9 +205,7 @@ def beside_fsdp2() -> tuple[Tensors, Tensors]:
         config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}},
         mesh=mesh,
     )[0]
-    for step in range(steps):
-        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
-        engine.step()
+    take_steps(engine, case, range(steps))
     found = masters(engine.module)
     engine.destroy()
     return found, theirs
@@ -229,31 +223,23 @@ def test_a_clients_mesh_trains_like_fsdp2_on_it() -> None:
 # -- traffic and memory ------------------------------------------------------------------------------------------------
 
 
-def sent(zero: Zero, stage: int, accumulation: int) -> tuple[dict[str, dict[str, float]], int, int]:
-    """Return, by group and kind of collective, what a step sends on this rank, in parameters' bytes; how many calls."""
+def sent(zero: Zero, stage: int, accumulation: int) -> dict[str, dict[str, float]]:
+    """Return, by group and kind of collective, what the second step sends on this rank, in parameters' bytes."""
     case = CASES["gpt"]
-    setting = Setting(stage, accumulation=accumulation, optimizer="AdamW", precision="bf16", zero=zero)
-    engine = start(case, setting)
-    counts: Counter[tuple[str, str]] = Counter()
-    calls = 0
-    for step in range(2):
-        engine.sharded.finish_gathers()
-        begin = engine.ledger.sequence
-        for micro in range(accumulation):
-            engine.backward(case.loss(engine, case.data(step, micro, dist.get_rank(), torch.bfloat16)))
-            engine.step()
+    engine = start(case, Setting(stage, accumulation=accumulation, optimizer="AdamW", precision="bf16", zero=zero))
+    take_steps(engine, case, [0])
     engine.sharded.finish_gathers()
+    begin = engine.ledger.sequence
+    take_steps(engine, case, [1])
+    engine.sharded.finish_gathers()
+    numel = sum(unit.numel for unit in engine.sharded.units)
+    found: dict[str, dict[str, float]] = {}
     for record in engine.ledger.records(begin):
         if record.op != "all_reduce":
-            counts[record.group, record.op] += record.sent
-            calls += 1
-    numel = sum(unit.numel for unit in engine.sharded.units)
-    units = len(engine.sharded.units)
+            ops = found.setdefault(record.group, {})
+            ops[record.op] = ops.get(record.op, 0.0) + record.sent / (2 * numel)
     engine.destroy()
-    found: dict[str, dict[str, float]] = {}
-    for (group, op), size in counts.items():
-        found.setdefault(group, {})[op] = size / (2 * numel)
-    return found, calls, units
+    return found
 
 
 def test_what_is_sent_within_and_between_groups() -> None:
@@ -263,73 +249,24 @@ def test_what_is_sent_within_and_between_groups() -> None:
     shard of fp32 sums and, to bring gradients back, another (HSDP); with divided optimizer state the updated bf16
     parameters instead. ZeRO-3 over all ranks sends three quarters of the model for each of the three.
     """
-    cases = [(PAIRS, 3, 1), (SPREAD, 3, 1), (PAIRS, 3, 3), (SPREAD, 3, 3), ((), 3, 3), (SPREAD, 2, 3), (PAIRS, 2, 3)]
+    cases = [(PAIRS, 3, 1), (SPREAD, 3, 3), ((), 3, 3), (SPREAD, 2, 3), (PAIRS, 2, 3)]
     sums = 2 * 0.5 * 0.5  # half of the shard, in fp32
+    both, updated = {"reduce_scatter": sums, "all_gather": sums}, {"reduce_scatter": sums, "all_gather": 0.25}
     expected: list[dict[str, dict[str, float]]] = [
-        {
-            "shard": {"all_gather": 1.0, "reduce_scatter": 0.5},
-            "replicate": {"reduce_scatter": sums, "all_gather": sums},
-        },
-        {
-            "shard": {"all_gather": 1.0, "reduce_scatter": 0.5},
-            "replicate": {"reduce_scatter": sums, "all_gather": 0.25},
-        },
-        {
-            "shard": {"all_gather": 3.0, "reduce_scatter": 1.5},
-            "replicate": {"reduce_scatter": sums, "all_gather": sums},
-        },
-        {
-            "shard": {"all_gather": 3.0, "reduce_scatter": 1.5},
-            "replicate": {"reduce_scatter": sums, "all_gather": 0.25},
-        },
+        {"shard": {"all_gather": 1.0, "reduce_scatter": 0.5}, "replicate": both},
+        {"shard": {"all_gather": 3.0, "reduce_scatter": 1.5}, "replicate": updated},
         {"data_parallel": {"all_gather": 4.5, "reduce_scatter": 2.25}},
-        {
-            "shard": {"all_gather": 0.5, "reduce_scatter": 1.5},
-            "replicate": {"reduce_scatter": sums, "all_gather": 0.25},
-        },
-        {
-            "shard": {"all_gather": 0.5, "reduce_scatter": 1.5},
-            "replicate": {"reduce_scatter": sums, "all_gather": sums},
-        },
+        {"shard": {"all_gather": 0.5, "reduce_scatter": 1.5}, "replicate": updated},
+        {"shard": {"all_gather": 0.5, "reduce_scatter": 1.5}, "replicate": both},
     ]
     for answer in run_ranks(each, WORLD, sent, cases):
-        for case, (found, _, _), wanted in zip(cases, answer, expected, strict=True):
+        for case, found, wanted in zip(cases, answer, expected, strict=True):
             assert {g: set(ops) for g, ops in found.items()} == {g: set(ops) for g, ops in wanted.items()}, case
             for group, ops in wanted.items():
                 for op, size in ops.items():
                     # The unit that a backward pass begins with is kept from the forward pass before.
                     low = 0.75 if case[1] == 3 and op == "all_gather" and group != "replicate" else 0.99
                     assert low * size <= found[group][op] <= 1.01 * size, (case, group, op, found)
-
-
-def reported_all(cases: Sequence[tuple[Zero, int]], precision: str, accumulation: int) -> list[Any]:
-    return [
-        reports.report(stage, precision, keep=0, accumulation=accumulation, zero=dict(zero)) for zero, stage in cases
-    ]
-
-
-@pytest.mark.parametrize(("precision", "accumulation"), [thorough("fp32", 1), thorough("bf16", 3)])
-def test_memory_is_as_planned(precision: str, accumulation: int) -> None:
-    cases = [(zero, stage) for zero in (PAIRS, SPREAD) for stage in (1, 2, 3)]
-    numel = sum(p.numel() for p in reports.GPT().parameters())
-    width = 4 if precision == "fp32" else 2
-    for answer in run_ranks(reported_all, WORLD, cases, precision, accumulation):
-        for (zero, stage), (before, after) in zip(cases, answer, strict=True):
-            for category in (*reports.ENGINE, Category.ACTIVATIONS):
-                planned, measured = before.row(category).planned, after.row(category).measured
-                # A thread launches the later collectives of a chain, at a time that no plan knows: on a busy machine
-                # they overlap with one unit more.
-                late = {Category.BUFFERS: (0.7, 2.0), Category.GRADIENTS: (0.9, 1.2)}.get(category)
-                fits = late[0] * measured <= planned <= late[1] * measured if late else reports.close(planned, measured)
-                assert fits, f"{zero} {stage}: {category.value} {planned} {measured}"
-            planned, measured = before.total.planned, after.total.measured
-            assert 0.97 * measured <= planned <= 1.1 * measured, f"{zero} {stage}: total {planned} {measured}"
-            share = 1 / 2 if stage == 3 else 1
-            assert after.row(Category.PARAMETERS).measured == pytest.approx(share * numel * width, rel=0.02)
-            divided = 4 if zero is SPREAD else 2
-            assert after.row(Category.OPTIMIZER).measured == pytest.approx(8 * numel / divided, rel=0.02)
-            if precision == "bf16":
-                assert after.row(Category.MASTER).measured == pytest.approx(4 * numel / divided, rel=0.02)
 
 
 def of_real_size(mib: int) -> tuple[str, str, int]:
@@ -348,12 +285,11 @@ def of_real_size(mib: int) -> tuple[str, str, int]:
     return found[0], found[1], shard
 
 
-@pytest.mark.parametrize("mib", [16, thorough(64)])
-def test_shards_of_real_size(mib: int) -> None:
-    answers = run_ranks(of_real_size, WORLD, mib)
+def test_shards_of_real_size() -> None:
+    answers = run_ranks(of_real_size, WORLD, 9)
     assert all(answer == answers[0] for answer in answers)
     first, second, shard = answers[0]
-    assert first == second and shard >= mib << 20
+    assert first == second and shard >= 9 << 20
 
 
 # -- what else engines do ----------------------------------------------------------------------------------------------
@@ -404,7 +340,7 @@ def accessed(zero: Zero, stage: int) -> list[Any]:
 
 
 def test_access_of_single_tensors() -> None:
-    answers = run_ranks(each, WORLD, accessed, [(PAIRS, 2), (SPREAD, 2), (SPREAD, 3)])
+    answers = run_ranks(each, WORLD, accessed, [(PAIRS, 2), (SPREAD, 3)])
     for answer in answers:
         assert answer == answers[0]
         assert all(seen == answer[0] for seen in answer)
@@ -434,69 +370,47 @@ def windows(zero: Zero, stage: int, how: str) -> str:
 
 
 def test_boundaries_by_hand() -> None:
-    cases = [(PAIRS, 2, ""), (SPREAD, 2, "late"), (PAIRS, 3, "late"), (SPREAD, 3, "")]
+    cases = [(PAIRS, 2, ""), (SPREAD, 2, "late"), (SPREAD, 3, "")]
     more = [(PAIRS, 2, "twice"), (SPREAD, 3, "twice")]
     for answer in run_ranks(each, WORLD, windows, [*cases, *more]):
         assert len(set(answer[: len(cases)])) == 1
         assert len(set(answer[len(cases) :])) == 1
 
 
-def with_optimizer(name: str, zero: Zero, stage: int) -> str:
-    case = CASES["gpt"]
-    model = case.make()
-    params = {"lr": 1e-2, "momentum": 0.9} if name == "Muon" else {"lr": 1e-2}
-    config = {
-        **Setting(stage, accumulation=2, clip=1.0, zero=zero).config(),
-        "optimizer": {"type": name, "params": params},
-    }
-    engine = shardwise.initialize(model=model, config=config)[0]
-    for step in range(2):
-        for micro in range(2):
-            backward(engine, step, micro)
-            engine.step()
-    found = digest(list(masters(model).values()))
+def trained_bits(setting: Setting) -> str:
+    engine = start(CASES["gpt"], setting)
+    take_steps(engine, CASES["gpt"], range(2))
+    found = bits(engine)
     engine.destroy()
     return found
 
 
-@pytest.mark.parametrize("name", [thorough("Muon"), "Lamb"])
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
 def test_optimizers_of_whole_tensors_and_of_their_norms(name: str) -> None:
-    cases = [(name, zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)]
-    for answer in run_ranks(each, WORLD, with_optimizer, cases):
+    setting = Setting(accumulation=2, clip=1.0, optimizer=name, lr=1e-2)
+    cases = [(setting.with_stage(stage, zero=zero),) for stage, zero in ((2, PAIRS), (3, SPREAD))]
+    for answer in run_ranks(each, WORLD, trained_bits, cases):
         assert len(set(answer)) == 1
 
 
-def quantized(zero: Zero) -> str:
-    engine = start(CASES["gpt"], Setting(3, zero=(*zero, ("zero_quantized_weights", True))))
-    for step in range(2):
-        backward(engine, step)
-        engine.step()
-    found = digest(list(masters(engine.module).values()))
-    engine.destroy()
-    return found
-
-
 def test_gathers_of_codes_within_groups() -> None:
-    for first, second in run_ranks(each, WORLD, quantized, [(PAIRS,), (SPREAD,)]):
+    codes = ("zero_quantized_weights", True)
+    cases = [(Setting(3, zero=(*zero, codes)),) for zero in (PAIRS, SPREAD)]
+    for first, second in run_ranks(each, WORLD, trained_bits, cases):
         assert first == second
 
 
-def saved(path: str, zero: Zero, stage: int, precision: str) -> str:
-    engine = start(CASES["gpt"], Setting(stage, optimizer="AdamW", lr=1e-2, precision=precision, zero=zero))
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    case = CASES["gpt"]
-    for step in range(2):
-        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), dtype)))
-        engine.step()
+def saved(path: str, zero: Zero, stage: int) -> str:
+    engine = start(CASES["gpt"], Setting(stage, optimizer="AdamW", lr=1e-2, precision="bf16", zero=zero))
+    take_steps(engine, CASES["gpt"], range(2))
     engine.save_checkpoint(path, tag="a")
     found = digest(list(masters(engine.module).values()))
     engine.destroy()
     return found
 
 
-def loaded(path: str, zero: Zero, stage: int, precision: str, target: str) -> str:
-    setting = Setting(stage, optimizer="AdamW", lr=1e-2, precision=precision, zero=zero)
-    engine = start(CASES["gpt"], setting)
+def loaded(path: str, zero: Zero, stage: int, target: str) -> str:
+    engine = start(CASES["gpt"], Setting(stage, optimizer="AdamW", lr=1e-2, precision="bf16", zero=zero))
     engine.load_checkpoint(path, tag="a")
     found = digest(list(masters(engine.module).values()))
     engine.save_checkpoint(target, tag="a")
@@ -513,85 +427,33 @@ def content(path: str) -> Tensors:
         return {f"{t.kind} {t.name}": files.read(t) for t in tensors}
 
 
-@pytest.mark.parametrize(("zero", "stage"), [thorough(PAIRS, 3), (SPREAD, 2), thorough(PAIRS, 1)])
-def test_a_checkpoint_fits_every_layout(zero: Zero, stage: int, tmp_path: Path) -> None:
+def test_a_checkpoint_fits_every_layout(tmp_path: Path) -> None:
     """Each tensor is saved once, by whoever; other meshes, stages and numbers of ranks load the same bits."""
     one = str(tmp_path / "one")
-    kept = run_ranks(saved, WORLD, one, zero, stage, "bf16")
+    kept = run_ranks(saved, WORLD, one, SPREAD, 2)
     assert len(set(kept)) == 1
     tensors = content(one)
     others: list[tuple[int, Zero, int]] = [
         (2, (), 3),
-        (WORLD, SPREAD, 3),
-        (1, (), 0),
+        (WORLD, PAIRS, 3),
         (8, LEVELS_SPREAD, 3),
     ]
     for number, (world, layout, other) in enumerate(others):
         target = str(tmp_path / str(number))
-        found = run_ranks(loaded, world, one, layout, other, "bf16", target)
+        found = run_ranks(loaded, world, one, layout, other, target)
         assert set(found) == set(kept), (world, layout, other)
         again = content(target)
         assert again.keys() == tensors.keys()
         assert all(torch.equal(again[name], value) for name, value in tensors.items())
 
 
-def resumed(path: str, zero: Zero) -> list[str]:
-    """Training that was saved after two of four steps, and the same without a pause."""
-    setting = Setting(3, accumulation=2, optimizer="AdamW", lr=1e-2, zero=zero)
-    found = []
-    for pause in (False, True):
-        engine = start(CASES["gpt"], setting)
-        for step in range(4):
-            if pause and step == 2:
-                engine.save_checkpoint(path)
-                engine.destroy()
-                engine = start(CASES["gpt"], setting)
-                engine.load_checkpoint(path)
-            for micro in range(2):
-                backward(engine, step, micro)
-                engine.step()
-        found.append(digest(list(masters(engine.module).values())))
-        engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("zero", [thorough(PAIRS), SPREAD])
-def test_resuming_is_exact(zero: Zero, tmp_path: Path) -> None:
-    for first, second in run_ranks(resumed, WORLD, str(tmp_path), zero):
-        assert first == second
+def test_resuming_is_exact(tmp_path: Path) -> None:
+    setting = Setting(3, accumulation=2, optimizer="AdamW", lr=1e-2, zero=SPREAD)
+    for straight, again in run_ranks(resumed, WORLD, "gpt", setting, setting, str(tmp_path)):
+        assert straight == again
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, ["mics_shard_size", "is 3", "ranks, 4"]),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, ["mics_shard_size", "is 8", "ranks, 4"]),
-        (
-            {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}},
-            ["zero_hpz_partition_size", "mics_shard_size"],
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_quantized_gradients": True}},
-            ["zero_quantized_gradients", "all ranks at once"],
-        ),
-        (
-            {"zero_optimization": {"stage": 1, "mics_shard_size": 2}, "compression": {"type": "int8"}},
-            ["compression.type", "mics_shard_size"],
-        ),
-        (
-            {"zero_optimization": {"stage": 1, "mics_shard_size": 2}, "optimizer": {"type": "OneBitAdam"}},
-            ["optimizer.type", "mics_shard_size"],
-        ),
-    ],
-)
-def test_settings_that_cannot_be(config: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve({"train_batch_size": 4, **config}, world_size=4)
-    assert caught.type is ConflictError
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def refused_meshes() -> list[str]:

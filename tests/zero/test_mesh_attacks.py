@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise.comm import comms_logger
-from shardwise.config import resolve
-from shardwise.errors import ConfigError, ConflictError, UsageError
+from shardwise.errors import ConflictError, UsageError
 from shardwise.optim import OnebitAdam
 from shardwise.zero.passes.sidechannel import SideChannel
 from tests.harness import run_ranks
@@ -177,33 +176,6 @@ def test_groups_in_half_of_the_ranks() -> None:
 
 
 HIERARCHY: dict[str, Any] = {"mics_shard_size": 4, "mics_hierarchical_params_gather": True}
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"zero_optimization": {"stage": 3, **HIERARCHY, "zero_quantized_weights": True}}, ["codes", "one level"]),
-        ({"zero_optimization": {"stage": 3, **HIERARCHY, "zero_hpz_partition_size": 2}}, ["zero_hpz_partition_size"]),
-        ({"zero_optimization": {"stage": 2, **HIERARCHY}, "compression": {"type": "int8"}}, ["compression.type"]),
-    ],
-)
-def test_one_group_in_levels_is_no_single_group(config: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConflictError) as caught:
-        resolve({"train_batch_size": 4, **config}, world_size=4)
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert not resolve({"train_batch_size": 4, "zero_optimization": {"stage": 3, **HIERARCHY}}, world_size=4).no_effect
-
-
-def test_groups_that_are_not_whole_nodes() -> None:
-    zero = {"stage": 3, "mics_shard_size": 6, "mics_hierarchical_params_gather": True, "zero_node_size": 4}
-    with pytest.raises(ConflictError, match=r"mics_shard_size: is 6.*zero_node_size` = 4"):
-        resolve({"train_batch_size": 12, "zero_optimization": zero}, world_size=12)
-
-
-@pytest.mark.parametrize("size", [0, -5])
-def test_sizes_that_are_no_number_of_ranks(size: int) -> None:
-    with pytest.raises(ConfigError, match=f"is {size}; write a number of ranks, or -1"):
-        resolve({"train_batch_size": 4, "zero_optimization": {"stage": 3, "mics_shard_size": size}}, world_size=4)
 
 
 def refused() -> list[str]:

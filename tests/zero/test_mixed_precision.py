@@ -15,14 +15,13 @@ from torch import nn
 import shardwise
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks, thorough
+from tests.harness import run_ranks
 from tests.harness.training import (
     DTYPES,
     SGD,
     Setting,
     Tensors,
     assert_close,
-    assert_no_worse,
     digest,
     engine_of,
     gradients,
@@ -31,7 +30,6 @@ from tests.harness.training import (
     parameters_digest,
     plain,
     start,
-    trained,
 )
 from tests.models import CASES, FORMS, Case, form_case
 
@@ -86,7 +84,7 @@ def overflow(stage: int, value: float, accumulation: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("value", "stage", "accumulation"),
-    [thorough(math.inf, 0, 1), (math.inf, 1, 2), thorough(math.nan, 2, 2), thorough(math.inf, 3, 1), (math.nan, 3, 1)],
+    [(math.inf, 1, 2), (math.nan, 3, 1)],
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, accumulation: int, value: float) -> None:
     everywhere = run_ranks(overflow, 2, stage, value, accumulation)
@@ -100,22 +98,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, accumulation:
 
 
 # -- against plain loops -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"), [thorough("gpt_groups", "bf16"), thorough("gpt_groups", "fp16"), ("frozen_half", "fp16")]
-)
-def test_mixed_precision_is_no_worse_than_a_plain_mixed_loop(name: str, precision: str) -> None:
-    base = Setting(precision=precision, optimizer="AdamW", lr=1e-2, clip=0.5, accumulation=2)
-    settings = [base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, 50))]
-    outcomes = trained(name, settings, 2, steps=4)
-    loop = plain(CASES[name], base, 2, steps=4)
-    exact = plain(CASES[name], base, 2, steps=4, wide=True)
-    # What 16 bits cost dwarfs fp32, and chance decides whose roundings are luckier. 2 ** -9 is half a unit in the last
-    # place of bf16, which an Adam step may turn into a share of the learning rate.
-    slack = 2.0**-9 if precision == "bf16" else 2.0**-12
-    for setting, outcome in zip(settings, outcomes, strict=True):
-        assert_no_worse(outcome.masters, loop.masters, exact.masters, str(setting), slack=slack)
 
 
 def first_gradients(name: str, settings: list[Setting], plainly: bool) -> list[Tensors]:
@@ -138,9 +120,7 @@ def first_gradients(name: str, settings: list[Setting], plainly: bool) -> list[T
     return results
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("object", "hugging_face") else thorough(name) for name in ("gpt", *FORMS)]
-)
+@pytest.mark.parametrize("name", ["gpt", "tuple", "object", "hugging_face"])
 def test_a_plain_backward_is_scaled_whatever_the_model_returns(name: str) -> None:
     setting = Setting(stage=2, precision="fp16", scale=1024.0)
     found = run_ranks(first_gradients, 2, name, [setting, setting.with_stage(3)], True)[0]
@@ -172,9 +152,8 @@ class TwoOutputs(nn.Module):
         return h, self.second(h)
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 3])
-def test_outputs_that_depend_on_each_other_are_scaled_once(stage: int) -> None:
-    found = run_ranks(scaled_between_outputs, 2, stage)[0]
+def test_outputs_that_depend_on_each_other_are_scaled_once() -> None:
+    found = run_ranks(scaled_between_outputs, 2, 3)[0]
     torch.manual_seed(2)
     model = TwoOutputs()
     first, second = model(torch.ones(2, 3))
@@ -187,24 +166,14 @@ def test_outputs_that_depend_on_each_other_are_scaled_once(stage: int) -> None:
 # -- what travels and what is added up ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("precision", "extra", "bound"),
-    [
-        ("fp32", (("communication_data_type", "bf16"),), 2.0**-8),
-        thorough("bf16", (("communication_data_type", "fp32"),), 1e-6),
-        thorough("bf16", (("data_types", {"grad_accum_dtype": "bf16"}),), 2.0**-7),
-        thorough("fp32", (("prescale_gradients", True),), 1e-6),
-        thorough("fp32", (("gradient_predivide_factor", 2.0),), 1e-6),
-    ],
-)
-def test_wires_and_accumulators(precision: str, extra: tuple[tuple[str, Any], ...], bound: float) -> None:
+def test_wires_and_accumulators() -> None:
     """One rounding of each rank's gradient on a bf16 wire (2 ** -9 of it), one of every sum in a bf16 accumulator."""
-    base = Setting(precision=precision, extra=extra, optimizer="Adafactor", lr=1e-2)
+    base = Setting(extra=(("communication_data_type", "bf16"),), optimizer="Adafactor", lr=1e-2)
     settings = [base.with_stage(stage, accumulation=a) for stage in (0, 1, 2, 3) for a in (1, 2)]
     found = run_ranks(first_gradients, 2, "gpt", settings, False)[0]
     for setting, tensors in zip(settings, found, strict=True):
         expected = plain(CASES["gpt"], setting, 2, steps=1).gradients[0]
-        assert_close(tensors, expected, bound, str(setting))
+        assert_close(tensors, expected, 2.0**-8, str(setting))
 
 
 def combined(settings: list[Setting]) -> list[tuple[Tensors, Tensors, list[float]]]:
@@ -237,13 +206,12 @@ WIRES = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-10}
 SUMS = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-9}
 
 
-@pytest.mark.parametrize("half", [0, thorough(1)])
-def test_combinations_of_division_wire_sum_and_clipping(half: int) -> None:
+def test_combinations_of_division_wire_sum_and_clipping() -> None:
     """Every stage with every other division, and what else is drawn: the plain loop's gradient, within roundings."""
     world, drawn = 3, []
     choose = random.Random(world)
     for stage in range(4):
-        for division in DIVISIONS[(half + stage) % 2 :: 2]:
+        for division in DIVISIONS[stage % 2 :: 2]:
             if stage == 3 and "gradient_allreduce_op" in division:
                 continue  # refused
             wire, sums = choose.choice(list(WIRES)), choose.choice(list(SUMS))
@@ -281,10 +249,9 @@ def master_memory(precision: str) -> dict[str, Any]:
     return {"exact": exact, "rounded": rounded, "dtypes": dtypes}
 
 
-@pytest.mark.parametrize("precision", [thorough("bf16"), "fp16"])
-def test_masters_keep_the_initial_precision(precision: str) -> None:
-    for found in run_ranks(master_memory, 2, precision):
-        assert found == {"exact": True, "rounded": True, "dtypes": {DTYPES[precision]}}
+def test_masters_keep_the_initial_precision() -> None:
+    for found in run_ranks(master_memory, 2, "fp16"):
+        assert found == {"exact": True, "rounded": True, "dtypes": {torch.float16}}
 
 
 # -- losses that do not come from the engine's outputs -----------------------------------------------------------------
@@ -332,16 +299,15 @@ def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
     return [message, gradient]
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 3])
-def test_gradients_without_the_loss_scale_are_refused_on_every_rank(stage: int) -> None:
-    expected = run_ranks(kept_loss, 2, "fp16", stage, {0: "engine", 1: "engine"})[0]
+def test_gradients_without_the_loss_scale_are_refused_on_every_rank() -> None:
+    expected = run_ranks(kept_loss, 2, "fp16", 3, {0: "engine", 1: "engine"})[0]
     assert not expected[0]
     for wrong in ("module", "kept"):
-        for message, gradient in run_ranks(kept_loss, 2, "fp16", stage, {0: "output", 1: wrong}):
+        for message, gradient in run_ranks(kept_loss, 2, "fp16", 3, {0: "output", 1: wrong}):
             assert message.startswith("engine.step(): on ranks [1] gradients"), message
             assert "engine.backward(loss)" in message
             assert torch.equal(gradient, expected[1])
     for way in ("output", "module", "kept"):
-        same, other = (run_ranks(kept_loss, 2, "bf16", stage, dict.fromkeys((0, 1), w))[0] for w in (way, "engine"))
+        same, other = (run_ranks(kept_loss, 2, "bf16", 3, dict.fromkeys((0, 1), w))[0] for w in (way, "engine"))
         assert not same[0]
         assert torch.equal(same[1], other[1])

@@ -1,25 +1,36 @@
-"""The numerics contract in fp32: bit-identity between settings, and closeness to a plain loop over the global batch."""
+"""The numerics contract: bit-identity between settings, and closeness to a plain loop over the global batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.harness import run_ranks, thorough
+from shardwise.comm.intra_node_transport import VARIABLE
+from tests.harness import thorough
 from tests.harness.training import (
+    LAMB,
+    MUON,
+    OPTIMIZERS,
     Outcome,
     Setting,
+    Within,
     assert_close,
     assert_identical,
     assert_no_worse,
     plain,
-    ranks_agree,
-    train_all,
     trained,
 )
 from tests.models import CASES
+from tests.optim.reference import WrittenLamb, WrittenMuon, by_dimensions
+from tests.zero.elsewhere import forced
 
 TINY = 50
 """A cap so small that nearly every parameter is a unit."""
@@ -33,76 +44,158 @@ def grid(base: Setting) -> list[Setting]:
     return settings
 
 
-def families(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[list[tuple[Setting, Outcome]]]:
-    """Group what must have the same bits: with accumulation stages 0-1 and 2-3 add up in different orders."""
-    groups: dict[bool, list[tuple[Setting, Outcome]]] = {}
+def families(settings: Sequence[Setting], outcomes: Sequence[Outcome], what: str) -> list[tuple[Setting, Outcome]]:
+    """Check what has to have the same bits; return the first of each family.
+
+    With accumulation stages 0-1 and 2-3 add up in different orders.
+    """
+    groups: dict[bool, tuple[Setting, Outcome]] = {}
     for setting, outcome in zip(settings, outcomes, strict=True):
-        groups.setdefault(setting.accumulation > 1 and setting.stage >= 2, []).append((setting, outcome))
+        first = groups.setdefault(setting.accumulation > 1 and setting.stage >= 2, (setting, outcome))
+        assert_identical(first[1], outcome, f"{what}: {first[0]} and {setting}")
     return list(groups.values())
 
 
 @pytest.mark.parametrize("half", [thorough(0), 1])
 @pytest.mark.parametrize("world", [thorough(2), 3])
-@pytest.mark.parametrize("name", [name if name == "form_hugging_face" else thorough(name) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [n if n == "form_hugging_face" else thorough(n) for n in CASES if not n.startswith("sparse")]
+)
 def test_settings_are_bit_identical_and_match_the_plain_loop(name: str, world: int, half: int) -> None:
     base = Setting(accumulation=1 if world == 2 else 2)
     first, *others = grid(base)
     settings = [first, *others[half::2]]
-    outcomes = trained(name, settings, world)
     expected = plain(CASES[name], base, world)
-    for family in families(settings, outcomes):
-        first_setting, reference = family[0]
-        for setting, outcome in family[1:]:
-            assert_identical(reference, outcome, f"{first_setting} and {setting}")
-        for step, (found, wanted) in enumerate(zip(reference.gradients, expected.gradients, strict=True)):
+    for setting, outcome in families(settings, trained(name, settings, world), name):
+        for step, (found, wanted) in enumerate(zip(outcome.gradients, expected.gradients, strict=True)):
             # From the second step on the gradients are those of parameters that differ by rounding already.
             bound = 1e-6 if step == 0 else 4e-6
-            assert_close(found, wanted, bound, f"{name}: gradients of step {step} at {first_setting}")
-        assert_close(reference.masters, expected.masters, 1e-6, f"{name}: parameters at {first_setting}")
+            assert_close(found, wanted, bound, f"{name}: gradients of step {step} at {setting}")
+        assert_close(outcome.masters, expected.masters, 1e-6, f"{name}: parameters at {setting}")
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [
-        thorough("odd_mlp", "Adam"),
-        thorough("odd_mlp", "RMSprop"),
-        ("gpt_groups", "AdamW"),
-        thorough("gpt_groups", "Adagrad"),
-        thorough("gpt_groups", "momentum"),
-        thorough("lora", "AdamW"),
-        thorough("lora", "RMSprop"),
-        thorough("mixed_types", "Adam"),
-        ("mixed_types", "momentum"),
-    ],
-)
-def test_adam_like_optimizers_are_no_worse_than_the_plain_loop(name: str, optimizer: str) -> None:
-    base = Setting(optimizer=optimizer, lr=1e-2, clip=0.5, accumulation=2)
+# -- optimizers and precisions -----------------------------------------------------------------------------------------
+
+WRITTEN: dict[str, Any] = {
+    "Lamb": lambda groups: WrittenLamb(groups, lr=0.05, **LAMB),
+    "Muon": lambda groups: WrittenMuon(by_dimensions(groups), lr=0.05, nesterov=True, ns_steps=5, **MUON),
+}
+"""Algorithms that torch does not have, written out on whole tensors."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained at every stage; `slack`: how much farther from the fp64 loop than the plain one it may be."""
+
+    name: str
+    optimizer: str
+    world: int = 2
+    steps: int = 3
+    lr: float = 1e-2
+    slack: float = 2e-7
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+# The iteration of Muon amplifies rounding of small singular values some hundred times, in every order of sums; torch's
+# runs in bf16. What 16 bits cost dwarfs fp32, and chance decides whose roundings are luckier: 2 ** -9 is half a unit in
+# the last place of bf16, which an Adam step may turn into a share of the learning rate.
+TWICE = {"accumulation": 2, "clip": 0.5}
+ROWS = [
+    Row("gpt_groups", "AdamW", steps=5, keys=TWICE),
+    Row("mixed_types", "momentum", steps=5, keys=TWICE),
+    thorough(Row("odd_mlp", "Adam", steps=5, keys=TWICE)),
+    thorough(Row("lora", "RMSprop", steps=5, keys=TWICE)),
+    thorough(Row("gpt_groups", "Adagrad", 3, steps=5, keys=TWICE)),
+    Row("odd_mlp", "norms", steps=4),
+    Row("matrices", "torch Muon", steps=4, slack=1e-3),
+    thorough(Row("gpt_groups", "subclass", steps=4)),
+    thorough(Row("gpt_groups", "Adafactor", steps=4)),
+    Row("gpt", "own AdamW", 3, keys={"clip": 0.7}),
+    thorough(Row("gpt_groups", "own Adam")),
+    thorough(Row("gpt", "own Adagrad", 3, keys={"clip": 0.7})),
+    Row("gpt", "Lamb", lr=0.05, slack=3e-7, keys={"clip": 0.5}),
+    Row("odd_mlp", "Muon", 4, lr=0.05, slack=5e-5),
+    thorough(Row("frozen_half", "Lamb", 2, lr=0.05, slack=3e-7, keys={"accumulation": 2})),
+    thorough(Row("frozen_half", "Muon", 3, lr=0.05, slack=5e-5, keys={"accumulation": 2})),
+    Row("gpt_groups", "Lars", lr=0.1, slack=float("inf")),
+    Row("gpt", "Lion", 3, slack=float("inf"), keys={"clip": 0.7, "precision": "fp16"}),
+    Row("gpt_groups", "AdamW", steps=4, slack=2.0**-9, keys={"precision": "bf16", **TWICE}),
+    Row("frozen_half", "AdamW", steps=4, slack=2.0**-12, keys={"precision": "fp16", **TWICE}),
+    Row("sparse", "AdamW", 3, keys={"clip": 0.5, "extra": (("sparse_gradients", True),)}),
+    Row("sparse_tied", "AdamW", keys={"clip": 0.5, "extra": (("sparse_gradients", True),)}),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{row.optimizer}-{row.keys.get('precision', 'fp32')}")
+def test_every_stage_has_the_same_bits_and_is_no_worse_than_the_plain_loop(row: Row) -> None:
+    base = Setting(optimizer=row.optimizer, lr=row.lr, **row.keys)
     settings = [
         base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, TINY), (2, None), (3, TINY), (3, None))
     ]
-    outcomes = trained(name, settings, 2, steps=5)
-    loop = plain(CASES[name], base, 2, steps=5)
-    exact = plain(CASES[name], base, 2, steps=5, wide=True)
-    for family in families(settings, outcomes):
-        for setting, outcome in family[1:]:
-            assert_identical(family[0][1], outcome, str(setting))
-        assert_no_worse(family[0][1].masters, loop.masters, exact.masters, f"{name} {optimizer}")
+    outcomes = families(settings, trained(row.name, settings, row.world, row.steps), row.name)
+    if row.slack == float("inf"):
+        return
+    written = WRITTEN.get(row.optimizer)
+    loop, exact = (
+        plain(CASES[row.name], base, row.world, row.steps, wide=wide, optimizer=written) for wide in (False, True)
+    )
+    for _, outcome in outcomes:
+        assert_no_worse(outcome.masters, loop.masters, exact.masters, f"{row}", slack=row.slack)
 
 
-def _train_on_poisoned_memory(name: str, settings: list[Setting]) -> list[Outcome]:
-    """Train while torch fills memory that it hands out uninitialised with NaN."""
+def test_the_rows_have_every_optimizer() -> None:
+    rows = [getattr(row, "values", (row,))[0] for row in ROWS]
+    assert {row.optimizer for row in rows} == OPTIMIZERS.keys() - {"SGD"}
+
+
+# -- how it is done ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Have torch fill memory that it hands out uninitialised with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         assert bool(torch.empty(3).isnan().all())
-        return train_all(name, settings)
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", [thorough("odd_mlp"), "router"])
-def test_nothing_is_read_that_was_not_written(name: str) -> None:
-    settings = [Setting(accumulation=n).with_stage(stage) for n in (1, 2) for stage in range(4)]
-    expected = trained(name, settings, 2)
-    found = ranks_agree(run_ranks(_train_on_poisoned_memory, 2, name, settings))
+messages = functools.partial(mock.patch.dict, "os.environ", {VARIABLE: "messages"})
+
+
+def three(shape: Any, device: Any) -> int:
+    return 3
+
+
+several_at_once = functools.partial(mock.patch, "shardwise.optim.muon.together", three)  # as a device does
+
+STAGES = [Setting(stage, accumulation=n) for n in (1, 2) for stage in range(4)]
+ADAMW = [Setting(stage, accumulation=2, precision="bf16", clip=1.0, optimizer="AdamW", lr=1e-2) for stage in range(4)]
+MOMENTUM = [Setting(stage, accumulation=2, optimizer="momentum", clip=0.5) for stage in (0, 2, 3)]
+WIRES = [replace(s, clip=0.5, precision="bf16" if s.stage % 3 else "fp32") for s in STAGES]
+
+
+@pytest.mark.parametrize(
+    ("within", "world", "name", "settings"),
+    [
+        (poisoned, 2, "router", STAGES),
+        thorough(poisoned, 2, "odd_mlp", STAGES),
+        (messages, 2, "two_towers", WIRES[2:7]),
+        *(thorough(messages, 3, name, WIRES[2:7]) for name in ("gpt", "odd_mlp", "frozen_half", "borrower", "mixture")),
+        (forced, 1, "gpt", ADAMW),
+        (forced, 1, "lora", MOMENTUM),
+        *(thorough(forced, 1, name, MOMENTUM) for name in ("odd_mlp", "borrower", "router", "mixed_types")),
+    ],
+)
+def test_how_it_is_done_changes_no_bit(within: Within, world: int, name: str, settings: list[Setting]) -> None:
+    assert VARIABLE not in os.environ
+    expected, found = trained(name, settings, world), trained(name, settings, world, within=within)
     for setting, first, second in zip(settings, expected, found, strict=True):
         assert_identical(first, second, str(setting))
+
+
+def test_matrices_may_be_orthogonalised_together() -> None:
+    settings = [Setting(stage, cap=cap, optimizer="Muon", lr=0.05) for stage, cap in ((0, 40), (1, None), (3, 40))]
+    families(settings, trained("gpt_groups", settings, 2, within=several_at_once), "several")

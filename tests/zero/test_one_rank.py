@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
-
-import pytest
 import torch
 
 from shardwise.memory import Category
-from shardwise.zero.units.plan import Plan
-from tests.harness import run_ranks, thorough
-from tests.harness.training import Setting, assert_identical, gradients, start, train_all
+from tests.harness import run_ranks
+from tests.harness.training import Setting, gradients, start
 from tests.models import CASES
-
-
-@contextmanager
-def forced() -> Iterator[None]:
-    """Have engines divide state over one rank."""
-    with mock.patch.object(Plan, "of", functools.partial(Plan.of, forced=True)):
-        yield
-
-
-def both_ways(name: str, settings: list[Setting]) -> Any:
-    plain = train_all(name, settings)
-    with forced():
-        return plain, train_all(name, settings)
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "precision"), [thorough(1, "fp32"), thorough(2, "fp32"), (2, "bf16"), thorough(1, "fp16")]
-)
-def test_one_rank_that_divides_has_the_bits_of_one_that_does_not(precision: str, accumulation: int) -> None:
-    settings = [
-        Setting(stage, accumulation=accumulation, precision=precision, clip=1.0, optimizer="AdamW", lr=1e-2)
-        for stage in (0, 1, 2, 3)
-    ]
-    ((plain, divided),) = run_ranks(both_ways, 1, "gpt", settings)
-    for setting, first, second in zip(settings, plain, divided, strict=True):
-        assert_identical(first, second, f"{setting}")
-        assert_identical(plain[0], first, f"{setting}")
-
-
-@pytest.mark.parametrize("name", [*map(thorough, ["odd_mlp", "borrower", "router", "mixed_types"]), "lora"])
-def test_models_that_are_not_regular(name: str) -> None:
-    settings = [Setting(stage, accumulation=2, optimizer="momentum", clip=0.5) for stage in (0, 2, 3)]
-    ((plain, divided),) = run_ranks(both_ways, 1, name, settings)
-    for setting, first, second in zip(settings, plain, divided, strict=True):
-        assert_identical(first, second, f"{setting}")
+from tests.zero.elsewhere import forced
 
 
 def released() -> list[bool]:
@@ -83,7 +41,6 @@ def taken(stage: int) -> tuple[int, int, int]:
     return peak[Category.GRADIENTS], peak[Category.BUFFERS], held
 
 
-@pytest.mark.parametrize("stage", [thorough(1), 2])
-def test_gradients_are_collected_where_they_stay(stage: int) -> None:
-    ((gradients, buffers, held),) = run_ranks(taken, 1, stage)
+def test_gradients_are_collected_where_they_stay() -> None:
+    ((gradients, buffers, held),) = run_ranks(taken, 1, 2)
     assert gradients == held and not buffers

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.errors import LossScaleError
 from shardwise.utils import logger
-from tests.harness import run_ranks, thorough
+from tests.harness import run_ranks
 from tests.harness.training import digest, engine_of, masters
 from tests.precision.test_scaler import reference
 
@@ -121,11 +121,11 @@ WEIGHTS = (("second.weight", (INF, -INF, NAN, 48.0)), ("third.bias", (NAN,)))
 def test_a_report_names_where_the_first_value_came_from() -> None:
     cases = [
         (stage, accumulation, more, Spoilt((1,), WEIGHTS))
-        for stage in range(4)
+        for stage in (0, 1, 3)
         for accumulation, more in ((1, FP16), (2, FP32))
     ]
     cases += [(0, 2, FP16, Spoilt((1,), WEIGHTS)), (3, 1, BF16, Spoilt((1,), WEIGHTS))]
-    cases += [(stage, 1, {**FP16, "prescale_gradients": True}, Spoilt((0, 2), WEIGHTS)) for stage in (0, 3)]
+    cases += [(stage, 1, {**FP16, "prescale_gradients": True}, Spoilt((0, 2), WEIGHTS)) for stage in (2,)]
     everywhere = run_ranks(reports, 3, cases)
     for (stage, accumulation, more, spoilt), *found in zip(cases, *everywhere, strict=True):
         what = f"stage {stage}, {accumulation} micro-batches, {more}"
@@ -152,8 +152,7 @@ def test_a_report_names_where_the_first_value_came_from() -> None:
         assert text in lines[0]
 
 
-@pytest.mark.parametrize("stages", [(0, 3), thorough((1, 2))])
-def test_a_report_tells_forward_backward_and_reduction_apart(stages: tuple[int, ...]) -> None:
+def test_a_report_tells_forward_backward_and_reduction_apart() -> None:
     wire = {**FP32, "communication_data_type": "fp16"}
     sums = {**FP32, "data_types": {"grad_accum_dtype": "fp16"}, "communication_data_type": "fp32"}
     large = (("second.weight", (1e5,)),)
@@ -170,7 +169,7 @@ def test_a_report_tells_forward_backward_and_reduction_apart(stages: tuple[int, 
         (wire, Spoilt((0,), large), "backward", (0,), "second.weight"),
         (sums, Spoilt((0, 1), half), "reduce", (), "second.weight"),
     ]
-    cases = [(stage, 1, more, spoilt) for stage in stages for more, spoilt, *_ in kinds]
+    cases = [(stage, 1, more, spoilt) for stage in (0, 3) for more, spoilt, *_ in kinds]
     found = run_ranks(reports, 2, cases)
     assert [case[:3] for case in found[0]] == [case[:3] for case in found[1]]
     for number, (case, (_, report, text, _)) in enumerate(zip(cases, found[0], strict=True)):
@@ -226,12 +225,11 @@ def expected_trace(scaling: dict[str, Any], spoilt: list[int | None]) -> Trace:
     ]
 
 
-@pytest.mark.parametrize("world", [2, thorough(3)])
-def test_the_scale_follows_the_automaton_through_real_training(world: int) -> None:
-    choose = random.Random(world)
+def test_the_scale_follows_the_automaton_through_real_training() -> None:
+    choose = random.Random(2)
     runs: list[tuple[int, dict[str, Any], list[int | None]]] = []
     for stage in range(4):
-        for number in range(4):
+        for number in (stage % 2, 2 + stage % 2):
             scaling: dict[str, Any] = {
                 "initial_scale_power": choose.randint(2, 8),
                 "loss_scale_window": choose.randint(1, 4),
@@ -242,10 +240,8 @@ def test_the_scale_follows_the_automaton_through_real_training(world: int) -> No
             if number == 3:
                 scaling = {"loss_scale": 128.0}
             often = choose.choice([0.2, 0.5, 0.9])
-            runs.append(
-                (stage, scaling, [choose.randrange(world) if choose.random() < often else None for _ in range(14)])
-            )
-    everywhere = run_ranks(traces, world, runs)
+            runs.append((stage, scaling, [choose.randrange(2) if choose.random() < often else None for _ in range(10)]))
+    everywhere = run_ranks(traces, 2, runs)
     for (stage, scaling, spoilt), *found in zip(runs, *everywhere, strict=True):
         for trace in found:
             assert trace == expected_trace(scaling, spoilt), (stage, scaling, spoilt)

@@ -27,10 +27,8 @@ from tests.checkpoint import matrix
 from tests.device import checking
 from tests.device.recorded import record_all
 from tests.harness import run_ranks, thorough
-from tests.harness.training import DTYPES, Outcome, Setting, assert_identical, masters, start, train_all
+from tests.harness.training import DTYPES, Outcome, Setting, assert_identical, masters, start, take_steps, train_all
 from tests.models import CASES
-from tests.zero import test_layerwise as layerwise
-from tests.zero import test_optimizers as optimizers
 from tests.zero.elsewhere import Held, living_elsewhere
 
 ALL = ("optimizer", "gradients", "parameters")
@@ -40,9 +38,9 @@ STAGES = (0, 1, 2, 3)
 
 def both_ways(name: str, settings: list[Setting], kinds: tuple[str, ...], frees: bool) -> tuple[Any, Any, int, int]:
     """Outcomes of training with everything on the device, and with some kinds of state elsewhere."""
-    resident = train_all(name, settings)
+    resident = train_all(name, settings, 2)
     with living_elsewhere(*kinds, frees=frees) as place:
-        away = train_all(name, settings)
+        away = train_all(name, settings, 2)
     return resident, away, place.tiered, place.acquired
 
 
@@ -55,57 +53,26 @@ def check_both(world: int, name: str, settings: list[Setting], kinds: tuple[str,
                 assert_identical(first, second, f"{setting}")
 
 
-@pytest.mark.parametrize(
-    ("world", "frees", "accumulation", "precision", "kinds"),
-    [
-        thorough(1, False, 1, "fp32", ALL[:1]),
-        thorough(1, True, 2, "bf16", ALL[2:]),
-        thorough(1, False, 2, "bf16", ALL[1:2]),
-        thorough(1, True, 2, "fp16", ALL),
-        thorough(2, False, 2, "fp16", ALL[:1]),
-        thorough(2, True, 1, "fp32", ALL[1:2]),
-        (2, True, 2, "bf16", ALL[1:2]),
-        thorough(2, False, 1, "bf16", ALL[2:]),
-        thorough(2, True, 1, "fp32", ALL),
-        thorough(2, False, 2, "bf16", ALL),
-    ],
-    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
-)
-def test_it_has_the_bits_of_what_lives_on_the_device(
-    world: int, frees: bool, accumulation: int, precision: str, kinds: tuple[str, ...]
-) -> None:
-    common: dict[str, Any] = {"precision": precision, "clip": 1.0, "optimizer": "AdamW", "lr": 1e-2}
-    settings = [Setting(stage, accumulation=accumulation, **common) for stage in STAGES]
-    check_both(world, "gpt", settings, kinds, frees)
+@pytest.mark.parametrize("frees", [True, thorough(False)])
+@pytest.mark.parametrize("kinds", [ALL, *(thorough((kind,)) for kind in ALL)], ids="+".join)
+def test_it_has_the_bits_of_what_lives_on_the_device(kinds: tuple[str, ...], frees: bool) -> None:
+    setting = Setting(accumulation=2, precision="bf16", clip=1.0, optimizer="AdamW", lr=1e-2)
+    check_both(2, "gpt", [setting.with_stage(stage) for stage in STAGES], kinds, frees)
 
 
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        thorough(1, "borrower"),
-        thorough(1, "mixed_types"),
-        thorough(2, "odd_mlp"),
-        thorough(2, "borrower"),
-        thorough(2, "mixed_types"),
-        thorough(2, "lora"),
-        thorough(2, "frozen_middle"),
-        (2, "router"),
-    ],
-)
-def test_models_that_are_not_regular(world: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["router", thorough("borrower"), thorough("mixed_types"), thorough("lora")])
+def test_models_that_are_not_regular(name: str) -> None:
     settings = [Setting(stage, accumulation=2, optimizer="momentum", clip=0.5) for stage in (0, 2, 3)]
-    check_both(world, name, settings, ALL)
+    check_both(2, name, settings, ALL)
 
 
 @pytest.mark.parametrize(
     "zero",
     [
-        thorough({"zero_quantized_weights": True}),
-        thorough({"zero_hpz_partition_size": 2, "zero_quantized_weights": True}),
-        thorough({"zero_quantized_gradients": True}),
         {"mics_shard_size": 2},
+        thorough({"zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True}),
     ],
-    ids=lambda zero: "+".join(zero),
+    ids="+".join,
 )
 def test_sources_of_gathers_compose(zero: dict[str, Any]) -> None:
     setting = Setting(3, precision="bf16", optimizer="AdamW", lr=1e-2, accumulation=2, zero=tuple(zero.items()))
@@ -129,45 +96,30 @@ class Counting(torch.optim.SGD):
                 p.add_(p.grad, alpha=-group["lr"] / group["calls"])
 
 
-def train_with(kind: str, stages: tuple[int, ...]) -> list[Outcome]:
-    if kind in layerwise.MAKERS:
-        settings = [Setting(stage, precision="bf16", clip=1.0) for stage in stages]
-        return layerwise.train_every("gpt_groups", kind, settings)
+def train_with(kind: str) -> list[Outcome]:
+    settings = [Setting(stage, precision="bf16", clip=1.0, optimizer=kind, lr=1e-2) for stage in (0, 1, 3)]
+    if kind != "counting":
+        return train_all("gpt_groups", settings)
     found = []
-    for stage in stages:
+    for setting in settings:
         case = CASES["gpt_groups"]
         model = case.make()
-        groups = case.groups(model)
-        optimizer = Counting(list(groups), lr=0.05) if kind == "counting" else optimizers.MAKERS[kind](groups)
-        engine = start(case, Setting(stage, precision="bf16"), model, optimizer)
-        optimizers.steps(engine, case, 3)
+        engine = start(case, setting, model, Counting(list(case.groups(model)), lr=0.05))
+        take_steps(engine, case, range(3))
         found.append(Outcome(masters(model)))
         engine.destroy()
     return found
 
 
 def optimizers_both_ways(kind: str) -> tuple[list[Outcome], list[Outcome], int]:
-    resident = train_with(kind, (0, 1, 3))
+    resident = train_with(kind)
     with living_elsewhere(*ALL) as place:
-        return resident, train_with(kind, (0, 1, 3)), place.tiered
+        return resident, train_with(kind), place.tiered
 
 
-@pytest.mark.parametrize(
-    ("world", "kind"),
-    [
-        thorough(1, "own AdamW"),
-        thorough(1, "muon"),
-        thorough(1, "counting"),
-        thorough(2, "Lion"),
-        thorough(2, "lamb"),
-        thorough(2, "muon"),
-        thorough(2, "Adafactor"),
-        (2, "subclass"),
-        thorough(2, "counting"),
-    ],
-)
-def test_optimizers(world: int, kind: str) -> None:
-    for resident, away, tiered in run_ranks(optimizers_both_ways, world, kind):
+@pytest.mark.parametrize("kind", ["subclass", "counting", thorough("Lamb"), thorough("Muon"), thorough("Lion")])
+def test_optimizers(kind: str) -> None:
+    for resident, away, tiered in run_ranks(optimizers_both_ways, 2, kind):
         assert tiered
         for first, second in zip(resident, away, strict=True):
             assert_identical(first, second, kind)
@@ -215,9 +167,7 @@ def bytes_held(kinds: tuple[str, ...], stage: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("world", "stage"), [thorough(1, 0), thorough(1, 3), thorough(2, 0), thorough(2, 1), thorough(2, 2), (2, 3)]
-)
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), thorough(1, 3), thorough(2, 1)])
 def test_nothing_is_on_the_device_at_rest_and_little_in_a_step(world: int, stage: int) -> None:
     for seen in run_ranks(bytes_held, world, ALL, stage):
         assert seen["released"] and seen["units"] > 4
@@ -292,16 +242,15 @@ def changed(stage: int, precision: str) -> Outcome:
 
 def changed_both_ways(precision: str) -> list[tuple[Outcome, Outcome]]:
     found = []
-    for stage in STAGES:
+    for stage in (1, 3):
         resident = changed(stage, precision)
         with living_elsewhere(*ALL):
             found.append((resident, changed(stage, precision)))
     return found
 
 
-@pytest.mark.parametrize(("world", "precision"), [thorough(1, "bf16"), thorough(2, "fp32"), (2, "bf16")])
-def test_values_are_read_and_changed(world: int, precision: str) -> None:
-    for found in run_ranks(changed_both_ways, world, precision):
+def test_values_are_read_and_changed() -> None:
+    for found in run_ranks(changed_both_ways, 2, "bf16"):
         for resident, away in found:
             assert_identical(resident, away)
 
@@ -338,19 +287,8 @@ def saved_and_loaded(root: str, entry: matrix.Entry, background: bool) -> list[t
     return found
 
 
-@pytest.mark.parametrize(
-    ("background", "world", "name"),
-    [
-        thorough(False, 1, "AdamW"),
-        thorough(True, 1, "adamw"),
-        thorough(False, 2, "adamw"),
-        (True, 2, "AdamW"),
-        thorough(True, 2, "muon"),
-    ],
-)
-def test_checkpoints(tmp_path: Path, background: bool, world: int, name: str) -> None:
-    entry = matrix.Entry(name, name, "bf16")
-    for found in run_ranks(saved_and_loaded, world, str(tmp_path), entry, background):
+def test_checkpoints(tmp_path: Path) -> None:
+    for found in run_ranks(saved_and_loaded, 2, str(tmp_path), matrix.Entry("AdamW", "AdamW", "bf16"), True):
         assert len(found) == 8
         for first, second in found:
             assert first == second
@@ -360,9 +298,8 @@ def test_checkpoints(tmp_path: Path, background: bool, world: int, name: str) ->
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
-@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
-def test_every_schedule_of_streams_is_in_order(stage: int, kinds: tuple[str, ...]) -> None:
-    setting = Setting(stage, clip=1.0, optimizer="momentum", precision="bf16", accumulation=2)
+def test_every_schedule_of_streams_is_in_order(kinds: tuple[str, ...]) -> None:
+    setting = Setting(3, clip=1.0, optimizer="momentum", precision="bf16", accumulation=2)
     with living_elsewhere(*kinds):
         traces = record_all(CASES["gpt"], setting, world=2)
     assert any(event.stream == "transfers" for event in traces[0].events)

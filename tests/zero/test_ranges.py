@@ -6,7 +6,7 @@ import torch
 
 from tests.harness.training import Setting, train
 from tests.models import CASES
-from tests.zero.test_one_rank import forced
+from tests.zero.elsewhere import forced
 
 
 def test_a_trace_names_gathers_reductions_and_steps_by_unit() -> None:

@@ -54,7 +54,7 @@ def train_runners(settings: list[Setting], dropout: float, frozen: bool) -> list
 
 @pytest.mark.parametrize(("dropout", "frozen"), [thorough(0.0, False), (0.2, True)])
 def test_recomputation_changes_no_bit(dropout: float, frozen: bool) -> None:
-    settings = [Setting(stage=stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, None), (3, 50))]
+    settings = [Setting(stage=stage, cap=cap) for stage, cap in ((0, None), (2, 50), (3, 50))]
     settings += [Setting(stage=3, accumulation=2)]
     first, second = run_ranks(train_runners, 2, settings, dropout, frozen)
     rows = first
@@ -64,5 +64,5 @@ def test_recomputation_changes_no_bit(dropout: float, frozen: bool) -> None:
     for row, runner in zip(rows, RUNNERS, strict=True):
         for setting, outcome, reference in zip(settings, row, rows[0], strict=True):
             assert_identical(reference, outcome, f"{runner} {setting}")
-        for setting, outcome in zip(settings[:5], row[:5], strict=True):
+        for setting, outcome in zip(settings[:3], row[:3], strict=True):
             assert_identical(row[0], outcome, f"{runner}: {setting}")
