@@ -15,6 +15,8 @@ TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes; where Python may not keep what it has compiled, each compiles shardwise anew.
 export PYTHONDONTWRITEBYTECODE :=
+# Tests and tools import the drop-in's package from the checkout; the drop-in itself (`import deepspeed`) is not installed.
+export PYTHONPATH := $(CURDIR)/dropin/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu exhaustive matrix versions lint format guard size hops bench bench-gpu soak hostile docs clean
 help:

@@ -6,7 +6,10 @@ with the reason, which editors show. A name that cannot be imported is left out.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "src"))
 
 from shardwise_deepspeed.entries import Alias, Missing, Stub, read, table
 from shardwise_deepspeed.modules import PACKAGES, PATHS

@@ -136,7 +136,7 @@ def test_what_is_launched_trains_as_told(stage: int, options: str, tmp_path: Pat
     told = launched(tmp_path, *options.split())
     assert told.pop("losses") == pytest.approx(plain(), rel=1e-5)
     assert told == {
-        "kind": "shardwise.engine.engine.Engine",
+        "kind": "shardwise_deepspeed.engine.DeepSpeedEngine",
         "stage": stage,
         "accumulation": 2,
         "clipping": 0.5,

@@ -216,3 +216,13 @@ def test_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Accelerator("cpu").device_count() == 2
     monkeypatch.setenv("LOCAL_SIZE", "4")
     assert Accelerator("cpu").device_count() == 4
+
+
+@pytest.mark.usefixtures("installed")
+def test_layers_of_experts_have_the_groups_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.moe.layer import MoE
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    MoE(4, nn.Linear(4, 4), num_experts=2).set_deepspeed_parallelism()
+    with pytest.raises(UsageError, match="ep_size=2, and there is no process group"):
+        MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2).set_deepspeed_parallelism()

@@ -1,3 +1,3 @@
-from shardwise.moe.layer import MoE as MoE
+from shardwise_deepspeed.experts import MoE as MoE
 
 __all__ = ["MoE"]

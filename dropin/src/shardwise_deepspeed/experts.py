@@ -1,4 +1,4 @@
-"""Queries and parameter groups of experts, for scripts that call them for every model.
+"""DeepSpeed's MoE layer, and queries and parameter groups of experts for scripts that call them for every model.
 
 An engine needs no separate groups for expert parameters. Groups created here may have their own learning rate or weight
 decay.
@@ -10,10 +10,24 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from shardwise import moe
 from shardwise.errors import UsageError
 from shardwise.moe.exchange import ExpertParallelModule, expert_group_of
+
+
+class MoE(moe.MoE):
+    """`shardwise.moe.MoE`, with a method of DeepSpeed's layer."""
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Do nothing: `shardwise.initialize()` creates the groups. Raises a UsageError without a process group."""
+        if self.ep_size > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise UsageError(
+                f"MoE without its groups: ep_size={self.ep_size}, and there is no process group. Call "
+                "shardwise.init_distributed() before"
+            )
 
 
 def is_moe_param(param: torch.Tensor) -> bool:

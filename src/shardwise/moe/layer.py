@@ -160,14 +160,6 @@ class MoE(ExpertParallelModule):
         """True if this rank has kept its part of a list of experts."""
         return self._first is not None
 
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Do nothing: `shardwise.initialize()` creates the groups. Raises a UsageError without a process group."""
-        if self.ep_size > 1 and not (dist.is_available() and dist.is_initialized()):
-            raise UsageError(
-                f"MoE without its groups: ep_size={self.ep_size}, and there is no process group. Call "
-                "shardwise.init_distributed() before"
-            )
-
     @override
     def bind(self, path: str, group: ExpertGroup) -> None:
         self.group, self.path, self._agreed = group, path or "MoE", False
