@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_named_by_its_tag_is_an_error_on_all_ranks(runs: Pa
     flip(data_file(runs / "three"))
     for result in on_ranks(attempt, world, str(runs), "three"):
         assert result["loaded"] is None
-        assert "checksum of bytes [0, 4194304) is wrong" in result["error"]
+        assert "the checksum of bytes [" in result["error"]
         assert data_file(runs / "three").name in result["error"]
         assert not result["changed"]
 
@@ -127,10 +127,10 @@ def test_only_the_blocks_of_wanted_tensors_are_verified(tmp_path: Path) -> None:
     flip(tmp_path / "f", facts.size - 5)
     with Checkpoint(str(tmp_path)) as damaged:
         wanted = damaged.blocks(damaged.manifest.of_module())
-        assert len(wanted) == 2 and len(damaged.blocks()) == 5
+        assert wanted == [("f", 0), ("f", 1)] and len(damaged.blocks()) == 3
         damaged.verify(wanted)
         assert torch.equal(damaged.read(damaged.find("w")), tensors["p"])
-        with pytest.raises(CheckpointError, match=r"bytes \[16777216, 20971520\) is wrong \(they hold m\)"):
+        with pytest.raises(CheckpointError, match=r"bytes \[\d+, \d+\) is wrong \(they hold m\)"):
             damaged.verify(damaged.blocks())
 
 
@@ -237,7 +237,7 @@ def rewrite(directory: Path, change: Any) -> None:
 def test_another_format_number_is_refused(runs: Path) -> None:
     rewrite(runs / "three", lambda fields: fields["format"].update(version=7))
     for result in on_ranks(attempt, 2, str(runs), "three"):
-        assert "expected format shardwise.checkpoint 1" in result["error"]
+        assert "expected format shardwise.checkpoint 2" in result["error"]
         assert "found shardwise.checkpoint 7" in result["error"]
         assert not result["changed"]
 

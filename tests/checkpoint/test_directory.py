@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from shardwise.checkpoint import directory
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 
@@ -49,7 +49,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 def test_a_draft_is_hidden_until_published(tmp_path: Path) -> None:
     draft = directory.StagingDirectory(str(tmp_path / "new"), "a")
     write(draft, "one")
-    assert directory.other_tags(str(tmp_path / "new")) == []
+    assert CheckpointDirectory(str(tmp_path / "new")).tags_if_any() == []
     draft.publish()
     assert content(tmp_path / "new", "a") == "one"
     assert os.listdir(tmp_path / "new") == ["a"]
@@ -100,15 +100,8 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     living = directory.StagingDirectory(str(tmp_path), "a")
     write(living, "one")
     killed(tmp_path, "b.c")
-    gone = killed(tmp_path, "d")
-    gone.rename(gone.with_name(gone.name.replace(".partial", ".gone.partial")))
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    (tmp_path / f".latest.01234567-{ended.pid}-{directory._machine()}.partial").write_text("")
-    about = f".latest.01234567-{os.getpid()}-{directory._machine()}.partial"
-    (tmp_path / about).write_text("another job is about to rename it")
     other = directory.StagingDirectory(str(tmp_path), "c")
-    assert set(os.listdir(tmp_path)) == {about, os.path.basename(living.path), os.path.basename(other.path)}
+    assert set(os.listdir(tmp_path)) == {os.path.basename(living.path), os.path.basename(other.path)}
     other.discard()
     living.publish()
     assert content(tmp_path, "a") == "one"
@@ -116,8 +109,7 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
 
 STRANGE = [
     *(".gone.partial", ".my-backup.gone.partial", ".rsync.partial", ".x.writer.partial", ".a.01234567.partial"),
-    *(".a.01234567.gone.partial", "visible.partial", ".hidden", ".latest.01234567.partial", ".latest.mine.partial"),
-    ".latest.01234567-1-01234567.partial",
+    *(".downloads.partial", "visible.partial", ".hidden", ".latest.01234567.partial", ".latest.mine.partial"),
 ]
 
 
@@ -128,10 +120,8 @@ def test_what_others_have_left_stays(tmp_path: Path) -> None:
         (path / "sub" / "thesis.tex").write_text("mine")
         (path / "writer.lock").write_text("")
         os.utime(path, (0, 0))
-    for name in (".file.01234567.partial", ".latest.89abcdef-1-89abcdef.partial"):
-        (tmp_path / "runs" / name).write_text("mine")
-    for name in (".link.01234567.partial", ".link.01234567.gone.partial"):
-        (tmp_path / "runs" / name).symlink_to(killed(tmp_path / "elsewhere", "a"))
+    (tmp_path / "runs" / ".file.01234567.partial").write_text("mine")
+    (tmp_path / "runs" / ".link.01234567.partial").symlink_to(killed(tmp_path / "elsewhere", "a"))
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     directory.remove_leftovers(str(tmp_path / "runs"))
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
@@ -161,7 +151,7 @@ def test_a_draft_of_another_tag_keeps_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "manifest.json").write_text("{}")
     draft = directory.StagingDirectory(str(tmp_path), "a.b")
-    assert directory.remove(str(tmp_path), "a")
+    assert CheckpointDirectory(str(tmp_path)).remove("a")
     draft.discard()
 
 
@@ -176,26 +166,26 @@ def test_a_draft_that_cannot_be_locked_leaves_nothing(tmp_path: Path, monkeypatc
 
 
 def test_latest_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert directory.read_latest(str(tmp_path)) is None
-    directory.write_latest(str(tmp_path), "a")
-    directory.write_latest(str(tmp_path), "b")
-    assert directory.read_latest(str(tmp_path)) == "b"
+    assert CheckpointDirectory(str(tmp_path)).latest() is None
+    CheckpointDirectory(str(tmp_path)).set_latest("a")
+    CheckpointDirectory(str(tmp_path)).set_latest("b")
+    assert CheckpointDirectory(str(tmp_path)).latest() == "b"
 
     def fail(source: str, target: str) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="Input/output"):
-        directory.write_latest(str(tmp_path), "c")
+        CheckpointDirectory(str(tmp_path)).set_latest("c")
     assert os.listdir(tmp_path) == ["latest"]
-    assert directory.read_latest(str(tmp_path)) == "b"
+    assert CheckpointDirectory(str(tmp_path)).latest() == "b"
 
 
 @pytest.mark.parametrize("data", [b"", b"../x", b"\xff\xfe"])
 def test_a_damaged_latest_is_an_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "latest").write_bytes(data)
     with pytest.raises(CheckpointError, match="latest"):
-        directory.read_latest(str(tmp_path))
+        CheckpointDirectory(str(tmp_path)).latest()
 
 
 def test_drafts_of_living_writers_stay(tmp_path: Path) -> None:
@@ -212,25 +202,29 @@ def test_what_is_read_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "manifest.json").write_text("{}")
     held = directory.Hold(str(tmp_path / "a"))
-    assert not directory.remove(str(tmp_path), "a")
+    assert not CheckpointDirectory(str(tmp_path)).remove("a")
     held.release()
-    assert directory.remove(str(tmp_path), "a")
+    assert CheckpointDirectory(str(tmp_path)).remove("a")
     assert os.listdir(tmp_path) == []
 
 
 def test_files_of_a_checkpoint_that_is_read_stay_when_its_tag_is_saved_again(tmp_path: Path) -> None:
-    names = []
-    held = None
-    for text in ("one", "two", "three"):
-        draft = directory.StagingDirectory(str(tmp_path), "a")
-        names.append(write(draft, text))
-        draft.publish()
-        held = held or directory.Hold(str(tmp_path / "a"))
-    assert held is not None and not held.is_current()
-    assert set(names) < set(os.listdir(tmp_path / "a")) and content(tmp_path, "a") == "three"
-    assert not directory.remove(str(tmp_path), "a")
+    first = directory.StagingDirectory(str(tmp_path), "a")
+    names = [write(first, "one")]
+    first.publish()
+    held = directory.Hold(str(tmp_path / "a"))
+    second = directory.StagingDirectory(str(tmp_path), "a")
+    names.append(write(second, "two"))
+    second.publish()
+    assert not held.is_current()
+    assert set(names) < set(os.listdir(tmp_path / "a")) and content(tmp_path, "a") == "two"
     held.release()
-    draft = directory.StagingDirectory(str(tmp_path), "a")
-    last = write(draft, "four")
-    draft.publish()
+    third = directory.StagingDirectory(str(tmp_path), "a")
+    last = write(third, "three")
+    third.publish()
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", last]
+
+
+def test_the_first_line_of_latest_counts(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step 7\nbest so far\n")
+    assert CheckpointDirectory(str(tmp_path)).latest() == "step 7"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint import save as saving
 from shardwise.checkpoint import verify
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger, warn_once
@@ -249,13 +250,12 @@ def local_directories(path: str) -> str:
     own = f"{path}/{rank()}"
     with pytest.raises(CheckpointError) as caught:
         # What a node-local directory looks like: the same call, another place.
-        draft = __import__("shardwise.checkpoint.save", fromlist=["_write"])
-        original = draft._write
-        draft._write = lambda part, where, request: original(part, where if rank() == 0 else own, request)
+        original = saving.write_part
+        saving.write_part = lambda where, *args, **more: original(where if rank() == 0 else own, *args, **more)
         try:
             run.engine.save_checkpoint(path)
         finally:
-            draft._write = original
+            saving.write_part = original
     return str(caught.value)
 
 

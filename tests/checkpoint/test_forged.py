@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint import checksums, directory, manifestfile, newest, publish
+from shardwise.checkpoint import checksums, directory, manifestfile, publish
 from shardwise.checkpoint import save as saving
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 from tests.checkpoint import hostile
@@ -130,31 +131,6 @@ def test_names_of_parameters_in_groups_stay_the_engines_own(tmp_path: Path) -> N
     assert run_ranks(of_another_model, 1, str(tmp_path)) == [["weight", "bias"]]
 
 
-def attributes(path: Path) -> bool:
-    try:
-        os.setxattr(path, "user.shardwise.try", b"1")
-    except (OSError, AttributeError):
-        return False
-    return True
-
-
-def test_a_latest_that_was_changed_is_said(tmp_path: Path) -> None:
-    if not attributes(tmp_path):
-        pytest.skip("this file system has no attributes")
-    handler = Lines()
-    logger.addHandler(handler)
-    directory.write_latest(str(tmp_path), "global_step11")
-    assert directory.read_latest(str(tmp_path)) == "global_step11" and handler.lines == []
-    assert (tmp_path / "latest").read_text() == "global_step11"  # as every program reads it
-    (tmp_path / "latest").write_text("global_step10")
-    assert directory.read_latest(str(tmp_path)) == "global_step10"
-    assert "names 'global_step10', and was written as 'global_step11'" in handler.lines[0]
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").write_text("theirs\n")  # of another program
-    assert directory.read_latest(str(tmp_path)) == "theirs" and len(handler.lines) == 1
-    logger.removeHandler(handler)
-
-
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with open(tmp_path / "a" / "manifest.json", "wb") as file:
@@ -196,9 +172,8 @@ def saves_by_turns(root: str) -> list[str]:
 
 def test_another_job_in_the_same_directory_is_said_once(tmp_path: Path) -> None:
     told = on_ranks(saves_by_turns, 1, str(tmp_path))[0]
-    # Once about each of the two.
-    assert len(told) == 2 and "it has made 't0'" in told[0] and "it has made 't1'" in told[1]
-    assert newest.latest_head(str(tmp_path)).job == "0123abcd"
+    assert len(told) == 1 and "it has made 't1'" in told[0]
+    assert CheckpointDirectory(str(tmp_path)).head_of_latest().job == "0123abcd"
 
 
 def test_two_jobs_may_save_into_one_directory(tmp_path: Path) -> None:
@@ -207,7 +182,7 @@ def test_two_jobs_may_save_into_one_directory(tmp_path: Path) -> None:
             draft = directory.StagingDirectory(str(tmp_path), f"{name}{number % 3}")
             directory.write_file(os.path.join(draft.path, "manifest.json"), b"{}")
             draft.publish()
-            directory.write_latest(str(tmp_path), f"{name}{number % 3}")
+            CheckpointDirectory(str(tmp_path)).set_latest(f"{name}{number % 3}")
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(job, name) for name in ("a", "b")]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint.newest import listing
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.peer_replicas import make_own
 from shardwise.errors import CheckpointError, CheckpointPathError
 from tests.checkpoint.job import Run, config, differences, on_ranks
@@ -121,7 +121,7 @@ def going_back(root: str) -> None:
     assert fresh(place, runs, 3, every=4) == ("memory", 4)
     # What `latest` is made to name by hand counts, too.
     first_rank(Path(runs, "latest").write_text, "global_step9\n")
-    assert listing(runs).tags == ["global_step9", "global_step3", "global_step2"]
+    assert CheckpointDirectory(runs).newest_first().tags == ["global_step9", "global_step3", "global_step2"]
     assert fresh(place, runs, 4, every=4) == ("memory", 4)
     first_rank(shutil.rmtree, f"{place}/engine0")
     assert fresh(place, runs, 5, every=4) == ("disk", 9)

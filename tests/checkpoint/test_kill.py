@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import Checkpoint, directory, verify
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.safetensors_writer import TensorWriter
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.harness import thorough
@@ -58,7 +59,6 @@ def instrument(event: Callable[[], None]) -> None:
     def in_two(self: TensorWriter, data: memoryview) -> None:
         half = len(data) // 2
         put(self, data[:half])
-        self._file._file.flush()  # type: ignore[union-attr]
         event()
         put(self, data[half:])
 
@@ -100,7 +100,7 @@ def kill_at_every_step(path: str, overwrite: bool) -> list[str]:
 
 
 def what_is_left(path: str) -> str:
-    tag = directory.read_latest(path)
+    tag = CheckpointDirectory(path).latest()
     assert tag is not None
     manifest = verify(os.path.join(path, tag))
     with Checkpoint(os.path.join(path, tag)) as saved:
@@ -253,7 +253,7 @@ def test_a_run_that_is_killed_while_saving_ends_with_the_same_bits(
     job.wait_for(f"step {reached}")
     time.sleep(random.Random(0).uniform(0.02, 0.4))
     job.kill()
-    assert directory.read_latest(str(tmp_path / "runs")) == "last"
+    assert CheckpointDirectory(str(tmp_path / "runs")).latest() == "last"
     assert verify(str(tmp_path / "runs" / "last")).counters["global_steps"] == reached
     Job(tmp_path, STEPS, seed=9).finish()
     assert same(end(tmp_path / "runs"), uninterrupted)

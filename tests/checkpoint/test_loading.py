@@ -407,7 +407,7 @@ def test_step_counts_that_differ_in_one_group_go_on(stage: int, world: int, tmp_
 
 
 def test_what_is_decoded_is_verified_too(tmp_path: Path) -> None:
-    block = safetensors_reader.BLOCK
+    block = 4096
     tensors = {"p": torch.randn(block // 4), "m": torch.randn(block // 2), "c": torch.randn(16)}
     facts = write_tensors(str(tmp_path / "f"), tensors)
     stored = [
@@ -440,10 +440,10 @@ def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
         engine.destroy()
         return {}
     counts = {"verified": 0, "read": 0}
-    verify, fill = safetensors_reader.TensorFile.wrong_blocks, safetensors_reader.TensorFile._fill
+    verify, fill = safetensors_reader.TensorFile.checksum, safetensors_reader.TensorFile._fill
     inside: list[bool] = []
 
-    def counted_verify(self: Any, *arguments: Any) -> list[int]:
+    def counted_verify(self: Any, *arguments: Any) -> str:
         inside.append(True)
         try:
             return verify(self, *arguments)
@@ -455,7 +455,7 @@ def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
         fill(self, out, offset)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(safetensors_reader.TensorFile, "wrong_blocks", counted_verify)
+    patch.setattr(safetensors_reader.TensorFile, "checksum", counted_verify)
     patch.setattr(safetensors_reader.TensorFile, "_fill", counted_fill)
     patch.setattr("shardwise.checkpoint.parallel.workers", lambda: 1)  # what is counted is counted in this thread
     torch.use_deterministic_algorithms(True)  # memory that is not written holds NaN, so that nobody reads it unnoticed

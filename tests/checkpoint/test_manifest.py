@@ -23,7 +23,7 @@ MANIFEST = Manifest(
     versions={"shardwise": "9.9", "torch": "2", "python": "3"},
     layout={"world": 2, "stage": 3, "dtype": "bfloat16"},
     config={"zero_optimization": {"stage": 3}},
-    files={"f": FileFacts(60, ("0a0b0c0d",))},
+    files={"f": FileFacts(60, ("0a0b0c0d", "01234567"))},
     tensors=[
         StoredTensor("w", "parameter", (2, 3), "float32", (Slice("f", "k", 0, 6),), ("v",), True, 0, "bfloat16"),
         StoredTensor("w", "optimizer/m", (2, 3), "float32", (Slice("f", "l", 0, 6, ((0, 2), (0, 3))),)),
@@ -56,15 +56,15 @@ def test_every_changed_byte_is_found() -> None:
 
 
 def test_another_format_is_refused_with_the_version_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifestfile, "FORMAT", 2)
+    monkeypatch.setattr(manifestfile, "FORMAT", 3)
     data = manifestfile.to_bytes(MANIFEST)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"expected format shardwise.checkpoint 1 .* found .* 2 .*shardwise 9\.9"):
+    with pytest.raises(CheckpointError, match=r"expected format shardwise.checkpoint 2.* found .* 3.*shardwise 9\.9"):
         manifestfile.from_bytes(data, "m.json")
 
 
 def test_strange_but_undamaged_files_are_refused() -> None:
-    body = b'"format": {"name": "shardwise.checkpoint", "version": 1, "block": 4194304}, "more": 1}\n'
+    body = b'"format": {"name": "shardwise.checkpoint", "version": 2}, "more": 1}\n'
     data = b'{"blake2b": "' + manifestfile._digest(body).encode() + b'",\n' + body
     with pytest.raises(CheckpointError, match="not as shardwise writes it"):
         manifestfile.from_bytes(data, "m.json")

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint import directory, open_source
+from shardwise.checkpoint import open_source
 from shardwise.checkpoint.inspection import describe_run
-from shardwise.checkpoint.newest import StateNumbers, head_of, listing
+from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
 from tests.checkpoint.job import on_ranks
 from tests.checkpoint.test_retention import make
 
 
 def ordered(parent: Path) -> list[str]:
-    return listing(str(parent)).tags
+    return CheckpointDirectory(str(parent)).newest_first().tags
 
 
 def test_numbers_order_and_times_do_not(tmp_path: Path) -> None:
@@ -27,11 +27,6 @@ def test_numbers_order_and_times_do_not(tmp_path: Path) -> None:
         make(tmp_path, tag, 1, number, created=created)
         os.utime(tmp_path / tag, (9e9 - created, 9e9 - created))
     assert ordered(tmp_path) == ["c", "b", "a"]
-    directory.write_latest(str(tmp_path), "b", 2)
-    os.utime(tmp_path / "latest", (0, 0))
-    found = listing(str(tmp_path))
-    if directory.number_of_latest(str(tmp_path)) is not None:  # the file system has attributes
-        assert found.tags == ["c", "b", "a"] and "c was completed after 'latest'" in found.notes[0]
     (tmp_path / "latest").write_text("b\nchanged by hand")
     assert ordered(tmp_path) == ["b", "c", "a"]
 
@@ -40,7 +35,7 @@ def test_manifests_without_numbers_come_first_in_time_and_go_by_steps(tmp_path: 
     for tag, steps, number in (("old9", 9, 0), ("old80", 80, 0), ("new1", 1, 1)):
         make(tmp_path, tag, steps, number)
     assert ordered(tmp_path) == ["new1", "old80", "old9"]
-    assert head_of(str(tmp_path), "old80").steps == 80
+    assert CheckpointDirectory(str(tmp_path)).head("old80").steps == 80
 
 
 def test_what_is_not_finite_or_not_readable_comes_last(tmp_path: Path) -> None:
@@ -98,15 +93,15 @@ def test_every_reader_takes_the_same_after_a_clock_that_went_back(tmp_path: Path
 def test_a_latest_that_is_damaged_and_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff")
     with pytest.raises(shardwise.errors.CheckpointError, match="latest"):
-        listing(str(tmp_path))
+        CheckpointDirectory(str(tmp_path)).newest_first()
 
 
 def test_numbers_are_above_those_of_another_job_in_the_directory(tmp_path: Path) -> None:
     numbers = StateNumbers()
     assert numbers.after(str(tmp_path)) == 1
     numbers.see(1)
-    make(tmp_path, "other", 1, 7)  # and `latest` names nothing
+    make(tmp_path, "other", 1, 7)
+    CheckpointDirectory(str(tmp_path)).set_latest("other")
     assert numbers.after(str(tmp_path)) == 8
-    make(tmp_path / "new", "other", 1, 9)
-    os.replace(tmp_path / "new" / "other" / "manifest.json", tmp_path / "other" / "manifest.json")
-    assert numbers.after(str(tmp_path)) == 10
+    make(tmp_path / "earlier", "unnamed", 1, 9)  # and `latest` names nothing
+    assert numbers.after(str(tmp_path / "earlier")) == 10

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import Checkpoint, Manifest, directory, manifestfile
-from shardwise.checkpoint.checksums import write_bytes
-from shardwise.checkpoint.retention import prune
+from shardwise.checkpoint import Checkpoint, Manifest, directory, listing, manifestfile
+from shardwise.checkpoint.checksums import FileFacts
+from shardwise.checkpoint.listing import CheckpointDirectory
 from tests.checkpoint.job import Run, config, on_ranks
 
 
@@ -21,7 +21,8 @@ def make(parent: Path, tag: str, steps: int, number: int, finite: bool = True, c
     """Put down a checkpoint with one small file."""
     path = parent / tag
     path.mkdir(parents=True)
-    facts = write_bytes(str(path / "rank00000of00001-01234567.safetensors"), memoryview(b"data"))
+    (path / "rank00000of00001-01234567.safetensors").write_bytes(b"data")
+    facts = FileFacts(4, ("00000000",))
     layout: dict[str, Any] = {"sequence": number} if number else {}
     if not finite:
         layout["finite"] = False
@@ -57,8 +58,10 @@ def test_what_stays_is_the_newest_the_multiples_and_the_latest(
             make(parent, f"global_step{steps}", steps, 100 + age, created=100.0 - age)
         for steps in damaged:
             next((parent / f"global_step{steps}").glob("*.safetensors")).write_bytes(b"")
-        directory.write_latest(folder, f"global_step{latest}")
-        notes = prune(folder, f"global_step{saved[-1]}", {"global_steps": saved[-1]}, keep_last, keep_every)
+        CheckpointDirectory(folder).set_latest(f"global_step{latest}")
+        notes = CheckpointDirectory(folder).prune(
+            f"global_step{saved[-1]}", {"global_steps": saved[-1]}, keep_last, keep_every
+        )
         whole = [steps for steps in saved if steps not in damaged]
         expected = {
             steps
@@ -87,11 +90,11 @@ def test_what_is_no_checkpoint_of_the_series_stays(tmp_path: Path) -> None:
     make(tmp_path / "elsewhere", "step-010", 10, 1)
     os.symlink(tmp_path / "elsewhere" / "step-010", tmp_path / "step-010")
     before = set(left(tmp_path))
-    assert prune(str(tmp_path), "best", {"global_steps": 1}, 1, None) == []
-    assert prune(str(tmp_path), "step-005", {"global_steps": 6}, 1, None) == []
-    assert prune(str(tmp_path), "step-005", {"global_steps": 5}, None, None) == []
+    assert CheckpointDirectory(str(tmp_path)).prune("best", {"global_steps": 1}, 1, None) == []
+    assert CheckpointDirectory(str(tmp_path)).prune("step-005", {"global_steps": 6}, 1, None) == []
+    assert CheckpointDirectory(str(tmp_path)).prune("step-005", {"global_steps": 5}, None, None) == []
     assert set(left(tmp_path)) == before
-    (note,) = prune(str(tmp_path), "step-005", {"global_steps": 5}, 2, None)
+    (note,) = CheckpointDirectory(str(tmp_path)).prune("step-005", {"global_steps": 5}, 2, None)
     assert "removed step-003, step-002, step-001 (checkpoint.keep_last is 2)" in note
     assert before - set(left(tmp_path)) == {"step-001", "step-002", "step-003"}
 
@@ -101,12 +104,12 @@ def test_what_is_being_read_or_written_stays_until_later(tmp_path: Path) -> None
         make(tmp_path, f"{steps}", steps, steps)
     draft = directory.StagingDirectory(str(tmp_path), "2")
     with Checkpoint(str(tmp_path / "1")):
-        notes = prune(str(tmp_path), "4", {"global_steps": 4}, 1, None)
+        notes = CheckpointDirectory(str(tmp_path)).prune("4", {"global_steps": 4}, 1, None)
         assert len(notes) == 3 and "removed 3 " in notes[0]
         assert "/2: kept for now, because it is being read or written" in notes[1]
         assert {"1", "2", "4"} < set(left(tmp_path))
     draft.discard()
-    prune(str(tmp_path), "4", {"global_steps": 4}, 1, None)
+    CheckpointDirectory(str(tmp_path)).prune("4", {"global_steps": 4}, 1, None)
     assert left(tmp_path) == ["4"]
 
 
@@ -114,7 +117,7 @@ def test_without_knowing_the_latest_nothing_is_removed(tmp_path: Path) -> None:
     for steps in (1, 2):
         make(tmp_path, f"{steps}", steps, steps)
     (tmp_path / "latest").write_bytes(b"\xff")
-    (note,) = prune(str(tmp_path), "2", {"global_steps": 2}, 1, None)
+    (note,) = CheckpointDirectory(str(tmp_path)).prune("2", {"global_steps": 2}, 1, None)
     assert "no older checkpoint is removed" in note
     assert left(tmp_path) == ["1", "2", "latest"]
 
@@ -130,12 +133,12 @@ def test_what_cannot_be_removed_is_told_and_a_killed_removal_is_finished_later(
             raise OSError(30, "Read-only file system")
 
         patch.setattr(os, "rename", fail)
-        (note,) = prune(str(tmp_path), "2", {"global_steps": 2}, 1, None)
+        (note,) = CheckpointDirectory(str(tmp_path)).prune("2", {"global_steps": 2}, 1, None)
         assert "/1: cannot be removed: Read-only file system (errno 30)" in note
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "_remove_hidden", lambda path: None)  # as if killed before it
-        prune(str(tmp_path), "2", {"global_steps": 2}, 1, None)
-    assert directory.other_tags(str(tmp_path)) == ["2"] and len(left(tmp_path)) == 2
+        patch.setattr(listing, "remove_hidden", lambda path: None)  # as if killed before it
+        CheckpointDirectory(str(tmp_path)).prune("2", {"global_steps": 2}, 1, None)
+    assert CheckpointDirectory(str(tmp_path)).tags() == ["2"] and len(left(tmp_path)) == 2
     directory.remove_leftovers(str(tmp_path))
     assert left(tmp_path) == ["2"]
 

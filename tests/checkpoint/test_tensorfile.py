@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import zlib
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint import file_writer
-from shardwise.checkpoint.safetensors_reader import BLOCK, Spec, TensorFile
-from shardwise.checkpoint.safetensors_writer import BlockSums, TensorWriter, write_tensors
+from shardwise.checkpoint.safetensors_reader import STEP, Spec, TensorFile
+from shardwise.checkpoint.safetensors_writer import TensorWriter, write_tensors
 from shardwise.errors import CheckpointError
 
 TENSORS = {
@@ -84,21 +82,21 @@ def test_the_default_device_has_no_say(tmp_path: Path) -> None:
     assert torch.equal(out, TENSORS["a/b[3:9]"][2:5].double())
 
 
-def test_checksums_are_those_of_the_blocks(tmp_path: Path) -> None:
+def test_checksums_are_those_of_the_header_and_of_each_tensor(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    facts = write_tensors(str(path), {"x": torch.randn(3 * BLOCK // 4 + 5), "y": torch.ones(3)})
+    tensors = {"x": torch.randn(3 * STEP // 4 + 5), "none": torch.zeros(0), "y": torch.ones(3, dtype=torch.int8)}
+    facts = write_tensors(str(path), tensors)
     data = path.read_bytes()
-    blocks = [data[start : start + BLOCK] for start in range(0, len(data), BLOCK)]
-    assert list(facts.checksums) == [f"{zlib.crc32(block):08x}" for block in blocks]
-    assert len(blocks) == 4
     with TensorFile(str(path)) as file:
-        assert file.wrong_blocks(facts.checksums, range(4)) == []
-    changed = bytearray(data)
-    changed[2 * BLOCK + 17] ^= 4
-    path.write_bytes(changed)
-    with TensorFile(str(path)) as file:
-        assert file.wrong_blocks(facts.checksums, range(4)) == [2]
-        assert file.wrong_blocks(facts.checksums, [0, 1, 3]) == []
+        spans = [(0, file.data), *map(file.span, file.specs)]
+        assert list(facts.checksums) == [f"{zlib.crc32(data[begin:end]):08x}" for begin, end in spans]
+        assert [file.checksum(begin, end) for begin, end in spans] == list(facts.checksums)
+        out = torch.zeros(tensors["x"].numel())
+        assert file.checksum(*spans[1], out) == facts.checksums[1] and torch.equal(out, tensors["x"])
+        data = bytearray(data)
+        data[spans[1][1] - 1] ^= 4
+        path.write_bytes(data)
+        assert file.checksum(*spans[1]) != facts.checksums[1]
 
 
 @pytest.mark.parametrize("length", [0, 7, 8, 40, -1])
@@ -125,7 +123,7 @@ def test_damaged_headers_are_errors_and_never_wrong_tensors(tmp_path: Path) -> N
                 for name in file.specs:
                     file.read(name)
         except CheckpointError:
-            pass  # the checksum of the block finds the rest
+            pass  # the checksum of the header finds the rest
 
 
 def test_streamed_files_may_be_written_in_any_order(tmp_path: Path) -> None:
@@ -155,29 +153,27 @@ def test_forgotten_and_wrong_tensors_are_errors(tmp_path: Path) -> None:
 
 def test_nothing_is_copied_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = BlockSums.feed
+    original = TensorWriter._put
 
-    def feed(self: BlockSums, data: memoryview) -> None:
+    def put(self: TensorWriter, data: memoryview) -> None:
         seen.append(numpy.frombuffer(data, dtype=numpy.uint8).ctypes.data)
         original(self, data)
 
-    monkeypatch.setattr(BlockSums, "feed", feed)
+    monkeypatch.setattr(TensorWriter, "_put", put)
     tensor = torch.randn(1000)
     write_tensors(str(tmp_path / "a"), {"x": tensor})
     assert tensor.data_ptr() in seen
 
 
-def test_a_failure_that_the_system_tells_early_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
-
-    def fdatasync(descriptor: int) -> None:
-        told.set()
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(file_writer, "LARGE", 1)
-    monkeypatch.setattr(os, "fdatasync", fdatasync)
-    writer = TensorWriter(str(tmp_path / "a"), {"x": Spec(torch.float32, (2,))}, checksums=False)
-    assert told.wait(20)
-    writer.write("x", torch.ones(2))
-    with pytest.raises(OSError, match="Input/output error"):
-        writer.close()
+@pytest.mark.parametrize("before", [b"", b"short", bytes(5000)])
+def test_a_file_that_is_written_over_keeps_its_place(before: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(before)
+    place = path.stat().st_ino
+    with pytest.raises(FileExistsError):
+        write_tensors(str(path), TENSORS)
+    assert path.read_bytes() == before
+    write_tensors(str(path), TENSORS, over=True)
+    assert path.stat().st_ino == place
+    back = load_file(path)
+    assert all(equal(back[name], TENSORS[name]) for name in TENSORS)

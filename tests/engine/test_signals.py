@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.checkpoint import Checkpoint, newest, transfer
-from shardwise.checkpoint.directory import read_latest
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.engine import (
     checkpointing,
     engine,
@@ -59,7 +59,7 @@ def one_rank_is_told(root: str, stage: int, dtype: str) -> None:
     assert not os.path.exists(root)  # in the middle of a window nothing can be saved
     run.micro_batch()
     silent.step()
-    assert read_latest(root) == "global_step3"
+    assert CheckpointDirectory(root).latest() == "global_step3"
     with Checkpoint(f"{root}/global_step3") as saved:
         assert saved.decode(saved.manifest.client) == {"seen": 3}
     # Training goes on as if nothing had been, and once is once.
@@ -73,7 +73,7 @@ def one_rank_is_told(root: str, stage: int, dtype: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run.step()
     assert ended.value.code == 143
-    assert read_latest(root) == "global_step5"
+    assert CheckpointDirectory(root).latest() == "global_step5"
     other = Run(config(stage, dtype), seed=2, noise=False)
     assert other.engine.resume(root) == {"seen": 5}
     silent.step()
@@ -85,7 +85,7 @@ def one_rank_is_told(root: str, stage: int, dtype: str) -> None:
     os.unlink(f"{root}/latest") if rank == 0 else None
     dist.barrier()
     run.engine.check_signals()
-    assert read_latest(root) == "global_step5"
+    assert CheckpointDirectory(root).latest() == "global_step5"
     silent.engine.check_signals()  # which watches nothing
     run.engine.destroy()
     assert {name: signal.getsignal(getattr(signal, name)) for name in (END, GO_ON)} == before
@@ -130,7 +130,7 @@ def failing_and_mistaken(root: str) -> None:
     os.kill(os.getpid(), getattr(signal, GO_ON))
     run.step()
     other.step()
-    assert not os.listdir(f"{root}/runs") and read_latest(f"{root}/other") == "global_step1"
+    assert not os.listdir(f"{root}/runs") and CheckpointDirectory(f"{root}/other").latest() == "global_step1"
     # A child process is not a rank.
     child = os.fork()
     if child == 0:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from shardwise.checkpoint import verify
-from shardwise.checkpoint.directory import read_latest
+from shardwise.checkpoint.listing import CheckpointDirectory
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "resumable.py"
 
@@ -82,7 +82,7 @@ def test_a_job_survives_a_kill_and_is_preempted(tmp_path: Path) -> None:
     ended = job.wait_for(r"SIGTERM: saved step (\d+) .*; the job ends with code 143")
     assert re.search(r"rank [01] was sent SIGTERM; all processes have ended", job.said)
     assert job.said.count("starting all 2 processes again") == 1
-    assert read_latest(str(out)) == f"global_step{ended[1]}"
+    assert CheckpointDirectory(str(out)).latest() == f"global_step{ended[1]}"
     assert not memory.exists()
 
 

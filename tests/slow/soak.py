@@ -95,12 +95,13 @@ class Rank:
 
 def check_disk(runs: Path, progress: Path) -> tuple[int | None, list[str]]:
     """Return the step that `latest` names after it has been verified, and what is wrong with it."""
-    from shardwise.checkpoint import directory, verify
+    from shardwise.checkpoint import verify
+    from shardwise.checkpoint.listing import CheckpointDirectory
 
     said = [line.split() for line in progress.read_text().splitlines()] if progress.exists() else []
     begun = [int(step) for word, step in said if word == "saving"]
     done = [0, *(int(step) for word, step in said if word == "saved")]
-    tag = directory.read_latest(str(runs)) if runs.exists() else None
+    tag = CheckpointDirectory(str(runs)).latest() if runs.exists() else None
     if tag is None:
         return None, ["a checkpoint had been saved and there is no `latest`"] if done[1:] else []
     step = verify(str(runs / tag)).counters["global_steps"]

@@ -1,29 +1,25 @@
-"""Checksums of blocks, and messages of system errors; without torch, because the writer process has none."""
+"""Checksums of files, and messages of system errors."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-import zlib
 from dataclasses import dataclass
 
-from shardwise.checkpoint.file_writer import Output, create
 from shardwise.errors import CheckpointError
-
-BLOCK = 4 << 20
-"""Bytes per checksum. CRC-32 finds every burst of up to 32 wrong bits in a block, and others but for one in 2**32."""
-
-_STEP = 1 << 20
-"""Bytes written and hashed at a time: few enough to stay in a cache between both."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Size of a finished file, and the CRC-32 of each of its blocks of `BLOCK` bytes."""
+    """Size of a finished file, and CRC-32 of its header and of each tensor in the order of the file. With `block`, of
+    format 1, they are of blocks of as many bytes. CRC-32 finds every burst of up to 32 wrong bits, and others but for
+    one in 2**32.
+    """
 
     size: int
     checksums: tuple[str, ...]
+    block: int | None = None
 
 
 def open_to_read(path: str) -> int:
@@ -33,59 +29,6 @@ def open_to_read(path: str) -> int:
         os.close(descriptor)
         raise CheckpointError(f"{path}: expected a file, found something else (a directory, a pipe or a device)")
     return descriptor
-
-
-class BlockSums:
-    """CRC-32 of each block of a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._sums: list[str] = []
-        self._current = 0
-        self._filled = 0
-        self.size = 0
-
-    def feed(self, data: memoryview) -> None:
-        """Add the next bytes of the stream."""
-        start = 0
-        while start < len(data):
-            stop = min(len(data), start + BLOCK - self._filled)
-            self._current = zlib.crc32(data[start:stop], self._current)
-            self._filled += stop - start
-            if self._filled == BLOCK:
-                self._close()
-            start = stop
-        self.size += len(data)
-
-    def facts(self) -> FileFacts:
-        """Return size and checksums of the stream; call it once, at the end."""
-        if self._filled:
-            self._close()
-        return FileFacts(self.size, tuple(self._sums))
-
-    def _close(self) -> None:
-        self._sums.append(f"{self._current:08x}")
-        self._current = self._filled = 0
-
-
-def put(file: Output, sums: BlockSums | None, data: memoryview) -> None:
-    """Append bytes to a file, and to its checksums if there are any. Raises OSError if writing fails."""
-    for start in range(0, len(data), _STEP):
-        piece = data[start : start + _STEP]
-        file.write(piece)
-        if sums is not None:
-            sums.feed(piece)
-
-
-def write_bytes(path: str, data: memoryview, *, direct: bool = False) -> FileFacts:
-    """Write a new file with checksums, past the page cache if `direct` and possible, and flush it to disk."""
-    sums = BlockSums()
-    file = create(path, len(data), direct=direct)
-    try:
-        put(file, sums, data)
-        file.finish()
-    finally:
-        file.abandon()
-    return sums.facts()
 
 
 def in_words(error: BaseException) -> str:

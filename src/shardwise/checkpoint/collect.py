@@ -215,12 +215,41 @@ def _add_common(part: RankSavePlan, model: CheckpointedModel, state: TrainingSta
 
 
 def local_inventory(model: CheckpointedModel) -> dict[str, Any]:
-    """Return this rank's replicated state: digests of buffers, extra state, parameter groups."""
+    """Return the names of this rank's replicated state: buffers, extra state, parameter groups with their settings."""
     return {
-        "buffers": {name: _digest(buffer) for name, buffer in buffers(model.module)},
+        "buffers": [name for name, _ in buffers(model.module)],
         "extra": [name for name, _ in extra_states(model.module)],
         "groups": [] if model.optimizer is None else _groups(model, model.optimizer),
     }
+
+
+def first_holders(inventories: Sequence[dict[str, Any]], kind: str) -> dict[str, int]:
+    """Return the first rank of each name of one kind of replicated state."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    for rank, inventory in enumerate(inventories):
+        if id(inventory) not in seen:  # equal ones are one object
+            seen.add(id(inventory))
+            for name in inventory[kind]:
+                found.setdefault(name, rank)
+    return found
+
+
+def own_buffers(model: CheckpointedModel, inventories: Sequence[dict[str, Any]]) -> dict[str, int | None]:
+    """Return the buffers that this rank saves: those of which it is the first holder (None), and those with other
+    values than the first holder's (this rank). A collective: each rank sends 8 bytes for each name of any rank.
+    """
+    rank, first = model.comm.rank, first_holders(inventories, "buffers")
+    here = {name: _digest(buffer) if model.comm.sends else (0, 0) for name, buffer in buffers(model.module)}
+    sent = [float(part) for name in first for part in (here[name] if first[name] == rank else (0, 0))]
+    sums = torch.tensor(sent + [0.0] * (-len(sent) % model.comm.world), device=model.device)
+    if sent:
+        model.comm.sum_large(sums, "checkpoint").wait()
+    numbers = sums.tolist()
+    theirs = {name: (int(numbers[2 * n]), int(numbers[2 * n + 1])) for n, name in enumerate(first)}
+    found: dict[str, int | None] = dict.fromkeys(name for name in here if first[name] == rank)
+    found.update((name, rank) for name, digest in here.items() if first[name] != rank and theirs[name] != digest)
+    return found
 
 
 def _groups(model: CheckpointedModel, optimizer: torch.optim.Optimizer) -> list[list[Any]]:
@@ -280,22 +309,21 @@ def are_named(groups: Iterable[tuple[Any, bool]]) -> bool:
     return all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
 
 
-def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:
-    """Add replicated state: the first rank that has it writes it; of buffers, also ranks with other values."""
-    rank, before = model.comm.rank, inventories[: model.comm.rank]
-    names = buffer_names(model.module)
+def add_replicated(
+    part: RankSavePlan, model: CheckpointedModel, inventories: Sequence[dict[str, Any]], own: dict[str, int | None]
+) -> None:
+    """Add replicated state: the first rank that has it writes it, and each rank its `own_buffers`."""
+    rank, names = model.comm.rank, buffer_names(model.module)
     for name, buffer in buffers(model.module):
-        first = next((entry["buffers"][name] for entry in before if name in entry["buffers"]), None)
-        if first is None or first != inventories[rank]["buffers"][name]:
+        if name in own:
             shape, dtype = tuple(buffer.shape), name_of(buffer.dtype)
             also = tuple(names[id(buffer)][1:])
-            own = None if first is None else rank
-            part.add_unsharded(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=own), buffer)
-    written = {name for entry in before for name in entry["extra"]}
+            part.add_unsharded(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=own[name]), buffer)
+    first = first_holders(inventories, "extra")
     part.trees["extra"] = {
         name: nested_json.encode(module.get_extra_state(), f"extra state of module {name!r}", part.store_tensor)
         for name, module in extra_states(model.module)
-        if name not in written
+        if first[name] == rank
     }
     groups = [] if model.optimizer is None else model.optimizer.param_groups
     numbers, writes = _joined_groups(inventories, rank)
@@ -312,9 +340,10 @@ def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: li
     ]
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    values = tensor.detach().cpu().contiguous()
-    return hashlib.blake2b(bytes_of(values), digest_size=16).hexdigest()
+def _digest(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return 48 bits of a tensor's digest as two numbers that float32 represents exactly."""
+    digest = hashlib.blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=6).digest()
+    return int.from_bytes(digest[:3], "little"), int.from_bytes(digest[3:], "little")
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,8 +13,8 @@ from shardwise._version import __version__
 from shardwise.checkpoint import directory, manifest, manifestfile, nested_json
 from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, recognised
+from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor
-from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_reader import FileFacts, Spec
 from shardwise.checkpoint.safetensors_writer import TensorWriter, file_order
@@ -31,7 +31,8 @@ def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
     if not os.path.isdir(source):
         raise CheckpointPathError(f"{source}: there is no such directory")
     if tag is None and not recognised(source):
-        tag = directory.read_latest(source) or directory.read_latest(source, directory.LATEST_UNIVERSAL)
+        there = CheckpointDirectory(source)
+        tag = there.latest() or there.latest(directory.LATEST_UNIVERSAL)
     path = source if tag is None else os.path.join(source, directory.check_tag(tag))
     if not recognised(path):
         if not os.path.isdir(path):
@@ -70,7 +71,7 @@ def convert(
         directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(made))
         draft.publish()
         draft = None
-        directory.write_latest(target, tag, made.sequence)
+        CheckpointDirectory(target).set_latest(tag)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "

@@ -8,8 +8,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from shardwise.checkpoint import directory
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, name_of
-from shardwise.checkpoint.newest import head_of
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.source import Progress, SourceTensor, holds_checkpoint, looks_interrupted, verify_blocks
@@ -164,8 +164,9 @@ def describe_run(path: str) -> dict[str, Any]:
     latter.
     """
     found: dict[str, Any] = {"what": "run", "path": path, "latest": None, "checkpoints": [], "leftovers": []}
+    there = CheckpointDirectory(path)
     try:
-        found["latest"] = directory.read_latest(path)
+        found["latest"] = there.latest()
     except CheckpointError as error:
         found["latest_error"] = str(error)
     complete, broken = [], []
@@ -188,7 +189,7 @@ def describe_run(path: str) -> dict[str, Any]:
             continue
         short = {key: facts[key] for key in ("created", "counters", "layout", "parameters", "bytes")}
         complete.append({"tag": name, "complete": True, **short})
-    found["checkpoints"] = [*broken, *sorted(complete, key=lambda entry: head_of(path, entry["tag"]).order)]
+    found["checkpoints"] = [*broken, *sorted(complete, key=lambda entry: there.head(entry["tag"]).order)]
     return found
 
 

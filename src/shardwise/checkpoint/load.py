@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from shardwise.checkpoint import directory, manifest
 from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
 from shardwise.checkpoint.deepspeed.directory import recognised
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
 from shardwise.checkpoint.match import (
     PARAM_NAMES,
@@ -34,10 +35,9 @@ from shardwise.checkpoint.match import (
     names_of,
     saved_groups,
 )
-from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.reader import Checkpoint, Run
+from shardwise.checkpoint.reader import Block, Checkpoint, Run
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.selection import Renamed, Selection, names_in, rename
 from shardwise.errors import CheckpointError, UsageError
@@ -63,7 +63,7 @@ class Options:
         selection: names to load, and their new names.
         verify: compare bytes with their checksums, unless the caller has.
         order: checkpoints to try in turn without a tag, on rank 0; None: those of
-            `shardwise.checkpoint.newest.listing`.
+            `shardwise.checkpoint.listing`.
         fresh: names of parameters and buffers that keep their values, and start without optimizer state.
     """
 
@@ -109,7 +109,7 @@ def find(
     check: Callable[[Checkpoint], None] = lambda saved: None,
 ) -> tuple[Checkpoint, LoadPlan] | None:
     """Choose, open, match and verify a checkpoint; return it with its plan for `read`. A collective. Without a tag it
-    is the first complete one, in the order of `shardwise.checkpoint.newest.listing`; None if there is none. `check`
+    is the first complete one, in the order of `shardwise.checkpoint.listing`; None if there is none. `check`
     raises a CheckpointError if state outside of the model cannot continue from a checkpoint.
 
     Raises:
@@ -273,17 +273,18 @@ def _digest(facts: dict[str, Any] | list[str]) -> str:
 def _tags(parent: str) -> list[str]:
     with contextlib.suppress(OSError):
         others = [name for name in os.listdir(parent) if recognised(os.path.join(parent, name))]
-        return sorted({*directory.other_tags(parent), *others})
+        return sorted({*CheckpointDirectory(parent).tags_if_any(), *others})
     return []
 
 
 def _candidates(parent: str, tag: str | None) -> list[str]:
     if tag is not None:
         return [tag]
-    found = listing(parent)
+    there = CheckpointDirectory(parent)
+    found = there.newest_first()
     for note in found.notes:
         logger.warning("%s", note)
-    universal = None if found.tags else directory.read_latest(parent, directory.LATEST_UNIVERSAL)
+    universal = None if found.tags else there.latest(directory.LATEST_UNIVERSAL)
     return found.tags if universal is None else [universal]
 
 
@@ -292,61 +293,45 @@ def _verify(
 ) -> None:
     """Verify this rank's share of files and blocks, and read state into memory that is free to use."""
     rank, world = model.comm.rank, model.comm.world
-    with collective_step(model.comm, what) as shared:
-        saved.check_sizes(sorted(saved.manifest.files)[rank::world])
+    with collective_step(model.comm, what):
+        files = sorted(saved.manifest.files)
+        saved.check_sizes(files[rank::world])
         everything = options.with_optimizer and options.selection.everything
         if everything:
             blocks = saved.blocks()
         else:
             blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
+    if not (alike or everything):
+        blocks = _wanted_by_any(model, saved, blocks)
+    with collective_step(model.comm, what):
         fresh = model.optimizer is not None and not any(model.optimizer.state.values())
         if matched.states is not None and fresh and not model.is_offloaded:
             matched.left = []
             matched.left = _StateMaker(model, matched.states).make(range(len(model.registry)))
         places, rest = saved.places(matched.left or ())
-        shared.local = _together(saved.mostly(places), sorted(saved.manifest.files))
-    if not (alike or everything):
-        blocks = _wanted_by_any(model, saved, blocks)
-    with collective_step(model.comm, what):
-        own = _share(blocks, shared.gathered, rank, sorted(saved.manifest.files))
+        own = _share(blocks, files, rank, world)
         saved.verify(own, places)
         if matched.left is not None:
-            matched.left = rest + saved.left(places, own)
+            verified = set(own)
+            matched.left = rest + [run for block, run in places.items() if block not in verified]
 
 
-def _wanted_by_any(
-    model: CheckpointedModel, saved: Checkpoint, blocks: Sequence[tuple[str, int]]
-) -> list[tuple[str, int]]:
+def _wanted_by_any(model: CheckpointedModel, saved: Checkpoint, blocks: Sequence[Block]) -> list[Block]:
     """Return the blocks that some rank wants, of which ranks with other tensors want others (a collective)."""
     every = {f"{name}:{n}": (name, n) for name, n in saved.blocks()}
     found = held_by_any(model.comm, list(every), {f"{name}:{n}" for name, n in blocks}, "checkpoint")
     return sorted(every[text] for text in found)
 
 
-def _together(blocks: Iterable[tuple[str, int]], files: Sequence[str]) -> list[list[int]]:
-    """Return runs of blocks as (number of the file, first, end), for other ranks."""
-    numbers, found = {name: number for number, name in enumerate(files)}, list[list[int]]()
-    for name, n in blocks:
-        if found and found[-1][0] == numbers[name] and found[-1][2] == n:
-            found[-1][2] += 1
-        else:
-            found.append([numbers[name], n, n + 1])
-    return found
-
-
-def _share(
-    blocks: Sequence[tuple[str, int]], wanted: Sequence[list[list[int]]], rank: int, files: Sequence[str]
-) -> list[tuple[str, int]]:
-    """Return the blocks that a rank verifies, each once over all ranks, and if possible by a rank that needs it."""
-    users: dict[tuple[str, int], list[int]] = {}
-    for number, entry in enumerate(wanted):
-        for file, first, end in entry:
-            for n in range(first, end):
-                users.setdefault((files[file], n), []).append(number)
-    useless = [block for block in blocks if block not in users]
-    own = useless[len(useless) * rank // len(wanted) : len(useless) * (rank + 1) // len(wanted)]
-    own += [block for n, block in enumerate(blocks) if block in users and users[block][n % len(users[block])] == rank]
-    return sorted(own)
+def _share(blocks: Sequence[Block], files: Sequence[str], rank: int, world: int) -> list[Block]:
+    """Return the blocks that a rank verifies, each once over all ranks: those of its own file if as many ranks have
+    saved. With more files a rank has several, with more ranks several ranks divide a file.
+    """
+    number = {name: n for n, name in enumerate(files)}
+    if len(files) >= world:
+        return [(name, n) for name, n in blocks if number[name] % world == rank]
+    mine = [(name, n) for name, n in blocks if number[name] == rank % len(files)]
+    return mine[rank // len(files) :: len(range(rank % len(files), world, len(files)))]
 
 
 def _wanted(saved: Manifest, matched: LoadPlan, options: Options) -> list[StoredTensor]:

@@ -10,15 +10,18 @@ import os
 import re
 from typing import Any
 
-from shardwise.checkpoint.checksums import BLOCK, FileFacts, open_to_read
+from shardwise.checkpoint import validate
+from shardwise.checkpoint.checksums import FileFacts, open_to_read
 from shardwise.checkpoint.manifest import BEGINNING, NAME, Manifest, tensor_from_json
 from shardwise.errors import CheckpointError
 
 LARGEST = 2 << 30
 """Bytes of the largest manifest that is read into memory; millions of slices take hundreds of MB."""
 
-FORMAT = 1
-"""Number of the format. It changes when a reader of the old one could misread the new one."""
+FORMAT = 2
+"""Number of the format. It changes when a reader of the old one could misread the new one. Format 1 had checksums of
+blocks of files in place of tensors.
+"""
 
 KIND = "shardwise.checkpoint"
 
@@ -27,7 +30,7 @@ _FIRST_LINE = re.compile(rb'\{"blake2b": "([0-9a-f]{32})",\Z')
 
 def to_bytes(manifest: Manifest) -> bytes:
     """Return the manifest as the bytes of its file."""
-    fields: dict[str, Any] = {"format": {"name": KIND, "version": FORMAT, "block": BLOCK}}
+    fields: dict[str, Any] = {"format": {"name": KIND, "version": FORMAT}}
     fields.update({name: getattr(manifest, name) for name in Manifest.__dataclass_fields__})
     fields["files"] = {
         name: {"size": facts.size, "checksums": facts.checksums} for name, facts in manifest.files.items()
@@ -53,9 +56,9 @@ def _digest(body: bytes) -> str:
     return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
-def load(directory: str, *, read_later: bool = True) -> Manifest:
+def load(directory: str) -> Manifest:
     """Read and check the manifest of a checkpoint. Raises CheckpointError if it is missing, damaged, or of another
-    format. `read_later` also checks every place of tensors, which needs torch; the writer process passes False.
+    format.
     """
     path = os.path.join(directory, NAME)
     try:
@@ -71,10 +74,10 @@ def load(directory: str, *, read_later: bool = True) -> Manifest:
         raise CheckpointError(_absent(directory)) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    return from_bytes(data, path, read_later=read_later)
+    return from_bytes(data, path)
 
 
-def from_bytes(data: bytes, path: str, *, read_later: bool = True) -> Manifest:
+def from_bytes(data: bytes, path: str) -> Manifest:
     """Return the manifest in the bytes of a file; `path` is for messages. Raises CheckpointError as `load` does."""
     line, _, body = data.partition(b"\n")
     match = _FIRST_LINE.match(line)
@@ -89,22 +92,19 @@ def from_bytes(data: bytes, path: str, *, read_later: bool = True) -> Manifest:
     try:
         fields = json.loads(data, parse_constant=_refuse_constant)
         form = fields.pop("format")
-        if form["name"] != KIND or form["version"] != FORMAT or form["block"] != BLOCK:
+        if form["name"] != KIND or form["version"] not in (1, FORMAT):
             raise CheckpointError(
-                f"{path}: expected format {KIND} {FORMAT} (blocks of {BLOCK} bytes), found {form['name']} "
-                f"{form['version']} (blocks of {form['block']}), written by shardwise "
-                f"{fields['versions']['shardwise']}; load it with that version"
+                f"{path}: expected format {KIND} {FORMAT}, found {form['name']} {form['version']}, written by "
+                f"shardwise {fields['versions']['shardwise']}; load it with that version"
             )
+        block = form["block"] if form["version"] == 1 else None
         del fields["blake2b"]
         fields["files"] = {
-            name: FileFacts(entry["size"], tuple(entry["checksums"])) for name, entry in fields["files"].items()
+            name: FileFacts(entry["size"], tuple(entry["checksums"]), block) for name, entry in fields["files"].items()
         }
         fields["tensors"] = [tensor_from_json(entry) for entry in fields["tensors"]]
         manifest = Manifest(**fields)
-        if read_later:
-            from shardwise.checkpoint import validate
-
-            validate.check(manifest)
+        validate.check(manifest)
         return manifest
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not as shardwise writes it ({type(error).__name__}: {error})") from error

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.checkpoint import dcp, deepspeed, directory, huggingface, manifest
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.source import CheckpointSource, DeepSpeedSource, Source, find_checkpoint
 from shardwise.errors import CheckpointError, CheckpointPathError
 
@@ -22,7 +23,8 @@ def _open_deepspeed(path: str, tag: str | None) -> Source | None:
     chosen = tag
     if chosen is None and not deepspeed.recognised(path):
         try:
-            chosen = directory.read_latest(path) or directory.read_latest(path, directory.LATEST_UNIVERSAL)
+            there = CheckpointDirectory(path)
+            chosen = there.latest() or there.latest(directory.LATEST_UNIVERSAL)
         except CheckpointError:
             return None
     found = path if chosen is None else os.path.join(path, directory.check_tag(chosen))
@@ -78,7 +80,7 @@ def open_source(path: Any, tag: str | int | None = None) -> Source:
         if source is not None:
             return source
     if name is not None:
-        others = manifest.outline(directory.other_tags(text)) or "none"
+        others = manifest.outline(CheckpointDirectory(text).tags_if_any()) or "none"
         raise CheckpointPathError(f"{text}: there is no checkpoint of the tag {name!r}. Checkpoints there: {others}")
     if os.path.isfile(text):
         raise CheckpointPathError(

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -27,17 +25,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from shardwise._version import __version__
 from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.agree import collective_step
-from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replicated, collect, local_inventory
-from shardwise.checkpoint.newest import StateNumbers
+from shardwise.checkpoint.checksums import free_space
+from shardwise.checkpoint.collect import RankSavePlan, TrainingState
+from shardwise.checkpoint.listing import StateNumbers
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
+from shardwise.checkpoint.publish import CheckpointHeader, description_name, join, read_description, write_part
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.safetensors_writer import write_tensors
+from shardwise.checkpoint.save import collected, versions
 from shardwise.checkpoint.transfer import FileTransfer, Hold, exchange_files
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
@@ -207,12 +204,15 @@ class InMemoryCheckpoints:
         file = _file_name(comm.rank, comm.world)
         draft = name = ""
         self._count += 1
-        self._model.share_changes()
         try:
-            with collective_step(comm, what) as collected:
-                state, header = prepare()
-                part = collect(self._model, file, state, frozenset(), check_finite=self.check_finite)
-                collected.local = local_inventory(self._model)
+            prepared: list[tuple[TrainingState, dict[str, Any]]] = []
+
+            def state_now() -> TrainingState:
+                prepared.append(prepare())
+                return prepared[0][0]
+
+            part, add = collected(self._model, file, state_now, frozenset(), self.check_finite, what)
+            state, header = prepared[0]
             steps, number = state.counters["global_steps"], self._numbers.next()
             name = f"step{steps}-{self._token}-{self._count}"
             draft = os.path.join(self.path, f".{name}{_PARTIAL}")
@@ -221,7 +221,7 @@ class InMemoryCheckpoints:
                     self._begin(draft)
                     self._remove(keep=(self._newest, os.path.basename(draft)))
             with collective_step(comm, what) as written:
-                add_replicated(part, self._model, collected.gathered)
+                add()
                 written.local = [self._write(part, draft, steps, number, header), part.not_finite]
             self._check_finite([name for entry in written.gathered for name in entry[1]])
             sizes: list[list[int]] = [entry[0] for entry in written.gathered]
@@ -253,30 +253,27 @@ class InMemoryCheckpoints:
         os.mkdir(draft)
 
     def _write(self, part: RankSavePlan, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
-        size = sum(tensor.nbytes for tensor in part.tensors.values())
-        try:
-            facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True, fetch=part.fetch)
-            description: dict[str, Any] = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
-            if self._comm.rank == 0:
-                description["header"] = {**header, "optimizer": self._optimizer_name(), "created": time.time()}
-            body = json.dumps(description).encode()
-            with open(os.path.join(draft, _text_name(part.file)), "wb") as stream:
-                stream.write(_digest(body) + b"\n" + body)
-            if self._leads:
-                found = {"steps": steps, "sequence": number, "world": self._comm.world, "run": self.run}
-                with open(os.path.join(draft, _FACTS), "w", encoding="utf-8") as text:
-                    json.dump(found, text)
-        except OSError as error:
-            here = len(self.nodes[self.node]) * (1 + self.replicas)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-            fix = "Give it more room (docker: --shm-size), name" if full else "Name"
-            raise CheckpointError(
-                f"{os.path.join(draft, part.file)}: cannot be written: {error.strerror} (errno {error.errno}). This "
-                f"rank's part takes {size / 1e6:.1f} MB; {VERSIONS} generations of {here} parts of about that size "
-                f"have to fit there, {_room(self.path)}. {fix} another directory in "
-                "checkpoint.memory_copies.directory, or leave the section out"
-            ) from error
-        return [facts.size, len(body) + len(_digest(body)) + 1]
+        description = part.to_json()
+        if self._comm.rank == 0:
+            description["header"] = {**header, "optimizer": self._optimizer_name(), "created": time.time()}
+        if self._leads:
+            found = {"steps": steps, "sequence": number, "world": self._comm.world, "run": self.run}
+            with open(os.path.join(draft, _FACTS), "w", encoding="utf-8") as text:
+                json.dump(found, text)
+        return write_part(
+            draft, part.file, part.tensors, description, fetch=part.fetch, over=True, explain=self._unwritable
+        )
+
+    def _unwritable(self, error: OSError, path: str, file: str, size: int) -> CheckpointError:
+        here = len(self.nodes[self.node]) * (1 + self.replicas)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+        fix = "Give it more room (docker: --shm-size), name" if full else "Name"
+        return CheckpointError(
+            f"{os.path.join(path, file)}: cannot be written: {error.strerror} (errno {error.errno}). This rank's part "
+            f"takes {size / 1e6:.1f} MB; {VERSIONS} generations of {here} parts of about that size have to fit there, "
+            f"{free_space(self.path)}. {fix} another directory in checkpoint.memory_copies.directory, or leave the "
+            "section out"
+        )
 
     def _optimizer_name(self) -> str | None:
         optimizer = self._model.optimizer
@@ -290,7 +287,7 @@ class InMemoryCheckpoints:
                 for place, rank in enumerate(ranks):
                     file = _file_name(rank, self._comm.world)
                     target = others[place % len(others)]
-                    names = (file, _text_name(file))
+                    names = (file, description_name(file))
                     found += [FileTransfer(n, size, rank, target) for n, size in zip(names, sizes[rank], strict=True)]
         return found
 
@@ -357,7 +354,7 @@ class InMemoryCheckpoints:
                 )
                 continue
             files = [_file_name(rank, world) for rank in range(world)]
-            ranks = [rank for rank, file in enumerate(files) if file in there and _text_name(file) in there]
+            ranks = [rank for rank, file in enumerate(files) if file in there and description_name(file) in there]
             yield name, steps, sequence, world, ranks
 
     # -- recovery ----------------------------------------------------------------------------------------------------
@@ -441,46 +438,32 @@ class InMemoryCheckpoints:
         texts = {}
         for rank in range(version.world):
             if self._leads and min(places[rank]) == self.node:
-                file = _text_name(_file_name(rank, version.world))
-                path = os.path.join(self.path, version.name, file)
-                with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as stream:
-                    texts[rank] = stream.read()
-        parts: dict[int, dict[str, Any]] = {}
-        for entry in self._comm.exchange(texts, "memory_copies"):
-            for rank, text in entry.items():
-                digest, _, body = text.encode().partition(b"\n")
-                if digest == _digest(body):
-                    parts[int(rank)] = json.loads(body)
+                with contextlib.suppress(OSError, CheckpointError):
+                    path = os.path.join(self.path, version.name)
+                    texts[rank] = read_description(path, _file_name(rank, version.world)).decode()
+        exchanged = self._comm.exchange(texts, "memory_copies")
+        parts = {int(rank): json.loads(text) for entry in exchanged for rank, text in entry.items()}
         lost = [rank for rank in range(version.world) if rank not in parts]
         return parts, [(min(places[rank]), rank, "its description is damaged") for rank in lost]
 
     def _join(self, version: Version, parts: dict[int, dict[str, Any]]) -> manifest.Manifest:
-        ordered = [parts[rank] for rank in range(version.world)]
-        first, header = ordered[0]["trees"], ordered[0]["header"]
-        optimizer = None
-        if header["optimizer"] is not None:
-            values = {name: value for part in ordered for name, value in part["values"].items()}
-            groups = [group for part in ordered for group in part["trees"]["groups"]]
-            optimizer = {"class": header["optimizer"], "groups": groups, "values": values}
-        return manifest.Manifest(
+        first = parts[0]["header"]
+        header = CheckpointHeader(
+            directory=self.path,
             tag=version.name,
-            created=header["created"],
-            versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            layout={"sequence": version.sequence, **header["layout"], "world": version.world},
-            config=header["config"],
-            files={
-                _file_name(rank, version.world): manifest.FileFacts(part["facts"][0], tuple(part["facts"][1]))
-                for rank, part in parts.items()
-            },
-            tensors=manifest.combine(manifest.tensor_from_json(entry) for part in ordered for entry in part["stored"]),
-            optimizer=optimizer,
-            scheduler=first["scheduler"],
-            scaler=first["scaler"],
-            counters=first["counters"],
-            ranks=[part["trees"]["rank"] for part in ordered],
-            extra={name: tree for part in ordered for name, tree in part["trees"]["extra"].items()},
-            client=first["client"],
+            latest=False,
+            world=version.world,
+            versions=versions(),
+            layout={"sequence": version.sequence, **first["layout"]},
+            config=first["config"],
+            optimizer=first["optimizer"],
+            created=first["created"],
         )
+        files = {
+            _file_name(rank, version.world): manifest.FileFacts(part["facts"][0], tuple(part["facts"][1]))
+            for rank, part in parts.items()
+        }
+        return join(header, [parts[rank] for rank in range(version.world)], files)
 
     def _fetches(
         self,
@@ -516,9 +499,9 @@ class InMemoryCheckpoints:
         with Checkpoint(target) as saved:
             for rank in ranks:
                 file = _file_name(rank, world)
-                count = len(saved.manifest.files[file].checksums)
                 try:
                     saved.check_sizes([file])
+                    count = len(saved.manifest.files[file].checksums)
                     saved.verify([(file, block) for block in range(count)][place :: len(members)])
                 except CheckpointError as error:
                     found.append((rank, str(error)))
@@ -565,20 +548,3 @@ def _referred(tree: Any) -> Iterator[str]:
 
 def _file_name(rank: int, world: int) -> str:
     return f"rank{rank:05d}of{world:05d}.safetensors"
-
-
-def _text_name(file: str) -> str:
-    return file.removesuffix(".safetensors") + ".json"
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=16).hexdigest().encode()
-
-
-def _room(path: str) -> str:
-    try:
-        found = os.statvfs(path)
-    except OSError as error:
-        return f"the free space is not known ({error.strerror})"
-    free, size = (blocks * found.f_frsize / 1e6 for blocks in (found.f_bavail, found.f_blocks))
-    return f"and {free:.1f} of {size:.1f} MB are free"

@@ -1,32 +1,32 @@
-"""Publication: merging the ranks' parts to one checkpoint, in one process, without the model and without torch. Every
-rank has left two files in the staging directory: its tensors, and their description as JSON.
+"""Publication: merging the ranks' parts to one checkpoint, on rank 0, without the model. Every rank has left two files
+in the staging directory: its tensors, and their description as JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.checksums import FileFacts, free_space, write_advice
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.retention import prune
+from shardwise.checkpoint.protocols import Fetch, in_place
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
-
-FACTS = ".json"
-FAILURE = ".failed"
-LOCK = ".lock"
-"""Suffixes of the sidecar files of a rank's file, until publication."""
 
 
 @dataclass(frozen=True)
 class CheckpointHeader:
     """A checkpoint's data except the ranks' parts, as plain JSON (see `shardwise.checkpoint.manifest.Manifest`,
-    `shardwise.checkpoint.retention.prune`). `latest` lets `latest` name it. `optimizer` is the class, or None.
-    `created` is the time of the state in seconds since 1970; an asynchronous save ends later.
+    `shardwise.checkpoint.listing.CheckpointDirectory.prune`). `latest` lets `latest` name it. `optimizer` is the class,
+    or None. `created` is the time of the state in seconds since 1970; an asynchronous save ends later.
     """
 
     directory: str
@@ -47,23 +47,61 @@ def file_name(rank: int, world: int, token: str) -> str:
     return f"rank{rank:05d}of{world:05d}-{token}.safetensors"
 
 
-def sidecar_path(file: str, ending: str) -> str:
-    """Return the name of a sidecar file of a rank's file of tensors."""
-    return file.removesuffix(".safetensors") + ending
+def description_name(file: str) -> str:
+    """Return the name of the description of a rank's file of tensors."""
+    return file.removesuffix(".safetensors") + ".json"
 
 
 def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointError:
-    """Return the error for a file of tensors that could not be written, with the fix."""
+    """Return the error for a part of `size` bytes that could not be written, with the fix."""
     if isinstance(error, FileNotFoundError):
-        parent = os.path.dirname(path)
         return CheckpointError(
-            f"{path}: not there on this rank, although rank 0 has made it; {parent} must be on a file system that all "
-            "ranks share, and files must not be removed while they are written"
+            f"{path}: not there on this rank, although rank 0 has made it; {os.path.dirname(path)} must be on a file "
+            "system that all ranks share, and files must not be removed while they are written"
         )
     return CheckpointError(
         f"{os.path.join(path, file)}: cannot be written: {error.strerror} (errno {error.errno}); this rank needs "
         f"{size / 1e6:.1f} MB, {free_space(path)}. {write_advice(error)}; earlier checkpoints are unchanged"
     )
+
+
+def write_part(
+    path: str,
+    file: str,
+    tensors: Mapping[str, torch.Tensor],
+    description: Mapping[str, Any],
+    *,
+    fetch: Fetch = in_place,
+    over: bool = False,
+    explain: Callable[[OSError, str, str, int], CheckpointError] = unwritable,
+) -> list[int]:
+    """Write a rank's tensors and their description (JSON with its digest) into a directory; return the bytes of both.
+    `over` overwrites files in place. Raises CheckpointError from `explain` if that fails.
+    """
+    try:
+        facts = write_tensors(os.path.join(path, file), tensors, fetch=fetch, over=over)
+        body = json.dumps({"facts": [facts.size, list(facts.checksums)], **description}).encode()
+        text = _digest(body) + b"\n" + body
+        with open(os.path.join(path, description_name(file)), "wb" if over else "xb") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise explain(error, path, file, sum(tensor.nbytes for tensor in tensors.values())) from error
+    return [facts.size, len(text)]
+
+
+def read_description(path: str, file: str) -> bytes:
+    """Return the JSON text of a part. Raises OSError; CheckpointError if it is damaged."""
+    with open(os.path.join(path, description_name(file)), "rb") as stream:
+        digest, _, body = stream.read().partition(b"\n")
+    if digest != _digest(body):
+        raise CheckpointError(f"{os.path.join(path, description_name(file))}: its description is damaged")
+    return body
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).hexdigest().encode()
 
 
 def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list[str]:
@@ -77,30 +115,27 @@ def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list
     parts, files = [], {}
     for rank in range(header.world):
         file = file_name(rank, header.world, draft.token)
-        path = os.path.join(draft.path, sidecar_path(file, FACTS))
         try:
-            with open(path, "rb") as stream:
-                part = json.load(stream)
+            part = json.loads(read_description(draft.path, file))
             size = os.path.getsize(os.path.join(draft.path, file))
         except OSError as error:
             raise CheckpointError(
-                f"{path}: written by rank {rank}, but not there on rank 0 ({error.strerror}); {header.directory} "
+                f"{file}: written by rank {rank}, but not there on rank 0 ({error.strerror}); {header.directory} "
                 "must be on a file system that all ranks share"
             ) from error
         files[file] = FileFacts(part["facts"][0], tuple(part["facts"][1]))
         if size != files[file].size:
             raise CheckpointError(f"{file}: rank {rank} wrote {files[file].size} bytes, rank 0 finds {size}")
         parts.append(part)
-    joined = _join(header, parts, files)
+    joined = join(header, parts, files)
     for file in files:
-        for ending in (FACTS, LOCK):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(draft.path, sidecar_path(file, ending)))
+        os.unlink(os.path.join(draft.path, description_name(file)))
     directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(joined))
+    there = CheckpointDirectory(header.directory)
     try:
         draft.publish()
         if header.latest:
-            directory.write_latest(header.directory, header.tag, joined.sequence)
+            there.set_latest(header.tag)
     except OSError as error:
         if not draft.published:
             raise
@@ -110,21 +145,11 @@ def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list
             f"{os.path.join(header.directory, directory.LATEST)} may still name an earlier one; load this one with "
             f"tag={header.tag!r}"
         ) from error
-    return prune(
-        header.directory, header.tag, joined.counters, header.keep_last, header.keep_every, finite=joined.finite
-    )
+    return there.prune(header.tag, joined.counters, header.keep_last, header.keep_every, finite=joined.finite)
 
 
-def is_published(draft: directory.StagingDirectory) -> bool:
-    """Return True if a staging directory was published before its writer exited."""
-    try:
-        found = manifestfile.load(draft.target, read_later=False)
-    except CheckpointError:
-        return False
-    return any(f"-{draft.token}." in file for file in found.files)
-
-
-def _join(header: CheckpointHeader, parts: list[dict[str, Any]], files: dict[str, FileFacts]) -> Manifest:
+def join(header: CheckpointHeader, parts: Sequence[dict[str, Any]], files: dict[str, FileFacts]) -> Manifest:
+    """Return the manifest of the ranks' parts. Raises CheckpointError if they contradict each other."""
     common = parts[0]["trees"]
     stored = [manifest.tensor_from_json(entry) for part in parts for entry in part["stored"]]
     optimizer = None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,40 +17,17 @@ from shardwise.checkpoint import manifest, manifestfile, nested_json
 from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.parallel import divided, for_each
-from shardwise.checkpoint.safetensors_reader import BLOCK, STEP, Take, TensorFile
+from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.checkpoint.strided import read_patch
-from shardwise.device.staging import Staging, is_far
+from shardwise.device.staging import is_far
 from shardwise.errors import CheckpointError
 
 Run = tuple[StoredTensor, int, torch.Tensor]
 """(tensor, start, 1-D tensor): elements of a stored tensor from `start` on, and their destination."""
 
 
-@dataclass(frozen=True)
-class FilePlace:
-    """Contiguous elements of a stored tensor in a file, from byte `begin`; and their destination (1-D, any dtype)."""
-
-    stored: StoredTensor
-    start: int
-    out: torch.Tensor
-    file: str
-    begin: int
-
-    @property
-    def end(self) -> int:
-        """End of the bytes (exclusive)."""
-        return self.begin + self.out.numel() * self.stored.torch_dtype.itemsize
-
-    @property
-    def blocks(self) -> range:
-        """Blocks of the file that contain the elements."""
-        return range(self.begin // BLOCK, -(-self.end // BLOCK))
-
-    def part(self, begin: int, end: int) -> list[Run]:
-        """Return the elements between two bytes of the file as a run, or nothing."""
-        size = self.stored.torch_dtype.itemsize
-        first, last = (max(begin, self.begin) - self.begin) // size, (min(end, self.end) - self.begin) // size
-        return [(self.stored, self.start + first, self.out[first:last])] if first < last else []
+Block = tuple[str, int]
+"""(file, number of a checksum in it)."""
 
 
 class Checkpoint:
@@ -76,6 +52,7 @@ class Checkpoint:
             self._hold.release()  # another one of this tag was published meanwhile
         self.notes: list[str] = []
         self._files: dict[str, TensorFile] = {}
+        self._spans: dict[str, list[tuple[int, int]]] = {}
         self._opening = threading.Lock()
 
     def __enter__(self) -> Checkpoint:
@@ -166,132 +143,86 @@ class Checkpoint:
                     f"{path}: expected {expected} bytes, found {found}: the file is truncated or was changed"
                 )
 
-    def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
-        """Return (file, block) of the blocks that hold some tensors and trees; of all blocks if `tensors` is None."""
+    def _spans_of(self, name: str) -> list[tuple[int, int]]:
+        """Return the first byte and the end of the bytes of each checksum of a file."""
+        if name not in self._spans:
+            facts, file = self.manifest.files[name], self._file(name)
+            if facts.block is not None:
+                starts = range(0, facts.size, facts.block)
+                spans = [(start, min(facts.size, start + facts.block)) for start in starts]
+            else:
+                spans = [(0, file.data), *sorted(map(file.span, file.specs))]
+            if len(spans) != len(facts.checksums):
+                raise CheckpointError(
+                    f"{file.path}: damaged: expected {len(facts.checksums) - 1} tensors, found {len(spans) - 1}"
+                )
+            self._spans[name] = spans
+        return self._spans[name]
+
+    def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[Block]:
+        """Return the blocks that hold some tensors and trees; all blocks if `tensors` is None."""
         if tensors is None:
-            return [
-                (name, n)
-                for name in sorted(self.manifest.files)
-                for n in range(len(self.manifest.files[name].checksums))
-            ]
-        wanted = [(part.file, part.key) for tensor in tensors for part in tensor.slices]
-        wanted += [(ref["file"], ref["key"]) for tree in trees for ref in nested_json.references(tree)]
-        found: set[tuple[str, int]] = set()
+            return [(name, n) for name in sorted(self.manifest.files) for n in range(len(self._spans_of(name)))]
+        wanted = {(part.file, part.key) for tensor in tensors for part in tensor.slices}
+        wanted |= {(ref["file"], ref["key"]) for tree in trees for ref in nested_json.references(tree)}
+        found: set[Block] = set()
         for name, key in wanted:
             file = self._file(name)
             if key not in file.specs:
                 raise CheckpointError(f"{file.path}: there is no tensor {key!r}")
-            begin, end = file.span(key)
-            # The header has the tensor's offset and must be correct, too.
-            found.update((name, n) for n in range(-(-file.data // BLOCK)))
-            found.update((name, n) for n in range(begin // BLOCK, -(-end // BLOCK)))
+            for span in (file.span(key), (0, file.data)):  # the header has the tensor's offset
+                found.update((name, n) for n in self._overlapping(name, *span))
         return sorted(found)
 
-    def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
-        """Divide runs into places that `verify` can fill on the way, and other runs: of the same bytes as a place, not
-        aligned in the file, or in another order in memory. Raises CheckpointError if values are not stored.
-        """
-        found: list[FilePlace] = []
+    def _overlapping(self, name: str, begin: int, end: int) -> range:
+        spans = self._spans_of(name)
+        return range(bisect_right(spans, (begin, sys.maxsize)) - 1, bisect_left(spans, (end, 0)))
+
+    def places(self, runs: Iterable[Run]) -> tuple[dict[Block, Run], list[Run]]:
+        """Divide runs into those that `verify` can fill on the way, of the elements of entire blocks, and others."""
+        found: dict[Block, Run] = {}
         rest: list[Run] = []
         for stored, start, out in runs:
-            taken = stored.runs(start, start + out.numel())
-            if not all(patch.flat for _, patch in taken):
-                rest.append((stored, start, out))
-                continue
-            for part, patch in taken:
-                begin = self._stored(stored, part).span(part.key)[0] + patch.source * stored.torch_dtype.itemsize
-                into = out[patch.target : patch.target + patch.numel]
-                found.append(FilePlace(stored, start + patch.target, into, part.file, begin))
-        kept: list[FilePlace] = []
-        for place in sorted(found, key=lambda place: (place.file, place.begin)):
-            second = bool(kept) and kept[-1].file == place.file and place.begin < kept[-1].end
-            if second or place.begin % place.stored.torch_dtype.itemsize:
-                rest.append((place.stored, place.start, place.out))
-            else:
-                kept.append(place)
-        return kept, rest
-
-    def mostly(self, places: Iterable[FilePlace]) -> list[tuple[str, int]]:
-        """Return (file, block) of the blocks that are read into some places to at least a half."""
-        held: Counter[tuple[str, int]] = Counter()
-        for place in places:
-            for n in place.blocks:
-                held[place.file, n] += min(place.end, (n + 1) * BLOCK) - max(place.begin, n * BLOCK)
-        files = self.manifest.files
-        return sorted(
-            block for block, n in held.items() if 2 * n >= min(BLOCK, files[block[0]].size - block[1] * BLOCK)
-        )
-
-    def left(self, places: Iterable[FilePlace], blocks: Iterable[tuple[str, int]]) -> list[Run]:
-        """Return the runs of some places that `verify` of some blocks does not fill."""
-        done, found = set(blocks), []
-        for place in places:
-            at = place.begin
-            for n in place.blocks:
-                if (place.file, n) in done:
-                    found += place.part(at, n * BLOCK)
-                    at = (n + 1) * BLOCK
-            found += place.part(at, place.end)
-        return found
-
-    def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[FilePlace] = ()) -> None:
-        """Compare the bytes of (file, block) pairs with their checksums, with threads if there are cores for them.
-        `places`, from the method of this name, are filled before that. Raises CheckpointError for a damaged file, with
-        the first wrong bytes and their tensor.
-        """
-        by_file: dict[str, list[FilePlace]] = {}
-        for place in places:
-            by_file.setdefault(place.file, []).append(place)
-        for_each(lambda some: self._verify_run(some, by_file), divided(list(blocks)))
-
-    def _verify_run(self, blocks: Sequence[tuple[str, int]], places: dict[str, list[FilePlace]]) -> None:
-        by_file: dict[str, list[int]] = {}
-        for name, block in blocks:
-            by_file.setdefault(name, []).append(block)
-        for name, numbers in by_file.items():
-            file, there = self._file(name), places.get(name, ())
-            device = next((place.out.device for place in there if is_far(place.out.device)), None)
-            staging = None if device is None else Staging(device, STEP)
-            memory = None if staging is None else staging.free
-            try:
-                checksums = self.manifest.files[name].checksums
-                wrong = file.wrong_blocks(checksums, numbers, _taker(there, staging), memory)
-            finally:
-                if staging is not None:
-                    staging.drain()
-            if wrong:
-                begin = wrong[0] * BLOCK
-                raise CheckpointError(
-                    f"{file.path}: damaged: the checksum of bytes [{begin}, {begin + BLOCK}) is "
-                    f"wrong{self._holders(file, begin)}. Load another checkpoint by its tag, or restore this file "
-                    "from a copy"
-                )
-
-    def _holders(self, file: TensorFile, begin: int) -> str:
-        names = [name for name in file.specs if file.span(name)[0] < begin + BLOCK and file.span(name)[1] > begin]
-        return f" (they hold {manifest.outline(names, 3)})" if names else ""
-
-
-def _taker(places: Sequence[FilePlace], staging: Staging | None) -> Take | None:
-    """Return a function that copies bytes of a file to some places of it, in order; `staging` has host buffers."""
-    if not places:
-        return None
-    begins = [place.begin for place in places]
-
-    def take(offset: int, data: torch.Tensor) -> None:
-        end = offset + data.numel()
-        for number in range(max(0, bisect_right(begins, offset) - 1), bisect_left(begins, end)):
-            place = places[number]
-            for stored, start, out in place.part(offset, end):
-                dtype = stored.torch_dtype
-                first = place.begin + (start - place.start) * dtype.itemsize - offset
-                values = data[first : first + out.numel() * dtype.itemsize].view(dtype)
-                if staging is not None and out.dtype is dtype and is_far(out.device):
-                    staging.send(out.detach(), values)
+            here: dict[Block, Run] = {}
+            for part, patch in stored.runs(start, start + out.numel()):
+                file = self._stored(stored, part)
+                blocks = self._overlapping(part.file, *file.span(part.key))
+                into = out[patch.target : patch.target + patch.numel] if patch.flat else out[:0]
+                exact = (self._spans_of(part.file)[blocks[0]] if blocks else None) == file.span(part.key)
+                fits = into.dtype == stored.torch_dtype and into.is_contiguous() and not is_far(into.device)
+                if exact and fits and into.nbytes == file.specs[part.key].nbytes:
+                    here[part.file, blocks[0]] = (stored, start + patch.target, into)
                 else:
-                    out.detach().copy_(values)
+                    here = {}
+                    break
+            if here and found.keys().isdisjoint(here):
+                found.update(here)
+            else:
+                rest.append((stored, start, out))
+        return found, rest
 
-    return take
+    def verify(self, blocks: Iterable[Block], places: Mapping[Block, Run] | None = None) -> None:
+        """Compare the bytes of blocks with their checksums, with threads if there are cores for them. `places`, from
+        the method of this name, are filled before that. Raises CheckpointError for a damaged file, with the first wrong
+        bytes and their tensor.
+        """
+        into = {block: out for block, (_, _, out) in (places or {}).items()}
+
+        def check(some: Sequence[Block]) -> None:
+            for block in some:
+                self._verify(*block, into.get(block))
+
+        for_each(check, divided(list(blocks)))
+
+    def _verify(self, name: str, number: int, out: torch.Tensor | None) -> None:
+        file, (begin, end) = self._file(name), self._spans_of(name)[number]
+        if file.checksum(begin, end, out) != self.manifest.files[name].checksums[number]:
+            names = [key for key in file.specs if file.span(key)[0] < end and file.span(key)[1] > begin]
+            holders = f" (they hold {manifest.outline(names, 3)})" if names else ""
+            raise CheckpointError(
+                f"{file.path}: damaged: the checksum of bytes [{begin}, {end}) is wrong{holders}. Load another "
+                "checkpoint by its tag, or restore this file from a copy"
+            )
 
 
 def verify(path: str) -> manifest.Manifest:

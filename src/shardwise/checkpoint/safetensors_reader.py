@@ -1,26 +1,24 @@
 """Files of tensors in the safetensors format, read by range.
 
 The format is a length, a JSON header with the offset of each tensor, and the raw bytes
-(https://github.com/huggingface/safetensors). Unlike the safetensors library, which can read the files, shardwise
-streams tensors without a second copy in memory, computes a checksum of every block on the way, and reads a range
-straight into its destination.
+(https://github.com/huggingface/safetensors). The safetensors library can read the files. It maps a file into memory,
+where a damaged disk or a truncated file ends the process; here a range is read straight into its destination, and an
+error has a message.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
-from shardwise.checkpoint.checksums import BLOCK, open_to_read
 from shardwise.checkpoint.checksums import FileFacts as FileFacts
+from shardwise.checkpoint.checksums import open_to_read
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 
@@ -51,12 +49,6 @@ _STAGE = 16 << 20
 
 STEP = 512 << 10
 """Bytes that are verified at a time: few enough to stay in a core's cache between reading and hashing."""
-
-_AHEAD = 2
-"""Blocks of read-ahead, because disks should not wait for checksums."""
-
-Take = Callable[[int, torch.Tensor], None]
-"""Called with an offset in a file and the bytes read there, in memory that is reused afterwards."""
 
 MOST_DIMENSIONS = 64
 MOST_ELEMENTS = 1 << 48
@@ -209,36 +201,16 @@ class TensorFile:
         self.read_into(name, 0, values.view(-1))
         return values
 
-    def wrong_blocks(
-        self,
-        checksums: Sequence[str],
-        blocks: Sequence[int],
-        take: Take | None = None,
-        memory: Callable[[], torch.Tensor] | None = None,
-    ) -> list[int]:
-        """Return those of `blocks` with bytes that contradict the `checksums` (of all blocks).
-
-        `take` is called with all bytes before the comparison. `memory` allocates `STEP` bytes for each read; None: one
-        buffer is reused.
-        """
-        size = os.fstat(self._descriptor).st_size
-        stage = torch.empty(0 if memory else STEP, dtype=torch.uint8, device="cpu")
-        wrong = []
-        for number, block in enumerate(blocks):
-            for later in blocks[number + _AHEAD : number + _AHEAD + 1]:
-                _read_ahead(self._descriptor, later * BLOCK, BLOCK)
-            found, end = 0, min(size, (block + 1) * BLOCK)
-            for place in range(block * BLOCK, end, STEP):
-                count = min(STEP, end - place)
-                stage = stage if memory is None else memory()
-                data = bytes_of(stage)[:count]
-                self._fill(data, place)
-                found = zlib.crc32(data, found)
-                if take is not None:
-                    take(place, stage[:count])
-            if f"{found:08x}" != checksums[block]:
-                wrong.append(block)
-        return wrong
+    def checksum(self, begin: int, end: int, out: torch.Tensor | None = None) -> str:
+        """Return the CRC-32 of bytes of the file, read into `out` (1-D, contiguous, on the CPU) if given."""
+        stage = torch.empty(min(STEP, end - begin) if out is None else 0, dtype=torch.uint8, device="cpu")
+        data, found = bytes_of(stage if out is None else out.detach()), 0
+        for place in range(begin, end, STEP):
+            first = 0 if out is None else place - begin
+            piece = data[first : first + min(STEP, end - place)]
+            self._fill(piece, place)
+            found = zlib.crc32(piece, found)
+        return f"{found:08x}"
 
     def _read(self, offset: int, count: int) -> bytes:
         data = bytearray(count)
@@ -258,15 +230,6 @@ class TensorFile:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read at byte {offset}: {error.strerror}") from error
-
-
-def _read_ahead(descriptor: int, offset: int, count: int) -> None:
-    """Start reading bytes in the background; a probe skips bytes that are in the page cache."""
-    with contextlib.suppress(OSError, AttributeError):  # not supported by every system and file system
-        if os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT):
-            return
-    with contextlib.suppress(OSError, AttributeError):
-        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
 
 def _parse_header(text: bytes) -> tuple[dict[str, Spec], dict[str, int], int]:

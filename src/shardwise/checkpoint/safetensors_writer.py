@@ -1,17 +1,22 @@
-"""Writing files of tensors as a stream; see `shardwise.checkpoint.safetensors_reader` for the format."""
+"""Writing files of tensors as a stream; see `shardwise.checkpoint.safetensors_reader` for the format.
+
+The safetensors library writes tensors that are in host memory all at once. Tensors here may be on a device or on a disk
+and are fetched a few at a time, and their checksums are computed on the way.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.checksums import BlockSums, FileFacts, put
-from shardwise.checkpoint.file_writer import CachedFile, create
+from shardwise.checkpoint.checksums import FileFacts
 from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec, bytes_of
 from shardwise.device.staging import Staging, is_far
@@ -71,11 +76,15 @@ def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = No
     return FileLayout(len(text).to_bytes(8, "little") + text, begins, data + end)
 
 
+_STEP = 1 << 20
+"""Bytes written and hashed at a time: few enough to stay in a cache between both."""
+
+
 class TensorWriter:
     """Writes one file of tensors with known dtypes and shapes: in `file_order` with `checksums`, in any order without.
 
-    `path` must not exist unless it is overwritten in place (`over`). `metadata` are strings for the header. `direct`
-    writes past the page cache if the file system supports it and tensors are written in order.
+    `path` must not exist unless it is overwritten in place (`over`), which reuses pages in memory. `metadata` are
+    strings for the header.
     """
 
     def __init__(
@@ -85,21 +94,24 @@ class TensorWriter:
         metadata: Mapping[str, str] | None = None,
         *,
         checksums: bool,
-        direct: bool = False,
         over: bool = False,
     ) -> None:
-        self._sums = BlockSums() if checksums else None
         layout = layout_of(specs, metadata)
+        self._sums: dict[str, int] | None = None
+        if checksums:
+            self._sums = {"": zlib.crc32(layout.header), **dict.fromkeys(file_order(specs), 0)}
+        self._size = layout.size
         self._offsets = layout.begins
         self._specs = specs
         self._left = {name: spec.nbytes for name, spec in specs.items()}
-        self._file = create(path, layout.size, direct=direct and checksums, over=over)
-        self._position = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if over else os.O_EXCL)
+        self._file = open(os.open(path, flags, 0o666), "wb", buffering=0)  # noqa: SIM115  (see close and abandon)
         try:
             self._put(memoryview(layout.header))
         except BaseException:
             self.abandon()
             raise
+        self._position = len(layout.header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the values of one tensor (any device; dtype and number of elements as announced)."""
@@ -111,15 +123,23 @@ class TensorWriter:
 
         def write(names: Sequence[str]) -> None:
             for device, run in itertools.groupby(names, key=lambda name: tensors[name].device):
-                parts = []
-                for name in run:
+                here = list(run)
+                for name in here:
                     self._check(name, tensors[name])
-                    self._left[name] = 0
-                    parts.append(tensors[name])
-                for data in on_host(parts, device):
-                    self._put(data)
+                for data in on_host([tensors[name] for name in here], device):
+                    self._put_next(here, data)
 
         fetch([(name, tensors[name]) for name in file_order(self._specs)], write)
+
+    def _put_next(self, names: list[str], data: memoryview) -> None:
+        """Write bytes of the tensors `names`, one after the other, from the first that is not complete on."""
+        done = 0
+        while done < len(data):
+            while not self._left[names[0]]:
+                names.pop(0)
+            count = min(self._left[names[0]], len(data) - done)
+            self._put_bytes(names[0], data[done : done + count])
+            done += count
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         spec = self._specs[name]
@@ -138,12 +158,10 @@ class TensorWriter:
         if place != self._position and part.nbytes:
             if self._sums is not None:
                 raise CheckpointError(f"{name}: tensors of a file with checksums are written in file order")
-            assert isinstance(self._file, CachedFile)
             self._file.seek(place)
             self._position = place
-        self._left[name] -= part.nbytes
         for data in on_host([part], part.device):
-            self._put(data)
+            self._put_bytes(name, data)
 
     def close(self) -> FileFacts | None:
         """Finish the file, and flush it to disk. Return its facts if checksums were computed."""
@@ -151,29 +169,38 @@ class TensorWriter:
         if left:
             self.abandon()
             raise CheckpointError(f"tensors announced but not written: {', '.join(left[:5])}")
-        self._file.finish()
-        return self._sums.facts() if self._sums is not None else None
+        with self._file:
+            self._file.truncate(self._size)
+            os.fsync(self._file.fileno())
+        if self._sums is None:
+            return None
+        return FileFacts(self._size, tuple(f"{value:08x}" for value in self._sums.values()))
 
     def abandon(self) -> None:
         """Close without finishing; the file is incomplete."""
-        self._file.abandon()
+        self._file.close()
+
+    def _put_bytes(self, name: str, data: memoryview) -> None:
+        for start in range(0, len(data), _STEP):
+            piece = data[start : start + _STEP]
+            self._put(piece)
+            if self._sums is not None:
+                self._sums[name] = zlib.crc32(piece, self._sums[name])
+        self._left[name] -= len(data)
+        self._position += len(data)
 
     def _put(self, data: memoryview) -> None:
-        put(self._file, self._sums, data)
-        self._position += len(data)
+        done = 0
+        while done < len(data):
+            done += self._file.write(data[done:])
 
 
 def write_tensors(
-    path: str,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    direct: bool = False,
-    over: bool = False,
-    fetch: Fetch = in_place,
+    path: str, tensors: Mapping[str, torch.Tensor], *, over: bool = False, fetch: Fetch = in_place
 ) -> FileFacts:
     """Write a file of tensors with checksums, and flush it to disk. See `TensorWriter`."""
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = TensorWriter(path, specs, checksums=True, direct=direct, over=over)
+    writer = TensorWriter(path, specs, checksums=True, over=over)
     try:
         writer.write_all(tensors, fetch)
     except BaseException:

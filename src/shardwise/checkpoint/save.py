@@ -1,7 +1,7 @@
 """Saving a checkpoint, collectively.
 
 Rank 0 makes a hidden staging directory. Every rank collects its part, and refuses values that cannot be saved; writes
-its file, and a sidecar file with its part of the manifest. Rank 0 merges the parts to the manifest and renames.
+its file, and its part of the manifest as JSON. Rank 0 merges the parts to the manifest and renames.
 
 After each step all ranks know that all have succeeded, or all raise and rank 0 removes the staging directory. Existing
 files are unchanged until the last rename. If `latest` cannot be written after it, the error reports the publication.
@@ -9,12 +9,12 @@ files are unchanged until the last rename. If `latest` cannot be written after i
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,20 +24,25 @@ import torch
 from shardwise._version import __version__
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import collective_step
-from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replicated, collect, local_inventory
+from shardwise.checkpoint.collect import (
+    RankSavePlan,
+    TrainingState,
+    add_replicated,
+    collect,
+    local_inventory,
+    own_buffers,
+)
+from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
 from shardwise.checkpoint.manifest import outline
-from shardwise.checkpoint.newest import StateNumbers, latest_head
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.publish import FACTS, CheckpointHeader, file_name, publish, sidecar_path, unwritable
-from shardwise.checkpoint.safetensors_writer import write_tensors
+from shardwise.checkpoint.publish import CheckpointHeader, file_name, publish, write_part
 from shardwise.checkpoint.slow_io import warn_if_slow
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 
 _JOB = secrets.token_hex(4)
-_SEEN: dict[str, tuple[str | None, int]] = {}
-"""By directory: job and number of the checkpoint that `latest` named at the previous save."""
-_WARNED: set[tuple[str, str | None]] = set()
+_JOBS: dict[str, set[str | None]] = {}
+"""By directory: jobs whose checkpoints `latest` has named, at the first save or with a warning."""
 _MOST_NAMES = 20
 """Maximum number of not finite values named in the manifest."""
 
@@ -51,8 +56,7 @@ class SaveRequest:
         excluded: indices of parameters to leave out.
         layout: facts for people: stage, dtype.
         tag_validation: action if ranks name different tags: `ignore`, `warn` or `fail`.
-        direct: write past the page cache if the file system supports it.
-        keep_last, keep_every: retention; see `shardwise.checkpoint.retention.prune`.
+        keep_last, keep_every: retention; see `shardwise.checkpoint.listing.CheckpointDirectory.prune`.
         check_finite: look for values that are infinite or NaN, and mark a checkpoint that has them.
         numbers: numbers of the engine's states.
     """
@@ -64,7 +68,6 @@ class SaveRequest:
     layout: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     tag_validation: str = "warn"
-    direct: bool = False
     keep_last: int | None = None
     keep_every: int | None = None
     check_finite: bool = True
@@ -79,17 +82,16 @@ class SaveRequest:
 
 @dataclass
 class PendingSave:
-    """A checkpoint before it is written, under rank 0's `tag`. `token` is the unique part of its file names. `draft` is
-    the staging directory, on rank 0. `part` is this rank's part without replicated state, which `inventories` has for
-    each rank; see `shardwise.checkpoint.collect.add_replicated`.
+    """A checkpoint before it is written, under rank 0's `tag`. `draft` is the staging directory, on rank 0, and `path`
+    its path. `add_replicated` adds replicated state to this rank's `part`.
     """
 
     path: str
-    token: str
     tag: str
+    token: str
     draft: directory.StagingDirectory | None
     part: RankSavePlan
-    inventories: list[dict[str, Any]]
+    add_replicated: Callable[[], None]
 
 
 def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> str:
@@ -101,9 +103,10 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
     comm, what = model.comm, request.what
     with staged(model, request, state) as made:
         with collective_step(comm, what) as written, warn_if_slow(f"{what}: rank {comm.rank} writes its part"):
-            add_replicated(made.part, model, made.inventories)
-            _write(made.part, made.path, request)
-            written.local = made.part.not_finite
+            made.add_replicated()
+            part = made.part
+            write_part(made.path, part.file, part.tensors, part.to_json(), fetch=part.fetch)
+            written.local = part.not_finite
         not_finite = names_of(written.gathered, request, comm.rank)
         with collective_step(comm, what):
             if made.draft is not None:
@@ -129,16 +132,30 @@ def staged(model: CheckpointedModel, request: SaveRequest, state: TrainingState)
         _compare_tags(request, [entry["tag"] for entry in begin.gathered], comm.rank)
         path, token, number = begin.gathered[0]["draft"]
         request.numbers.see(number)
-        model.share_changes()
-        with collective_step(comm, what) as collected:
-            file = file_name(comm.rank, comm.world, token)
-            part = collect(model, file, state, request.excluded, check_finite=request.check_finite)
-            collected.local = local_inventory(model)
-        yield PendingSave(path, token, begin.gathered[0]["tag"], draft, part, collected.gathered)
+        file = file_name(comm.rank, comm.world, token)
+        part, add = collected(model, file, lambda: state, request.excluded, request.check_finite, what)
+        yield PendingSave(path, begin.gathered[0]["tag"], token, draft, part, add)
     except BaseException:
         if draft is not None:
             draft.discard()
         raise
+
+
+def collected(
+    model: CheckpointedModel,
+    file: str,
+    state: Callable[[], TrainingState],
+    excluded: frozenset[int],
+    check_finite: bool,
+    what: str,
+) -> tuple[RankSavePlan, Callable[[], None]]:
+    """Collect this rank's part; return it with a function that adds this rank's replicated state. A collective."""
+    model.share_changes()
+    with collective_step(model.comm, what) as done:
+        part = collect(model, file, state(), excluded, check_finite=check_finite)
+        done.local = local_inventory(model)
+    own = own_buffers(model, done.gathered)
+    return part, functools.partial(add_replicated, part, model, done.gathered, own)
 
 
 def names_of(gathered: Sequence[Sequence[str]], request: SaveRequest, rank: int) -> list[str]:
@@ -161,17 +178,15 @@ def _warn_not_finite(request: SaveRequest, names: Sequence[str]) -> None:
 
 
 def _warn_of_another_job(parent: str) -> None:
-    """Warn once if another job has saved into the same directory since the previous save."""
-    known, found = os.path.abspath(parent), latest_head(parent)
-    now = (None, 0) if found is None else (found.job, found.sequence)
-    before = _SEEN.get(known, now)
-    _SEEN[known] = now
-    if found is not None and found.job not in (None, _JOB) and before != now and (known, found.job) not in _WARNED:
-        _WARNED.add((known, found.job))
+    """Warn once if another job has saved into the same directory since this one's first save."""
+    path, found = os.path.abspath(parent), CheckpointDirectory(parent).head_of_latest()
+    known = _JOBS.setdefault(path, {None, _JOB, None if found is None else found.job})
+    if found is not None and found.job not in known:
+        known.add(found.job)
         logger.warning(
             "%s: another job saves here, too: it has made %r since this one has saved or begun. %r and "
             "checkpoint.keep_last are then of both; give each job a directory of its own",
-            known,
+            path,
             found.tag,
             directory.LATEST,
         )
@@ -191,27 +206,16 @@ def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
         logger.warning("%s; rank 0's is used", message)
 
 
-def _write(part: RankSavePlan, path: str, request: SaveRequest) -> None:
-    size = sum(tensor.nbytes for tensor in part.tensors.values())
-    try:
-        facts = write_tensors(os.path.join(path, part.file), part.tensors, direct=request.direct, fetch=part.fetch)
-        description = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
-        directory.write_file(os.path.join(path, sidecar_path(part.file, FACTS)), json.dumps(description).encode())
-    except OSError as error:
-        raise unwritable(error, path, part.file, size) from error
-
-
 def header_of(model: CheckpointedModel, request: SaveRequest, not_finite: Sequence[str]) -> CheckpointHeader:
     """Return the header of the checkpoint."""
-    # First, because these are read from the beginning of the file.
-    order = {"sequence": request.numbers.value, **({} if request.latest else {"latest": False})}
+    order = {"sequence": request.numbers.value}  # first, because it is read from the beginning of the file
     marks = {"finite": False, "not_finite": list(not_finite[:_MOST_NAMES])} if not_finite else {}
     return CheckpointHeader(
         directory=request.directory,
         tag=request.tag,
         latest=request.latest and (request.latest_if_not_finite or not not_finite),
         world=model.comm.world,
-        versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions=versions(),
         layout={**order, **request.layout, "job": _JOB, **marks},
         config=request.config,
         optimizer=None if model.optimizer is None else type(model.optimizer).__name__,
@@ -219,3 +223,8 @@ def header_of(model: CheckpointedModel, request: SaveRequest, not_finite: Sequen
         keep_last=request.keep_last,
         keep_every=request.keep_every,
     )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of shardwise, torch and Python."""
+    return {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}

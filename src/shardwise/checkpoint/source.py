@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from shardwise.boxes import Region, overlap, whole
 from shardwise.checkpoint import directory, manifest, manifestfile
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor
-from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.strided import read_patch
@@ -203,7 +203,7 @@ def looks_interrupted(path: str) -> bool:
 def find_checkpoint(path: str, tag: str | None = None) -> str | None:
     """Return the directory of the checkpoint at a path or in a directory of checkpoints; None without any of shardwise.
 
-    Without `tag` it is the first complete one in the order of `shardwise.checkpoint.newest.listing`; others are logged.
+    Without `tag` it is the first complete one in the order of `shardwise.checkpoint.listing`; others are logged.
     Raises CheckpointPathError for a tag and the path of a checkpoint itself, CheckpointError if none is complete.
     """
     if holds_checkpoint(path):
@@ -220,9 +220,9 @@ def find_checkpoint(path: str, tag: str | None = None) -> str | None:
         return found if holds_checkpoint(found) else None
     if looks_interrupted(path):
         manifestfile.load(path)
-    if not directory.other_tags(path):
+    if not CheckpointDirectory(path).tags_if_any():
         return None
-    there = listing(path)
+    there = CheckpointDirectory(path).newest_first()
     for note in there.notes:
         logger.warning("%s", note)
     skipped: list[str] = []

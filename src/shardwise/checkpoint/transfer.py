@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, cast
 
 import torch
 
-from shardwise.checkpoint.file_writer import open_over
 from shardwise.checkpoint.safetensors_reader import bytes_of
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
@@ -77,137 +77,80 @@ def exchange_files(
         received = next((s for s in these if s.dst == comm.rank), None)
         largest = max(transfer.size for transfer in these)
         piece = min(_MOST, max(_LEAST, -(-largest // _SHARE)))
+        given, taken = (torch.empty(piece if t else 0, dtype=torch.uint8, device=device) for t in (sent, received))
+        for buffer in (given, taken):
+            if buffer.numel():
+                hold(buffer)
         with (
-            _Reading(sent, source, piece, device, hold) as out,
-            _Writing(received, target, piece, device, hold, over=over) as into,
+            _Side(None if sent is None else functools.partial(_open, source, sent)) as reader,
+            _Side(None if received is None else functools.partial(_create, target, received, over)) as writer,
         ):
             for begin in range(0, largest, piece):
-                given, given_sizes = out.next(begin, comm.world)
-                taken, taken_sizes = into.next(begin, comm.world)
-                comm.all_to_all(taken, given, taken_sizes, given_sizes, _LABEL).wait()
-                into.keep()
-        failure = failure or out.failure or into.failure
+                out, into = [0] * comm.world, [0] * comm.world
+                if sent is not None:
+                    out[sent.dst] = max(0, min(piece, sent.size - begin))
+                if received is not None:
+                    into[received.src] = max(0, min(piece, received.size - begin))
+                outgoing, arriving = given[: sum(out)], taken[: sum(into)]
+                reader.run(functools.partial(_read, outgoing))
+                comm.all_to_all(arriving, outgoing, into, out, _LABEL).wait()
+                writer.run(functools.partial(_write, arriving))
+        failure = failure or reader.failure or writer.failure
     if failure is not None:
         raise failure
 
 
-_EndT = TypeVar("_EndT", bound="_End")
+def _open(source: Callable[[str], str], transfer: FileTransfer) -> BinaryIO:
+    return cast(BinaryIO, open(source(transfer.name), "rb", buffering=0))
 
 
-class _End:
-    """This rank's end of a transfer: its file, open in the context, and a buffer of one piece."""
+def _create(target: Callable[[str], str], transfer: FileTransfer, over: bool) -> BinaryIO:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if over else os.O_EXCL)
+    descriptor = os.open(target(transfer.name), flags, 0o666)
+    os.ftruncate(descriptor, transfer.size)
+    return cast(BinaryIO, open(descriptor, "wb", buffering=0))
 
-    def __init__(
-        self,
-        transfer: FileTransfer | None,
-        path: Callable[[str], str],
-        piece: int,
-        device: torch.device,
-        hold: Hold,
-    ) -> None:
-        self.transfer = transfer
+
+def _read(into: torch.Tensor, file: BinaryIO) -> None:
+    host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+    view, done = bytes_of(host), 0
+    while done < len(view):
+        got = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not got:
+            raise CheckpointError(f"{file.name}: ends before the {len(view)} bytes that were announced")
+        done += got
+    if host is not into:
+        into.copy_(host)
+
+
+def _write(values: torch.Tensor, file: BinaryIO) -> None:
+    view, done = bytes_of(values.cpu()), 0
+    while done < len(view):
+        done += file.write(view[done:])
+
+
+class _Side:
+    """This rank's file of a transfer, open in the context; `failure` is the first error."""
+
+    def __init__(self, opened: Callable[[], BinaryIO] | None) -> None:
         self.failure: Exception | None = None
-        self._path = path
-        self._piece = piece
+        self._opened = opened
         self._file: BinaryIO | None = None
-        self._host = torch.empty(piece if transfer else 0, dtype=torch.uint8, device="cpu")
-        self._buffer = self._host if device.type == "cpu" else self._host.to(device)
-        if transfer is not None:
-            hold(self._buffer)
 
-    def _open(self, path: str) -> BinaryIO:
-        raise NotImplementedError
-
-    def _count(self, begin: int) -> int:
-        return 0 if self.transfer is None else max(0, min(self._piece, self.transfer.size - begin))
-
-    def __enter__(self: _EndT) -> _EndT:
-        if self.transfer is not None:
+    def run(self, work: Callable[[BinaryIO], None]) -> None:
+        if self._file is not None and self.failure is None:
             try:
-                self._file = self._open(self._path(self.transfer.name))
-            except OSError as error:
+                work(self._file)
+            except (OSError, CheckpointError) as error:
                 self.failure = error
+
+    def __enter__(self) -> _Side:
+        try:
+            self._file = None if self._opened is None else self._opened()
+        except OSError as error:
+            self.failure = error
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as error:
-                self.failure = self.failure or error
-
-
-class _Reading(_End):
-    def _open(self, path: str) -> BinaryIO:
-        return cast(BinaryIO, open(path, "rb", buffering=0))
-
-    def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        sizes, count = [0] * world, self._count(begin)
-        if count:
-            assert self.transfer is not None
-            sizes[self.transfer.dst] = count
-            self._read(count)
-            if self._buffer is not self._host:
-                self._buffer[:count].copy_(self._host[:count])
-        return self._buffer[:count], sizes
-
-    def _read(self, count: int) -> None:
-        if self._file is None or self.failure is not None:
-            return
-        view, done = bytes_of(self._host)[:count], 0
-        try:
-            while done < count:
-                got = self._file.readinto(view[done:])  # type: ignore[attr-defined]
-                if not got:
-                    raise CheckpointError(f"{self._file.name}: ends before the {count} bytes that were announced")
-                done += got
-        except (OSError, CheckpointError) as error:
-            self.failure = error
-
-
-class _Writing(_End):
-    _taken = 0
-
-    def __init__(
-        self,
-        transfer: FileTransfer | None,
-        path: Callable[[str], str],
-        piece: int,
-        device: torch.device,
-        hold: Hold,
-        *,
-        over: bool,
-    ) -> None:
-        super().__init__(transfer, path, piece, device, hold)
-        self._over = over
-
-    def _open(self, path: str) -> BinaryIO:
-        if not self._over:
-            return cast(BinaryIO, open(path, "xb", buffering=0))
-        assert self.transfer is not None
-        descriptor = open_over(path)
-        os.ftruncate(descriptor, self.transfer.size)
-        return cast(BinaryIO, open(descriptor, "wb", buffering=0))
-
-    def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        sizes, self._taken = [0] * world, self._count(begin)
-        if self._taken:
-            assert self.transfer is not None
-            sizes[self.transfer.src] = self._taken
-        return self._buffer[: self._taken], sizes
-
-    def keep(self) -> None:
-        if not self._taken or self._file is None or self.failure is not None:
-            return
-        if self._buffer is not self._host:
-            self._host[: self._taken].copy_(self._buffer[: self._taken])
-        view = bytes_of(self._host)[: self._taken]
-        try:
-            done = 0
-            while done < len(view):
-                done += self._file.write(view[done:])
-        except OSError as error:
-            self.failure = error
+            self._file.close()

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise import boxes
 from shardwise.checkpoint import nested_json
-from shardwise.checkpoint.safetensors_reader import BLOCK, DTYPE_NAMES, FileFacts, check_shape
+from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, FileFacts, check_shape
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _LARGEST_FILE = 1 << 60
+_LEAST_BLOCK = 1 << 10
 _MOST = 1 << 53
 """Larger than any counter; up to it integers are exact in every number type."""
 
@@ -51,7 +52,10 @@ def _check_file(name: str, facts: FileFacts) -> None:
     _expect(plain and bool(name), "the name of a file", name)
     _expect(_natural(facts.size) and facts.size <= _LARGEST_FILE, f"the size of {name}", facts.size)
     sums = facts.checksums
-    fit = len(sums) == -(-facts.size // BLOCK) and all(isinstance(s, str) and _CHECKSUM.fullmatch(s) for s in sums)
+    fit = bool(sums) and all(isinstance(s, str) and _CHECKSUM.fullmatch(s) for s in sums)
+    if facts.block is not None:
+        _expect(_natural(facts.block) and facts.block >= _LEAST_BLOCK, "the size of a block", facts.block)
+        fit = fit and len(sums) == -(-facts.size // facts.block)
     _expect(fit, f"the checksums of {name}", sums)
 
 

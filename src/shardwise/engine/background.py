@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.background import Background, SaveReport, await_all, save_in_background, settle
+from shardwise.checkpoint.async_save import AsyncSaver, SaveReport
 from shardwise.engine.mesh import local_ranks
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
@@ -28,12 +28,12 @@ _WORTH_TELLING_S = 1.0
 
 @dataclass(eq=False, repr=False)
 class BackgroundSaves:
-    """Asynchronous checkpoints of a model. `saving` has writer process and snapshot; None before the first save."""
+    """Asynchronous checkpoints of a model. `saving` has the snapshot; None before the first save."""
 
     _sharded: ShardedModel
     _config: Config
     _job: Communicator
-    saving: Background | None = None
+    saving: AsyncSaver | None = None
 
     @property
     def pending(self) -> bool:
@@ -51,19 +51,19 @@ class BackgroundSaves:
         saving = self.saving
         if saving is None or not saving.unsettled:
             return None
-        settle(self._job, saving)
+        saving.settle(self._job)
         return None if saving.report is None else saving.report.path
 
     def await_last(self) -> None:
         """Wait until the previous save has ended on all ranks, if still pending."""
         if self.saving is not None and self.saving.unsettled:
-            await_all(self._job, self.saving)
+            self.saving.await_all(self._job)
 
     def settle_last(self) -> float:
         """Wait for the previous save and return the seconds waited. Raises its failure on all ranks."""
         if self.saving is None:
             return 0.0
-        waited = settle(self._job, self.saving)
+        waited = self.saving.settle(self._job)
         if waited >= _WORTH_TELLING_S and self._job.rank == 0 and self.saving.report is not None:
             logger.warning(
                 "save_checkpoint(): waited %.1f s until the save before, %s, was written (it took %.1f s); save less "
@@ -83,8 +83,8 @@ class BackgroundSaves:
             device = self._sharded.device
             # The memory table counts device memory; the snapshot is in host memory.
             counter = functools.partial(self._sharded.accountant.add, Category.OTHER) if device.type == "cpu" else None
-            self.saving = Background(device, local_ranks(self._job.world), counter, told, limit)
-        report = save_in_background(self._sharded.state, request, state, self.saving)
+            self.saving = AsyncSaver(device, local_ranks(self._job.world), counter, told, limit)
+        report = self.saving.save(self._sharded.state, request, state)
         self._sharded.copied = self.saving.copied
         report.waited = waited
         report.blocked = time.monotonic() - begun - waited
@@ -96,14 +96,14 @@ class BackgroundSaves:
         return writer is not None and writer.show_statistics
 
     def finish(self) -> CheckpointError | None:
-        """Wait for the pending save, and end its process; return its error, if any."""
+        """Wait for the pending save, and free its memory; return its error, if any."""
         saving, self.saving = self.saving, None
         if saving is None:
             return None
         failure = None
         try:
             if sys.exc_info()[0] is None:
-                settle(self._job, saving)
+                saving.settle(self._job)
             else:
                 saving.wait()  # no collective: other ranks may not have failed
         except CheckpointError as error:

@@ -13,9 +13,9 @@ import torch
 from shardwise.checkpoint import directory, rng
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import TrainingState
+from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
 from shardwise.checkpoint.load import Loaded, Options, find, read
 from shardwise.checkpoint.manifest import Manifest, name_of
-from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.places import PLACE
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.save import SaveRequest, save
@@ -79,8 +79,8 @@ class Checkpoints:
         Gradients of an unfinished accumulation window are not saved, which is logged. Training resumed from such a
         checkpoint restarts the window with the micro-batches that follow.
 
-        An asynchronous save waits for the previous one, and returns when the state has been copied; another process
-        writes it (`wait_for_checkpoint`). On CUDA the device continues to copy, and the next `step()` is ordered after
+        An asynchronous save waits for the previous one, and returns when the state has been copied; a thread writes
+        it (`wait_for_checkpoint`). On CUDA the device continues to copy, and the next `step()` is ordered after
         the copies. Until then only this library may change master weights and optimizer state
         (`safe_set_full_fp32_param` and similar); parameters may be changed.
 
@@ -133,7 +133,6 @@ class Checkpoints:
                 layout=self.layout(),
                 config=effective(self._resolution),
                 tag_validation=config.checkpoint.tag_validation,
-                direct=config.checkpoint.writes_directly(background=background),
                 keep_last=config.checkpoint.keep_last,
                 keep_every=config.checkpoint.keep_every,
                 check_finite=config.non_finite != "ignore",
@@ -477,7 +476,7 @@ class Checkpoints:
 
 
 def _latest_universal(parent: str) -> str:
-    found = directory.read_latest(parent, directory.LATEST_UNIVERSAL)
+    found = CheckpointDirectory(parent).latest(directory.LATEST_UNIVERSAL)
     if found is None:
         raise CheckpointPathError(
             f"{parent}: checkpoint.load_universal is on, and there is no file {directory.LATEST_UNIVERSAL!r}, which "

@@ -17,8 +17,8 @@ import torch
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.listing import CheckpointDirectory, CheckpointListing, Head
 from shardwise.checkpoint.load import NoCompleteCheckpointError, Options
-from shardwise.checkpoint.newest import CheckpointListing, Head, listing
 from shardwise.checkpoint.peer_replicas import VERSIONS, InMemoryCheckpoints, MemoryCopy, Version
 from shardwise.comm.environment import MEMORY_DIRECTORY, RECOVERY_FILE
 from shardwise.comm.stall_watchdog import StallWatch, stop_watching, watch
@@ -424,8 +424,8 @@ class FaultTolerance:
         began = time.perf_counter()
         with collective_step(self._job, "resume") as looked:
             parent = directory.check_directory(save_dir, "save_dir")
-            on_disk = listing(parent) if self._job.rank == 0 else CheckpointListing()
-            looked.local = [parent, on_disk.highest]
+            on_disk = CheckpointDirectory(parent).newest_first() if self._job.rank == 0 else CheckpointListing()
+            looked.local = [parent, max((head.sequence for head in on_disk.heads), default=0)]
         if any(said[0] != looked.gathered[0][0] for said in looked.gathered):
             raise CheckpointPathError(
                 f"engine.resume(save_dir): ranks name different directories "

@@ -23,7 +23,7 @@ from shardwise.precision.dtypes import parse_dtype
 from shardwise.precision.scaler import LossScaler
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.background import SaveReport
+    from shardwise.checkpoint.async_save import SaveReport
     from shardwise.checkpoint.peer_replicas import MemoryCopy
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Ledger, Totals

@@ -37,7 +37,7 @@ from shardwise.checkpoint.deepspeed.zero_partitions import (
     settings_of,
 )
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
-from shardwise.checkpoint.reader import Checkpoint, FilePlace, Run
+from shardwise.checkpoint.reader import Block, Checkpoint, Run
 from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.checkpoint.strided import read_patch
 from shardwise.errors import CheckpointError
@@ -862,11 +862,11 @@ class DeepSpeedCheckpoint(Checkpoint):
         found = [(name, n) for name in sorted(names & self._opened.keys()) for n in range(self._opened[name].records)]
         return found + [(name, 0) for name in (self._universal.blocks(held) if self._universal is not None else ())]
 
-    def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
+    def places(self, runs: Iterable[Run]) -> tuple[dict[Block, Run], list[Run]]:
         """Return no places, because the files are mapped into memory and copied from there."""
-        return [], list(runs)
+        return {}, list(runs)
 
-    def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[FilePlace] = ()) -> None:
+    def verify(self, blocks: Iterable[tuple[str, int]], places: Mapping[Block, Run] | None = None) -> None:
         """Compare records with the checksums that torch has written. Raises CheckpointError if a file is damaged."""
         by_file: dict[str, list[int]] = {}
         for name, record in blocks:

@@ -46,20 +46,19 @@ class WriterOptions(ConfigSection):
 
     type: WriterType = key(
         "fast",
-        '"fast" writes past the page cache (O_DIRECT), "python" through it; without this section background saves '
-        'are fast, others not; "mock" is refused.',
+        '"mock" is refused; "fast" and "python" are one writer, through the page cache.',
     )
     decoupled: bool = key(False, "The same as `checkpoint.async_save`.")
     io_buffer_size: Int = key(
         67_108_864,
         "Bytes per write buffer.",
         gt=0,
-        no_effect="files are written with at most two buffers of 4 MiB",
+        no_effect="files are written through the page cache",
     )
     io_buffer_double: bool = key(
         True,
         "Use two write buffers.",
-        no_effect="files are written with at most two buffers of 4 MiB",
+        no_effect="files are written through the page cache",
     )
     show_statistics: bool = key(False, "Log bytes, seconds and GB/s of each save, on rank 0.")
     data_parallel: Literal["replica", "socket", "machine"] | None = key(
@@ -94,7 +93,7 @@ class CheckpointOptions(ConfigSection):
     tag_validation: TagValidation = key("warn", "What to do when ranks name different tags.")
     async_save: bool = key(
         False,
-        "Save in the background, by another process.",
+        "Save in the background, by a thread.",
     )
     keep_last: Int | None = key(
         None,
@@ -121,12 +120,6 @@ class CheckpointOptions(ConfigSection):
     def in_background(self) -> bool:
         """Whether saves are asynchronous by default."""
         return self.async_save or (self.writer is not None and self.writer.decoupled)
-
-    def writes_directly(self, *, background: bool) -> bool:
-        """Return True if files bypass the page cache where possible: as `writer.type` requests; without it in
-        background saves, because direct writes leave processor time to training.
-        """
-        return background if self.writer is None else self.writer.type == "fast"
 
 
 class Nebula(ConfigSection):

@@ -1,0 +1,318 @@
+"""Asynchronous saves: training waits for a snapshot of the state, and a thread writes it.
+
+Every rank copies its part into host memory; if the device still copies, only the next optimizer step waits for it. Then
+a thread of each rank writes its files and reports to rank 0 through the job's store. Rank 0's thread waits for all
+reports, and publishes. Ranks train on without a collective. They exchange the outcome, and all or none raise, in their
+next common step: before the next save, when they wait for this one, or when the engine is destroyed.
+
+If a rank is killed, its report does not come, and nothing is published. If rank 0 is killed, its staging directory is
+unlocked, and the next save removes it. A disk that hangs is given up after a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.checksums import in_words
+from shardwise.checkpoint.collect import RankSavePlan, TrainingState
+from shardwise.checkpoint.directory import StagingDirectory
+from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.checkpoint.publish import CheckpointHeader, publish, write_part
+from shardwise.checkpoint.save import SaveRequest, header_of, names_of, staged
+from shardwise.checkpoint.slow_io import SLOWEST, warn_if_slow
+from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.comm.communicator import Communicator
+from shardwise.compat import default_store
+from shardwise.device.staging import Copied, is_far
+from shardwise.errors import CheckpointError
+from shardwise.utils.logging import logger
+
+_NICENESS = 5
+_LOOK_S = 1.0
+"""Seconds between looks at the job's store."""
+_EXIT_S = 60.0
+"""Seconds for which rank 0 waits for other ranks after the end of its script."""
+
+
+@dataclass
+class SaveReport:
+    """One asynchronous save on this rank, in seconds and bytes. The caller `waited` for the previous save
+    (back-pressure), then was `blocked` in `save_checkpoint`. `size` is 0 until written. `written` is the time of
+    writing after that, on rank 0 until publication; None before its end. `error` is the reason of a failure, or None,
+    and `origin` the rank that has failed.
+    """
+
+    path: str
+    waited: float = 0.0
+    blocked: float = 0.0
+    size: int = 0
+    written: float | None = None
+    error: str | None = None
+    origin: int = 0
+
+
+@dataclass
+class _WriteJob:
+    """One save on this rank: files to write, and on rank 0 the staging directory to publish. `limit` is in seconds."""
+
+    rank: int
+    path: str
+    token: str
+    file: str
+    tensors: Mapping[str, torch.Tensor]
+    description: Mapping[str, Any]
+    report: SaveReport
+    limit: float
+    store: torch.distributed.Store | None
+    copied: Copied | None
+    draft: StagingDirectory | None
+    header: CheckpointHeader | None
+    on_saved: Callable[[SaveReport], None] | None
+    begun: float = field(default_factory=time.monotonic)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Write, report and publish; the report is complete at the end."""
+        report = self.report
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            self._await_copies()
+            report.size = write_part(self.path, self.file, self.tensors, self.description)[0]
+        except Exception as error:
+            report.origin, report.error = self.rank, _words(error)
+        notes: list[str] = []
+        try:
+            if self.store is not None and self.rank:
+                self.store.set(self._key(self.rank), report.error or "")
+            if self.draft is not None and self.header is not None:
+                failed = self._await_others(self.header.world)
+                if failed is not None and report.error is None:
+                    report.origin, report.error = failed
+                if report.error is None:
+                    notes = publish(self.draft, self.header)
+        except Exception as error:
+            report.origin, report.error = self.rank, report.error or _words(error)
+        finally:
+            if self.draft is not None and not self.draft.published:
+                self.draft.discard()
+        report.written = time.monotonic() - self.begun
+        for note in notes:
+            logger.info("%s", note)
+        if report.error is not None:
+            logger.error(
+                "%s: writing it in the background failed on rank %d: %s", report.path, report.origin, report.error
+            )
+        elif self.on_saved is not None:
+            self.on_saved(report)
+        self.ended.set()
+
+    def _await_copies(self) -> None:
+        try:
+            if self.copied is not None:
+                self.copied.synchronize()
+        except RuntimeError as error:  # of the device
+            raise CheckpointError(f"the state could not be copied: {error}") from error
+
+    def _key(self, rank: int) -> str:
+        return f"shardwise/checkpoint/{self.token}/{rank}"
+
+    def _await_others(self, world: int) -> tuple[int, str] | None:
+        """Wait for the reports of all other ranks; return the first rank that failed, and its reason."""
+        failed: tuple[int, str] | None = None
+        store, left = self.store, math.inf
+        for rank in range(1, world if store is not None else 1):
+            assert store is not None
+            while not store.check([self._key(rank)]):
+                if not threading.main_thread().is_alive():
+                    left = min(left, time.monotonic() + _EXIT_S)
+                if time.monotonic() > min(left, self.begun + self.limit):
+                    return failed or (rank, f"its part is not complete after {time.monotonic() - self.begun:.0f} s")
+                with contextlib.suppress(RuntimeError):  # a timeout
+                    store.wait([self._key(rank)], timedelta(seconds=_LOOK_S))
+            words = store.get(self._key(rank)).decode(errors="replace")
+            store.delete_key(self._key(rank))
+            if words and failed is None:
+                failed = rank, words
+        return failed
+
+
+def _words(error: Exception) -> str:
+    if not isinstance(error, (OSError, CheckpointError)):
+        traceback.print_exception(error)
+    return in_words(error)
+
+
+class AsyncSaver:
+    """Asynchronous saves of one rank: memory for a snapshot, and a thread for each save.
+
+    Methods are local to the rank unless their docstring says "collective". `local_ranks` are on this machine. `resized`
+    is called with the change of the snapshot's memory in bytes, `on_saved` on a separate thread with the report of each
+    successful save. A save fails after `limit` seconds, plus the time of writing on a very slow disk.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        local_ranks: int = 1,
+        resized: Callable[[int], None] | None = None,
+        on_saved: Callable[[SaveReport], None] | None = None,
+        limit: float = math.inf,
+    ) -> None:
+        self._memory = device, local_ranks, resized
+        self._on_saved = on_saved
+        self._limit = limit
+        self._store: torch.distributed.Store | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._owner = os.getpid()
+        self._snapshot = Snapshot(*self._memory)
+        self._job: _WriteJob | None = None
+        self.report: SaveReport | None = None
+        self._unsettled = False
+
+    def _reset_after_fork(self) -> None:
+        if self._owner != os.getpid():
+            self._reset()  # because memory and thread belong to the parent
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the outcome of the last save has not been exchanged."""
+        return self._unsettled and self._owner == os.getpid()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save is being written, or on rank 0 not published yet."""
+        return self._job is not None and not self._job.ended.is_set() and self._owner == os.getpid()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the snapshot's memory."""
+        return self._snapshot.size
+
+    @property
+    def copied(self) -> Copied | None:
+        """Event after the copies of state that only the optimizer writes; None: they are complete."""
+        return self._snapshot.copied
+
+    def save(self, model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> SaveReport:
+        """Take a snapshot and write it during training; return the report, which is completed later. A collective.
+
+        The previous save must be settled. Raises CheckpointError on all ranks, without a pending save, if the staging
+        directory cannot be made, a value cannot be saved, or memory is too small.
+        """
+        comm, what = model.comm, request.what
+        self._reset_after_fork()
+        with staged(model, request, state) as made:
+            with collective_step(comm, what) as taken:
+                made.add_replicated()
+                part = made.part
+                tensors = self._snapshot.take(part.tensors, _stepped_only(model, part), part.fetch)
+                self._connect(comm)
+                taken.local = [sum(tensor.nbytes for tensor in tensors.values()), part.not_finite]
+            not_finite = names_of([names for _, names in taken.gathered], request, comm.rank)
+        largest = max(size for size, _ in taken.gathered)
+        header = header_of(model, request, not_finite) if comm.rank == 0 else None
+        self.report, self._unsettled = SaveReport(os.path.join(request.directory, made.tag)), True
+        self._job = _WriteJob(
+            rank=comm.rank,
+            path=made.path,
+            token=made.token,
+            file=part.file,
+            tensors=tensors,
+            description=part.to_json(),
+            report=self.report,
+            limit=self._limit + largest / SLOWEST,
+            store=self._store,
+            copied=self._snapshot.copied,
+            draft=made.draft,
+            header=header,
+            on_saved=self._on_saved,
+        )
+        # The thread does not keep the engine alive. The interpreter waits for it at exit.
+        threading.Thread(target=self._job.run, name="shardwise-checkpoint", daemon=False).start()
+        return self.report
+
+    def _connect(self, comm: Communicator) -> None:
+        if self._store is None and comm.world > 1 and comm.sends:
+            store = default_store()
+            if store is None:
+                raise CheckpointError(
+                    "asynchronous saves need the store of the job's process group, which is not there; set "
+                    "checkpoint.async_save to false"
+                )
+            self._store = store.clone()  # type: ignore[attr-defined]  # because a wait blocks other uses of the same connection
+
+    def wait(self, seconds: float = math.inf) -> SaveReport | None:
+        """Wait for the end of the unsettled save; return its report, or None without one, or if it has not ended."""
+        self._reset_after_fork()
+        job = self._job
+        if job is None or not self.unsettled:
+            return None
+        left = job.begun + job.limit + 2 * _LOOK_S - time.monotonic()
+        with warn_if_slow(f"{job.report.path}: waiting until it is written"):
+            if job.ended.wait(max(0.0, min(seconds, left, threading.TIMEOUT_MAX))):
+                return job.report
+        if seconds < left:
+            return None
+        self._snapshot, self._job = Snapshot(*self._memory), None  # the thread may still read the old one
+        error = f"its part is not written after {job.limit:.0f} s (the limit follows SHARDWISE_TIMEOUT). It is given up"
+        self.report = replace(job.report, error=error, origin=job.rank)
+        return self.report
+
+    def await_all(self, comm: Communicator) -> list[tuple[str | None, int]]:
+        """Wait for the end of the save on all ranks; return the failure of each, and the rank of its origin.
+        A collective: ranks meet in turns shorter than a collective's timeout.
+        """
+        turn = min(self._limit / 2, 600.0)
+        while True:
+            report = self.wait(turn)
+            outcomes = comm.exchange(None if report is None else [report.error, report.origin], "checkpoint")
+            if None not in outcomes:
+                return [(error, origin) for error, origin in outcomes]
+
+    def settle(self, comm: Communicator) -> float:
+        """Wait for the end of a pending save; return the seconds. A collective. Raises CheckpointError once if it
+        fails.
+        """
+        if not self.unsettled:
+            return 0.0
+        begun = time.monotonic()
+        outcomes = self.await_all(comm)
+        self._unsettled = False
+        error, origin = outcomes[0]  # rank 0 has waited for all others
+        if error is not None:
+            others = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(outcomes) if rank and words]
+            path = "a checkpoint" if self.report is None else self.report.path
+            raise CheckpointError(
+                f"{path}: writing this checkpoint in the background failed on rank {origin}: "
+                + "; ".join([error, *others])
+            )
+        return time.monotonic() - begun
+
+    def close(self) -> None:
+        """Wait, and free the memory."""
+        self.wait()
+        self._snapshot.close()
+
+
+def _stepped_only(model: CheckpointedModel, part: RankSavePlan) -> set[str]:
+    """Return the tensors that only the optimizer writes: training continues while they are copied."""
+    if not is_far(model.device):
+        return set()
+    model.finish_gathers()  # because a pending all-gather changes where parameters lie
+    shown = {parameter.untyped_storage().data_ptr() for parameter in model.registry.parameters}
+    return {key for key in part.runs if part.tensors[key].untyped_storage().data_ptr() not in shown}
