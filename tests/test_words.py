@@ -50,7 +50,6 @@ REMAINING = {
     "gpu.md": "asked imagined",
     "memory": "alone asked twin",
     "moe": "imagined",
-    "numbers.md": "alone beside imagined",
     "offload": "imagined",
     "parallel": "alone apart beside imagined neighbours said told",
     "registry": "aside",
