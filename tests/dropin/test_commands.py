@@ -193,7 +193,7 @@ REAL, OURS = Detected("real", "0.16.0", "/a/deepspeed"), Detected("drop-in", VER
 @pytest.mark.parametrize(
     ("found", "said", "code"),
     [
-        ([], "none; shardwise.install_as_deepspeed()", 0),
+        ([], "none; the drop-in of a checkout", 0),
         ([REAL], "DeepSpeed itself, 0.16.0, at /a/deepspeed", 0),
         ([OURS], f"shardwise's drop-in, {VERSION}, at /b/deepspeed", 0),
         ([OURS, REAL], "hidden by it: DeepSpeed itself, 0.16.0, at /a/deepspeed", 1),

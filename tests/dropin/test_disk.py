@@ -10,6 +10,7 @@ import pytest
 from shardwise.errors import CommandLineError, NotBuiltError
 from shardwise.launch.commands.bench import Wanted
 from shardwise_deepspeed.disk import io_of, measure_one, tune, tune_of
+from shardwise_deepspeed.entries import read
 
 FOLDER = ("--folder", "/disk")
 NVME = ("--nvme_dir", "/disk")
@@ -40,22 +41,20 @@ def test_options_of_ds_nvme_tune(tmp_path: Path) -> None:
     assert wanted.file == str(logs / "bench-io.json") and logs.is_dir()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--single_submit"],
-        ["--fast_io_size", "64M"],
-        ["--validate"],
-        ["--slow_bounce_buffer"],
-        ["--torch_legacy_save"],
-        ["--use_accelerator_pin_memory"],
-        ["--warmup_loops", "1"],
-    ],
-)
-def test_what_changes_nothing_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert io_of([*FOLDER, *arguments]) == io_of([*FOLDER])
+OPTIONS = read("options.toml")
+
+
+def words(command: str, option: str) -> list[str]:
+    """Return an option with a value, if it takes one."""
+    valued = f"{OPTIONS[command].get('values', '')} {OPTIONS[command].get('lists', '')}".split()
+    return [f"--{option}", *(["1"] if option in valued else [])]
+
+
+@pytest.mark.parametrize("option", OPTIONS["ds_io"]["without_effect"])
+def test_options_without_effect(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert io_of([*FOLDER, *words("ds_io", option)]) == io_of([*FOLDER])
     shown = capsys.readouterr().out
-    assert shown.startswith(f"{arguments[0]} changes nothing: ") and shown.count("\n") == 1
+    assert shown.startswith(f"--{option} changes nothing: ") and shown.count("\n") == 1
 
 
 def test_what_changes_nothing_in_a_sweep_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -69,28 +68,23 @@ def test_what_changes_nothing_in_a_sweep_says_so(capsys: pytest.CaptureFixture[s
     assert shown[0].startswith("single_submit changes nothing") and shown[1].startswith("sequential_requests: true is")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--gpu"],
-        ["--use_gds"],
-        ["--folder_to_device_mapping", "/disk:0", "/other:1"],
-        ["--sequential_requests"],
-        ["--include_warmup_time"],
-        ["--different_file_each_iteration"],
-        ["--engine", "torch_io"],
-        ["--multi_process", "2"],
-    ],
-)
-def test_what_would_change_the_outcome_is_refused(arguments: list[str]) -> None:
+REFUSED = [
+    *(words("ds_io", option) for option in OPTIONS["ds_io"]["refused"]),
+    ["--engine", "torch_io"],
+    ["--multi_process", "2"],
+]
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_refused_options(arguments: list[str]) -> None:
     with pytest.raises(NotBuiltError, match=f"^{arguments[0]}"):
         io_of([*FOLDER, *arguments])
 
 
-@pytest.mark.parametrize("option", ["--gpu", "--gds"])
-def test_what_a_sweep_refuses(option: str) -> None:
-    with pytest.raises(NotBuiltError, match=f"^{option}: .*GPU"):
-        tune_of([*NVME, option])
+@pytest.mark.parametrize("option", OPTIONS["ds_nvme_tune"]["refused"])
+def test_refused_options_of_a_sweep(option: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"^--{option}"):
+        tune_of([*NVME, f"--{option}"])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(prog=name, description=description, allow_abbrev=False)
-        self._options = read("options.toml")[name]
+        self._options = read("options.toml").get(name, {})
         values, lists = (self._options.get(kind, "").split() for kind in ("values", "lists"))
         for kind in ("without_effect", "refused"):
             group = self.add_argument_group(kind.replace("_", " "))

@@ -8,11 +8,10 @@ tensors are in memory, and reading never runs code from a file.
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,8 +23,9 @@ from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.sharded_weights import FORMATS
 from shardwise.checkpoint.source import Source, SourceTensor
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
+from shardwise_deepspeed.options import Parser, run
 
 
 class LazyTensor:
@@ -243,53 +243,28 @@ def _stage(path: str, found: Manifest) -> int:
     return stage
 
 
-class _Arguments(Protocol):
-    checkpoint_dir: str
-    output_dir: str
-    max_shard_size: str
-    safe_serialization: bool
-    tag: str | None
-    exclude_frozen_parameters: bool
-    debug: bool
+def _convert(arguments: list[str]) -> None:
+    parser = Parser("zero_to_fp32", "Write the weights of a checkpoint in fp32.")
+    add = parser.add_argument
+    add("checkpoint_dir", help="directory of checkpoints, or one checkpoint")
+    add("output_dir", help="directory for the weights")
+    add("--max_shard_size", default="5GB", help="of one file, as 5GB or 512MiB")
+    add("--safe_serialization", action="store_true", help=f"write {FORMATS['hf']} instead of {FORMATS['pt']}")
+    add("-t", "--tag", help="which checkpoint; default: the latest")
+    add("--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained")
+    add("-d", "--debug", action="store_true", help="list the tensors")
+    given = vars(parser.given(arguments))
+    if given.pop("debug"):
+        with open_source(given["checkpoint_dir"], given["tag"]) as source:
+            for tensor in source.tensors().values():
+                print(tensor.name, list(tensor.shape), tensor.dtype, *tensor.aliases)
+    convert_zero_checkpoint_to_fp32_state_dict(**given)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Write the weights of a checkpoint in fp32.")
-    parser.add_argument("checkpoint_dir", help="directory of checkpoints, or one checkpoint")
-    parser.add_argument("output_dir", help="directory for the weights")
-    parser.add_argument("--max_shard_size", default="5GB", help="of one file, as 5GB or 512MiB")
-    parser.add_argument(
-        "--safe_serialization", action="store_true", help=f"write {FORMATS['hf']} instead of {FORMATS['pt']}"
-    )
-    parser.add_argument("-t", "--tag", default=None, help="which checkpoint; default: the latest")
-    parser.add_argument(
-        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
-    )
-    parser.add_argument("-d", "--debug", action="store_true", help="list the tensors")
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the script; return its exit code."""
-    given: _Arguments = _parser().parse_args(arguments)
-    try:
-        if given.debug:
-            with open_source(given.checkpoint_dir, given.tag) as source:
-                for tensor in source.tensors().values():
-                    print(tensor.name, list(tensor.shape), tensor.dtype, *tensor.aliases)
-        convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir,
-            given.output_dir,
-            max_shard_size=given.max_shard_size,
-            safe_serialization=given.safe_serialization,
-            tag=given.tag,
-            exclude_frozen_parameters=given.exclude_frozen_parameters,
-        )
-    except ShardwiseError as error:
-        print(f"zero_to_fp32: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command and exit with its code; `arguments` default to those of this process."""
+    run("zero_to_fp32", _convert, arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

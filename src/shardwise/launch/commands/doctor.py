@@ -64,7 +64,7 @@ def _facts() -> dict[str, Any]:
 def _deepspeed(found: list[Detected]) -> list[str]:
     names = {"drop-in": "shardwise's drop-in", "real": "DeepSpeed itself"}
     if not found:
-        return ["none; shardwise.install_as_deepspeed() puts shardwise in its place for one process"]
+        return ["none; the drop-in of a checkout gives shardwise: pip install ./dropin"]
     lines = [f"{names[found[0].kind]}, {found[0].version}, at {found[0].place}"]
     lines += [f"hidden by it: {names[one.kind]}, {one.version}, at {one.place}" for one in found[1:]]
     if len({one.kind for one in found}) > 1:
