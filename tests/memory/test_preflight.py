@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.memory import MemoryLimit, OutOfMemoryError, Tier
 from shardwise.offload import measure
 from shardwise.offload.files import SwapFile
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.memory.test_oom import under_limit
 
 KIB = 1 << 10
@@ -125,11 +125,22 @@ def test_a_model_eight_times_as_large_as_the_device_trains(tmp_path: Path) -> No
 OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
 
+@on_ranks(2)
 def test_a_machine_that_is_too_small_counts_all_its_ranks() -> None:
     """Each alone would fit."""
-    for text, suggestion in run_ranks(on_a_small_machine, 2):
-        assert "device and host: 2 ranks need " in text and "3.00 MiB are there (physical memory)" in text
-        assert suggestion is None
+    # Of what is in use, the model will be given back.
+    limit = MemoryLimit("physical memory", 8 << 20, (5 << 20) + 2 * BYTES, 0)
+    with mock.patch.object(preflight, "SEARCH_S", 0.0), limited([limit]), pytest.raises(OutOfMemoryError) as told:
+        start(OFFLOADED, memory_limits={"device": 64 << 20})
+    with limited([MemoryLimit("physical memory", 8 << 20, (2 << 20) + BYTES, 0)]):
+        engine = start(OFFLOADED, memory_limits={"device": 64 << 20})
+        checked = engine.memory_budget.checks
+        engine.destroy()
+    assert {check.limit for check in checked} == {"physical memory", "memory_limits.device"}
+    text = str(told.value)
+    suggestion = told.value.suggestion
+    assert "device and host: 2 ranks need " in text and "3.00 MiB are there (physical memory)" in text
+    assert suggestion is None
 
 
 def dry_runs(equal: bool) -> int:
@@ -144,19 +155,6 @@ def dry_runs(equal: bool) -> int:
 def test_one_rank_of_a_machine_makes_the_dry_run_for_all_with_equal_parts() -> None:
     assert run_ranks(dry_runs, 2, True) == [1, 0]
     assert run_ranks(dry_runs, 2, False) == [1, 1]
-
-
-def on_a_small_machine() -> tuple[str, Any]:
-    # Of what is in use, the model will be given back.
-    limit = MemoryLimit("physical memory", 8 << 20, (5 << 20) + 2 * BYTES, 0)
-    with mock.patch.object(preflight, "SEARCH_S", 0.0), limited([limit]), pytest.raises(OutOfMemoryError) as told:
-        start(OFFLOADED, memory_limits={"device": 64 << 20})
-    with limited([MemoryLimit("physical memory", 8 << 20, (2 << 20) + BYTES, 0)]):
-        engine = start(OFFLOADED, memory_limits={"device": 64 << 20})
-        checked = engine.memory_budget.checks
-        engine.destroy()
-    assert {check.limit for check in checked} == {"physical memory", "memory_limits.device"}
-    return str(told.value), told.value.suggestion
 
 
 def test_all_ranks_are_told_the_same() -> None:

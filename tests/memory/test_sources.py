@@ -18,12 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.errors import UsageError
 from shardwise.memory import (
-    MemorySources,
     memory_sources,
     transformer_activation_bytes,
     transformer_model_bytes,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 def dense() -> nn.Sequential:
@@ -308,7 +307,9 @@ def test_meta_and_fake_modules_take_no_memory() -> None:
     assert mode is not None
 
 
-def of_an_engine(stage: int) -> tuple[MemorySources, int]:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_module_that_belongs_to_an_engine(stage: int) -> None:
     torch.manual_seed(0)
     engine, *_ = shardwise.initialize(
         model=dense(),
@@ -329,15 +330,10 @@ def of_an_engine(stage: int) -> tuple[MemorySources, int]:
     engine.backward(engine(x).square().mean())
     engine.step()
     engine.destroy()
-    return found, engine.global_steps
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_module_that_belongs_to_an_engine(stage: int) -> None:
-    for found, steps in run_ranks(of_an_engine, 2, stage):
-        assert (found.model, found.gradient, found.activation_outputs) == (MODEL, MODEL, ACTIVATIONS)
-        assert found.optimizer == 2 * MODEL + 32
-        assert steps == 2
+    steps = engine.global_steps
+    assert (found.model, found.gradient, found.activation_outputs) == (MODEL, MODEL, ACTIVATIONS)
+    assert found.optimizer == 2 * MODEL + 32
+    assert steps == 2
 
 
 def test_rendering_and_plain_values() -> None:

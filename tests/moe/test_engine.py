@@ -15,7 +15,7 @@ from shardwise.memory import Category, track_activations
 from shardwise.moe import MoE
 from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import RankFailure, run_ranks, thorough
+from tests.harness import RankFailure, on_ranks, run_ranks, thorough
 from tests.moe.models import EXPERTS, TOKENS, WIDTH, Model, batch, expert
 
 KINDS = (
@@ -396,7 +396,8 @@ def test_half_precision() -> None:
         assert all(torch.allclose(value, other[name], atol=2e-2) for name, value in plain.items())
 
 
-def unevenly() -> list[str]:
+@on_ranks(2)
+def test_ranks_with_other_numbers_of_tokens_are_named_where_tokens_may_be_dropped() -> None:
     found = []
     for options in (DROPS, KEEPS):
         engine = started(1, 2, options)
@@ -407,13 +408,7 @@ def unevenly() -> list[str]:
         except UsageError as error:
             found.append(str(error))
         engine.destroy()
-    return found
-
-
-def test_ranks_with_other_numbers_of_tokens_are_named_where_tokens_may_be_dropped() -> None:
-    for dropping, keeping in run_ranks(unevenly, 2):
-        with pytest.raises(
-            UsageError, match=rf"blocks.0.moe: the ranks \[0, 1\] have \[{TOKENS}, {2 * TOKENS}\] tokens"
-        ):
-            raise UsageError(dropping)
-        assert keeping == "runs"
+    dropping, keeping = found
+    with pytest.raises(UsageError, match=rf"blocks.0.moe: the ranks \[0, 1\] have \[{TOKENS}, {2 * TOKENS}\] tokens"):
+        raise UsageError(dropping)
+    assert keeping == "runs"

@@ -23,7 +23,7 @@ from shardwise.memory import Accountant, Category, Tier, track_activations
 from shardwise.offload import ActivationOffload
 from tests.device import checking, recording
 from tests.device.recorded import record_all
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import Outcome, Setting, assert_identical, each, start, train
 from tests.memory import test_report as reports
 from tests.models import CASES, GPT, Batch, Case, language, language_loss
@@ -183,13 +183,10 @@ def test_large_tensors() -> None:
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 
+@on_ranks(2)
 def test_graphs_that_are_used_twice() -> None:
-    for kept, moved in run_ranks(used_twice, 2, 3):
-        assert all(torch.equal(one, other) for one, other in zip(kept, moved, strict=True))
-
-
-def used_twice(stage: int) -> list[list[torch.Tensor]]:
     """What is made of a graph that is kept, handed out, or differentiated again."""
+    stage = 3
     made = []
     case = CASES["gpt"]
     hidden: list[torch.Tensor] = []
@@ -220,7 +217,8 @@ def used_twice(stage: int) -> list[list[torch.Tensor]]:
         values += [value.clone() for value in engine.module_state_dict().values()]
         engine.destroy()
         made.append(values)
-    return made
+    kept, moved = made
+    assert all(torch.equal(one, other) for one, other in zip(kept, moved, strict=True))
 
 
 def test_a_part_of_a_graph() -> None:

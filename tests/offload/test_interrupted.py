@@ -16,7 +16,7 @@ import torch
 from shardwise.errors import OffloadError, UsageError
 from shardwise.memory import OutOfMemoryError, Tier
 from shardwise.offload import disk
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import Setting, start
 from tests.offload.settings import offload
 from tests.offload.test_faults import CASE, made, masters_digest, steps
@@ -201,7 +201,9 @@ def short_of_memory(place: str, directory: str, after: int) -> str:
     return found
 
 
-def cut_short(directory: str) -> list[str]:
+@on_ranks(1)
+def test_after_a_step_of_some_units_the_engine_refuses_to_go_on(tmp_path: Path) -> None:
+    directory = str(tmp_path)
     engine = made(offload("optimizer on disk", directory))
     steps(engine, 0, 2)
     backward(engine, 2)
@@ -209,11 +211,6 @@ def cut_short(directory: str) -> list[str]:
         engine.step()
     refusals = refused(engine)
     engine.destroy()
-    return refusals
-
-
-def test_after_a_step_of_some_units_the_engine_refuses_to_go_on(tmp_path: Path) -> None:
-    (refusals,) = run_ranks(cut_short, 1, str(tmp_path))
     for refusal in refusals:
         assert "a step was cut short before" in refusal and refusal.endswith(RESTART)
         assert "optimizer state were stepped, then MemoryError was raised" in refusal

@@ -15,7 +15,7 @@ from shardwise.engine.states import get_state_devices
 from shardwise.errors import UsageError
 from shardwise.memory import Category, Tier
 from shardwise.zero import OffloadStateTypeEnum as Kind
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import (
     DTYPES,
     Outcome,
@@ -170,7 +170,9 @@ def test_what_is_included_is_moved_and_nothing_else(include: list[Any], moved: s
         assert not any(after[1].values())
 
 
-def refusals(stage: int) -> None:
+@pytest.mark.parametrize("stage", [thorough(0), 3])
+@on_ranks(2)
+def test_what_needs_what_is_away_says_so(stage: int) -> None:
     model = CASE.make()
     engine = start(CASE, Setting(stage, precision="bf16", optimizer="AdamW"), model)
     batch = CASE.data(0, 0, 0, torch.bfloat16)
@@ -225,12 +227,8 @@ def refusals(stage: int) -> None:
     assert not hasattr(optimizer, "offload_states")
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 3])
-def test_what_needs_what_is_away_says_so(stage: int) -> None:
-    run_ranks(refusals, 2, stage)
-
-
-def evaluates() -> None:
+@on_ranks(2)
+def test_a_model_that_is_only_evaluated() -> None:
     model = CASE.make()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -244,18 +242,11 @@ def evaluates() -> None:
     engine.destroy()
 
 
-def test_a_model_that_is_only_evaluated() -> None:
-    run_ranks(evaluates, 2)
-
-
-def one_bit() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_communicates_itself_is_refused() -> None:
     model = CASE.make()
     section = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}
     engine, *_ = shardwise.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "optimizer": section})
     with pytest.raises(UsageError, match="OnebitAdam communicates itself"):
         engine.offload_states()
     engine.destroy()
-
-
-def test_an_optimizer_that_communicates_itself_is_refused() -> None:
-    run_ranks(one_bit, 2)

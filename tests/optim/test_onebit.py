@@ -29,7 +29,7 @@ from shardwise.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
 from tests.harness.training import digest, parameters_digest, take_steps
 from tests.models import CASES, Case
@@ -153,7 +153,9 @@ def test_the_first_steps_are_bit_for_bit_the_plain_optimizer(name: str) -> None:
             assert own == plain_bits, run
 
 
-def one_rank(name: str) -> tuple[str, str, bool]:
+@pytest.mark.parametrize("name", CLASSES)
+@on_ranks(1)
+def test_one_rank_has_nothing_to_send_and_is_exact(name: str) -> None:
     run = Run()
     bits = []
     for make in (PLAIN[name], maker(name, **QUICK[name])):
@@ -163,12 +165,8 @@ def one_rank(name: str) -> tuple[str, str, bool]:
         bits.append(parameters_digest(engine.module))
         sent = any(totals.sent for totals in engine.ledger.totals.values())
         engine.destroy()
-    return bits[0], bits[1], sent
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_one_rank_has_nothing_to_send_and_is_exact(name: str) -> None:
-    plain_bits, own, sent = run_ranks(one_rank, 1, name)[0]
+    plain_bits = bits[0]
+    own = bits[1]
     assert own == plain_bits and not sent
 
 
@@ -707,7 +705,8 @@ def test_existing_state_is_adopted(name: str) -> None:
     assert first == second and first[1] == "[6, 6]"
 
 
-def never_used() -> list[Any]:
+@on_ranks(2)
+def test_elements_without_a_variance_stay_as_they_are() -> None:
     """Rows of an embedding that no rank has used before the variance is frozen."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 2))
@@ -720,12 +719,8 @@ def never_used() -> list[Any]:
         engine.step()
     result = [torch.equal(before[3:], model[0].weight[3:]), float((before - model[0].weight).abs().max())]
     engine.destroy()
-    return result
-
-
-def test_elements_without_a_variance_stay_as_they_are() -> None:
-    for same, moved in run_ranks(never_used, 2):
-        assert same and 0 < moved < 5
+    same, moved = result
+    assert same and 0 < moved < 5
 
 
 # -- bytes and memory --------------------------------------------------------------------------------------------------
@@ -935,7 +930,9 @@ def test_by_configuration_alone() -> None:
     assert notes == {"optimizer.params.cuda_aware", "optimizer.params.comm_backend_name"}
 
 
-def plans_beside() -> list[Any]:
+@pytest.mark.thorough
+@on_ranks(2)
+def test_settings_are_planned_beside_a_running_engine() -> None:
     run = Run()
     engine = run.start(maker("OnebitAdam", **QUICK["OnebitAdam"]))
     for step in range(5):
@@ -948,11 +945,7 @@ def plans_beside() -> list[Any]:
     run.step(engine, 5)
     own = engine.memory_report().total.planned
     engine.destroy()
-    return [same, [plan.total for plan in plans], plans[-1].note, own]
-
-
-@pytest.mark.thorough
-def test_settings_are_planned_beside_a_running_engine() -> None:
-    for same, totals, note, own in run_ranks(plans_beside, 2):
-        assert same and totals[0] and totals[1] < totals[0] and own
-        assert totals[2] is None and "needs stage 0 or 1" in note
+    totals = [plan.total for plan in plans]
+    note = plans[-1].note
+    assert same and totals[0] and totals[1] < totals[0] and own
+    assert totals[2] is None and "needs stage 0 or 1" in note

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import DesyncError, ShardwiseError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.scale.test_groups import TENSOR, Net
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -141,7 +141,9 @@ def test_a_model_on_the_meta_device_but_on_rank_0_gets_the_values_of_rank_0(stag
 # -- what an engine leaves behind --------------------------------------------------------------------------------------
 
 
-def another_arrangement(how: str) -> list[int]:
+@pytest.mark.parametrize("how", ["fails", "dropped"])
+@on_ranks(4)
+def test_an_engine_that_failed_or_was_dropped_leaves_no_group_behind(how: str) -> None:
     """Make an engine whose ranks share no tensors and all sequences, after one that has failed, or was dropped."""
     given = config(sequence_parallel_size=2, tensor_parallel=TENSOR)
     if how == "fails":
@@ -158,19 +160,11 @@ def another_arrangement(how: str) -> list[int]:
     engine.step()
     found = dist.get_process_group_ranks(engine.get_sequence_parallel_group())
     engine.destroy()
-    return kept + found
+    assert kept + found == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("how", ["fails", "dropped"])
-def test_an_engine_that_failed_or_was_dropped_leaves_no_group_behind(how: str) -> None:
-    assert run_ranks(another_arrangement, 4, how) == [[0, 1, 2, 3]] * 4
-
-
+@on_ranks(2)
 def test_an_error_on_all_ranks_can_be_corrected() -> None:
-    assert run_ranks(corrected, 2) == [True, True]
-
-
-def corrected() -> bool:
     for _ in range(2):
         with pytest.raises(ShardwiseError):
             shardwise.initialize(model=Net(), config=config(no_such_key=1))
@@ -178,4 +172,4 @@ def corrected() -> bool:
         shardwise.initialize(model=Net(), config=config(dist.get_rank()))
     engine = shardwise.initialize(model=Net(), config=config())[0]
     engine.destroy()
-    return True
+    assert True

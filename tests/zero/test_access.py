@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise import utils
 from shardwise.memory import Accountant, track_activations
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import ADAMW, engine_of
 
 LARGE = (1024, 4096)
@@ -57,7 +57,9 @@ def test_whole_tensors_cost_one_parameter_on_any_number_of_ranks(stage: int) -> 
             assert held <= 2.6, (name, held)
 
 
-def kept(stage: int) -> bool:
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_changes_of_others_are_kept(stage: int) -> None:
     """Setting one parameter leaves what the script has changed in another of the same unit."""
     engine = engine_of(nn.Linear(3, 5), stage, ADAMW)
     weight, bias = engine.module.weight, engine.module.bias
@@ -66,12 +68,7 @@ def kept(stage: int) -> bool:
     utils.safe_set_full_fp32_param(weight, torch.full((5, 3), 2.0))
     same = bool((utils.safe_get_full_fp32_param(bias) == 7).all() and (bias == 7).all() and (weight == 2).all())
     engine.destroy()
-    return same
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_changes_of_others_are_kept(stage: int) -> None:
-    assert run_ranks(kept, 2, stage) == [True] * 2
+    assert same
 
 
 def sums(dtype: torch.dtype) -> list[float]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.utils.logging import warn_once
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.logs import Lines
 from tests.harness.training import engine_of, masters
 
@@ -160,7 +160,8 @@ def test_changes_in_a_block_without_a_modifier_are_dropped_with_a_warning() -> N
         assert (first, second) == (0.0, 0.0) and not any(said)
 
 
-def under_init() -> list[str]:
+@on_ranks(2)
+def test_changes_under_init_without_a_modifier_are_dropped_with_a_warning() -> None:
     with shardwise.zero.Init():
         layer = nn.Linear(3, 5)
     logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
@@ -170,9 +171,5 @@ def under_init() -> list[str]:
                 layer.weight.data.fill_(1.0)
         assert len(handler.lines) == change
     logging.getLogger("shardwise").removeHandler(handler)
-    return handler.lines
-
-
-def test_changes_under_init_without_a_modifier_are_dropped_with_a_warning() -> None:
-    for (warning,) in run_ranks(under_init, 2):
-        assert "weight" in warning and "modifier_rank=0" in warning
+    (warning,) = handler.lines
+    assert "weight" in warning and "modifier_rank=0" in warning

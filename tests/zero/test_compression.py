@@ -17,7 +17,7 @@ from torch import nn
 import shardwise
 from shardwise.comm.compression.powersgd import elements, split
 from shardwise.errors import UsageError
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
 from tests.harness.training import (
     DTYPES,
@@ -353,8 +353,11 @@ def test_what_was_kept_elsewhere_is_dropped_with_a_warning(tmp_path: Path) -> No
 # -- fp16 --------------------------------------------------------------------------------------------------------------
 
 
-def overflowing(method: str, stage: int) -> list[tuple[bool, bool]]:
+@on_ranks(2)
+def test_an_overflow_is_agreed_and_does_not_stay() -> None:
     """Rank 1's gradient overflows in the third step: (applied, everything kept is finite) of each step."""
+    method = "dgc"
+    stage = 2
     scale = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     setting = Setting(stage=stage, precision="fp16", extra=(*compressed(method), ("fp16", scale)), lr=0.01)
     case = CASES["gpt"]
@@ -370,12 +373,7 @@ def overflowing(method: str, stage: int) -> list[tuple[bool, bool]]:
         found.append((engine.was_step_applied(), all(bool(t.isfinite().all()) for t in tensors) and len(tensors) > 0))
     assert all(bool(value.isfinite().all()) for value in masters(engine.module).values())
     engine.destroy()
-    return found
-
-
-def test_an_overflow_is_agreed_and_does_not_stay() -> None:
-    for found in run_ranks(overflowing, 2, "dgc", 2):
-        assert found == [(True, True), (True, True), (False, True), (True, True), (True, True)]
+    assert found == [(True, True), (True, True), (False, True), (True, True), (True, True)]
 
 
 def test_what_is_kept_follows_the_loss_scale() -> None:
@@ -413,7 +411,9 @@ class Skips(nn.Module):
         return self.last(torch.tanh(self.frozen(x)) if used else x)
 
 
-def skipping() -> int:
+@on_ranks(2)
+def test_a_rank_that_has_reduced_everything_may_still_gather() -> None:
+    """The other waits for the second factors of the last unit, and has not launched the gather of the frozen layer."""
     torch.manual_seed(0)
     model = Skips()
     keys = {"reduce_bucket_size": 3000, "stage3_prefetch_bucket_size": 0}
@@ -425,12 +425,7 @@ def skipping() -> int:
         engine.step()
     steps = engine.global_steps
     engine.destroy()
-    return steps
-
-
-def test_a_rank_that_has_reduced_everything_may_still_gather() -> None:
-    """The other waits for the second factors of the last unit, and has not launched the gather of the frozen layer."""
-    assert run_ranks(skipping, 2) == [4, 4]
+    assert steps == 4
 
 
 # -- how far training comes --------------------------------------------------------------------------------------------

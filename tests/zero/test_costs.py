@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise.memory import Category
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import DTYPES, Setting, each, start, take_steps
 from tests.models import CASES
 
@@ -157,8 +157,10 @@ def test_records_name_the_line_of_the_script() -> None:
     assert "training.py" in found["lines"]
 
 
-def first_step(stage: int) -> list[str]:
+@on_ranks(2)
+def test_the_order_of_units_is_agreed_once() -> None:
     """What happens once: values of rank 0 for all at the start, the agreed order of units after the first step."""
+    stage = 3
     engine = start(CASES["gpt"], Setting(stage=stage))
     built = Counter(record.op for record in engine.ledger.records())
     take_steps(engine, CASES["gpt"], [0])
@@ -166,13 +168,9 @@ def first_step(stage: int) -> list[str]:
     labels = {label for label in labels if not label.endswith(".initial")}  # parameters
     assert built["all_gather"] == built["reduce_scatter"] == 0
     engine.destroy()
-    return sorted(labels)
-
-
-def test_the_order_of_units_is_agreed_once() -> None:
-    for labels in run_ranks(first_step, 2, 3):
-        # Secrets of the watchdog and of the side channel, shared by initialize.
-        assert labels == ["side_channel.key", "stall_limit", "unit_order"]
+    labels = sorted(labels)
+    # Secrets of the watchdog and of the side channel, shared by initialize.
+    assert labels == ["side_channel.key", "stall_limit", "unit_order"]
 
 
 def gathered_window(setting: Setting) -> tuple[int, list[int]]:

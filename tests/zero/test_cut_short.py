@@ -12,7 +12,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import SGD, Setting, assert_close, engine_of, masters, parameters_digest, plain, start
 from tests.models import CASES, Batch
 
@@ -69,7 +69,8 @@ def test_another_backward_pass(stage: int, bare: bool) -> None:
     assert_close(found, plain(GPT, Setting(), 2, 2).masters, 1e-6)
 
 
-def teacher() -> list[bool]:
+@on_ranks(2)
+def test_another_backward_pass_where_nothing_is_trained() -> None:
     """Nothing is trained; gradients of the inputs are wanted."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(False)
     engine = engine_of(model)
@@ -85,11 +86,8 @@ def teacher() -> list[bool]:
         expected = (torch.ones(2, 4) @ model[1].weight) @ model[0].weight
         close = torch.allclose(x.grad, expected)
     engine.destroy()
-    return [released, close]
-
-
-def test_another_backward_pass_where_nothing_is_trained() -> None:
-    assert run_ranks(teacher, 2) == [[True, True]] * 2
+    assert released
+    assert close
 
 
 # -- something else comes next -----------------------------------------------------------------------------------------
@@ -211,16 +209,12 @@ class Recursive(torch.nn.Module):
         return self(x * self.scale, depth - 1) * self.scale if depth else x
 
 
-def recursive() -> tuple[int, int]:
+@on_ranks(2)
+def test_a_module_that_calls_itself_is_one_pass() -> None:
     engine = engine_of(Recursive(), 3, SGD)
     for _ in range(2):
         engine.backward(engine(torch.ones(3), 3).sum())
         engine.step()
     gathers, units = engine.ledger.totals["all_gather"].count, len(engine.sharded.units)
     engine.destroy()
-    return gathers, units
-
-
-def test_a_module_that_calls_itself_is_one_pass() -> None:
-    for gathers, units in run_ranks(recursive, 2):
-        assert gathers == 2 * units  # the only unit waits for the backward pass
+    assert gathers == 2 * units  # the only unit waits for the backward pass

@@ -27,7 +27,7 @@ from shardwise.utils import (
     safe_set_full_optimizer_state,
 )
 from shardwise.zero import GatheredParameters
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.zero import divided
 
 CLIP = 0.5
@@ -192,8 +192,12 @@ def test_parameters_of_one_rank_may_be_parts_of_one_tensor(tmp_path: Path) -> No
 # -- whole weights of a live engine ------------------------------------------------------------------------------------
 
 
-def whole_weights(path: str, size: int, stage: int) -> list[str]:
+@on_ranks(4)
+def test_whole_weights_are_gathered(tmp_path: Path) -> None:
     """Take whole weights out in every way, and put them into an engine of other values; return what is wrong."""
+    path = str(tmp_path)
+    size = 4
+    stage = 3
     rank, wrong = dist.get_rank(), []
     engine = made(size, stage, bf16={"enabled": True})
     expected = dict(divided.Tower().to(torch.bfloat16).state_dict())
@@ -227,12 +231,7 @@ def whole_weights(path: str, size: int, stage: int) -> list[str]:
     with pytest.raises(CheckpointError, match=r"not in the model: layers.9.down"):
         engine.load_module_state_dict({**values, "layers.9.down": values["layers.0.down"]})
     engine.destroy()
-    return wrong
-
-
-def test_whole_weights_are_gathered(tmp_path: Path) -> None:
-    for wrong in run_ranks(whole_weights, 4, str(tmp_path), 4, 3):
-        assert wrong == []
+    assert wrong == []
 
 
 def sent_for(path: str, way: str) -> tuple[int, set[str]]:
@@ -308,7 +307,8 @@ def test_whole_weights_have_what_only_other_ranks_have(tmp_path: Path) -> None:
             assert torch.equal(found[f"own.seen{rank}"], torch.full((2,), float(rank)))
 
 
-def holed() -> None:
+@on_ranks(2)
+def test_a_tensor_of_which_some_is_nowhere_is_named() -> None:
     model = nn.Linear(3, 4)
     first = 4 * dist.get_rank()
     declare_part(model.weight, ranks=[dist.get_rank()], shape=(12, 3), box=[(first, first + 4), (0, 3)])
@@ -316,10 +316,6 @@ def holed() -> None:
     with pytest.raises(CheckpointError, match=r"'weight': element \[8, 0\] of \[12, 3\] is on 0 ranks"):
         engine.module_state_dict()
     engine.destroy()
-
-
-def test_a_tensor_of_which_some_is_nowhere_is_named() -> None:
-    run_ranks(holed, 2)
 
 
 # -- single parameters -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from shardwise.errors import ConflictError, DesyncError, UsageError
 from shardwise.memory import Category
 from shardwise.registry import declare_part, part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
-from tests.harness import RankFailure, run_ranks, thorough
+from tests.harness import RankFailure, on_ranks, run_ranks, thorough
 from tests.harness.training import engine_of
 
 WORLD, EXPERTS, WIDTH = 4, 2, 12
@@ -193,7 +193,9 @@ def test_units_that_are_needed_once_more() -> None:
     assert_same([(3, "AdamW", "fp32", 1), (3, "AdamW", "bf16", 2)], again=True)
 
 
-def grouped() -> list[Any]:
+@on_ranks(WORLD)
+def test_beside_groups_of_ranks() -> None:
+    """Parameters of all ranks lie in a grid, those of some in another domain."""
     found = []
     for stage, spread in ((1, True), (2, False), (3, False), (3, True)):
         zero = {"mics_shard_size": 2, "optimizer_over_replicas": spread}
@@ -202,14 +204,9 @@ def grouped() -> list[Any]:
         steps(engine, 0, 3)
         found.append(values(engine))
         engine.destroy()
-    return found
-
-
-def test_beside_groups_of_ranks() -> None:
-    """Parameters of all ranks lie in a grid, those of some in another domain."""
-    for outcomes in run_ranks(grouped, WORLD):
-        for other in outcomes[1:]:
-            assert all(torch.equal(value, other[name]) for name, value in outcomes[0].items())
+    outcomes = found
+    for other in outcomes[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in outcomes[0].items())
 
 
 def own_mean(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import DTYPES, Setting, digest, masters, parameters_digest, start, take_steps
 from tests.models import CASES, GPT
 
@@ -70,7 +70,8 @@ def test_without_a_modifier_changes_to_sharded_parameters_are_lost() -> None:
 # -- nesting, passes, other owners -------------------------------------------------------------------------------------
 
 
-def nest() -> list[bool]:
+@on_ranks(2)
+def test_nested_blocks() -> None:
     model = CASES["gpt"].make()
     engine = start(CASES["gpt"], Setting(stage=3), model)
     first, second = model.get_parameter("blocks.1.up.weight"), model.get_parameter("blocks.1.up.bias")
@@ -87,14 +88,11 @@ def nest() -> list[bool]:
         first.sum()
     master = safe_get_full_fp32_param(second)
     engine.destroy()
-    return [*values, bool((master == 1.5).all())]
+    assert [*values, bool((master == 1.5).all())] == [True, True, True]
 
 
-def test_nested_blocks() -> None:
-    assert run_ranks(nest, 2) == [[True, True, True]] * 2
-
-
-def fail_to_gather() -> list[bool]:
+@on_ranks(2)
+def test_a_block_that_cannot_be_entered_leaves_nothing_behind() -> None:
     """Gathering the second of two units fails on all ranks; afterwards nothing is left of the attempt."""
     model = CASES["gpt"].make()
     engine = start(CASES["gpt"], Setting(stage=3), model)
@@ -115,14 +113,11 @@ def fail_to_gather() -> list[bool]:
         whole = all(bool(torch.isfinite(p).all()) for p in parameters)
     result = [gathered == 0, whole, engine.accountant.live[Category.GATHERED] == 0]
     engine.destroy()
-    return result
+    assert result == [True, True, True]
 
 
-def test_a_block_that_cannot_be_entered_leaves_nothing_behind() -> None:
-    assert run_ranks(fail_to_gather, 2) == [[True, True, True]] * 2
-
-
-def passes_inside() -> list[Any]:
+@on_ranks(2)
+def test_passes_inside_a_block() -> None:
     """Forward and backward passes inside a block neither end it nor see anything else than its values."""
     case = CASES["gpt"]
     model = case.make()
@@ -140,17 +135,15 @@ def passes_inside() -> list[Any]:
     released = engine.sharded.accountant.live
     result = [losses == [expected] * 2, norm > 0, changed != expected, released, engine.sharded.unsharder.late]
     engine.destroy()
-    return result
+    same, whole, changed, live, rescues = result
+    assert same and whole and changed
+    assert {c.value: size for c, size in live.items()}["gathered window"] == 0
+    assert rescues == 0
 
 
-def test_passes_inside_a_block() -> None:
-    for same, whole, changed, live, rescues in run_ranks(passes_inside, 2):
-        assert same and whole and changed
-        assert {c.value: size for c, size in live.items()}["gathered window"] == 0
-        assert rescues == 0
-
-
-def shared_with_numpy(stage: int) -> bool:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_arrays_that_share_a_parameters_memory_stay_valid(stage: int) -> None:
     """numpy() shares the memory of a parameter, which can then not be given back to the system while it is in use."""
     case = CASES["gpt"]
     model = case.make()
@@ -167,29 +160,22 @@ def shared_with_numpy(stage: int) -> bool:
     take_steps(engine, case, range(2))
     same = after == digest(list(masters(other).values()))
     engine.destroy()
-    return kept and same
+    assert kept and same
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_arrays_that_share_a_parameters_memory_stay_valid(stage: int) -> None:
-    assert run_ranks(shared_with_numpy, 2, stage) == [True, True]
-
-
-def plain_parameters() -> bool:
+@on_ranks(2)
+def test_parameters_of_no_engine_are_passed_over() -> None:
     layer = nn.Linear(2, 2)
     with shardwise.zero.GatheredParameters(layer.weight, modifier_rank=0):
         layer.weight.data.zero_()
-    return bool((layer.weight == 0).all())
-
-
-def test_parameters_of_no_engine_are_passed_over() -> None:
-    assert run_ranks(plain_parameters, 2) == [True, True]
+    assert bool((layer.weight == 0).all())
 
 
 # -- without a block ---------------------------------------------------------------------------------------------------
 
 
-def look_outside() -> None:
+@on_ranks(2)
+def test_looking_at_a_sharded_parameter_names_it() -> None:
     model = GPT(layers=2)
     engine = start(CASES["gpt"], Setting(stage=3), model)
     parameter = model.get_parameter("blocks.1.up.weight")
@@ -211,10 +197,6 @@ def look_outside() -> None:
         with pytest.raises(ReleasedParameterError, match=r"'blocks.1.up.weight' \(shape \(24, 12\)\)"):
             look()
     engine.destroy()
-
-
-def test_looking_at_a_sharded_parameter_names_it() -> None:
-    run_ranks(look_outside, 2)
 
 
 def destroyed(stage: int, precision: str) -> list[Any]:
@@ -268,7 +250,9 @@ def test_destroy_gives_memory_back_at_once(stage: int, precision: str) -> None:
         assert found == [True, True, 0, 0, True, True]
 
 
-def same_optimizer_again(stage: int) -> list[Any]:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_model_and_its_optimizer_can_be_wrapped_again(stage: int) -> None:
     case, setting = CASES["gpt"], Setting(stage=stage, optimizer="AdamW", lr=1e-2)
     model = case.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -279,9 +263,4 @@ def same_optimizer_again(stage: int) -> list[Any]:
         outcomes.append(parameters_digest(model))
     steps = [float(state["step"]) for state in optimizer.state.values()]
     engine.destroy()
-    return [outcomes[0] != outcomes[1], set(steps)]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_and_its_optimizer_can_be_wrapped_again(stage: int) -> None:
-    assert run_ranks(same_optimizer_again, 2, stage) == [[True, {1.0}]] * 2
+    assert [outcomes[0] != outcomes[1], set(steps)] == [True, {1.0}]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ReleasedParameterError
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import Outcome, Setting, assert_close, assert_identical, plain, start, train
 from tests.models import Batch, Case, regression, squared
 
@@ -233,7 +233,8 @@ def test_graphs_die_with_their_last_reference() -> None:
     assert run_ranks(lives_of_graphs, 2) == [[True] * 3] * 2
 
 
-def changed_in_place() -> None:
+@on_ranks(2)
+def test_what_is_saved_may_not_be_changed_in_place() -> None:
     case = CASES["plain auxiliary_loss"]
     engine = start(case, Setting(stage=3))
     # The outcome of exp is what its backward needs.
@@ -245,11 +246,8 @@ def changed_in_place() -> None:
     engine.destroy()
 
 
-def test_what_is_saved_may_not_be_changed_in_place() -> None:
-    run_ranks(changed_in_place, 2)
-
-
-def read_saved() -> None:
+@on_ranks(2)
+def test_reading_saved_weights_outside_of_a_backward_pass_names_the_unit() -> None:
     case = CASES["plain auxiliary_loss"]
     engine = start(case, Setting(stage=3))
     engine(case.data(0, 0, 0, torch.float32)["x"])
@@ -257,7 +255,3 @@ def read_saved() -> None:
     with pytest.raises(ReleasedParameterError, match=r"'blocks\.1' .*outside of a backward pass"):
         node._saved_mat2.sum()
     engine.destroy()
-
-
-def test_reading_saved_weights_outside_of_a_backward_pass_names_the_unit() -> None:
-    run_ranks(read_saved, 2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.memory import Category
 from shardwise.memory.process import give_back_freed_memory, resident_bytes
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import Setting, start
 from tests.models import CASES, GPT, language_loss
 
@@ -95,8 +95,12 @@ def test_the_work_of_a_unit_is_the_same_in_a_deep_model(stage: int) -> None:
 # -- with steps --------------------------------------------------------------------------------------------------------
 
 
-def lengths(stage: int, steps: int) -> dict[str, Any]:
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_sequences_of_random_length_leave_nothing_behind(stage: int) -> None:
     """Train on sequences of random length; what is live after each step, peaks, and resident size on the way."""
+    steps = 100
     engine = start(CASES["gpt"], Setting(stage=stage, optimizer="AdamW", lr=1e-3), GPT(layers=4, dim=36))
     length = random.Random(dist.get_rank())  # another one on every rank
     for _ in range(20):
@@ -113,16 +117,10 @@ def lengths(stage: int, steps: int) -> dict[str, Any]:
             give_back_freed_memory()
             resident.append(resident_bytes())
     engine.destroy()
-    return {"live": live, "peaks": peaks, "resident": resident}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", range(4))
-def test_sequences_of_random_length_leave_nothing_behind(stage: int) -> None:
-    for found in run_ranks(lengths, 2, stage, 100):
-        assert len(found["live"]) == 1, "bytes between steps differ"
-        first, last = found["peaks"][0], found["peaks"][-1]
-        assert first == last, "a later step held more than the first"
-        before, after = found["resident"]
-        if before is not None:
-            assert after - before < 8 * 2**20, "the process grows"
+    found = {"live": live, "peaks": peaks, "resident": resident}
+    assert len(found["live"]) == 1, "bytes between steps differ"
+    first, last = found["peaks"][0], found["peaks"][-1]
+    assert first == last, "a later step held more than the first"
+    before, after = found["resident"]
+    if before is not None:
+        assert after - before < 8 * 2**20, "the process grows"

@@ -16,7 +16,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.logs import logged
 from tests.harness.training import each, engine_of, masters
 
@@ -94,7 +94,8 @@ def test_changes_between_steps_reach_the_master_weights(stage: int, precision: s
                 assert torch.equal(value, expected[name]), name
 
 
-def refused_changes() -> list[str]:
+@on_ranks(2)
+def test_changes_that_cannot_be_taken_over_are_refused() -> None:
     model, wanted = made(0), made(1).state_dict()
     messages = []
     engine = begin(model, torch.optim.SGD(model.parameters()), 3)
@@ -110,18 +111,22 @@ def refused_changes() -> list[str]:
     messages.append(str(assigned.value))
     engine.destroy()
     model.load_state_dict(wanted, assign=True)
-    return messages
+    released, assigned = messages
+    assert "GatheredParameters" in released
+    assert "engine.load_module_state_dict" in released
+    assert "assign=True" in assigned
+    assert "engine.load_module_state_dict" in assigned
 
 
-def test_changes_that_cannot_be_taken_over_are_refused() -> None:
-    for released, assigned in run_ranks(refused_changes, 2):
-        assert "GatheredParameters" in released
-        assert "engine.load_module_state_dict" in released
-        assert "assign=True" in assigned
-        assert "engine.load_module_state_dict" in assigned
+def copied_by_state(model: nn.Module) -> nn.Module:
+    other = Backbone()
+    other.load_state_dict(model.state_dict())
+    return other
 
 
-def copied(stage: int) -> list[Any]:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_copies_of_a_model_are_plain(stage: int) -> None:
     """Copies are plain models that the engine knows nothing of; where values are missing, errors say what to do."""
     model = made(0)
     engine = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
@@ -155,20 +160,8 @@ def copied(stage: int) -> list[Any]:
             way(engine)
     step(engine, 1)
     engine.destroy()
-    return messages
-
-
-def copied_by_state(model: nn.Module) -> nn.Module:
-    other = Backbone()
-    other.load_state_dict(model.state_dict())
-    return other
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_copies_of_a_model_are_plain(stage: int) -> None:
-    for messages in run_ranks(copied, 2, stage):
-        assert len(messages) == (3 if stage == 3 else 0)
-        assert all("engine.module_state_dict()" in message for message in messages)
+    assert len(messages) == (3 if stage == 3 else 0)
+    assert all("engine.module_state_dict()" in message for message in messages)
 
 
 class Wrapped(nn.Module):
@@ -330,7 +323,9 @@ def test_unfrozen_parameters_are_named_when_stepping(stage: int) -> None:
         assert "backbone.weight, backbone.bias" in message
 
 
-def frozen_between_steps(stage: int) -> list[Any]:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_parameters_frozen_between_steps_are_named_before_anything_is_stepped(stage: int) -> None:
     model = made(0)
     engine = begin(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1), stage)
     step(engine, 0)
@@ -343,17 +338,14 @@ def frozen_between_steps(stage: int) -> list[Any]:
     engine.step()
     moved = not torch.equal(masters(model)["backbone.weight"], before["backbone.weight"])
     engine.destroy()
-    return [str(caught.value), kept, moved]
+    message = str(caught.value)
+    assert message.startswith("2 parameters were trained") and "backbone.weight, backbone.bias" in message
+    assert kept and moved
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_parameters_frozen_between_steps_are_named_before_anything_is_stepped(stage: int) -> None:
-    for message, kept, moved in run_ranks(frozen_between_steps, 2, stage):
-        assert message.startswith("2 parameters were trained") and "backbone.weight, backbone.bias" in message
-        assert kept and moved
-
-
-def changed_groups(stage: int) -> list[str]:
+@on_ranks(2)
+def test_changes_of_the_optimizers_groups_are_refused_before_anything_is_stepped(stage: int) -> None:
     model = made(0)
     model.backbone.requires_grad_(False)
     outside = nn.Parameter(torch.ones(4))
@@ -372,21 +364,17 @@ def changed_groups(stage: int) -> list[str]:
         messages.append(str(caught.value))
         engine.destroy()
     assert outside.tolist() == [1.0] * 4
-    return messages
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_changes_of_the_optimizers_groups_are_refused_before_anything_is_stepped(stage: int) -> None:
-    for outside, unfrozen, emptied in run_ranks(changed_groups, 2, stage):
-        assert "added to SGD" in outside and "a tensor of shape (4,) that the model does not have" in outside
-        assert "added to SGD" in unfrozen and "backbone.bias" in unfrozen
-        assert "parameter groups of SGD have been changed" in emptied
+    outside, unfrozen, emptied = messages
+    assert "added to SGD" in outside and "a tensor of shape (4,) that the model does not have" in outside
+    assert "added to SGD" in unfrozen and "backbone.bias" in unfrozen
+    assert "parameter groups of SGD have been changed" in emptied
 
 
 # -- the optimizer's own step ------------------------------------------------------------------------------------------
 
 
-def own_step() -> str:
+@on_ranks(2)
+def test_the_optimizers_own_step_says_that_the_engine_steps() -> None:
     model = Backbone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, returned, *_ = shardwise.initialize(
@@ -400,13 +388,9 @@ def own_step() -> str:
     assert engine.get_global_grad_norm() > 0
     engine.destroy()
     optimizer.step()
-    return str(caught.value)
-
-
-def test_the_optimizers_own_step_says_that_the_engine_steps() -> None:
-    for message in run_ranks(own_step, 2):
-        assert message.startswith("SGD.step()")
-        assert "engine.step()" in message
+    message = str(caught.value)
+    assert message.startswith("SGD.step()")
+    assert "engine.step()" in message
 
 
 def own_state(stage: int) -> list[str]:

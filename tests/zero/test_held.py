@@ -17,7 +17,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.memory import Category
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import SGD, Setting, engine_of, start, take_steps
 from tests.models import CASES
 
@@ -261,7 +261,9 @@ def test_an_optimizer_may_refer_to_gradients_between_steps() -> None:
     assert len(zero) == 3 and all(norm > 0 for rank in three for step in rank for norm in step)
 
 
-def held_by_the_graph(name: str) -> list[Any]:
+@pytest.mark.parametrize("name", ["gpt", "gpt_functional_head", "two_towers"])
+@on_ranks(2)
+def test_a_graph_holds_no_whole_values(name: str) -> None:
     """Bytes of whole values between forward and backward, and those of the unit that waits for the backward pass."""
     case = CASES[name]
     engine = start(case, Setting(stage=3))
@@ -274,15 +276,11 @@ def held_by_the_graph(name: str) -> list[Any]:
     expected = sum(section.full.nbytes or section.layout.numel * 4 for unit in waits for section in unit.sections)
     after = engine.accountant.live[Category.GATHERED]
     engine.destroy()
-    return [len(waits), live == expected, after]
+    assert [len(waits), live == expected, after] == [1, True, 0]
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt_functional_head", "two_towers"])
-def test_a_graph_holds_no_whole_values(name: str) -> None:
-    assert run_ranks(held_by_the_graph, 2, name) == [[1, True, 0]] * 2
-
-
-def kept_by_other_hooks() -> list[Any]:
+@on_ranks(2)
+def test_hooks_that_keep_what_they_are_given_hold_no_whole_values() -> None:
     """Hooks around the forward pass that keep every tensor as it is do not keep whole values either."""
     case = CASES["gpt"]
     engine = start(case, Setting(stage=3))
@@ -297,12 +295,8 @@ def kept_by_other_hooks() -> list[Any]:
         losses.append([float(loss), live, norm])
         engine.zero_grad()
     engine.destroy()
-    return losses
-
-
-def test_hooks_that_keep_what_they_are_given_hold_no_whole_values() -> None:
-    for without, with_hooks in run_ranks(kept_by_other_hooks, 2):
-        assert without == with_hooks
+    without, with_hooks = losses
+    assert without == with_hooks
 
 
 def addresses(zero_init: bool) -> list[Any]:
@@ -324,7 +318,8 @@ def addresses(zero_init: bool) -> list[Any]:
     return [before == total, counted == total, stable, len(storages) == len(first)]
 
 
-def read_by_address() -> list[bool]:
+@on_ranks(2)
+def test_an_address_in_a_pass_is_that_of_the_values() -> None:
     """A kernel that is given an address in a pass (Triton's launcher asks for it) finds the values there."""
     case = CASES["gpt"]
     model = case.make()
@@ -342,11 +337,7 @@ def read_by_address() -> list[bool]:
         engine.backward(case.loss(engine, case.data(micro, 0, dist.get_rank(), torch.float32)))
     hook.remove()
     engine.destroy()
-    return found
-
-
-def test_an_address_in_a_pass_is_that_of_the_values() -> None:
-    assert run_ranks(read_by_address, 2) == [[True] * 2] * 2
+    assert found == [True] * 2
 
 
 @pytest.mark.parametrize("zero_init", [False, True])

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.zero.units import released
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import Setting, Tensors, masters, start, take_steps, train
 from tests.models import CASES, GPT, MixedTypes, OddMLP
 
@@ -25,7 +25,8 @@ STAGE3 = {
 }
 
 
-def built_again() -> list[int]:
+@on_ranks(2)
+def test_no_groups_are_left_behind() -> None:
     """Process groups before, and after each of three models that were built, wrapped and ended."""
     counts = [len(dist.distributed_c10d._world.pg_map)]
     for _ in range(3):
@@ -35,12 +36,7 @@ def built_again() -> list[int]:
         engine(torch.ones(1, 4))
         engine.destroy()
         counts.append(len(dist.distributed_c10d._world.pg_map))
-    return counts
-
-
-def test_no_groups_are_left_behind() -> None:
-    for counts in run_ranks(built_again, 2):
-        assert len(set(counts)) == 1
+    assert len(set(counts)) == 1
 
 
 class Initialised(nn.Module):
@@ -145,20 +141,18 @@ def watched_construction(seen: list[set[int]]) -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def whole_at_once() -> tuple[int, int]:
+@on_ranks(2)
+def test_at_most_one_modules_parameters_are_whole_at_a_time() -> None:
     seen: list[set[int]] = []
     with shardwise.zero.Init(), watched_construction(seen):
         model = Initialised()
     # What is left of a sharded parameter is its shape on one element, and this rank's part.
     with torch._C.DisableTorchFunctionSubclass():
         left = sum(p.untyped_storage().nbytes() for p in model.parameters())
-    return max(len(homes) for homes in seen), left // 4 - sum(1 for _ in model.parameters())
-
-
-def test_at_most_one_modules_parameters_are_whole_at_a_time() -> None:
-    for modules, elements in run_ranks(whole_at_once, 2):
-        assert modules == 1
-        assert elements == 0
+    modules = max(len(homes) for homes in seen)
+    elements = left // 4 - sum(1 for _ in model.parameters())
+    assert modules == 1
+    assert elements == 0
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -204,7 +198,8 @@ def test_training_goes_on_as_with_a_plain_model(way: str, stage: int, cap: int |
             assert torch.equal(found[key], value), key
 
 
-def adopt_low_precision() -> list[Any]:
+@on_ranks(2)
+def test_parameters_may_be_built_in_16_bits() -> None:
     with shardwise.zero.Init(dtype=torch.bfloat16):
         model = GPT()
     dtypes = {p.dtype for p in model.parameters()}
@@ -213,14 +208,10 @@ def adopt_low_precision() -> list[Any]:
     engine = start(CASES["gpt"], setting, model)
     kinds = {value.dtype for value in masters(model).values()}
     engine.destroy()
-    return [dtypes, kinds, outcome.parameters != ""]
-
-
-def test_parameters_may_be_built_in_16_bits() -> None:
-    for dtypes, kinds, trains in run_ranks(adopt_low_precision, 2):
-        assert dtypes == {torch.bfloat16}
-        assert kinds == {torch.float32}
-        assert trains
+    trains = outcome.parameters != ""
+    assert dtypes == {torch.bfloat16}
+    assert kinds == {torch.float32}
+    assert trains
 
 
 def convert_existing() -> bool:
@@ -238,17 +229,6 @@ def test_an_existing_module_is_converted_at_once() -> None:
 
 
 # -- refusals, and what the context leaves behind ----------------------------------------------------------------------
-
-
-def contexts_that_do_nothing() -> list[bool]:
-    plain = []
-    for context in (
-        shardwise.zero.Init(enabled=False),
-        shardwise.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 2}}),
-    ):
-        with context:
-            plain.append(type(nn.Linear(2, 2).weight) is nn.Parameter)
-    return plain
 
 
 def convert_sharded() -> list[Any]:
@@ -287,11 +267,20 @@ def test_a_sharded_model_is_converted_part_by_part() -> None:
         assert trained.startswith("compute bfloat16") or trained.startswith("compute bf16")
 
 
+@on_ranks(2)
 def test_switched_off_or_below_stage_3_nothing_is_sharded() -> None:
-    assert run_ranks(contexts_that_do_nothing, 2) == [[True, True]] * 2
+    plain = []
+    for context in (
+        shardwise.zero.Init(enabled=False),
+        shardwise.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 2}}),
+    ):
+        with context:
+            plain.append(type(nn.Linear(2, 2).weight) is nn.Parameter)
+    assert plain == [True, True]
 
 
-def broken_construction() -> tuple[bool, str, str]:
+@on_ranks(2)
+def test_errors_name_the_parameter_and_the_module() -> None:
     original = nn.Module.register_parameter
     with pytest.raises(ZeroDivisionError), shardwise.zero.Init():
         nn.Linear(2, 2)
@@ -304,16 +293,13 @@ def broken_construction() -> tuple[bool, str, str]:
     with pytest.raises(UsageError) as meta, torch.device("meta"):
         model = OddMLP()
         shardwise.initialize(model=model, config=STAGE3)
-    return restored, str(caught.value), str(meta.value)
-
-
-def test_errors_name_the_parameter_and_the_module() -> None:
-    for restored, message, meta in run_ranks(broken_construction, 2):
-        assert restored
-        for word in ("Linear", "weight", "(3, 4)", "zero.Init", "GatheredParameters"):
-            assert word in message
-        for word in ("OddMLP", "meta", "reset_parameters", "zero.Init"):
-            assert word in meta
+    message = str(caught.value)
+    meta = str(meta.value)
+    assert restored
+    for word in ("Linear", "weight", "(3, 4)", "zero.Init", "GatheredParameters"):
+        assert word in message
+    for word in ("OddMLP", "meta", "reset_parameters", "zero.Init"):
+        assert word in meta
 
 
 class Rotary(nn.Module):
@@ -340,7 +326,8 @@ class Rotary(nn.Module):
             self.order.copy_(torch.arange(3))
 
 
-def meta_values() -> tuple[str, bool]:
+@on_ranks(2)
+def test_what_a_meta_module_leaves_without_values_is_named() -> None:
     with torch.device("meta"):
         lacking, complete = Rotary(False), Rotary(True)
     with pytest.raises(UsageError) as caught:
@@ -350,14 +337,11 @@ def meta_values() -> tuple[str, bool]:
     expected = Rotary(True).state_dict(keep_vars=True)
     found = complete.state_dict(keep_vars=True)
     same = all(torch.equal(found[name], value) for name, value in expected.items())
-    return str(caught.value), same and complete.other.frequencies is complete.frequencies
-
-
-def test_what_a_meta_module_leaves_without_values_is_named() -> None:
-    for message, same in run_ranks(meta_values, 2):
-        assert "'shift', 'frequencies', 'mask', 'order'. What" in message
-        assert "reset_parameters() has left" in message
-        assert same
+    message = str(caught.value)
+    same = same and complete.other.frequencies is complete.frequencies
+    assert "'shift', 'frequencies', 'mask', 'order'. What" in message
+    assert "reset_parameters() has left" in message
+    assert same
 
 
 def listed() -> list[Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import utils
 from shardwise.errors import UsageError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import ADAMW, engine_of
 from tests.models import CASES
 
@@ -107,7 +107,8 @@ def test_parts_are_set(precision: str, keep: int) -> None:
     run_ranks(parts_are_set, 2, precision, keep)
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     whole = start(stage=2)
     parameter = next(whole.module.parameters())
     for function, arguments in (
@@ -132,7 +133,3 @@ def refusals() -> None:
     utils.safe_set_local_optimizer_state(parameter, torch.zeros(held), "exp_avg")
     assert utils.safe_get_local_grad(parameter) is None
     engine.destroy()
-
-
-def test_refusals() -> None:
-    run_ranks(refusals, 2)

@@ -15,7 +15,7 @@ from shardwise import optim
 from shardwise.errors import ConfigError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import each, engine_of, parameters_digest
 from tests.models import CASES
 
@@ -151,7 +151,8 @@ def test_resuming_goes_on_exactly(tmp_path: Path) -> None:
         assert all(map(all, same))
 
 
-def other_ways() -> dict[str, Any]:
+@on_ranks(2)
+def test_other_ways() -> None:
     found: dict[str, Any] = {}
     # An instance with a wish of its own, and torch's classes, which round to nearest.
     model = CASES["odd_mlp"].make()
@@ -181,15 +182,10 @@ def other_ways() -> dict[str, Any]:
     found["fp32"] = weight is not None and weight.dtype
     engine.destroy()
     found["rank"] = dist.get_rank()
-    return found
-
-
-def test_other_ways() -> None:
-    for found in run_ranks(other_ways, 2):
-        assert found["kept"] == "kahan"
-        assert found["AdamW"] and found["Adafactor"] and found["fp16"]
-        assert found["types"] == {torch.float16}
-        assert found["states"] is found["fp32"] is torch.float32
+    assert found["kept"] == "kahan"
+    assert found["AdamW"] and found["Adafactor"] and found["fp16"]
+    assert found["types"] == {torch.float16}
+    assert found["states"] is found["fp32"] is torch.float32
 
 
 @pytest.mark.parametrize(

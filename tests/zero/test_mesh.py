@@ -33,7 +33,7 @@ from shardwise.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import (
     SGD,
     Setting,
@@ -456,7 +456,16 @@ def test_resuming_is_exact(tmp_path: Path) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def refused_meshes() -> list[str]:
+@on_ranks(WORLD)
+def test_meshes_that_cannot_be() -> None:
+    words = [
+        ["2 x 3 ranks", "there are 4"],
+        ["'dp': 2, 'pp': 2", "adjacent", "('pp', 'dp')"],
+        ["ascend", "[3, 2]"],
+        ["mics_shard_size over 4", "over 2 ranks"],
+        ["zero_hpz_partition_size", "mesh passed to initialize()"],
+        ["the engine has ranks [0, 1, 2, 3]"],
+    ]
     given: list[tuple[Any, dict[str, Any]]] = [
         ((2, 3), {}),
         (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), {}),
@@ -474,18 +483,6 @@ def refused_meshes() -> list[str]:
                 model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, mesh=mesh
             )
         found.append(str(caught.value))
-    return found
-
-
-def test_meshes_that_cannot_be() -> None:
-    words = [
-        ["2 x 3 ranks", "there are 4"],
-        ["'dp': 2, 'pp': 2", "adjacent", "('pp', 'dp')"],
-        ["ascend", "[3, 2]"],
-        ["mics_shard_size over 4", "over 2 ranks"],
-        ["zero_hpz_partition_size", "mesh passed to initialize()"],
-        ["the engine has ranks [0, 1, 2, 3]"],
-    ]
-    for answer in run_ranks(refused_meshes, WORLD):
-        for message, expected in zip(answer, words, strict=True):
-            assert all(word in message for word in expected), message
+    answer = found
+    for message, expected in zip(answer, words, strict=True):
+        assert all(word in message for word in expected), message

@@ -21,7 +21,7 @@ from shardwise.comm import comms_logger
 from shardwise.errors import ConflictError, UsageError
 from shardwise.optim import OnebitAdam
 from shardwise.zero.passes.sidechannel import SideChannel
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import Setting, digest, masters, start
 from tests.models import CASES
 from tests.zero.test_mesh import LEVELS, PAIRS, SPREAD, WORLD
@@ -37,7 +37,9 @@ def step(engine: Any, rank: int | None = None) -> None:
 # -- leaving -----------------------------------------------------------------------------------------------------------
 
 
-def one_group_asks_late() -> None:
+@on_ranks(WORLD)
+def test_a_group_leaves_when_the_others_know() -> None:
+    """The groups gather by themselves in `destroy()`: one is done while another still asks where its ranks are."""
     engine = start(CASES["gpt"], Setting(3, zero=PAIRS))
     step(engine)
     asks = SideChannel._where
@@ -54,11 +56,6 @@ def one_group_asks_late() -> None:
         engine.destroy()
     finally:
         SideChannel._where = asks  # type: ignore[method-assign]
-
-
-def test_a_group_leaves_when_the_others_know() -> None:
-    """The groups gather by themselves in `destroy()`: one is done while another still asks where its ranks are."""
-    run_ranks(one_group_asks_late, WORLD)
 
 
 ENDING = """
@@ -86,7 +83,8 @@ def test_a_process_ends_behind_the_chains_of_its_last_step(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-def what_engines_leave() -> list[tuple[int, int, list[str]]]:
+@on_ranks(WORLD)
+def test_engines_leave_no_sockets_and_no_threads() -> None:
     found = []
     others = set(threading.enumerate())  # of what earlier tests have left in this process
     for number in range(6):
@@ -99,18 +97,15 @@ def what_engines_leave() -> list[tuple[int, int, list[str]]]:
             new = set(threading.enumerate()) - others
             threads = [thread.name for thread in new if thread.name.startswith("shardwise")]
             found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threads))
-    return found
-
-
-def test_engines_leave_no_sockets_and_no_threads() -> None:
-    for first, last in run_ranks(what_engines_leave, WORLD):
-        assert last[0] <= first[0] and last[1] <= first[1] and last[2] == []
+    first, last = found
+    assert last[0] <= first[0] and last[1] <= first[1] and last[2] == []
 
 
 # -- the communication log ---------------------------------------------------------------------------------------------
 
 
-def logged() -> set[float]:
+@on_ranks(WORLD)
+def test_the_log_counts_the_ranks_of_a_group() -> None:
     """Return by what part of the size, in the log, a gather of two ranks is shorter."""
     comms_logger.comms_dict = {}
     setting = Setting(3, zero=PAIRS, extra=(("comms_logger", {"enabled": True}),))
@@ -123,11 +118,7 @@ def logged() -> set[float]:
         comms_logger.enabled = False
         engine.destroy()
     sizes = [entry for op in ("all_gather", "reduce_scatter") for entry in raw[op].values()]
-    return {round(bus / algorithm, 6) for _, _, *both in sizes for algorithm, bus in zip(*both, strict=True)}
-
-
-def test_the_log_counts_the_ranks_of_a_group() -> None:
-    assert run_ranks(logged, WORLD) == [{0.5}] * WORLD
+    assert {round(bus / algorithm, 6) for _, _, *both in sizes for algorithm, bus in zip(*both, strict=True)} == {0.5}
 
 
 # -- part of the ranks -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import (
     DTYPES,
     SGD,
@@ -234,8 +234,10 @@ def test_combinations_of_division_wire_sum_and_clipping() -> None:
         assert math.isnan(told[1]) if not setting.clip else told[1] == pytest.approx(factor, rel=2 * bound)
 
 
-def master_memory(precision: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_masters_keep_the_initial_precision() -> None:
     """Masters start from the user's fp32 values, not from their 16-bit rounding."""
+    precision = "fp16"
     case = CASES["gpt"]
     model = case.make()
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -246,12 +248,8 @@ def master_memory(precision: str) -> dict[str, Any]:
         rounded = all(torch.equal(p, wanted[n].to(DTYPES[precision])) for n, p in model.named_parameters())
         dtypes = {p.dtype for p in model.parameters()}
     engine.destroy()
-    return {"exact": exact, "rounded": rounded, "dtypes": dtypes}
-
-
-def test_masters_keep_the_initial_precision() -> None:
-    for found in run_ranks(master_memory, 2, "fp16"):
-        assert found == {"exact": True, "rounded": True, "dtypes": {torch.float16}}
+    found = {"exact": exact, "rounded": rounded, "dtypes": dtypes}
+    assert found == {"exact": True, "rounded": True, "dtypes": {torch.float16}}
 
 
 # -- losses that do not come from the engine's outputs -----------------------------------------------------------------

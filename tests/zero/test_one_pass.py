@@ -10,7 +10,7 @@ import torch
 import shardwise
 from shardwise.optim import Lion
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import DTYPES, Tensors, each, engine_of, gradients, masters, parameters_digest
 from tests.models import CASES
 
@@ -82,7 +82,8 @@ def test_every_way_of_stepping_gives_the_same_bits() -> None:
         assert bool(seen) == (how not in ("", "scheduler"))
 
 
-def gradient_after_a_failed_step() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+@on_ranks(1)
+def test_getters_are_right_between_preparing_and_stepping() -> None:
     """It is that before clipping, as `safe_get_full_grad` says."""
     engine, *_ = shardwise.initialize(
         model=torch.nn.Linear(3, 2, bias=False),
@@ -97,18 +98,15 @@ def gradient_after_a_failed_step() -> tuple[torch.Tensor | None, torch.Tensor | 
     interrupt(engine, engine.optimizer)
     after = safe_get_full_grad(engine.module.weight)
     engine.destroy()
-    return before, after
-
-
-def test_getters_are_right_between_preparing_and_stepping() -> None:
-    before, after = run_ranks(gradient_after_a_failed_step, 1)[0]
     assert before is not None and after is not None
     assert torch.equal(before, torch.full((2, 3), 2.0))
     assert torch.allclose(after, before, rtol=1e-6)
 
 
-def small_gradients(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+@on_ranks(1)
+def test_gradients_in_fp16_are_unscaled_in_fp32() -> None:
     """Step along gradients of 2e-8, which fp16 accumulators hold times the loss scale only; return what has moved."""
+    name = "own"
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1, bias=False)
     classes = {"torch": torch.optim.SGD, "own": Lion}
@@ -127,9 +125,4 @@ def small_gradients(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     engine.step()
     after = safe_get_full_fp32_param(engine.module.weight)
     engine.destroy()
-    return before, after
-
-
-def test_gradients_in_fp16_are_unscaled_in_fp32() -> None:
-    before, after = run_ranks(small_gradients, 1, "own")[0]
     assert torch.allclose(before - after, torch.full((1, 4), 0.02), rtol=5e-3)

@@ -15,7 +15,7 @@ from shardwise.config import names as known
 from shardwise.errors import ConfigError, UsageError
 from shardwise.optim import build
 from shardwise.utils import safe_get_full_optimizer_state
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import (
     Outcome,
     Setting,
@@ -154,7 +154,8 @@ def test_step_counts_may_differ_between_parameters() -> None:
         assert torch.allclose(states[name], optimizer.state[parameter]["exp_avg_sq"], rtol=1e-5)
 
 
-def low_precision_state() -> tuple[set[torch.dtype], float]:
+@on_ranks(2)
+def test_state_in_16_bits_goes_on_in_fp32() -> None:
     """An instance that has stepped bf16 parameters goes on with fp32 masters and state."""
     torch.manual_seed(3)
     model = nn.Linear(5, 3).to(torch.bfloat16)
@@ -170,13 +171,9 @@ def low_precision_state() -> tuple[set[torch.dtype], float]:
     after = engine(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().sum()
     result = kinds, float(loss.detach() - after.detach())
     engine.destroy()
-    return result
-
-
-def test_state_in_16_bits_goes_on_in_fp32() -> None:
-    for kinds, gain in run_ranks(low_precision_state, 2):
-        assert kinds == {torch.float32}
-        assert gain > 0
+    kinds, gain = result
+    assert kinds == {torch.float32}
+    assert gain > 0
 
 
 # -- ways of giving an optimizer ---------------------------------------------------------------------------------------
@@ -236,7 +233,8 @@ def test_instance_class_callable_and_config_are_the_same() -> None:
     assert len(found["all"].groups) == 1
 
 
-def own_options() -> list[Any]:
+@on_ranks(2)
+def test_groups_keep_their_options_and_are_edited_in_place() -> None:
     model = GPT(layers=1, head="own")
     halves = list(model.parameters())
     optimizer = torch.optim.SGD([{"params": halves[:3], "name": "first"}, {"params": halves[3:]}], lr=0.1)
@@ -255,14 +253,10 @@ def own_options() -> list[Any]:
     result = [moved == [n for n in names[3:] if n in moved], len(moved) > 5, engine.get_lr()]
     result.append([group.get("name") for group in optimizer.param_groups])
     engine.destroy()
-    return result
-
-
-def test_groups_keep_their_options_and_are_edited_in_place() -> None:
-    for frozen, moved, rates, names in run_ranks(own_options, 2):
-        assert frozen and moved
-        assert rates == [0.0, 0.1, 0.7]
-        assert names == ["first", None, "nothing"]
+    frozen, moved, rates, names = result
+    assert frozen and moved
+    assert rates == [0.0, 0.1, 0.7]
+    assert names == ["first", None, "nothing"]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from shardwise.utils import (
 from tests.checkpoint import matrix
 from tests.device import checking
 from tests.device.recorded import record_all
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import DTYPES, Outcome, Setting, assert_identical, masters, start, take_steps, train_all
 from tests.models import CASES
 from tests.zero.elsewhere import Held, living_elsewhere
@@ -186,7 +186,8 @@ def test_nothing_is_on_the_device_at_rest_and_little_in_a_step(world: int, stage
         assert seen["end"] == 0
 
 
-def one_rank() -> list[bool]:
+@on_ranks(1)
+def test_on_one_rank_parameters_that_live_elsewhere_are_released() -> None:
     with living_elsewhere("parameters"):
         engine = start(CASES["gpt"], Setting(0))
     units = engine.sharded.units
@@ -196,11 +197,6 @@ def one_rank() -> list[bool]:
     seen += [not section.full.numel() for unit in units for section in unit.sections]
     engine.destroy()
     seen += [bool(parameter.isfinite().all()) for parameter in engine.module.parameters()]
-    return seen
-
-
-def test_on_one_rank_parameters_that_live_elsewhere_are_released() -> None:
-    (seen,) = run_ranks(one_rank, 1)
     assert len(seen) > 20 and all(seen)
 
 
@@ -255,8 +251,12 @@ def test_values_are_read_and_changed() -> None:
             assert_identical(resident, away)
 
 
-def saved_and_loaded(root: str, entry: matrix.Entry, background: bool) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_checkpoints(tmp_path: Path) -> None:
     """Fingerprints that should be the same, of checkpoints and of engines that have gone on from them."""
+    root = str(tmp_path)
+    entry = matrix.Entry("AdamW", "AdamW", "bf16")
+    background = True
     found = []
     for stage in (0, 3):
         layout = matrix.Layout(stage, dist.get_world_size() if dist.is_initialized() else 1)
@@ -284,14 +284,9 @@ def saved_and_loaded(root: str, entry: matrix.Entry, background: bool) -> list[t
             ends.append(matrix.whole(engine))
             engine.destroy()
         found += [(contents[0], contents[1]), *((ends[0], end) for end in ends[1:])]
-    return found
-
-
-def test_checkpoints(tmp_path: Path) -> None:
-    for found in run_ranks(saved_and_loaded, 2, str(tmp_path), matrix.Entry("AdamW", "AdamW", "bf16"), True):
-        assert len(found) == 8
-        for first, second in found:
-            assert first == second
+    assert len(found) == 8
+    for first, second in found:
+        assert first == second
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

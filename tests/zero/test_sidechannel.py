@@ -29,7 +29,7 @@ from shardwise.zero.passes import sidechannel
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.units.unit import Unit, UnitState
 from tests.device.recording import recording
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import SGD, Setting, digest, engine_of, masters, start, take_steps
 from tests.models import CASES
 from tests.zero.elsewhere import forced
@@ -298,7 +298,8 @@ def test_help_is_given_on_the_stream_of_the_pass() -> None:
 # -- engines that leave ------------------------------------------------------------------------------------------------
 
 
-def wrap_twice() -> tuple[int, int, list[int], list[int]]:
+@on_ranks(2, timeout=60)
+def test_a_model_that_is_wrapped_again_leaves_no_groups_and_no_connections() -> None:
     before = len(dist.distributed_c10d._world.pg_map)
     model = CASES["gpt"].make()
     counts, files, engines = [], [], []
@@ -309,17 +310,14 @@ def wrap_twice() -> tuple[int, int, list[int], list[int]]:
         files.append(len(os.listdir("/proc/self/fd")))
     for engine in engines:  # the old ones once more
         engine.destroy()
-    return before, len(dist.distributed_c10d._world.pg_map), counts, files
+    after = len(dist.distributed_c10d._world.pg_map)
+    assert counts == [before + 3] * 5  # gather, reduce, small
+    assert files[4] <= files[1] + 1  # Gloo closes the sockets of a group a little later
+    assert after == before
 
 
-def test_a_model_that_is_wrapped_again_leaves_no_groups_and_no_connections() -> None:
-    for before, after, counts, files in run_ranks(wrap_twice, 2, timeout=60):
-        assert counts == [before + 3] * 5  # gather, reduce, small
-        assert files[4] <= files[1] + 1  # Gloo closes the sockets of a group a little later
-        assert after == before
-
-
-def without_branches() -> int:
+@on_ranks(3)
+def test_ranks_that_do_the_same_open_no_connection() -> None:
     """Train a model whose ranks do the same, and count the connections that are made for it."""
     made, call = [], p2p._call
 
@@ -335,11 +333,7 @@ def without_branches() -> int:
         engine.destroy()
     finally:
         p2p._call = call
-    return len(made)
-
-
-def test_ranks_that_do_the_same_open_no_connection() -> None:
-    assert run_ranks(without_branches, 3) == [0, 0, 0]
+    assert len(made) == 0
 
 
 # -- real sizes --------------------------------------------------------------------------------------------------------
@@ -353,8 +347,15 @@ class Wide(nn.Module):
         self.wide = nn.Parameter(torch.arange(mib * world << 18, dtype=torch.float32))
 
 
-def fetch_wide(mib: int) -> tuple[bool, float, float]:
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+@on_ranks(3, timeout=300)
+def test_shards_of_real_size_are_fetched_straight_into_place() -> None:
     """All ranks fetch at once; return whether the values are right, and what a fetch and its answers add to memory."""
+    mib = 9
     world = dist.get_world_size()
     engine = engine_of(Wide(mib, world))
     unit = next(unit for unit in engine.sharded.units if unit.sharded)
@@ -371,19 +372,11 @@ def fetch_wide(mib: int) -> tuple[bool, float, float]:
     right = torch.equal(section.full, torch.arange(section.full.numel(), dtype=torch.float32))
     unit.reshard()
     engine.destroy()
-    return right, added / 2**20, unit.nbytes / 2**20
-
-
-def resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
-
-
-def test_shards_of_real_size_are_fetched_straight_into_place() -> None:
-    for right, added, whole in run_ranks(fetch_wide, 3, 9, timeout=300):
-        assert right
-        assert whole == 9 * 3
-        assert added < whole + 16
+    added = added / 2**20
+    whole = unit.nbytes / 2**20
+    assert right
+    assert whole == 9 * 3
+    assert added < whole + 16
 
 
 class Doubling(nn.Module):
@@ -458,8 +451,10 @@ class Repeated(nn.Module):
         return self.last(x).square().mean()
 
 
-def repeat() -> tuple[int, int]:
+@on_ranks(2)
+def test_modules_that_are_called_several_times_are_not_fetched_again_not_even_in_the_first_pass() -> None:
     """Return how often values had to be fetched, and the most elements that were whole in the first pass."""
+    pair = 2 * 16 * 16
     engine = engine_of(Repeated(), 3, SGD, zero={"reduce_bucket_size": 1})
     sharded = engine.sharded
     most = 0
@@ -479,14 +474,8 @@ def repeat() -> tuple[int, int]:
         engine.step()
     rescues = sharded.unsharder.late
     engine.destroy()
-    return rescues, most
-
-
-def test_modules_that_are_called_several_times_are_not_fetched_again_not_even_in_the_first_pass() -> None:
-    pair = 2 * 16 * 16
-    for rescues, most in run_ranks(repeat, 2):
-        assert rescues == 0
-        assert most == pair
+    assert rescues == 0
+    assert most == pair
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

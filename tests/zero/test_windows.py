@@ -16,7 +16,7 @@ import shardwise
 from shardwise.engine.window import checked_weight
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad, safe_set_full_grad
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import Setting, Tensors, assert_close, gradients, make_optimizer, masters, start
 from tests.models import CASES, GPT
 
@@ -189,7 +189,8 @@ def test_weights_that_cannot_be() -> None:
     assert "gradient_allreduce_op" in summed
 
 
-def no_weight_at_all() -> list[Any]:
+@on_ranks(2)
+def test_without_any_weight_the_gradient_is_zero() -> None:
     module = nn.Linear(3, 1, bias=False)
     config = configured(1, gradient_accumulation_steps=1)
     engine, *_ = shardwise.initialize(
@@ -201,11 +202,7 @@ def no_weight_at_all() -> list[Any]:
         engine.step()
     found = [torch.equal(before, masters(module)["weight"]), float(engine.last_step.weight)]
     engine.destroy()
-    return found
-
-
-def test_without_any_weight_the_gradient_is_zero() -> None:
-    assert run_ranks(no_weight_at_all, 2) == [[True, 0.0]] * 2
+    assert found == [True, 0.0]
 
 
 # -- windows of the script ---------------------------------------------------------------------------------------------

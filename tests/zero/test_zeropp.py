@@ -20,7 +20,7 @@ from shardwise.comm.compression import BlockCode
 from shardwise.errors import ConfigError, UsageError
 from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import Simulation, rounded
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import (
     DTYPES,
     Setting,
@@ -238,7 +238,8 @@ def test_compression_in_blocks_is_the_same_at_every_stage() -> None:
         assert_identical(outcome, outcomes[0])
 
 
-def overflow() -> list[Any]:
+@on_ranks(WORLD)
+def test_an_overflow_on_one_rank_is_found_by_all() -> None:
     case = CASES["gpt"]
     engine = start(
         case, LOCO, bf16={"enabled": False}, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
@@ -254,11 +255,7 @@ def overflow() -> list[Any]:
     after = masters(engine.module)
     engine.destroy()
     finite = all(bool(value.isfinite().all()) for value in after.values())
-    return [*skipped, finite, digest(list(after.values())) != before]
-
-
-def test_an_overflow_on_one_rank_is_found_by_all() -> None:
-    assert run_ranks(overflow, WORLD) == [[1, True, True, True]] * WORLD
+    assert [*skipped, finite, digest(list(after.values())) != before] == [1, True, True, True]
 
 
 # -- bytes and memory --------------------------------------------------------------------------------------------------
@@ -272,8 +269,20 @@ STACK = Case(
 )
 
 
-def sent(settings: Sequence[Zero], precision: str) -> list[dict[tuple[str, str], list[int]]]:
+@on_ranks(WORLD)
+def test_bytes_are_those_of_the_closed_form() -> None:
     """Bytes of each collective of one step, by group and operation."""
+    settings = [EXACT, QW, HP, QG, ALL]
+    precision = "bf16"
+    size = DTYPES["bf16"].itemsize
+    shard = WIDE * WIDE // WORLD
+    nodes = WORLD // NODE
+    exact = (WORLD - 1) * shard * size
+    int8 = (WORLD - 1) * (shard + 4 * shard // 256)
+    int4 = BlockCode(4).nbytes(shard)
+    assert int4 == shard // 2 + 4 * shard // 256
+    near = (NODE - 1) * WIDE * WIDE // NODE * size
+    gathers, again = [exact] * LAYERS, [exact] * (LAYERS - 1)  # the unit that the backward pass needs first is kept
     found = []
     for zero in settings:
         engine = start(STACK, {"reduce_bucket_size": WIDE * WIDE, **zero}, precision=precision)
@@ -286,31 +295,18 @@ def sent(settings: Sequence[Zero], precision: str) -> list[dict[tuple[str, str],
             seen.setdefault((record.group, record.op), []).append(record.sent)
         found.append(seen)
         engine.destroy()
-    return found
-
-
-def test_bytes_are_those_of_the_closed_form() -> None:
-    size = DTYPES["bf16"].itemsize
-    shard = WIDE * WIDE // WORLD
-    nodes = WORLD // NODE
-    exact = (WORLD - 1) * shard * size
-    int8 = (WORLD - 1) * (shard + 4 * shard // 256)
-    int4 = BlockCode(4).nbytes(shard)
-    assert int4 == shard // 2 + 4 * shard // 256
-    near = (NODE - 1) * WIDE * WIDE // NODE * size
-    gathers, again = [exact] * LAYERS, [exact] * (LAYERS - 1)  # the unit that the backward pass needs first is kept
-    for plain, qw, hp, qg, everything in run_ranks(sent, WORLD, [EXACT, QW, HP, QG, ALL], "bf16"):
-        assert plain["data_parallel", "all_gather"] == [*gathers, *again]
-        assert plain["data_parallel", "reduce_scatter"] == gathers
-        assert qw["data_parallel", "all_gather"] == [int8] * (2 * LAYERS - 1)
-        assert hp["data_parallel", "all_gather"] == gathers
-        assert hp["secondary", "all_gather"] == [near] * (LAYERS - 1)
-        assert qg["node", "all_to_all"] == [(NODE - 1) * nodes * int4] * LAYERS
-        assert qg["across_nodes", "all_to_all"] == [(nodes - 1) * int4] * LAYERS
-        assert ("data_parallel", "reduce_scatter") not in qg
-        assert everything["data_parallel", "all_gather"] == [int8] * LAYERS
-        assert everything["secondary", "all_gather"] == [near] * (LAYERS - 1)
-        assert everything["across_nodes", "all_to_all"] == qg["across_nodes", "all_to_all"]
+    plain, qw, hp, qg, everything = found
+    assert plain["data_parallel", "all_gather"] == [*gathers, *again]
+    assert plain["data_parallel", "reduce_scatter"] == gathers
+    assert qw["data_parallel", "all_gather"] == [int8] * (2 * LAYERS - 1)
+    assert hp["data_parallel", "all_gather"] == gathers
+    assert hp["secondary", "all_gather"] == [near] * (LAYERS - 1)
+    assert qg["node", "all_to_all"] == [(NODE - 1) * nodes * int4] * LAYERS
+    assert qg["across_nodes", "all_to_all"] == [(nodes - 1) * int4] * LAYERS
+    assert ("data_parallel", "reduce_scatter") not in qg
+    assert everything["data_parallel", "all_gather"] == [int8] * LAYERS
+    assert everything["secondary", "all_gather"] == [near] * (LAYERS - 1)
+    assert everything["across_nodes", "all_to_all"] == qg["across_nodes", "all_to_all"]
 
 
 # -- what is refused, and access ---------------------------------------------------------------------------------------
