@@ -15,14 +15,16 @@ import torch
 import shardwise
 from shardwise.parallel.tensor.copies import map_inputs
 from shardwise.trees import map_tensors
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.training import Setting, start
 from tests.models import CASES
 
 SETTINGS = [(3, "bf16", "Adafactor"), (3, "fp16", "AdamW"), (2, "bf16", "Adafactor"), (1, "fp32", "AdamW")]
 
 
-def garbage_of_a_step(stage: int, precision: str, optimizer: str) -> list[str]:
+@pytest.mark.parametrize(("stage", "precision", "optimizer"), SETTINGS)
+@on_ranks(2)
+def test_a_step_leaves_no_tensor_in_a_cycle(stage: int, precision: str, optimizer: str) -> None:
     """Return the tensors in reference cycles that the third step has left."""
     case = CASES["gpt"]
     engine = start(case, Setting(stage, precision=precision, optimizer=optimizer, accumulation=2, lr=1e-3))
@@ -41,12 +43,7 @@ def garbage_of_a_step(stage: int, precision: str, optimizer: str) -> list[str]:
     gc.garbage.clear()
     gc.enable()
     engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(("stage", "precision", "optimizer"), SETTINGS)
-def test_a_step_leaves_no_tensor_in_a_cycle(stage: int, precision: str, optimizer: str) -> None:
-    assert run_ranks(garbage_of_a_step, 2, stage, precision, optimizer) == [[], []]
+    assert found == []
 
 
 @pytest.mark.parametrize("function", [map_tensors, map_inputs])

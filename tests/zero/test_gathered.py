@@ -199,7 +199,9 @@ def test_looking_at_a_sharded_parameter_names_it() -> None:
     engine.destroy()
 
 
-def destroyed(stage: int, precision: str) -> list[Any]:
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (3, "fp32")])
+@on_ranks(2)
+def test_destroy_leaves_a_plain_model(stage: int, precision: str) -> None:
     case = CASES["gpt"]
     engine = start(case, Setting(stage=stage, precision=precision))
     take_steps(engine, case, [0])
@@ -208,12 +210,7 @@ def destroyed(stage: int, precision: str) -> list[Any]:
     engine.destroy()
     plain = all(type(p) is nn.Parameter and p.dtype is DTYPES[precision] for p in model.parameters())
     apart = len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
-    return [plain, apart, digest(list(model.parameters())) == expected, bool(model._forward_hooks)]
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (3, "fp32")])
-def test_destroy_leaves_a_plain_model(stage: int, precision: str) -> None:
-    assert run_ranks(destroyed, 2, stage, precision) == [[True, True, True, False]] * 2
+    assert plain and apart and digest(list(model.parameters())) == expected and not model._forward_hooks
 
 
 def memory_after_destroy(stage: int, precision: str) -> list[Any]:

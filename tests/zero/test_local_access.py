@@ -74,7 +74,9 @@ def test_parts_are_the_whole(world: int, precision: str) -> None:
     run_ranks(parts_are_the_whole, world, precision)
 
 
-def parts_are_set(precision: str, keep: int) -> None:
+@pytest.mark.parametrize(("precision", "keep"), [("fp32", 0), ("bf16", 10**6)])
+@on_ranks(2)
+def test_parts_are_set(precision: str, keep: int) -> None:
     """An engine whose parts are set trains as one whose whole tensors are set to the same."""
     engines = [start(precision=precision, keep=keep) for _ in range(2)]
     for step in range(3):
@@ -100,11 +102,6 @@ def parts_are_set(precision: str, keep: int) -> None:
                 assert torch.equal(ours.data, theirs.data)
     for engine in engines:
         engine.destroy()
-
-
-@pytest.mark.parametrize(("precision", "keep"), [("fp32", 0), ("bf16", 10**6)])
-def test_parts_are_set(precision: str, keep: int) -> None:
-    run_ranks(parts_are_set, 2, precision, keep)
 
 
 @on_ranks(2)

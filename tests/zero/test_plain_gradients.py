@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import UsageError
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 
 
 class Branches(nn.Module):
@@ -38,26 +38,6 @@ def engine_of(op: str) -> Any:
     return engine
 
 
-def accumulated(op: str, schedule: str, clears: str) -> list[torch.Tensor | None]:
-    """Run backward passes ("p": inside of no_sync; "z": clear gradients); return the gradients."""
-    engine, rank = engine_of(op), dist.get_rank()
-    for number, action in enumerate(schedule):
-        if action == "z":
-            for parameter in engine.module.parameters():
-                if clears == "none":
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
-        elif action == "p":
-            with engine.no_sync():
-                engine.backward(engine(batch(rank, number), rank))
-        else:
-            engine.backward(engine(batch(rank, number), rank))
-    found = [None if p.grad is None else p.grad.clone() for p in engine.module.parameters()]
-    engine.destroy()
-    return found
-
-
 def expected(op: str, schedule: str) -> list[torch.Tensor | None]:
     model = Branches()
     for number, action in enumerate(schedule):
@@ -81,11 +61,27 @@ def expected(op: str, schedule: str) -> list[torch.Tensor | None]:
         ("bpzpbb", "none", "sum"),
     ],
 )
+@on_ranks(2)
 def test_gradients_are_added_up(op: str, schedule: str, clears: str) -> None:
-    for found in run_ranks(accumulated, 2, op, schedule, clears):
-        for mine, wanted in zip(found, expected(op, schedule), strict=True):
-            assert mine is not None and wanted is not None
-            assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-6)
+    """A schedule is of backward passes ("p": inside of no_sync) and of gradients that are cleared ("z")."""
+    engine, rank = engine_of(op), dist.get_rank()
+    for number, action in enumerate(schedule):
+        if action == "z":
+            for parameter in engine.module.parameters():
+                if clears == "none":
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+        elif action == "p":
+            with engine.no_sync():
+                engine.backward(engine(batch(rank, number), rank))
+        else:
+            engine.backward(engine(batch(rank, number), rank))
+    found = [None if p.grad is None else p.grad.clone() for p in engine.module.parameters()]
+    engine.destroy()
+    for mine, wanted in zip(found, expected(op, schedule), strict=True):
+        assert mine is not None and wanted is not None
+        assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
