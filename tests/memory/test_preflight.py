@@ -190,7 +190,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     start(merged(zero, told.value.suggestion), memory_limits=limits).destroy()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_real_limit_is_told_before_anything_is_spread() -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": zero}

@@ -196,9 +196,9 @@ ROWS = {
     "accumulation": Row(3, "fp32", keys={"accumulation": 2}),
     "weights of others": Row(3, "fp32", keys={"keep": 0, "model": Borrowing}),
     "autocast": Row(3, "autocast"),
-    "LAMB": Row(2, keys={"optimizer": "Lamb"}),
 }
 THOROUGH = {
+    "LAMB": Row(2, keys={"optimizer": "Lamb"}),
     "counted by the script": Row(1, keys={"accumulation": 2, "managed": False}),
     "four ranks": Row(2, "fp16", 4, {"keep": 0, "accumulation": 2}),
     "one rank": Row(3, world=1),
@@ -257,6 +257,7 @@ def test_the_arithmetic_of_the_table(precision: str, stage: int, expected: tuple
             assert abs(value - factor * numel) <= 0.01 * numel, category
 
 
+@pytest.mark.thorough
 def test_lamb_needs_no_more_than_adam() -> None:
     lamb, adam = (run_ranks(report, 2, 2, "fp32", optimizer=name)[0][1].total.measured for name in ("Lamb", "AdamW"))
     assert lamb <= adam + (1 << 16)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import ADAMW, engine_of
 
 DIM = 6
@@ -110,7 +110,7 @@ def counted(stage: int, forms: tuple[str, ...]) -> dict[str, tuple[list[float], 
 
 @pytest.mark.parametrize(
     ("stage", "forms"),
-    [(0, ("blocks", "step")), (3, FORMS)],
+    [(0, ("blocks",)), (3, ("module", "engine", "wrapped blocks", "step")), thorough(3, FORMS)],
 )
 def test_every_way_to_compile_trains_as_if_it_were_not_compiled(stage: int, forms: tuple[str, ...]) -> None:
     for ways in run_ranks(counted, 2, stage, forms):
