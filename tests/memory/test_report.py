@@ -192,7 +192,7 @@ SPREAD = {**PAIRS, "optimizer_over_replicas": True}
 # not known yet): the best of three runs counts. A thread launches the later collectives of a chain, at a time that no
 # plan knows: on a busy machine they overlap with one unit more.
 CHAINS = (Category.BUFFERS, Category.GRADIENTS)
-ROWS = {
+QUICK = {
     "accumulation": Row(3, "fp32", keys={"accumulation": 2}),
     "weights of others": Row(3, "fp32", keys={"keep": 0, "model": Borrowing}),
     "autocast": Row(3, "autocast"),
@@ -222,9 +222,9 @@ THOROUGH = {
 }
 
 
-@pytest.mark.parametrize("what", [*ROWS, *map(thorough, THOROUGH)])
+@pytest.mark.parametrize("what", [*QUICK, *map(thorough, THOROUGH)])
 def test_plans_are_the_measurements(what: str) -> None:
-    row, numel = {**ROWS, **THOROUGH}[what], sum(p.numel() for p in GPT().parameters())
+    row, numel = {**QUICK, **THOROUGH}[what], sum(p.numel() for p in GPT().parameters())
     keys = {"stage": row.stage, "precision": row.precision, **row.keys}
     for attempt in range(row.tries):
         try:
