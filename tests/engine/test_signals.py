@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint import Checkpoint, newest, transfer
+from shardwise.checkpoint import Checkpoint, listing, transfer
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.engine import (
     checkpointing,
@@ -173,7 +173,7 @@ def test_a_signal_for_which_nothing_is_saved_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [engine, checkpointing, interchange, faults, memory, states, state_getters, timelines, signals, newest, transfer],
+    [engine, checkpointing, interchange, faults, memory, states, state_getters, timelines, signals, listing, transfer],
 )
 def test_the_examples_in_the_reference_run(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0

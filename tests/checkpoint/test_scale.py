@@ -1,0 +1,68 @@
+"""What one rank sends to agree on a save or a load grows with the names of the model, not with ranks times names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.checkpoint.agree import held_by_any
+from shardwise.checkpoint.collect import _digest, first_holders, own_buffers
+from tests.scale.test_bytes import WORLDS, Rank
+
+
+class Job(Rank):
+    """One of many ranks; `others` is what all others add to a sum."""
+
+    sent = 0
+    sends = True
+    others: torch.Tensor | None = None
+
+    def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> Any:
+        self.sent += flat.nbytes
+        if self.others is not None:
+            flat[: self.others.numel()] += self.others
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Statistics(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for number in range(count):
+            self.register_buffer(f"b{number}", torch.full((3,), float(number)))
+
+
+def model_of(comm: Job, module: nn.Module) -> Any:
+    return SimpleNamespace(comm=comm, device=torch.device("cpu"), module=module)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_buffers_are_compared_with_those_of_the_first_rank_by_8_bytes_each(world: int) -> None:
+    module, same = Statistics(1000), {"buffers": [f"b{number}" for number in range(1000)]}
+    inventories = [same] * world
+    assert first_holders(inventories, "buffers") == dict.fromkeys(same["buffers"], 0)
+    theirs = torch.tensor([float(part) for buffer in module.buffers() for part in _digest(buffer)])
+    module.b7.add_(1)
+    comm = Job(world, 5)
+    comm.others = theirs
+    assert own_buffers(model_of(comm, module), inventories) == {"b7": 5}
+    assert 8 * 1000 <= comm.sent <= 8 * 1000 + 4 * world
+    first = Job(world, 0)
+    assert own_buffers(model_of(first, module), inventories) == dict.fromkeys(same["buffers"])
+
+
+def test_ranks_with_other_buffers_save_those_that_no_earlier_rank_has() -> None:
+    stages = [{"buffers": ["a", "shared"]}, {"buffers": ["shared", "b"]}]
+    assert first_holders(stages, "buffers") == {"a": 0, "shared": 0, "b": 1}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_load_of_10000_names_takes_less_than_2_mb_of_each_rank(world: int) -> None:
+    names = [f"layers.{number}.attention.query_key_value.weight" for number in range(10_000)]
+    comm = Job(world, 3)
+    assert held_by_any(comm, names, set(names[:5000]), "checkpoint") == set(names[:5000])
+    # A reduction and a gathering of the sums: each rank receives about twice the bytes.
+    assert 2 * comm.sent <= 2_000_000
