@@ -19,7 +19,7 @@ from safetensors.torch import load_file, load_model
 import shardwise
 from shardwise.checkpoint import export
 from shardwise.checkpoint.safetensors_writer import TensorWriter
-from shardwise.checkpoint.sharded_weights import parse_size
+from shardwise.checkpoint.sharded_weights import shard_bytes
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
@@ -274,7 +274,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         export(source, out)
     assert not out.exists()
     assert export(source, out, verify=False).tensors == 4
-    assert [parse_size(size) for size in ("1.5 kb", "3MiB", "12", 5)] == [1500, 3 << 20, 12, 5]
+    assert [shard_bytes(size) for size in ("1.5 kb", "3MiB", "12", 5)] == [1500, 3 << 20, 12, 5]
 
 
 def test_values_beyond_float16_are_reported(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.comm.ledger import Ledger, Record, user_line
-from shardwise.comm.logger import CommsLogger, bandwidths, readable, trimmed_mean
+from shardwise.comm.logger import CommsLogger, bandwidths, trimmed_mean
 from shardwise.errors import UsageError
 
 
@@ -80,16 +80,6 @@ def test_the_log_records_what_it_is_asked_to() -> None:
     assert "broadcast | train.py:3" in log.get_operation_names()
     log.comms_dict = {}
     assert not log.has_data()
-
-
-def test_sizes_are_readable() -> None:
-    assert [readable(n) for n in (0, 1023, 1024, 2 << 20, 1_331_439_861)] == [
-        "0 B",
-        "1023 B",
-        "1.00 KB",
-        "2.00 MB",
-        "1.24 GB",
-    ]
 
 
 def test_what_is_recorded_can_be_chosen_as_it_goes(capsys: pytest.CaptureFixture[str]) -> None:

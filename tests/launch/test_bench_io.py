@@ -111,7 +111,7 @@ def test_a_disk_that_is_fuller_than_it_says(call: Call, tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "posix_fallocate", full)
     before = len(os.listdir("/proc/self/fd"))
     code, shown, error = call("bench", "io", "--dir", str(tmp_path), *SMALL)
-    assert (code, shown) == (2, "") and "no file of 1.0 MB can be made: No space left on device." in error
+    assert (code, shown) == (2, "") and "no file of 1.00 MiB can be made: No space left on device." in error
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -90,13 +90,13 @@ def test_state_elsewhere_and_what_it_costs(shown: Shown, tmp_path: Path) -> None
     assert plan["moved"]["disk"]["read"] >= plan["elsewhere"]["disk"] * 0.9
     text = shown("plan", *given, *limits[:-1], "8", "--disk-speed", "2,0.5")
     assert "fits" in text.splitlines()[1] and text.splitlines()[2].endswith(" no")  # the disk is shared by more
-    assert "kB on host: a step reads " in text
-    assert "kB on disk: a step reads " in text and "at 2.00 and 0.50 GB/s" in text
+    assert "KiB on host: a step reads " in text
+    assert "KiB on disk: a step reads " in text and "at 2.00 GB/s and 500.00 MB/s" in text
     unknown = shown("plan", *given, "--device-limit", "1MB", "--host-limit", "1MB")
     assert unknown.splitlines()[2].endswith(" ?") and "--disk-limit" in unknown  # the column says why
-    assert unknown.splitlines()[1].split()[-2] == "kB"
+    assert unknown.splitlines()[1].split()[-2] == "KiB"
     without = shown("plan", *given)
-    assert "fits" not in without and "kB on disk: a step reads " in without
+    assert "fits" not in without and "KiB on disk: a step reads " in without
 
 
 def stages() -> nn.Module:

@@ -60,7 +60,7 @@ def test_a_loss_on_a_device_is_not_waited_for() -> None:
     assert not progress.due(2, 2.0) and not lines(out)
     late.there = True
     assert not progress.due(3, 3.0)
-    assert lines(out) == ["step 1 | loss 2.5 | device 3.0 of 4.0 GiB"]
+    assert lines(out) == ["step 1 | loss 2.5 | device 3.00 GiB of 4.00 GiB"]
     progress.show(State(12, 12.0, 96, loss=Late([("loss", 2.0, 12)])))
     progress.close()
     progress.close()

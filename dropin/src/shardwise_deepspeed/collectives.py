@@ -10,7 +10,8 @@ from torch.distributed import ReduceOp
 
 from shardwise.comm import api
 from shardwise.comm.api import Group, is_initialized
-from shardwise.comm.logger import bandwidths, readable
+from shardwise.comm.logger import bandwidths
+from shardwise.units import format_size
 
 __all__ = [
     "all_gather_coalesced",
@@ -139,4 +140,4 @@ def convert_size(size_bytes: int) -> str:
     >>> convert_size(4096)
     '4.00 KB'
     """
-    return readable(size_bytes)
+    return format_size(size_bytes)

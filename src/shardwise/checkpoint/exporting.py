@@ -21,7 +21,7 @@ from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.safetensors_reader import Spec
-from shardwise.checkpoint.sharded_weights import FORMATS, Entry, WeightFiles, parse_size, replace_file
+from shardwise.checkpoint.sharded_weights import FORMATS, Entry, WeightFiles, replace_file, shard_bytes
 from shardwise.checkpoint.source import PIECE, Progress, Source
 from shardwise.checkpoint.unsharded import UnshardedTensor, UnshardedWeights
 from shardwise.errors import CheckpointError
@@ -183,7 +183,7 @@ def _limit(format: str, max_shard_size: int | str | None) -> int | None:
         max_shard_size = _LIMIT.get(format)
     elif format == DISTRIBUTED:
         raise CheckpointError(f"max_shard_size: format {DISTRIBUTED!r} has a file for each tensor; leave it out")
-    return None if max_shard_size is None else parse_size(max_shard_size)
+    return None if max_shard_size is None else shard_bytes(max_shard_size)
 
 
 def _entries(source: Source, conversion: Conversion, exclude_frozen: bool, all_names: bool) -> list[Entry]:

@@ -25,7 +25,7 @@ from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.safetensors_writer import TensorWriter
 from shardwise.checkpoint.torch_save_writer import StateFileWriter
 from shardwise.errors import CheckpointError, CheckpointPathError
-from shardwise.sizes import size_in_bytes
+from shardwise.units import parse_size
 
 FORMATS = {"hf": "model.safetensors", "pt": "pytorch_model.bin"}
 """Name of a single file of each format."""
@@ -34,16 +34,11 @@ PICKLED = (".bin", ".pt", ".pth")
 """Suffixes of files in the format of `torch.save`."""
 
 
-def parse_size(size: int | str, name: str = "max_shard_size") -> int:
-    """Return a number of bytes from a number or text such as "5GB" (`shardwise.sizes.size_in_bytes`).
-
-    >>> parse_size("1.5KB"), parse_size("2MiB"), parse_size(7)
-    (1500, 2097152, 7)
-    """
-    found = size if isinstance(size, int) and not isinstance(size, bool) else 0
-    if isinstance(size, str):
-        with contextlib.suppress(ValueError):
-            found = size_in_bytes(size)
+def shard_bytes(size: int | str, name: str = "max_shard_size") -> int:
+    """Return the bytes, at least 1, of argument `name`. Raises CheckpointError."""
+    found = 0
+    with contextlib.suppress(ValueError):
+        found = parse_size(size)
     if found < 1:
         raise CheckpointError(f"{name}: expected a size such as '5GB', '512MiB' or a number of bytes, found {size!r}")
     return found

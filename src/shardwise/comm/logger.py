@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.comm.stragglers import Part, parts_of
 from shardwise.device.clock import seconds_between
 from shardwise.errors import ConfigError, UsageError
+from shardwise.units import format_size
 from shardwise.utils.logging import log_dist, logger, warn_once
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ class CommsLogger:
         if self.verbose:
             texts = [f"{value:.2f}" for value in measured] or [UNKNOWN] * 3
             log_dist(
-                f"comm op: {name} | time (ms): {texts[0]} | msg size: {readable(call.size)} | "
+                f"comm op: {name} | time (ms): {texts[0]} | msg size: {format_size(call.size)} | "
                 f"algbw (Gbps): {texts[1]} | busbw (Gbps): {texts[2]}",
                 [0],
             )
@@ -427,17 +428,14 @@ class CommsLogger:
             for size, row in sizes.items():
                 measured = bool(self.comms_dict[name][size][1])
                 count, *values = row.values()
-                cells = ["", readable(size), str(count), *(f"{value:.2f}" if measured else UNKNOWN for value in values)]
+                cells = [
+                    "",
+                    format_size(size),
+                    str(count),
+                    *(f"{value:.2f}" if measured else UNKNOWN for value in values),
+                ]
                 lines.append("".join(f"{cell:<20}" for cell in cells))
         return "\n".join(lines)
-
-
-def readable(size: int) -> str:
-    """Return a size in bytes in the largest unit that keeps it above one (`4.0 KB`)."""
-    if size < 1024:
-        return f"{size} B"
-    power = min((size.bit_length() - 1) // 10, 4)
-    return f"{size / 1024**power:.2f} {('', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 
 comms_logger = CommsLogger()

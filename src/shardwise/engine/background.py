@@ -13,6 +13,7 @@ from shardwise.checkpoint.async_save import AsyncSaver, SaveReport
 from shardwise.engine.mesh import local_ranks
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
+from shardwise.units import format_duration, format_rate, format_size
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ def check_same_way(given: list[bool]) -> None:
 
 def statistics(path: str, size: int, seconds: float) -> str:
     """Return the line of `checkpoint.writer.show_statistics`."""
-    return f"{path}: {size / 1e9:.3f} GB written in {seconds:.2f} s ({size / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+    return (
+        f"{path}: {format_size(size)} written in {format_duration(seconds)} ({format_rate(size / max(seconds, 1e-9))})"
+    )
 
 
 def size_of(path: str) -> int:

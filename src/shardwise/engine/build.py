@@ -102,7 +102,7 @@ from shardwise.pipeline.schedules import placement_of
 from shardwise.precision.autocast import wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
-from shardwise.sizes import size_in_bytes
+from shardwise.units import parse_size
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.model import ShardedModel, Sharding
 from shardwise.zero.parameters.init import built_for_codes, spread_from_first, suspended
@@ -553,7 +553,7 @@ def _take_device_limit(resolution: Resolution) -> None:
     if not written:
         return
     try:
-        resolution.config.memory_limits.device = size_in_bytes(written)
+        resolution.config.memory_limits.device = parse_size(written)
     except ValueError as error:
         raise ConfigError(f"{DEVICE_LIMIT} (shardwise run --device-limit): {error}") from error
 

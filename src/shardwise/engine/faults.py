@@ -34,6 +34,7 @@ from shardwise.errors import (
     UsageError,
 )
 from shardwise.memory import Category
+from shardwise.units import format_size
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -271,10 +272,10 @@ class FaultTolerance:
         made = self.copies.copy(self._to_copy)
         if first and self._job.rank == 0:
             logger.info(
-                "the first copy in memory blocked training for %.3f s; rank 0 keeps up to %d x %.1f MB",
+                "the first copy in memory blocked training for %.3f s; rank 0 keeps up to %d x %s",
                 made.seconds,
                 VERSIONS,
-                made.held_bytes / 1e6,
+                format_size(made.held_bytes),
             )
         return made
 
@@ -298,9 +299,9 @@ class FaultTolerance:
         planned = ""
         if plan is not None:
             size = (1 + copies.replicas) * saved_bytes(self._sharded, plan.peaks[Category.OPTIMIZER.value])
-            planned = f"{VERSIONS} x {size / 1e6:.1f} MB planned"
+            planned = f"{VERSIONS} x {format_size(size)} planned"
         made = copies.last
-        measured = "" if made is None else f"{VERSIONS} x {made.held_bytes / 1e6:.1f} MB measured"
+        measured = "" if made is None else f"{VERSIONS} x {format_size(made.held_bytes)} measured"
         sizes = ", ".join(text for text in (planned, measured) if text)
         return [f"Copies in memory are outside of this process, in {copies.path}: {sizes} for this rank."]
 

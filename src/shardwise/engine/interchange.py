@@ -21,7 +21,7 @@ from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.exporting import KEEP, export_model, request_of
 from shardwise.checkpoint.importing import LoadedWeights, Rename, load_weights
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.sharded_weights import parse_size
+from shardwise.checkpoint.sharded_weights import shard_bytes
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 
@@ -162,7 +162,7 @@ class Interchange:
             parent,
             weights.check_file_name(save_filename),
             exclude_frozen=exclude_frozen_parameters,
-            max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
+            max_shard_size=None if max_shard_size is None else shard_bytes(max_shard_size),
         )
         return True
 

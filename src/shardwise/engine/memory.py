@@ -29,7 +29,7 @@ from shardwise.memory import (
 )
 from shardwise.memory.limits import engine_room
 from shardwise.memory.oom import OomContext, OutOfMemoryError, oom_error, over_limit, reporting_oom
-from shardwise.memory.report import readable
+from shardwise.units import format_size
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -127,7 +127,7 @@ class MemoryReporting(StepObserver):
             snapshot = self._checkpoints.background.snapshot_bytes(plan.peaks[Category.OPTIMIZER.value])
         if snapshot:
             where = "counted under other" if self.device.type == "cpu" else "on the host and not in the table"
-            notes.append(f"From the first asynchronous save on, its snapshot takes {readable(snapshot)}, {where}.")
+            notes.append(f"From the first asynchronous save on, its snapshot takes {format_size(snapshot)}, {where}.")
             snapshot = snapshot if self.device.type == "cpu" else 0
         notes += self._faults.notes_on_copies(plan)
         if not self.accountant.tracked:

@@ -20,9 +20,10 @@ from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, Tier, shapes_of
 from shardwise.memory.dryrun import has_masks
-from shardwise.memory.report import as_text, plain_table, readable
+from shardwise.memory.report import as_text, plain_table
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
+from shardwise.units import format_size
 from shardwise.zero.units.plan import TABLE
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class MemoryPlans:
         return as_text([self], width)
 
     def __rich__(self) -> Any:
-        room = "" if self.room is None else f"; there is room for {readable(self.room)}"
+        room = "" if self.room is None else f"; there is room for {format_size(self.room)}"
         tiers = list(dict.fromkeys(tier for plan in self.plans for tier in plan.elsewhere))
         offloaded = ["state, parameters"] if any(plan.setting.offload is not None for plan in self.plans) else []
         positions = ["pipeline rank"] if any(plan.position is not None for plan in self.plans) else []
@@ -253,8 +254,8 @@ class MemoryPlans:
                 *(["" if plan.position is None else str(plan.position)] if positions else []),
                 f"{setting.micro_batch} x {setting.accumulation}",
                 str(setting.ranks),
-                *(readable(size) for size in (*sizes, plan.peaks.get("activations"), plan.total)),
-                *(readable(plan.elsewhere.get(tier)) for tier in tiers),
+                *(format_size(size) for size in (*sizes, plan.peaks.get("activations"), plan.total)),
+                *(format_size(plan.elsewhere.get(tier)) for tier in tiers),
                 *([", ".join(setting.offload.devices) if setting.offload else "as it is"] if offloaded else []),
                 {True: "yes", False: "no", None: "?"}[plan.fits],
             )

@@ -41,9 +41,9 @@ from shardwise.memory import (
     resident_bytes,
 )
 from shardwise.memory.limits import existing
-from shardwise.memory.report import readable
 from shardwise.memory.watchdog import EXIT_CODE
 from shardwise.registry import part_of
+from shardwise.units import format_size
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Check:
     def __str__(self) -> str:
         ranks = f"rank {self.ranks[0]} needs" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks need"
         return (
-            f"{' and '.join(self.tiers)}: {ranks} {readable(self.needed)}, and {readable(self.there)} are there "
+            f"{' and '.join(self.tiers)}: {ranks} {format_size(self.needed)}, and {format_size(self.there)} are there "
             f"({self.limit})"
         )
 
@@ -117,10 +117,10 @@ class Budget:
         rows = [f"{'rank':>6}{'process':>9}{'resident':>12}" + "".join(f"{tier.value:>12}" for tier in Tier)]
         for other in self.node:
             process = self.processes[other]
-            planned = "".join(f"{readable(self.planned[other].get(tier.value)):>12}" for tier in Tier)
-            rows.append(f"{other:>6}{process:>9}{readable(resident_bytes(process)):>12}{planned}")
+            planned = "".join(f"{format_size(self.planned[other].get(tier.value)):>12}" for tier in Tier)
+            rows.append(f"{other:>6}{process:>9}{format_size(resident_bytes(process)):>12}{planned}")
         for tier in Tier:
-            held = ", ".join(f"{c.value} {readable(size)}" for c, size in accountant.live_in(tier).items() if size)
+            held = ", ".join(f"{c.value} {format_size(size)}" for c, size in accountant.live_in(tier).items() if size)
             rows.append(f"Rank {rank} holds on {tier.value}: {held or 'nothing'}.")
         last = f"Go on from {checkpoint}." if checkpoint else "This process has neither saved nor loaded a checkpoint."
         return "\n".join(
@@ -313,8 +313,8 @@ def _advice(plans: Sequence[SettingPlan]) -> str:
         on_disk = plan.elsewhere.get(Tier.DISK.value)
         if plan.fits is None and on_disk:
             return (
-                f"With {readable(int(on_disk * (1 + MARGIN)))} of a disk for each rank this would fit: {plan.setting}. "
-                f"Set {json.dumps(plan.setting.config)}."
+                f"With {format_size(int(on_disk * (1 + MARGIN)))} of a disk for each rank this would fit: "
+                f"{plan.setting}. Set {json.dumps(plan.setting.config)}."
             )
     return (
         "None of these settings is known to fit (higher stages; state on the host or on a disk). What remains: "

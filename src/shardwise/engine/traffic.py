@@ -12,6 +12,7 @@ import torch
 from shardwise.errors import OffloadError
 from shardwise.memory import Tier
 from shardwise.offload import Disks
+from shardwise.units import format_duration, format_rate, format_size
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ class Traffic:
 
     Speeds are in bytes a second of one rank, measured while all ranks transfer, or as given.
 
-    >>> print(Traffic("disk", 4 * 10**9, 2 * 10**9, 2e9, 1e9))
-    disk: a step reads 4.00 GB and writes 2.00 GB on each rank, at 2.00 and 1.00 GB/s: +4.0 s a step if nothing \
-hides it.
+    >>> print(Traffic("disk", 4 << 30, 2 << 30, 2e9, 1e9))
+    disk: a step reads 4.00 GiB and writes 2.00 GiB on each rank, at 2.00 GB/s and 1.00 GB/s: +4.29 s a step if \
+nothing hides it.
     """
 
     tier: str
@@ -47,9 +48,9 @@ hides it.
 
     def __str__(self) -> str:
         return (
-            f"{self.tier}: a step reads {self.read / 1e9:.2f} GB and writes {self.written / 1e9:.2f} GB on each rank, "
-            f"at {self.read_speed / 1e9:.2f} and {self.write_speed / 1e9:.2f} GB/s: +{self.seconds:.1f} s a step if "
-            "nothing hides it."
+            f"{self.tier}: a step reads {format_size(self.read)} and writes {format_size(self.written)} on each rank, "
+            f"at {format_rate(self.read_speed)} and {format_rate(self.write_speed)}: +{format_duration(self.seconds)} "
+            "a step if nothing hides it."
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwise.errors import CommandLineError, ShardwiseError
 from shardwise.launch.placement import Resources
+from shardwise.units import format_size
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
@@ -374,7 +375,7 @@ def _listed(values: Any) -> str:
 
 
 def _table(found: Mapping[str, Any], wanted: CommWanted) -> Any:
-    from shardwise.launch.console import in_bytes, table
+    from shardwise.launch.console import table
 
     numbers = ("size", "us", "min", "p95", "algbw", "busbw", "of link", "torch us", "x torch")
     shown = table("op", "dtype", *numbers, "right", numbers=numbers)
@@ -386,7 +387,7 @@ def _table(found: Mapping[str, Any], wanted: CommWanted) -> Any:
         shown.add_row(
             row["op"],
             row["dtype"],
-            str(row["bytes"]) if wanted.raw else in_bytes(row["bytes"]),
+            str(row["bytes"]) if wanted.raw else format_size(row["bytes"]),
             *(f"{best[key]:.1f}" for key in ("median_us", "min_us", "p95_us")),
             *(f"{best[key] * factor:.3f}" for key in ("algbw_gbps", "busbw_gbps")),
             "-" if share is None else f"{share:.2f}" if wanted.raw else f"{share:.0%}",

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, CommandLineError
+from shardwise.units import parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,18 +60,19 @@ def _width(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     return sum(2 + max(len(row[place]) for row in (head, *rows)) for place in range(len(head)))
 
 
-def in_bytes(size: int) -> str:
-    """Format a number of bytes.
+def parse_bytes(text: str, name: str) -> int:
+    """Return the bytes, at least 1, of the argument of option `name`. Raises CommandLineError.
 
-    >>> in_bytes(999), in_bytes(1_500_000), in_bytes(14_000_000_000)
-    ('999 B', '1.5 MB', '14.0 GB')
+    >>> parse_bytes("4G", "--size")
+    4294967296
     """
-    value, unit = float(size), "B"
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+    try:
+        found = parse_size(text)
+    except ValueError as error:
+        raise CommandLineError(f"{name} {text}: {error}.") from error
+    if found < 1:
+        raise CommandLineError(f"{name} {text}: expected at least 1 byte.")
+    return found
 
 
 def must_exist(path: str) -> None:

@@ -31,12 +31,12 @@ from shardwise.comm.environment import (
     is_loopback,
 )
 from shardwise.errors import CommandLineError, LaunchError
+from shardwise.launch.console import parse_bytes
 from shardwise.launch.cores import Cores, available, deal, nodes_of_gpus, parse_list
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.jobmemory import JobDirectory
 from shardwise.launch.output import Tags
 from shardwise.launch.placement import Placement, Resources, check_resources, find_devices, place, remaining
-from shardwise.sizes import size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,7 @@ def check(job: Job) -> None:
     if job.grace is not None and job.grace < 0:
         raise CommandLineError(f"--grace {job.grace}: give 0 or more seconds.")
     if job.device_limit is not None:
-        try:
-            size_in_bytes(job.device_limit)
-        except ValueError as error:
-            raise CommandLineError(f"--device-limit {job.device_limit}: {error}.") from error
+        parse_bytes(job.device_limit, "--device-limit")
     if job.tags not in ("auto", "always", "never"):
         raise CommandLineError(f"--tag-output {job.tags}: choose auto, always or never.")
     if job.master_port is not None and not 1 <= job.master_port < 2**16:

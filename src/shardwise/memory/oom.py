@@ -21,8 +21,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.memory.accountant import Accountant, Category, Tier
 from shardwise.memory.limits import MemoryLimit, engine_room, memory_limit, more_addresses
 from shardwise.memory.process import give_back_freed_memory
-from shardwise.memory.report import MemoryReport, readable
-from shardwise.sizes import size_in_bytes
+from shardwise.memory.report import MemoryReport
+from shardwise.units import format_size, parse_size
 
 _REQUESTED = re.compile(r"tried to allocate (\d+(?:\.\d+)?(?: [KMGT]iB)?)", re.IGNORECASE)
 _ADVICE = (
@@ -72,7 +72,7 @@ def requested_bytes(error: BaseException) -> int | None:
     21495808
     """
     found = _REQUESTED.search(str(error))
-    return None if found is None else size_in_bytes(found[1])
+    return None if found is None else parse_size(found[1])
 
 
 def clear_frames(error: BaseException) -> None:
@@ -147,7 +147,7 @@ def oom_error(error: BaseException, context: OomContext) -> OutOfMemoryError:
     requested = requested_bytes(error)
     lines = [
         f"rank {context.rank} has run out of memory in {context.where}: {first[0]}",
-        f"Setting: {context.setting}. Requested: {'unknown' if requested is None else readable(requested)}.",
+        f"Setting: {context.setting}. Requested: {'unknown' if requested is None else format_size(requested)}.",
     ]
     try:
         limit = memory_limit(context.device, context.processes)  # before the report, which loads parts of PyTorch
@@ -165,8 +165,8 @@ def over_limit(context: OomContext, limit: int) -> OutOfMemoryError:
     """Return the error for a peak above `limit` (`memory_limits.device`), although memory was available."""
     peak = context.accountant.peak_total
     lines = [
-        f"rank {context.rank} has held {readable(peak)} on its device up to the end of {context.where}, "
-        f"{readable(peak - limit)} more than memory_limits.device allows ({readable(limit)}).",
+        f"rank {context.rank} has held {format_size(peak)} on its device up to the end of {context.where}, "
+        f"{format_size(peak - limit)} more than memory_limits.device allows ({format_size(limit)}).",
         f"Setting: {context.setting}.",
         _held(context, context.accountant.live, None if context.report is None else context.report()),
         _ADVICE,
@@ -193,14 +193,14 @@ def _limit_line(context: OomContext, limit: MemoryLimit | None, report: MemoryRe
         )
     room = engine_room(limit, accountant, context.device, tiers, uncounted)
     return (
-        f"Limit: {limit.name}, {readable(limit.total)}, of which {readable(limit.used)} are in use "
+        f"Limit: {limit.name}, {format_size(limit.total)}, of which {format_size(limit.used)} are in use "
         f"now that the failed call has ended{shared}. "
-        f"There is room for {readable(room)} of the engine's tensors and activations.{reserved}"
+        f"There is room for {format_size(room)} of the engine's tensors and activations.{reserved}"
     )
 
 
 def _sizes(live: dict[Category, int]) -> str:
-    held = ", ".join(f"{category.value} {readable(size)}" for category, size in live.items() if size)
+    held = ", ".join(f"{category.value} {format_size(size)}" for category, size in live.items() if size)
     return f"Held when it happened: {held or 'nothing'}."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.memory.accountant import Accountant, Tier
-from shardwise.memory.report import readable
+from shardwise.units import format_size
 
 BEFORE, FORWARD, BACKWARD, STEP = "before forward", "after forward", "after backward", "after step"
 _ORDER = (BEFORE, FORWARD, BACKWARD, STEP)
@@ -56,7 +56,7 @@ class MemoryPhases:
         left = max(map(len, names), default=0)
         lines = [name.ljust(left) for name in ("", *names)]
         for title, found in {**seen, "peak": peaks}.items():
-            cells = [title, *(readable(found.get(name) or None) for name in names)]
+            cells = [title, *(format_size(found.get(name) or None) for name in names)]
             width = max(len(title), 11) + 2
             lines = [line + cell.rjust(width) for line, cell in zip(lines, cells, strict=True)]
         return "\n".join(lines)

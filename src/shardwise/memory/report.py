@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardwise.memory.accountant import Category
+from shardwise.units import format_size
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class MemoryReport:
         return table
 
     def _cells(self, row: MemoryRow) -> list[str]:
-        sizes = [readable(row.planned), readable(row.measured), readable(row.floor)]
+        sizes = [format_size(row.planned), format_size(row.measured), format_size(row.floor)]
         if self.total.live is not None:
-            sizes.append(readable(row.live))
+            sizes.append(format_size(row.live))
         ratios = [
             "-" if value is None or not self.parameters else f"{value / self.parameters:.2f}"
             for value in (row.planned, row.measured)
@@ -104,33 +105,22 @@ class MemoryReport:
         lines = [
             "planned: found by a dry run. measured: the most held at once. floor: what the stage cannot do without.",
             "Lines peak at different moments, so that a total may be less than their sum.",
-            f"While the engine was built: at most {readable(self.construction)}.",
+            f"While the engine was built: at most {format_size(self.construction)}.",
         ]
         lines += [
-            f"A step reads {readable(sizes['read'])} from the {tier} and writes {readable(sizes['written'])} there."
+            f"A step reads {format_size(sizes['read'])} from the {tier} and writes {format_size(sizes['written'])} "
+            "there."
             for tier, sizes in self.moved.items()
         ]
         if self.allocated is not None:
-            sizes = f"{readable(self.allocated)} allocated, {readable(self.reserved)} reserved"
+            sizes = f"{format_size(self.allocated)} allocated, {format_size(self.reserved)} reserved"
             lines.append(f"The device's allocator: at most {sizes}.")
         if self.resident is not None:
-            line = f"Resident set size: {readable(self.resident)}"
+            line = f"Resident set size: {format_size(self.resident)}"
             if self.process is not None:
-                line += f", of which {readable(self.process)} before the engine and without the model"
+                line += f", of which {format_size(self.process)} before the engine and without the model"
             lines.append(line + ".")
         return [*lines, *self.notes]
-
-
-def readable(value: int | None) -> str:
-    """Format bytes with at most four digits before the decimal point; "-" for None."""
-    if value is None:
-        return "-"
-    amount, unit = float(value), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{value} B" if unit == "B" else f"{amount:.2f} {unit}"
 
 
 def plain_table(

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardwise.compat import without_overrides
 from shardwise.errors import UsageError
 from shardwise.memory.dryrun import Answers, fake_copy, fake_optimizer, fake_values, undisturbed
-from shardwise.memory.report import as_text, plain_table, readable
+from shardwise.memory.report import as_text, plain_table
 from shardwise.trees import tensors_in
+from shardwise.units import format_size
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | str
 """An optimizer, a class or factory of optimizers, or the name of a class in torch.optim."""
@@ -110,15 +111,15 @@ class MemorySources:
             ("activations: outputs of layers, and inputs", self.activation_outputs),
             ("activations: saved by autograd", self.activation_saved),
         ):
-            table.add_row(name, "-" if size is None else f"{size:,}", readable(size))
+            table.add_row(name, "-" if size is None else f"{size:,}", format_size(size))
         table.add_section()
-        table.add_row("total (with saved activations)", f"{self.total:,}", readable(self.total), style="bold")
+        table.add_row("total (with saved activations)", f"{self.total:,}", format_size(self.total), style="bold")
         modules = plain_table("By module", ("", "model", "gradients", "optimizer", "outputs", "saved"))
         for module in self.modules:
             if module.name and module.name.count(".") < depth:
                 sums = self.under(module.name)
                 sizes = (sums.model, sums.gradient, sums.optimizer, sums.outputs, sums.saved)
-                modules.add_row(f"{module.name} ({module.kind})", *map(readable, sizes))
+                modules.add_row(f"{module.name} ({module.kind})", *map(format_size, sizes))
         return [table, modules] if modules.row_count else [table]
 
 

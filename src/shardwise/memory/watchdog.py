@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 
 from shardwise.memory.limits import control_groups, lowest_free, physical_bytes
-from shardwise.memory.report import readable
+from shardwise.units import format_size
 
 EVERY_S = 0.5
 """Seconds between two checks with much free memory."""
@@ -84,7 +84,9 @@ def _watch(
             continue
         watchdog = reference()
         if watchdog is not None:
-            _write(f"*** shardwise: {readable(left)} are left of {name} ({readable(total)}). {watchdog.report()}\n")
+            _write(
+                f"*** shardwise: {format_size(left)} are left of {name} ({format_size(total)}). {watchdog.report()}\n"
+            )
             end(EXIT_CODE)
         return
 

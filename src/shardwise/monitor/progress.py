@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from shardwise.units import format_count, format_duration, format_size
 from shardwise.utils.logging import logger
 
 from .pending import Pending
@@ -117,14 +118,14 @@ class Progress:
             words.append(f"loss {self._loss:.4g}")
         if steps > 0:
             seconds = (state.clock - first.clock) / steps
-            words.append(f"{_time(seconds)}/step")
+            words.append(f"{format_duration(seconds)}/step")
             rate = 1.0 / max(state.clock - first.clock, 1e-9)
             if state.tokens and first.tokens is not None:
-                words.append(f"{_count((state.tokens - first.tokens) * rate)} tokens/s")
+                words.append(f"{format_count((state.tokens - first.tokens) * rate)} tokens/s")
             else:
-                words.append(f"{_count((state.samples - first.samples) * rate)} samples/s")
+                words.append(f"{format_count((state.samples - first.samples) * rate)} samples/s")
             if self._total is not None and state.step < self._total:
-                words.append(f"{_spoken((self._total - state.step) * seconds)} left")
+                words.append(f"{format_duration((self._total - state.step) * seconds)} left")
         words += [_memory(each) for each in state.memory]
         return words
 
@@ -216,46 +217,10 @@ class _Bar:
             self._live = None
 
 
-def _time(seconds: float) -> str:
-    """Return a short duration.
-
-    >>> _time(0.0123), _time(2.345)
-    ('12 ms', '2.35 s')
-    """
-    return f"{1e3 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
-
-
-def _spoken(seconds: float) -> str:
-    """Return a remaining duration.
-
-    >>> _spoken(45), _spoken(150), _spoken(9000)
-    ('45 s', '2 min', '2 h 30 min')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _count(value: float) -> str:
-    """Return a rate.
-
-    >>> _count(5.234), _count(812.3), _count(12345), _count(3.2e6)
-    ('5.23', '812', '12.3k', '3.2M')
-    """
-    if value >= 1e6:
-        return f"{value / 1e6:.3g}M"
-    if value >= 1e4:
-        return f"{value / 1e3:.3g}k"
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
 def _memory(held: Memory) -> str:
     """Return peak and total memory of a tier.
 
     >>> _memory(Memory("device", 3 << 30, 8 << 30))
-    'device 3.0 of 8.0 GiB'
+    'device 3.00 GiB of 8.00 GiB'
     """
-    size, unit, digits = (2**30, "GiB", 1) if max(held.size, held.limit or 0) >= 2**30 else (2**20, "MiB", 0)
-    most = "" if held.limit is None else f" of {held.limit / size:.{digits}f}"
-    return f"{held.where} {held.size / size:.{digits}f}{most} {unit}"
+    return f"{held.where} {format_size(held.size)}" + ("" if held.limit is None else f" of {format_size(held.limit)}")

@@ -1,25 +1,17 @@
-"""Formatting of numbers with units."""
+"""Formatting of numbers with units, under DeepSpeed's names."""
 
 from __future__ import annotations
 
-_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+from shardwise.units import format_scaled
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a number with a unit "T", "G", "M", "K", "", "m" or "u" (else a KeyError); None: the best fit.
-
-    >>> number_to_string(25_557_032), number_to_string(1234.5, "M", 4)
-    ('25.56 M', '0.0012 M')
-    """
-    if units is None:
-        fitting = (unit for unit, size in _UNITS.items() if abs(num) >= size)
-        units = next(fitting, "u") if num else ""
-    return f"{num / _UNITS[units]:.{precision}f} {units}"
+    """Format a number with a unit "T", "G", "M", "K", "", "m" or "u" (else a KeyError); None: the best fit."""
+    return format_scaled(num, units, precision)
 
 
 def _of(what: str, num: float, units: str | None, precision: int) -> str:
-    units = units.removesuffix(what) if units is not None else None
-    return number_to_string(num, units, precision) + what
+    return format_scaled(num, None if units is None else units.removesuffix(what), precision) + what
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
@@ -39,7 +31,7 @@ def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> s
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
     """Format a number of parameters, as "25.56 M"."""
-    return number_to_string(params_num, units, precision).rstrip()
+    return format_scaled(params_num, units, precision).rstrip()
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:

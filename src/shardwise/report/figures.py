@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.units import format_duration, format_size, size_unit
+
 from .reading import Span
 from .summing import Rank, Summary, names_by_size, smoothed
-from .words import byte_unit, in_bytes, in_seconds
 
 Spec = dict[str, Any]
 
@@ -220,7 +221,7 @@ def memory(summary: Summary) -> Figure | None:
     names = names_by_size(each for _, each in held)
     most = max(each.peak for _, each in held)
     plan, limit = summary.planned("tiers").get("device"), summary.limits().get("device")
-    unit, size = byte_unit(max(most, plan or 0.0))
+    unit, size = size_unit(max(most, plan or 0.0))
     x = [step for step, _ in held]
     data = []
     for place, name in enumerate(names):
@@ -231,10 +232,10 @@ def memory(summary: Summary) -> Figure | None:
         data.append(_line("held", x, [each.peak / size for _, each in held], "@c1"))
     data += _levels(x, size, {"planned": plan, "limit": limit if limit and limit < 3 * most else None})
     caption = (
-        f"What rank {rank.number} held on its device when it held most in a step: at most {in_bytes(most)}"
-        + (f", planned {in_bytes(plan)}" if plan else "")
-        + (f", limit {in_bytes(limit)}" if limit else "")
-        + ". Activations are counted under track_activations only."
+        f"What rank {rank.number} held on its device when it held most in a step: at most {format_size(most)}"
+        + (f", planned {format_size(plan)}" if plan else "")
+        + (f", limit {format_size(limit)}" if limit else "")
+        + ". Activations are format_count under track_activations only."
     )
     axis = {"rangemode": "tozero"}
     return Figure("memory", "Memory by category", caption + _together(summary), data, _layout((unit, axis)), 380)
@@ -250,7 +251,7 @@ def tiers(summary: Summary) -> Figure | None:
     names = [name for name in _TIERS if any(name in row.memory for _, row in rows)]
     planned = summary.planned("tiers")
     sizes = [held.peak for _, row in rows for held in row.memory.values()]
-    unit, size = byte_unit(max(*sizes, *(row.resident for _, row in rows), 1.0))
+    unit, size = size_unit(max(*sizes, *(row.resident for _, row in rows), 1.0))
     data = []
     for name in names:
         peaks = [row.memory[name].peak / size if name in row.memory else 0.0 for _, row in rows]
@@ -339,8 +340,8 @@ def communication(summary: Summary) -> Figure | None:
         "Communication by operation",
         caption,
         (
-            ("sent", {op: values[2] for op, values in ordered.items()}, in_bytes),
-            ("waited", {op: values[3] for op, values in ordered.items()}, in_seconds),
+            ("sent", {op: values[2] for op, values in ordered.items()}, format_size),
+            ("waited", {op: values[3] for op, values in ordered.items()}, format_duration),
         ),
     )
 
@@ -357,7 +358,7 @@ def units(summary: Summary) -> Figure | None:
         "the norm (gradient_norm), times of day (clocks). A mean without the first row; each row of the log has the "
         "eight longest."
     )
-    return _bars("units", "Longest waits", caption, (("waited in a step", each, in_seconds),))
+    return _bars("units", "Longest waits", caption, (("waited in a step", each, format_duration),))
 
 
 def window(spans: Sequence[Span]) -> list[Span]:
@@ -392,7 +393,7 @@ def timeline(summary: Summary) -> Figure | None:
                     "x": [round(span.length / 1e3, 4) for span in own],
                     "y": [places[span.rank, span.lane] for span in own],
                     "marker": {"color": _CATEGORIES.get(category, "@quiet"), "line": {"width": 0}},
-                    "hovertext": [f"{shown(span.name)}: {in_seconds(span.length / 1e6)}" for span in own],
+                    "hovertext": [f"{shown(span.name)}: {format_duration(span.length / 1e6)}" for span in own],
                     "hoverinfo": "text",
                     "width": 0.8,
                 }

@@ -19,12 +19,12 @@ from typing import Any
 
 from shardwise._version import __version__
 from shardwise.errors import ReportError
+from shardwise.units import UNKNOWN, format_count, format_duration, format_percent, format_size
 
 from .figures import Figure, figures
 from .reading import MOST_TEXT, Event, Run, read_run
 from .rows import highest, number
 from .summing import Rank, Summary
-from .words import NOTHING, counted, digits, in_bytes, in_seconds, percent
 
 PACKAGE = "plotly"
 _KNOWN = ("time", "step", "rank", "level", "text", "kind", "advice")
@@ -148,9 +148,9 @@ def _head(summary: Summary) -> Iterable[str]:
     parameters, world = number(about.get("parameters")), number(about.get("world")) or len(ranks)
     stage = about.get("stage")
     under = [
-        f"{counted(parameters)} parameters" if parameters else "",
+        f"{format_count(parameters)} parameters" if parameters else "",
         f"ZeRO stage {stage}" if isinstance(stage, int) else "",
-        f"{counted(world)} rank{'s' * (world != 1)}" if world else "",
+        f"{format_count(world)} rank{'s' * (world != 1)}" if world else "",
         _machines(summary),
         _period(summary),
     ]
@@ -180,38 +180,38 @@ def _period(summary: Summary) -> str:
     if not begun or not 0 < begun < 1e11:
         return ""
     caption = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun))
-    return f"{caption}, {in_seconds(ended - begun)}" if ended > begun else caption
+    return f"{caption}, {format_duration(ended - begun)}" if ended > begun else caption
 
 
 def _tiles(summary: Summary) -> Iterable[tuple[str, str, str]]:
     total = number(summary.run.about.get("total_steps"))
     skipped = max((rank.whole.skipped for rank in summary.ranks), default=0)
-    small = [f"of {counted(total)}" if total else "", f"{skipped} skipped" if skipped else ""]
-    yield "Steps", counted(summary.steps), ", ".join(part for part in small if part)
+    small = [f"of {format_count(total)}" if total else "", f"{skipped} skipped" if skipped else ""]
+    yield "Steps", format_count(summary.steps), ", ".join(part for part in small if part)
     if summary.last_loss is not None:
         first = next((loss for point in summary.points if (loss := point.mean("loss")) is not None), None)
-        yield "Loss", digits(summary.last_loss), f"mean of the last tenth; first {digits(first)}"
-    yield "Step time", in_seconds(summary.step_seconds), "mean, without the first"
+        yield "Loss", f"{summary.last_loss:.4g}", f"mean of the last tenth; first {first:.4g}"
+    yield "Step time", format_duration(summary.step_seconds), "mean, without the first"
     what = "tokens" if summary.rate("tokens") else "samples"
     per_rank = summary.rate(what)
     ranks = len(summary.ranks)
-    small_rate = f"{counted(per_rank / ranks)} a rank" if per_rank and ranks > 1 else ""
-    yield f"{what.capitalize()}/s", counted(per_rank), small_rate
+    small_rate = f"{format_count(per_rank / ranks)} a rank" if per_rank and ranks > 1 else ""
+    yield f"{what.capitalize()}/s", format_count(per_rank), small_rate
     if summary.largest is not None:
         peak = summary.largest.whole.memory["device"].peak
         plan, limit = summary.planned("tiers").get("device"), summary.limits().get("device")
-        against = f"planned {in_bytes(plan)}" if plan else "no plan"
-        yield "Peak on the device", in_bytes(peak), f"{against}, limit {in_bytes(limit)}" if limit else against
+        against = f"planned {format_size(plan)}" if plan else "no plan"
+        yield "Peak on the device", format_size(peak), f"{against}, limit {format_size(limit)}" if limit else against
     waits = [rank.waited / rank.step_seconds for rank in summary.ranks if rank.step_seconds]
     if ranks > 1 and waits:
-        yield "Waiting for others", percent(sum(waits) / len(waits), 1.0), "of the time, in the mean over ranks"
+        yield "Waiting for others", format_percent(sum(waits) / len(waits), 1.0), "of the time, in the mean over ranks"
 
 
 def _facts(summary: Summary) -> Iterable[tuple[str, str]]:
     about = summary.run.about
     batch, versions = about.get("batch"), about.get("versions")
     if isinstance(batch, dict):
-        total, micro, steps = (counted(number(batch.get(name))) for name in ("total", "micro", "accumulation"))
+        total, micro, steps = (format_count(number(batch.get(name))) for name in ("total", "micro", "accumulation"))
         yield "Batch", f"{total} samples a step: micro-batch {micro}, accumulation {steps}"
     if isinstance(about.get("optimizer"), str):
         yield "Optimizer", _text(about["optimizer"])
@@ -288,11 +288,11 @@ def _list(events: Sequence[Event]) -> str:
     rows = []
     for event in events:
         at = number(event.get("time"))
-        clock = time.strftime("%H:%M:%S", time.localtime(at)) if at and 0 < at < 1e11 else NOTHING
+        clock = time.strftime("%H:%M:%S", time.localtime(at)) if at and 0 < at < 1e11 else UNKNOWN
         facts = {name: value for name, value in event.items() if name not in _KNOWN}
         more = f"\n{json.dumps(facts, ensure_ascii=False)[:500]}" if facts else ""
         step = event.get("step")
-        cells = (clock, step if isinstance(step, int) else NOTHING, event.get("rank", NOTHING), event.get("kind", ""))
+        cells = (clock, step if isinstance(step, int) else UNKNOWN, event.get("rank", UNKNOWN), event.get("kind", ""))
         rows.append(
             "<tr>"
             + "".join(f"<td>{escape(str(cell)[:80])}</td>" for cell in cells)
@@ -334,14 +334,19 @@ def _memory_table(summary: Summary) -> str:
     # The first row of a rank includes memory of the engine's construction.
     names = [name for name, size in highest(device.peaks, planned).items() if size]
     rows = [
-        [name, in_bytes(planned.get(name)), in_bytes(device.peaks.get(name, 0.0)), _beyond(device.peaks, planned, name)]
+        [
+            name,
+            format_size(planned.get(name)),
+            format_size(device.peaks.get(name, 0.0)),
+            _beyond(device.peaks, planned, name),
+        ]
         for name in names
     ]
     tiers = summary.planned("tiers")
     for tier in (*[name for name in rank.whole.memory if name != "device"], "device"):
         peak = rank.whole.memory[tier].peak
         rows.append(
-            [f"on {tier}, at most", in_bytes(tiers.get(tier)), in_bytes(peak), _beyond({tier: peak}, tiers, tier)]
+            [f"on {tier}, at most", format_size(tiers.get(tier)), format_size(peak), _beyond({tier: peak}, tiers, tier)]
         )
     table = _table("Memory against plan", ("", "planned", "measured", "difference"), rows, total=True)
     caption = (
@@ -357,7 +362,7 @@ def _memory_table(summary: Summary) -> str:
 
 def _moved(rank: Rank) -> str:
     each = [
-        f" {tier}: {in_bytes(read / rank.whole.steps)} read and {in_bytes(written / rank.whole.steps)} written"
+        f" {tier}: {format_size(read / rank.whole.steps)} read and {format_size(written / rank.whole.steps)} written"
         for tier, (read, written) in rank.whole.moved.items()
     ]
     return f" Moved in a step:{';'.join(each)}." if each else ""
@@ -365,7 +370,7 @@ def _moved(rank: Rank) -> str:
 
 def _beyond(measured: Mapping[str, float], planned: Mapping[str, float], name: str) -> str:
     if not planned.get(name) or name not in measured:
-        return NOTHING
+        return UNKNOWN
     return f"{100 * (measured[name] / planned[name] - 1):+.0f} %".replace("-0 %", "0 %").replace("+0 %", "0 %")
 
 
@@ -382,12 +387,12 @@ def _ranks_table(summary: Summary) -> str:
         rows.append(
             [
                 f"{rank.number}" + (f" ({rank.host})" if rank.host else ""),
-                in_seconds(seconds),
-                in_seconds(rank.waited),
-                percent(rank.waited, seconds or 0.0),
-                counted(rank.last) if len(ranks) > 1 else NOTHING,
-                in_bytes(device.peak if device else None),
-                in_bytes(rank.whole.resident or None),
+                format_duration(seconds),
+                format_duration(rank.waited),
+                format_percent(rank.waited, seconds or 0.0),
+                format_count(rank.last) if len(ranks) > 1 else UNKNOWN,
+                format_size(device.peak if device else None),
+                format_size(rank.whole.resident or None),
             ]
         )
     columns = ("rank", "step", "waits", "share", "was last", "device", "process")
@@ -414,9 +419,9 @@ def _verdict(ranks: Sequence[Rank]) -> str:
     if theirs - slowest.waited < 0.05 * step:
         return "No rank is waited for more than the others."
     return (
-        f"Rank {slowest.number} is waited for: it waits {in_seconds(slowest.waited)} in a step, the others "
-        f"{in_seconds(theirs)}. Without the difference a step would take up to "
-        f"{percent(theirs - slowest.waited, step)} less."
+        f"Rank {slowest.number} is waited for: it waits {format_duration(slowest.waited)} in a step, the others "
+        f"{format_duration(theirs)}. Without the difference a step would take up to "
+        f"{format_percent(theirs - slowest.waited, step)} less."
     )
 
 

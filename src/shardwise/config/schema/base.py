@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
 
 from shardwise.errors import ConfigError, ConflictError
-from shardwise.sizes import size_in_bytes
+from shardwise.units import parse_size
 
 AUTO = "auto"
 MASK = "***"
@@ -199,7 +199,7 @@ Size = Annotated[
     int,
     Field(gt=0),
     AfterValidator(fits_64_bits),
-    BeforeValidator(lambda value: size_in_bytes(value) if isinstance(value, str) else integral(value)),
+    BeforeValidator(lambda value: parse_size(value) if isinstance(value, str) else integral(value)),
     WithJsonSchema(
         {"type": ["integer", "string"], "exclusiveMinimum": 0, IN_WORDS: 'bytes, or a size such as "2GiB" or "500 MB"'}
     ),

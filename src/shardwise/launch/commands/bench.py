@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from shardwise.errors import CommandLineError, OffloadError, ShardwiseError
-from shardwise.sizes import size_in_bytes
+from shardwise.launch.console import parse_bytes
+from shardwise.units import format_size
 
 if TYPE_CHECKING:
     from shardwise.offload.measure import Speed, Way
@@ -155,21 +156,6 @@ class Wanted:
     file: str | None = None
 
 
-def parse_bytes(text: str, name: str) -> int:
-    """Return a number of bytes (`shardwise.sizes.size_in_bytes`); `name` is for messages. Raises CommandLineError.
-
-    >>> parse_bytes("1M", "it"), parse_bytes("1.5KiB", "it"), parse_bytes("2GB", "it")
-    (1048576, 1536, 2000000000)
-    """
-    try:
-        found = size_in_bytes(text)
-    except ValueError:
-        found = 0
-    if found < 1:
-        raise CommandLineError(f"{name} {text}: give bytes, as 4096, 256K, 1M or 4G.")
-    return found
-
-
 def parse_count(text: str, name: str) -> int:
     """Return a number that is at least 1. Raises CommandLineError if the text is none."""
     if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) is None or int(text) < 1:
@@ -186,7 +172,7 @@ def show(wanted: Wanted) -> None:
     be measured, OffloadError if the disk has failed.
     """
     size = _size(wanted, _check(wanted))
-    from shardwise.launch.console import Bar, in_bytes, output, table
+    from shardwise.launch.console import Bar, output, table
     from shardwise.offload.measure import MeasuredFile, Way, settings, smallest, way
 
     directory = Path(wanted.directory).resolve()
@@ -196,7 +182,7 @@ def show(wanted: Wanted) -> None:
         file = MeasuredFile(directory, size, max(wanted.blocks))
     except OffloadError as error:
         reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
-        raise CommandLineError(f"{wanted.directory}: no file of {in_bytes(size)} can be made: {reason}.") from error
+        raise CommandLineError(f"{wanted.directory}: no file of {format_size(size)} can be made: {reason}.") from error
     try:
         with Bar("measuring") as bar:
             found = file.speeds([way(one) for one in options], wanted.rounds, **kinds, progress=bar.show)
@@ -232,7 +218,7 @@ def show(wanted: Wanted) -> None:
     console.print(f"{directory}: {system}, {through}")
     if system in _MEMORY_FILE_SYSTEMS:
         console.print(f"warning: {system} is memory, not a disk")
-    console.print(f"{in_bytes(size)} a pass, {wanted.rounds} of each, median in GB/s")
+    console.print(f"{format_size(size)} a pass, {wanted.rounds} of each, median in GB/s")
     names = ("block_size", "queue_depth", "intra_op_parallelism", "write", "read")
     shown = table(*names, "", numbers=names)
     for one, speed in speeds.items():

@@ -6,6 +6,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from shardwise.units import format_size
+
 
 def register(app: typer.Typer) -> None:
     """Add the subcommand."""
@@ -58,19 +60,19 @@ def export(
     ] = True,
 ) -> None:
     """Write the weights of CKPT into DIR, in one process, with little memory and without a GPU."""
-    from shardwise.launch.console import Bar, in_bytes, must_exist
+    from shardwise.launch.console import Bar, must_exist
 
     must_exist(checkpoint)
     from shardwise.checkpoint.exporting import export as write
     from shardwise.checkpoint.exporting import parse_export_dtype, parse_format
-    from shardwise.checkpoint.sharded_weights import parse_size, replace_file
+    from shardwise.checkpoint.sharded_weights import replace_file, shard_bytes
     from shardwise.errors import CheckpointError, CommandLineError
 
     try:
         parse_format(format)
         parse_export_dtype(dtype)
         if max_shard_size is not None:
-            parse_size(max_shard_size, "max-shard-size")
+            shard_bytes(max_shard_size, "max-shard-size")
     except CheckpointError as error:
         raise CommandLineError(f"--{error}") from None
     text = _content(config) if config is not None else None
@@ -93,7 +95,7 @@ def export(
     for line in done.warnings:
         typer.echo(f"warning: {line}", err=True)
     files = f", {len(done.files)} files" if len(done.files) > 1 else ""
-    typer.echo(f"{directory}: {done.tensors} tensors, {in_bytes(done.size)}{files}")
+    typer.echo(f"{directory}: {done.tensors} tensors, {format_size(done.size)}{files}")
 
 
 def _content(path: str) -> bytes:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from shardwise.units import format_size
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -93,7 +95,7 @@ def _verify(found: dict[str, Any]) -> list[str]:
 
 
 def _show_run(found: dict[str, Any]) -> None:
-    from shardwise.launch.console import in_bytes, output, table
+    from shardwise.launch.console import output, table
 
     console = output()
     rows = table("tag", "saved", "step", "ranks", "stage", "dtype", "size", "", numbers=("step", "ranks", "size"))
@@ -110,7 +112,7 @@ def _show_run(found: dict[str, Any]) -> None:
             str(layout.get("world", "")),
             str(layout.get("stage", "")),
             str(layout.get("dtype", "")),
-            in_bytes(entry["bytes"]),
+            format_size(entry["bytes"]),
             mark,
         )
     console.print(rows)
@@ -119,7 +121,7 @@ def _show_run(found: dict[str, Any]) -> None:
 
 
 def _show_checkpoint(found: dict[str, Any]) -> None:
-    from shardwise.launch.console import in_bytes, output, table
+    from shardwise.launch.console import output, table
 
     console = output()
     facts = table("", "")
@@ -146,21 +148,21 @@ def _show_checkpoint(found: dict[str, Any]) -> None:
     facts.add_row("also", ", ".join([*also, f"state of {_count(found['ranks'], 'rank')}"]))
     if found["client_state"]:
         facts.add_row("client_state", _names(found["client_state"]))
-    facts.add_row("size", f"{in_bytes(found['bytes'])} in {_count(len(found['files']), 'file')}")
+    facts.add_row("size", f"{format_size(found['bytes'])} in {_count(len(found['files']), 'file')}")
     console.print(facts)
     _show_kinds(console, found)
 
 
 def _show_weights(found: dict[str, Any]) -> None:
-    from shardwise.launch.console import in_bytes, output
+    from shardwise.launch.console import output
 
     console = output()
-    console.print(f"{found['path']}: {found['format']}, {in_bytes(found['bytes'])}")
+    console.print(f"{found['path']}: {found['format']}, {format_size(found['bytes'])}")
     _show_kinds(console, found)
 
 
 def _show_kinds(console: Console, found: dict[str, Any]) -> None:
-    from shardwise.launch.console import in_bytes, table
+    from shardwise.launch.console import table
 
     kinds = table("kind", "tensors", "elements", "bytes", "dtype", numbers=("tensors", "elements", "bytes"))
     for row in found["kinds"]:
@@ -168,7 +170,7 @@ def _show_kinds(console: Console, found: dict[str, Any]) -> None:
             row["kind"],
             f"{row['tensors']:,}",
             f"{row['elements']:,}",
-            in_bytes(row["bytes"]),
+            format_size(row["bytes"]),
             ", ".join(row["dtypes"]),
         )
     console.print(kinds)
@@ -180,7 +182,7 @@ def _show_kinds(console: Console, found: dict[str, Any]) -> None:
                 tensor["kind"],
                 _shape(tensor["shape"]),
                 tensor["dtype"],
-                in_bytes(tensor["bytes"]),
+                format_size(tensor["bytes"]),
                 _remarks(tensor),
             )
         console.print(listed)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.sizes import size_in_bytes
+from shardwise.launch.console import parse_bytes
+from shardwise.units import format_size, size_unit
 
 if TYPE_CHECKING:
     from shardwise.engine.pipeline_plans import ScheduleFacts
@@ -180,17 +181,12 @@ def _as_dict(one: SettingPlan) -> dict[str, Any]:
 
 def _rooms(device: str | None, host: str | None, disk: str | None, sharers: int) -> list[Room]:
     from shardwise.engine.plans import Room
-    from shardwise.errors import CommandLineError
     from shardwise.memory import Tier
 
     found = []
     for tier, written, ranks in ((Tier.DEVICE, device, 1), (Tier.HOST, host, sharers), (Tier.DISK, disk, sharers)):
-        if written is None:
-            continue
-        try:
-            found.append(Room((tier,), size_in_bytes(written) // ranks))
-        except ValueError as error:
-            raise CommandLineError(f"--{tier.value}-limit {written}: {error}.") from error
+        if written is not None:
+            found.append(Room((tier,), parse_bytes(written, f"--{tier.value}-limit") // ranks))
     return found
 
 
@@ -208,24 +204,24 @@ def _speeds(written: str | None) -> tuple[float, float] | None:
     return read, write
 
 
-def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None, unit: str, scale: float) -> Iterator[str]:
+def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None) -> Iterator[str]:
     from shardwise.engine.traffic import Traffic
 
     for tier, size in one.elsewhere.items():
         moved = one.moved.get(tier, {"read": 0, "written": 0})
         if tier == "disk" and speeds is not None:
             costs = str(Traffic(tier, moved["read"], moved["written"], *speeds))
-            yield f"stage {one.setting.stage}: {size / scale:.2f} {unit} on {costs}"
+            yield f"stage {one.setting.stage}: {format_size(size)} on {costs}"
         else:
-            sizes = f"reads {moved['read'] / scale:.2f} {unit} and writes {moved['written'] / scale:.2f} {unit}"
-            yield f"stage {one.setting.stage}: {size / scale:.2f} {unit} on {tier}: a step {sizes} on each rank."
+            sizes = f"reads {format_size(moved['read'])} and writes {format_size(moved['written'])}"
+            yield f"stage {one.setting.stage}: {format_size(size)} on {tier}: a step {sizes} on each rank."
 
 
 def _show(
     title: str, plans: tuple[SettingPlan, ...], speeds: tuple[float, float] | None = None, judged: bool = False
 ) -> None:
     largest = max((one.total or 0 for one in plans), default=0)
-    unit, scale = ("GB", 1e9) if largest >= 1e8 else ("MB", 1e6) if largest >= 1e5 else ("kB", 1e3)
+    unit, scale = size_unit(largest)
     typer.echo(title)
     placed = any(one.position is not None for one in plans)
     head = ("zero", "rank") if placed else ("stage",)
@@ -242,7 +238,7 @@ def _show(
         row = "".join(f"{number:>5}" for number in numbers) + "".join(f"{cell:>12}" for cell in cells)
         typer.echo(row + f"{fits:>10}" * judged)
     for one in plans:
-        for line in _elsewhere(one, speeds, unit, scale):
+        for line in _elsewhere(one, speeds):
             typer.echo(line)
     if judged and any(one.fits is None for one in plans):
         typer.echo(
@@ -277,4 +273,4 @@ def _show_unsharded(facts: ScheduleFacts, totals: dict[str, int]) -> None:
     """Print what each value of `pipeline.unsharded_for` costs at ZeRO stage 3."""
     typer.echo("stage 3, pipeline.unsharded_for: parameters that the rank with most receives in a step, largest total")
     for value, received in facts.all_gathered.items():
-        typer.echo(f"{value:>5}{max(received) / 1e9:>12.2f} GB{totals[value] / 1e9:>12.2f} GB")
+        typer.echo(f"{value:>5}{format_size(max(received)):>16}{format_size(totals[value]):>16}")
