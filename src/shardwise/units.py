@@ -69,14 +69,14 @@ def format_duration(seconds: float | None) -> str:
     """Format seconds with their unit.
 
     >>> format_duration(0.00042), format_duration(0.0123), format_duration(4.5), format_duration(4000)
-    ('0.42 ms', '12.3 ms', '4.50 s', '1 h 07 min')
+    ('0.42 ms', '12.3 ms', '4.5 s', '1 h 07 min')
     """
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 0.9995:
         return f"{1e3 * seconds:.3g} ms" if seconds else "0 s"
     if seconds < 100:
-        return f"{seconds:.2f} s"
+        return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 

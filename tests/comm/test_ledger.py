@@ -74,7 +74,7 @@ def test_the_log_records_what_it_is_asked_to() -> None:
     assert log.get_total_operations() == 3
     assert log.comms_dict["broadcast"][8][1] == [pytest.approx(1.0), pytest.approx(3.0)]
     assert log.summary()["broadcast"][8]["total_latency_ms"] == pytest.approx(4.0)
-    assert "4.00 KB" in log.table()
+    assert "4.00 KiB" in log.table()
     log.configure(debug=True)
     log.append("broadcast", 1, 1e-3, 2, "train.py:3")
     assert "broadcast | train.py:3" in log.get_operation_names()

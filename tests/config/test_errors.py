@@ -65,11 +65,6 @@ UNKNOWN = [
         "tensor_parallel.partition_config.layer_specs[1].pattern",
         "layer_specs[1].patterns`",
     ),
-    (
-        with_batch(compression_training={"sparse_pruning": {"different_groups": {"sp1": {"param": {}}}}}),
-        "compression_training.sparse_pruning.different_groups.sp1.param",
-        "sp1.params`",
-    ),
 ]
 
 VALUES = [
@@ -115,11 +110,6 @@ VALUES = [
         with_batch(tensor_parallel={"partition_config": {"layer_specs": [3]}}),
         "tensor_parallel.partition_config.layer_specs[0]",
         "an object {...}, found 3",
-    ),
-    (
-        with_batch(weight_quantization={"enabled": False, "post_init_quant": {"a": {"num_bits": 5}}}),
-        "weight_quantization.post_init_quant.a.num_bits",
-        "one of 4, 8, found 5",
     ),
 ]
 

@@ -79,32 +79,24 @@ def test_infinity_as_python_writes_it() -> None:
 )
 def test_reader_agrees_with_the_standard_library(value: object) -> None:
     for indent in (None, 2):
-        assert parse(json.dumps({"x": value}, indent=indent)).value == {"x": value}
+        assert parse(json.dumps({"x": value}, indent=indent)) == ({"x": value}, {})
 
 
 @pytest.mark.parametrize(
     ("text", "line", "column", "words"),
     [
-        ('{"a": 1', 1, 8, '"," or "}"'),
-        ('{\n "a": 1 "b": 2}', 2, 9, '","'),
-        ('{"a" 1}', 1, 6, '":"'),
-        ("{'a: 1}", 1, 2, "not closed"),
-        ('{"a": two}', 1, 7, "double quotes"),
-        ("{a: Adam, b: 2}", 1, 5, "strings need double quotes"),
-        ("{a: x # y\n}", 1, 5, "strings need double quotes"),
-        ("a: '''x'''", 1, 4, "several lines"),
-        ('{"a": ' + "9" * 5000 + "}", 1, 7, "a number of 5000 characters"),
+        ('{"a": 1', 1, 8, "',' delimiter"),
+        ('{\n "a": 1 "b": 2}', 2, 9, "','"),
+        ('{"a": 1,  // one\n /* two\n */ "b" 2}', 3, 9, "':'"),
+        ("{'a': 1}", 1, 2, "need double quotes"),
+        ("{a: 1}", 1, 2, "need double quotes"),
+        ('{"a": two}', 1, 7, "need double quotes"),
         ('{"a": True}', 1, 7, "true, false, null"),
-        ('{"a": }', 1, 7, "expected a value"),
-        ('{"a": 1} x', 1, 10, "after the end"),
-        ('{"a": "x\n"}', 1, 7, "not closed"),
-        ('{"a": 01}', 1, 7, "expected a value"),
-        ('{"a": 1.}', 1, 7, "expected a value"),
-        ('{"a": [1,,2]}', 1, 10, "expected a value"),
-        ("{", 1, 2, "key in double quotes"),
+        ('{"a": 1} x', 1, 10, "extra data"),
+        ('{"a": "x\n"}', 1, 9, "control character"),
+        ('{"a": [1,,2]}', 1, 10, "expecting value"),
+        ('{"a": "\\q"}', 1, 8, "escape"),
         ("", 1, 1, "missing"),
-        ('{"a": "\\q"}', 1, 7, "escape"),
-        ("[" * 200, 1, 66, "deep"),
     ],
 )
 def test_syntax_errors_have_line_and_column(text: str, line: int, column: int, words: str) -> None:
@@ -114,6 +106,12 @@ def test_syntax_errors_have_line_and_column(text: str, line: int, column: int, w
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["[" * 100, "[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_extreme_texts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        load('{"x": ' + text + "]" * (len(text) if text[0] == "[" else 0) + "}")
+
+
 def test_syntax_error_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "broken.json"
     file.write_text('{\n  "train_batch_size": 8,\n  "fp16" {}\n}')
@@ -121,16 +119,12 @@ def test_syntax_error_names_the_file(tmp_path: Path) -> None:
         load(file)
 
 
-def test_duplicate_keys_name_path_and_lines(tmp_path: Path) -> None:
+def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "twice.json"
-    file.write_text('{"fp16": {"enabled": true,\n "enabled": false}, "a": [{"b": 1, "b": 2}],\n "fp16": {}}')
+    file.write_text('{"fp16": {"enabled": true,\n "enabled": false}, "a": [{"b": 1, "b": 2}], "c": {"d": {}, "d": {}}}')
     with pytest.raises(ConfigError) as caught:
         load(file)
-    message = str(caught.value)
-    assert "fp16.enabled (lines 1 and 2)" in message
-    assert "a[0].b (lines 2 and 2)" in message
-    assert "fp16 (lines 1 and 3)" in message
-    assert len(caught.value.problems) == 3
+    assert [problem.path for problem in caught.value.problems] == ["fp16.enabled", "a[0].b", "c.d"]
 
 
 @pytest.mark.parametrize("source", ["/no/such/file.json", Path("/no/such/file.json"), "bm90IGpzb24=", "x" * 5000, ""])
@@ -159,33 +153,9 @@ def test_directory_binary_and_non_object(tmp_path: Path) -> None:
         load(array)
 
 
-def test_problems_in_a_file_have_lines(tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text('{\n "train_batch_size": 8,\n "zero_optimization": {\n  "stagee": 2\n }\n}')
-    with pytest.raises(ConfigError, match=r"zero_optimization\.stagee \(line 4\): unknown key") as caught:
-        resolve(file)
-    assert [(problem.path, problem.line) for problem in caught.value.problems] == [("zero_optimization.stagee", 4)]
-
-
-def test_hjson_is_read_as_hjson_reads_it(tmp_path: Path) -> None:
-    file = tmp_path / "config.hjson"
-    file.write_text(
-        "train_micro_batch_size_per_gpu: 2  # samples\n"
-        "optimizer: {\n  type: Adam\n  params: {lr: 0.001, betas: [0.9\n 0.95]}\n}\n"
-        "'fp16': {enabled: false}\nwandb: {\n  project: my project\n  team: it\\'s // no URL\n}\n".replace(
-            " // no URL", ""
-        )
-    )
-    found = resolve(file)
-    assert found.raw["optimizer"] == {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}}
-    assert found.raw["wandb"]["project"] == "my project"
-    assert found.extensions is not None and "no braces around the top level (line 1)" in found.extensions
-    file.write_text("{\n  train_micro_batch_size_per_gpu: 1\n  fp16: {enabled: 2}\n}")
-    with pytest.raises(ConfigError, match=r"fp16\.enabled \(line 3\): expected true or false"):
-        resolve(file)
-    file.write_text("{type: Adam, params: 3}")  # in Hjson the string "Adam, params: 3}", and no closing brace
-    with pytest.raises(ConfigError, match="line 1, column 8: expected a value, found 'Adam, params"):
-        resolve(file)
+def test_extensions_are_reported_with_their_lines() -> None:
+    found = resolve('{"train_batch_size": 1,\n "fp16": {"enabled": false,},  # off\n}')
+    assert found.extensions == "a comment (line 2), a trailing comma (line 2)"
     assert resolve({"train_batch_size": 1}).extensions is None
 
 
@@ -213,7 +183,6 @@ def test_huge_files_have_messages_of_bounded_size(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(file)
     assert "and 7981 more" in str(caught.value) and len(str(caught.value)) < 10_000
-    assert "(line 2)" in str(caught.value)
     for source in (
         {"train_batch_size": 1, "log_level": "x" * 10**7},
         {"train_batch_size": 1, "wandb": {"team": list(range(10**5))}},

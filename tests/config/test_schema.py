@@ -14,7 +14,7 @@ from shardwise.config import Config, json_schema, resolve
 from shardwise.config.auto import RULES
 from shardwise.config.schema import ConfigSection
 from shardwise.config.schema_index import REMOVED_KEYS, expected, keys_of, lookup, takes_any_key, walk
-from shardwise.config.unsupported import IGNORED, UNSUPPORTED, Unsupported, value_at
+from shardwise.config.unsupported import IGNORED, UNSUPPORTED, Feature, value_at
 from shardwise.errors import ConfigError, NotBuiltError
 
 FREE_FORM = {"amp", "datastates_ckpt"}
@@ -100,7 +100,7 @@ def put(source: dict[str, Any], path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("entry", UNSUPPORTED, ids=lambda entry: entry.path)
-def test_asking_for_what_is_not_built_is_refused(entry: Unsupported) -> None:
+def test_asking_for_what_is_not_built_is_refused(entry: Feature) -> None:
     source: dict[str, Any] = {"train_batch_size": 1}
     for switch in entry.within:
         put(source, switch, True)
@@ -144,8 +144,8 @@ def test_expected_values_in_words() -> None:
     assert expected(lookup("zero_optimization.offload_param")) == "an object {...} or null"
     assert expected(lookup("optimizer.params")) == "an object {...}"
     assert expected(lookup("expert_parallel.top_k")) == '"auto" or an integer'
-    assert expected(lookup("elasticity.micro_batch_sizes")) == "a list of integers"
-    assert expected(lookup("autotuning.results_dir")) == "a string that is not empty or null"
+    assert expected(lookup("timeline.ranks")) == "a list of integers or null"
+    assert expected(lookup("timeline.path")) == "a string that is not empty or null"
     assert expected(lookup("steps_per_print")) == "an integer >= 0 or infinity or null"
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from shardwise.config import Note, Resolution, accept, assume, resolve
 from shardwise.config.checks import precision_of
-from shardwise.config.reference import fill
 from shardwise.errors import ConfigError
+from tests.harness.pages import fill
 
 DIRECTORY = Path(__file__).parent / "configs"
 WORLD = 2

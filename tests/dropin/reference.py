@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from shardwise.config.reference import fill
 from shardwise_deepspeed.entries import Alias, Entry, Missing, Stub, absent_members, table
 from tests.dropin.inventory import MEMBERS
+from tests.harness.pages import fill
 
 TABLE = table()
 BEGIN = "<!-- names: made by python -m tests.dropin.reference -->"

@@ -46,7 +46,7 @@ def test_a_line_at_once_then_after_each_interval_and_at_the_end() -> None:
     assert shown == [1, 11, 21, 31, 40]
     found = lines(out)
     assert found[0] == "step 1/40 | loss 1.5"
-    assert found[1] == "step 11/40 | loss 1.5 | 1.00 s/step | 4000 tokens/s | 29 s left"
+    assert found[1] == "step 11/40 | loss 1.5 | 1 s/step | 4,000 tokens/s | 29 s left"
     assert found[-1].startswith("step 40/40") and "left" not in found[-1]
     assert not progress.due(41, 1000.0)
 
@@ -64,7 +64,7 @@ def test_a_loss_on_a_device_is_not_waited_for() -> None:
     progress.show(State(12, 12.0, 96, loss=Late([("loss", 2.0, 12)])))
     progress.close()
     progress.close()
-    assert lines(out) == ["step 12 | loss 2 | 1.00 s/step | 8 samples/s"]
+    assert lines(out) == ["step 12 | loss 2 | 1 s/step | 8 samples/s"]
 
 
 def test_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

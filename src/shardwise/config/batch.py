@@ -37,11 +37,8 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: 
         config.train_micro_batch_size_per_gpu,
         config.gradient_accumulation_steps,
     )
-    sources = {
-        name: _where(name, found, document)
-        for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps))
-        if value is not None
-    }
+    given = {TRAIN: train, MICRO: micro, STEPS: steps}
+    sources = {name: document.origin for name, value in given.items() if value is not None}
     # The caller's numbers only replace absent keys and never overrule the configuration.
     open_steps = steps is None and (STEPS,) in found.autos and (train is None or micro is None)
     if open_steps and facts.gradient_accumulation_steps is not None:
@@ -89,11 +86,6 @@ def _unmanaged(solved: tuple[int, int, int], world: int, sources: dict[str, str]
         f"micro-batches and divide by their number. Let the script count: {STEPS} = 1 and {TRAIN} = {micro * world} "
         "(or leave them out), and divide the losses there; or remove managed_gradient_accumulation"
     )
-
-
-def _where(name: str, found: Scan, document: Document) -> str:
-    line = document.lines.get(found.given.get((name,), (name,)))
-    return document.origin if line is None else f"{document.origin} line {line}"
 
 
 def _nothing_given(found: Scan, document: Document) -> str:

@@ -34,17 +34,15 @@ def dotted(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: its path, the problem and the fix, the class of its error, and its line in a file."""
+    """One mistake: its path, the problem and the fix, and the class of its error."""
 
     path: str
     message: str
     error: type[ConfigError] = ConfigError
-    line: int | None = None
 
     def __str__(self) -> str:
         path = self.path if len(self.path) <= _LONGEST else self.path[:_LONGEST] + "..."
-        where = path if self.line is None else f"{path} (line {self.line})"
-        return f"{where}: {self.message}"
+        return f"{path}: {self.message}"
 
 
 class Note(NamedTuple):

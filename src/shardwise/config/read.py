@@ -6,13 +6,13 @@ import base64
 import binascii
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 from shardwise.errors import ConfigError
 
-from .jsonc import DEEPEST, JSONSyntaxError, parse
+from .jsonc import DEEPEST, JSONSyntaxError, Members, parse
 from .problems import Note, Path, Problem, dotted, raise_problems
 
 _MOST_BITS = 1023
@@ -24,7 +24,6 @@ class Document:
     """A configuration (`data`) as written, with its origin for messages, such as `ds_config.json` or `the config dict`.
 
     Attributes:
-        lines: line of each key, empty for a dictionary.
         extensions: text on used extensions of standard JSON, or None.
         written: the JSON object before keys without effect were removed; None: none was removed.
         ignored: keys that were removed or read as another value, with the reason.
@@ -32,7 +31,6 @@ class Document:
 
     data: dict[str, Any]
     origin: str
-    lines: dict[Path, int] = field(default_factory=dict)
     extensions: str | None = None
     written: dict[str, Any] | None = None
     ignored: tuple[Note, ...] = ()
@@ -42,7 +40,7 @@ def load(source: Any) -> dict[str, Any]:
     """Read a configuration and return it as a new dictionary, exactly as written.
 
     Args:
-        source: a dictionary; the path of a JSON or Hjson file (`str` or `os.PathLike`); JSON text; or JSON text encoded
+        source: a dictionary; the path of a JSON file (`str` or `os.PathLike`); JSON text; or JSON text encoded
             in URL-safe base64. Files and text may have comments and trailing commas.
 
     Raises:
@@ -56,7 +54,7 @@ def load(source: Any) -> dict[str, Any]:
 
 
 def read(source: Any) -> Document:
-    """Read a configuration as `load` does; return it with its origin and the lines of its keys."""
+    """Read a configuration as `load` does; return it with its origin."""
     if isinstance(source, Document):
         return source
     if isinstance(source, dict):
@@ -89,6 +87,8 @@ def _copy(value: Any, path: Path, around: tuple[int, ...], problems: list[Proble
             return None
         around = (*around, id(value))
     if isinstance(value, dict):
+        for name in value.twice if isinstance(value, Members) else ():
+            problems.append(Problem(dotted((*path, name)), "this key is given twice; keep one of them"))
         # A dictionary may have any keys; keys that are not strings are reported later.
         return {name: _copy(item, (*path, str(name)), around, problems) for name, item in value.items()}
     if isinstance(value, list):
@@ -147,11 +147,10 @@ def _from_file(path: FilePath) -> Document:
 
 def _from_text(text: str, origin: str) -> Document:
     try:
-        parsed = parse(text)
+        value, used = parse(text)
     except JSONSyntaxError as problem:
         raise ConfigError(f"{origin} is not JSON: {problem}") from None
-    raise_problems((Problem(where, "this key is given twice; keep one of them") for where in parsed.duplicates), origin)
-    if not isinstance(parsed.value, dict):
-        raise ConfigError(f"{origin} must hold a JSON object {{...}}, found {type(parsed.value).__name__}")
-    extensions = ", ".join(f"{what} (line {line})" for what, line in parsed.extensions.items())
-    return Document(_checked(parsed.value, origin), origin, parsed.lines, extensions or None)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{origin} must hold a JSON object {{...}}, found {type(value).__name__}")
+    extensions = ", ".join(f"{what} (line {line})" for what, line in used.items())
+    return Document(_checked(value, origin), origin, extensions or None)

@@ -5,7 +5,7 @@ at the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import ConflictError
@@ -18,7 +18,7 @@ from .deepspeed import warning
 from .gradient_compression import check_compression, doubtful_compression, method_name
 from .normalize import Scan, scan
 from .optimizer_params import check_optimizer, check_scheduler, settle
-from .problems import Note, Path, Problem, dotted, raise_problems
+from .problems import Note, Problem, dotted, raise_problems
 from .read import read
 from .runtime_facts import Facts
 from .schema.root import Config
@@ -110,7 +110,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         notes += _fill_batch(config, solved)
     elif not _explained(problems):
         problems.append(solved)
-    raise_problems(_with_lines(problems, document.lines), document.origin)
+    raise_problems(problems, document.origin)
     notes += _settle(config)
     no_effect, read_by_clients = without_effect(config, found, world_size)
     return Resolution(
@@ -195,11 +195,6 @@ def _positions(config: Config, world_size: int, facts: Facts) -> tuple[int, Prob
 def _explained(problems: list[Problem]) -> bool:
     """Return True if another problem involves a batch key, and the equation cannot be judged."""
     return any(key in problem.path or f"`{key}`" in problem.message for problem in problems for key in _BATCH_KEYS)
-
-
-def _with_lines(problems: list[Problem], lines: dict[Path, int]) -> list[Problem]:
-    by_path = {dotted(path): line for path, line in lines.items()}
-    return [replace(problem, line=by_path.get(problem.path)) for problem in problems]
 
 
 def _fill_batch(config: Config, batch: ResolvedBatch) -> list[Note]:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from .problems import Path, dotted
 from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, SECRET, ConfigSection
+from .schema.not_built import NotBuilt
 from .schema.optimizers import NATIVE_OPTIMIZERS
 from .schema.precision import FP16
 from .schema.root import Config
@@ -115,6 +116,8 @@ def keys_of(section: type[ConfigSection]) -> dict[str, Key]:
     table: dict[str, Key] = {}
     for name, info in section.model_fields.items():
         kind, child = _shape(info.annotation)
+        for not_built in (item for item in info.metadata if isinstance(item, NotBuilt)):
+            kind, child = "section", not_built.model
         extra = info.json_schema_extra
         if isinstance(extra, dict) and extra.get(FREE_FORM):
             kind = "free"

@@ -86,6 +86,7 @@ def key(
     default_note: str = "",
     free_form: bool = False,
     secret: bool = False,
+    words: str = "",
     **constraints: Any,
 ) -> Any:
     """Declare one key of a section.
@@ -99,6 +100,7 @@ def key(
         default_note: reason for this default, if other libraries differ.
         free_form: the value is a dictionary with keys outside of this schema.
         secret: the value is shown and stored as `MASK`.
+        words: the accepted values, where the type does not say them.
         constraints: passed to `pydantic.Field` (`ge`, `gt`, `le`, `lt`, `min_length`, ...).
     """
     extra: dict[str, Any] = {}
@@ -114,6 +116,8 @@ def key(
         extra[FREE_FORM] = True
     if secret:
         extra[SECRET] = True
+    if words:
+        extra[IN_WORDS] = words
     return Field(default, description=description, json_schema_extra=extra or None, **constraints)
 
 

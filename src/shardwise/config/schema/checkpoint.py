@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import BeforeValidator, WithJsonSchema
 
 from .base import ConfigSection, Int, as_list, key, section
 
@@ -121,21 +121,3 @@ class CheckpointOptions(ConfigSection):
         """Whether saves are asynchronous by default."""
         return self.async_save or (self.writer is not None and self.writer.decoupled)
 
-
-class Nebula(ConfigSection):
-    """`nebula`: external asynchronous checkpoint service."""
-
-    enabled: bool = key(False, "Use the service.")
-    persistent_storage_path: str | None = key(None, "Where checkpoints are finally stored.")
-    persistent_time_interval: Int = key(100, "Seconds between persistent checkpoints.", gt=0)
-    num_of_version_in_retention: Int = key(2, "Checkpoints that are kept.", gt=0)
-    enable_nebula_load: bool = key(True, "Load through the service.")
-    nebula_load_path: str | None = key(None, "Where to load from.")
-
-
-class DataStates(ConfigSection):
-    """`datastates_ckpt`: external asynchronous checkpoint package. Keys other than these are its own."""
-
-    model_config = ConfigDict(extra="allow")
-
-    host_cache_size: Int | None = key(None, "Pinned host cache in GB.", gt=0)

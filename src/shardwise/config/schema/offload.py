@@ -83,21 +83,6 @@ class OffloadOptimizer(ConfigSection):
     )
 
 
-class ZenFlow(ConfigSection):
-    """`zero_optimization.zenflow`: step important gradients at once on the device, the rest on the host."""
-
-    topk_ratio: float = key(0.1, "Fraction of gradient columns that count as important.", gt=0, lt=1)
-    select_strategy: Literal["auto", "step", "epoch"] = key("auto", "When important columns are selected anew.")
-    select_interval: Literal["auto"] | Int = key("auto", "Steps or epochs between selections.")
-    update_interval: Literal["auto"] | Int = key("auto", "Steps between host updates.")
-    overlap_step: bool = key(False, "Step on the host in another process while the device goes on.")
-    offload: bool = key(False, "Offload the state of the selected columns too.")
-    auto_ratio: float = key(0.99, "Share of the gradient norm that automatic selection covers.", ge=0, le=1)
-    full_warm_up_rounds: Int = key(0, "Steps at the start in which everything is updated.", ge=0)
-    pt_reserved_cores_perc: float = key(0.5, "Fraction of the cores left to PyTorch.", ge=0, le=1)
-    steps_per_epoch: Int | None = key(None, "Steps in an epoch, for select_strategy epoch.", gt=0)
-
-
 class ActivationOffload(ConfigSection):
     """`activation_offload`: tensors that autograd saves in the engine's forward pass, kept on the host until used."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import ConfigSection, DType, ExactInt, Int, Ints, Strings, as_list, key
+from .base import ConfigSection, DType, ExactInt, Int, Strings, as_list, key
 
 
 class Pipeline(ConfigSection):
@@ -246,24 +246,6 @@ class ExpertParallel(ConfigSection):
     expert_activation: str | None = key(
         None, "Activation of the experts, by its name in torch.nn.functional or transformers; null: the model's."
     )
-
-
-class SparseAttention(ConfigSection):
-    """`sparse_attention`: block layouts that model code turns into masks."""
-
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = key("fixed", "Layout.")
-    block: Int = key(16, "Side of a block in tokens.", gt=0)
-    different_layout_per_head: bool = key(False, "Every head has its own layout.")
-    num_local_blocks: Int = key(4, "Blocks in a local window (fixed).", gt=0)
-    num_global_blocks: Int = key(1, "Global blocks per window (fixed, bigbird).", ge=0)
-    attention: Literal["unidirectional", "bidirectional"] = key("bidirectional", "Causal or not.")
-    horizontal_global_attention: bool = key(False, "Global blocks also attend to all (fixed, variable).")
-    num_different_global_patterns: Int = key(1, "Global patterns over the heads (fixed).", gt=0)
-    num_random_blocks: Int = key(0, "Random blocks per row (variable, bigbird).", ge=0)
-    local_window_blocks: Ints = key([4], "Sizes of local windows in blocks (variable).")
-    global_block_indices: Ints = key([0], "First block of each global range (variable, bslongformer).")
-    global_block_end_indices: Ints | None = key(None, "End of each global range (variable, bslongformer).")
-    num_sliding_window_blocks: Int = key(3, "Blocks in the sliding window (bigbird, bslongformer).", gt=0)
 
 
 class ActivationCheckpointing(ConfigSection):

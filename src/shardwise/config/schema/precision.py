@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict
-
 from .base import ConfigSection, DType, Int, Strings, key
 
 
@@ -55,21 +53,6 @@ class BF16(ConfigSection):
         "data_types.grad_accum_dtype says otherwise.",
     )
     bf16_optimizer_states: bool = key(False, "Keep optimizer state in bf16; needs parameters without master weights.")
-
-
-class AMP(ConfigSection):
-    """`amp`: NVIDIA Apex mixed precision. Keys other than `enabled` are Apex's own."""
-
-    model_config = ConfigDict(extra="allow")
-
-    enabled: bool = key(False, "Use Apex AMP.")
-
-
-class MSAMP(ConfigSection):
-    """`msamp`: MS-AMP, as the accelerate library writes it."""
-
-    enabled: bool = key(False, "Use MS-AMP.")
-    opt_level: str | None = key(None, "MS-AMP optimization level.")
 
 
 class TorchAutocast(ConfigSection):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, StepCount, key, section
-from .checkpoint import CheckpointOptions, DataStates, Nebula
-from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
-from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
+from .checkpoint import CheckpointOptions
+from .not_built import NotBuilt, not_built
 from .observe import (
     Comet,
     CommsLoggerOptions,
@@ -29,11 +28,9 @@ from .parallel import (
     Compression,
     ExpertParallel,
     Pipeline,
-    SparseAttention,
     TensorParallel,
 )
-from .precision import AMP, BF16, FP16, MSAMP, DataTypes, TorchAutocast
-from .tuning import Autotuning, Compile, Elasticity, HybridEngine
+from .precision import BF16, FP16, DataTypes, TorchAutocast
 from .watch import AnomalyWatch
 from .zero import ZeroConfig
 
@@ -136,8 +133,8 @@ class Config(ConfigSection):
 
     fp16: FP16 = section(FP16, "Half precision.")
     bf16: BF16 = section(BF16, "bfloat16.", names=("bfloat16",))
-    amp: AMP = section(AMP, "NVIDIA Apex mixed precision.")
-    msamp: MSAMP = section(MSAMP, "MS-AMP.")
+    amp: Annotated[Any, NotBuilt("amp")] = not_built("amp")
+    msamp: Annotated[Any, NotBuilt("msamp")] = not_built("msamp")
     torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast.")
     data_types: DataTypes = section(DataTypes, "Types of gradients and buffers.")
 
@@ -155,7 +152,7 @@ class Config(ConfigSection):
         ActivationCheckpointing, "Recomputation of activations."
     )
     activation_offload: ActivationOffload = section(ActivationOffload, "Activations on the host.")
-    sparse_attention: SparseAttention | None = key(None, "Sparse attention layouts.")
+    sparse_attention: Annotated[Any, NotBuilt("sparse_attention", optional=True)] = key(None, "Not built.")
     pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism.")
     expert_parallel: ExpertParallel = section(ExpertParallel, "Expert parallelism.")
@@ -189,18 +186,18 @@ class Config(ConfigSection):
     progress: Progress = section(Progress, "How far training is.")
 
     checkpoint: CheckpointOptions = section(CheckpointOptions, "Saved state.")
-    nebula: Nebula = section(Nebula, "External checkpoint service.")
-    datastates_ckpt: DataStates | None = key(None, "External asynchronous checkpoint package.")
+    nebula: Annotated[Any, NotBuilt("nebula")] = not_built("nebula")
+    datastates_ckpt: Annotated[Any, NotBuilt("datastates_ckpt", optional=True)] = key(None, "Not built.")
 
-    data_efficiency: DataEfficiency = section(DataEfficiency, "Sampling and routing of data.")
-    curriculum_learning: LegacyCurriculum = section(LegacyCurriculum, "Sequence-length curriculum.")
-    progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop, "Progressive layer dropping.")
-    compression_training: CompressionTraining = section(CompressionTraining, "Model compression.")
-    weight_quantization: WeightQuantization | None = key(None, "Quantized storage of weights.")
-    quantize_training: QuantizeTraining = section(QuantizeTraining, "Quantization in training.")
-    eigenvalue: Eigenvalue = section(Eigenvalue, "Curvature per layer.")
+    data_efficiency: Annotated[Any, NotBuilt("data_efficiency")] = not_built("data_efficiency")
+    curriculum_learning: Annotated[Any, NotBuilt("curriculum_learning")] = not_built("curriculum_learning")
+    progressive_layer_drop: Annotated[Any, NotBuilt("progressive_layer_drop")] = not_built("progressive_layer_drop")
+    compression_training: Annotated[Any, NotBuilt("compression_training")] = not_built("compression_training")
+    weight_quantization: Annotated[Any, NotBuilt("weight_quantization", optional=True)] = key(None, "Not built.")
+    quantize_training: Annotated[Any, NotBuilt("quantize_training")] = not_built("quantize_training")
+    eigenvalue: Annotated[Any, NotBuilt("eigenvalue")] = not_built("eigenvalue")
 
-    elasticity: Elasticity = section(Elasticity, "Elastic batch sizes.")
-    autotuning: Autotuning = section(Autotuning, "Search of settings.")
-    hybrid_engine: HybridEngine = section(HybridEngine, "Training and generation in one engine.")
-    compile: Compile = section(Compile, "Compiler passes.")
+    elasticity: Annotated[Any, NotBuilt("elasticity")] = not_built("elasticity")
+    autotuning: Annotated[Any, NotBuilt("autotuning")] = not_built("autotuning")
+    hybrid_engine: Annotated[Any, NotBuilt("hybrid_engine")] = not_built("hybrid_engine")
+    compile: Annotated[Any, NotBuilt("compile")] = not_built("compile")

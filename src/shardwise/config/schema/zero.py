@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .base import ConfigSection, ExactInt, Int, Names, key, section
-from .offload import OffloadOptimizer, OffloadParam, ZenFlow
+from .not_built import NotBuilt
+from .offload import OffloadOptimizer, OffloadParam
 
 _SAME_RESULT = "every setting runs the same collectives"
 
@@ -173,7 +174,7 @@ class ZeroConfig(ConfigSection):
 
     offload_param: OffloadParam | None = key(None, "Where sharded parameters live between uses (stage 3).")
     offload_optimizer: OffloadOptimizer | None = key(None, "Where optimizer state lives and is stepped.")
-    zenflow: ZenFlow | None = key(None, "Importance-aware asynchronous optimizer offload.")
+    zenflow: Annotated[Any, NotBuilt("zero_optimization.zenflow", optional=True)] = key(None, "Not built.")
     cpu_offload: bool | None = key(
         None,
         "Old form of offload_optimizer.device = cpu.",

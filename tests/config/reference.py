@@ -1,5 +1,5 @@
 """The tables of all keys, made from the schema, for the documentation; a test compares the page with the schema.
-`python -m shardwise.config.reference docs/reference/configuration-keys.md` replaces the text between two marker lines.
+`python -m tests.config.reference docs/reference/configuration-keys.md` replaces the text between two marker lines.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .schema.base import ConfigSection
-from .schema.gradients import METHODS
-from .schema.optimizers import NATIVE_OPTIMIZERS
-from .schema.schedules import NATIVE_SCHEDULES
-from .schema_index import Key, expected, walk
-from .unsupported import IGNORED, UNSUPPORTED
+from shardwise.config.schema.base import ConfigSection
+from shardwise.config.schema.gradients import METHODS
+from shardwise.config.schema.not_built import documented
+from shardwise.config.schema.not_built import table as unsupported
+from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS
+from shardwise.config.schema.schedules import NATIVE_SCHEDULES
+from shardwise.config.schema_index import Key, expected, walk
+from shardwise.config.unsupported import IGNORED, UNSUPPORTED
+from tests.harness.pages import fill
 
-BEGIN = "<!-- keys: made by python -m shardwise.config.reference -->"
+BEGIN = "<!-- keys: made by python -m tests.config.reference -->"
 END = "<!-- end of keys -->"
 _HEAD = "| Key | Value, default | Meaning |\n|---|---|---|"
 _MODELS: dict[str, Mapping[str, type[ConfigSection]]] = {
@@ -26,7 +29,6 @@ _MODELS: dict[str, Mapping[str, type[ConfigSection]]] = {
     "scheduler": NATIVE_SCHEDULES,
     "compression": METHODS,
 }
-_PARAMETERS = ("aio", "compression_training", "data_efficiency")  # sections whose keys only matter to such features
 _TYPES = (
     (r" \(other usual names of these types work too\)", ""),
     (r'one of "fp32", "fp16", "bf16"', "dtype"),
@@ -45,7 +47,7 @@ _TYPES = (
 def table() -> str:
     """Return Markdown: keys with an effect, by section; then the keys of features that this version lacks."""
     parts: list[str] = []
-    for name, keys in _groups(unbuilt=False).items():
+    for name, keys in _groups().items():
         parts.append(f"### {f'`{name}`' if name else 'Top level'}\n")
         parts.append(_HEAD)
         parts.extend(_row(path, key, len(name.split(".")) if name else 0) for path, key in keys)
@@ -62,18 +64,16 @@ def table() -> str:
         "`shardwise schema` describes each key.\n"
     )
     parts.append("```text")
-    for keys in _groups(unbuilt=True).values():
-        for path, key in keys:
-            dots, skip = _names(path, key, 0)
-            parts.append(f"{'|'.join([dots, *skip])}: {_type(key)}={_default(key)}")
+    for section in unsupported()["keys"]:
+        parts.extend(f"{section}.{row}" for row in documented(section))
     parts.append("```")
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _groups(unbuilt: bool) -> dict[str, list[tuple[tuple[str, ...], Key]]]:
+def _groups() -> dict[str, list[tuple[tuple[str, ...], Key]]]:
     groups: dict[str, list[tuple[tuple[str, ...], Key]]] = {}
     for path, key in walk():
-        if key.kind != "section" and _unbuilt(path) == unbuilt:
+        if key.kind != "section" and not ".".join(path).startswith(tuple(f"{name}." for name in unsupported()["keys"])):
             groups.setdefault(_group(path), []).append((path, key))
     return groups
 
@@ -99,6 +99,8 @@ def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
         meaning.append(f"Default: {note}.")
     if any(".".join(path).startswith(entry.path) for entry in IGNORED):
         meaning.append("**Warning**.")
+    if any(".".join(path) == entry.path for entry in UNSUPPORTED):
+        meaning.append("**Not built**.")
     default = "required" if key.field.is_required() else f"`{_default(key)}`"
     cells = [f"`{name}`{names}", f"{_type(key)}, {default}", " ".join(meaning)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -125,25 +127,9 @@ def _default(key: Key) -> str:
     return json.dumps(default)
 
 
-def _unbuilt(path: tuple[str, ...]) -> bool:
-    dots = ".".join(path)
-    sections = [entry.path.removesuffix(".enabled").removesuffix(".deepcompile") for entry in UNSUPPORTED]
-    sections += _PARAMETERS
-    return any(dots == entry.path for entry in UNSUPPORTED) or any(dots.startswith(f"{name}.") for name in sections)
-
-
 def update(text: str) -> str:
     """Return a page with a new table between the markers. Raises ValueError without both markers in this order."""
     return fill(text, table(), BEGIN, END)
-
-
-def fill(text: str, content: str, begin: str, end: str) -> str:
-    """Return a page with new text between two markers. Raises ValueError without both markers in this order."""
-    before, first, rest = text.partition(begin)
-    _, second, after = rest.partition(end)
-    if not first or not second:
-        raise ValueError(f"the page needs a line {begin!r} and after it a line {end!r}")
-    return f"{before}{begin}\n\n{content}\n{end}{after}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""Sections of features that this version lacks: their documented keys, read from `unsupported.toml`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from pydantic import ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema
+
+from .base import ConfigSection, key, section
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_NO_EFFECT = "this version has no feature that reads the key"
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Return the tables of `unsupported.toml`."""
+    return tomllib.loads(resources.files("shardwise.config").joinpath("unsupported.toml").read_text("utf-8"))
+
+
+def documented(path: str) -> list[str]:
+    """Return the rows of a section's keys, such as "fast: bool = true"."""
+    return [row for row in table()["keys"][path].splitlines() if row and row != "*"]
+
+
+@cache
+def model(path: str) -> type[ConfigSection]:
+    """Return the model of a section. Values other than switches are not checked, because nothing reads them."""
+    fields: dict[str, Any] = {}
+    subsections: dict[str, dict[str, Any]] = {"": fields}
+    for row in documented(path):
+        names, about = row.split(": ", 1)
+        name, *others = names.split("|")
+        words, default = about.rsplit(" = ", 1)
+        if "<name>" in name:
+            continue  # documents the keys of a dictionary
+        parent, _, leaf = name.rpartition(".")
+        above = ""
+        for part in parent.split(".") if parent else ():
+            above = f"{above}.{part}".strip(".")
+            subsections.setdefault(above, {})
+        value = key(
+            json.loads(default),
+            f"Not built: {words}, {default}.",
+            names=tuple(others),
+            free_form=words.startswith("object"),
+            no_effect="" if words == "bool" else _NO_EFFECT,
+            words="" if words == "bool" else words,
+        )
+        subsections[parent][leaf] = (bool if words == "bool" else Any, value)
+    free = "*" in table()["keys"][path].split()
+    for inner in sorted(filter(None, subsections), key=lambda name: -name.count(".")):
+        parent, _, leaf = inner.rpartition(".")
+        child = _create(f"{path}.{inner}", subsections[inner], free)
+        subsections[parent][leaf] = (child, section(child, f"Not built: `{path}.{inner}`."))
+    return _create(path, fields, free)
+
+
+def _create(path: str, fields: dict[str, Any], free: bool) -> type[ConfigSection]:
+    name = "".join(part.title() for part in path.replace(".", "_").split("_"))
+    made: type[ConfigSection] = create_model(name, __base__=ConfigSection, __doc__=f"`{path}`: not built.", **fields)
+    if free:
+        made.model_config = ConfigDict(**{**made.model_config, "extra": "allow"})
+    return made
+
+
+class NotBuilt:
+    """Type metadata of a section that this version lacks; `optional` sections may be null."""
+
+    def __init__(self, path: str, optional: bool = False) -> None:
+        self.path = path
+        self.optional = optional
+
+    @property
+    def model(self) -> type[ConfigSection]:
+        """The section."""
+        return model(self.path)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check values with the section's model."""
+        return handler.generate_schema(self.model | None if self.optional else self.model)
+
+
+def not_built(path: str) -> Any:
+    """Declare a section with type metadata `NotBuilt(path)`, which has its defaults when absent."""
+    return section(lambda: model(path)(), "Not built.")
