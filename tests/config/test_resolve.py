@@ -205,12 +205,6 @@ def test_deprecated_keys_are_forwarded_with_one_warning_each(keys: dict[str, Any
     assert any(note.path == path and "deprecated" in note.reason for note in resolution.notes)
 
 
-def test_deprecated_form_of_a_feature_that_is_not_built_is_named_as_written() -> None:
-    with pytest.raises(NotBuiltError) as caught:
-        resolve({"train_batch_size": 1, "curriculum_learning": {"enabled": True}})
-    assert [problem.path for problem in caught.value.problems] == ["curriculum_learning.enabled"]
-
-
 def offloading(stage: int, **keys: Any) -> Any:
     return resolve({"train_batch_size": 1, "zero_optimization": {"stage": stage, **keys}}).config.zero_optimization
 
@@ -312,17 +306,6 @@ def test_advice_on_a_section_of_another_form(keys: dict[str, Any], advice: str) 
     with pytest.raises(ConfigError) as caught:
         resolve({"train_batch_size": 1, **keys})
     assert advice in str(caught.value)
-
-
-def test_direct_storage_is_refused() -> None:
-    with pytest.raises(NotBuiltError, match=r"aio\.use_gds.*page-locked memory"):
-        resolve({"train_batch_size": 1, "aio": {"use_gds": True}})
-
-
-def test_steps_of_the_host_during_the_backward_pass_are_refused() -> None:
-    offload = {"device": "cpu", "super_offload": True}
-    with pytest.raises(NotBuiltError, match=r"offload_optimizer\.super_offload.*remove the key"):
-        resolve({"train_batch_size": 1, "zero_optimization": {"stage": 1, "offload_optimizer": offload}})
 
 
 def test_every_spelling_reaches_the_same_key() -> None:

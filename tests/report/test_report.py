@@ -130,7 +130,7 @@ def test_a_run(tmp_path: Path) -> None:
         "GPT",
         "1,234,567 parameters · ZeRO stage 3 · 2 ranks · 2 machines (CPU)",
         "Steps 6 of 10, 1 skipped",
-        "Step time 1.00 s",
+        "Step time 1 s",
         "Tokens/s 800 400 a rank",
         "Peak on the device 100 B planned 110 B, limit 200 B",
         "8 samples a step: micro-batch 4, accumulation 1",

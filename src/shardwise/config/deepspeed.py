@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from .problems import Note, Path, dotted
 from .read import Document, read
-from .schema.base import AUTO, ConfigSection
+from .schema.base import AUTO, STAGES, ConfigSection
 from .schema.root import Config
 from .schema.zero import ZeroConfig
 from .schema_index import Key, keys_of, known_reason, nearest, place_of, takes_any_key
@@ -240,15 +240,6 @@ def _find(data: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:
     return place, next((spelling for spelling in keys_of(model)[last].spellings if spelling in place), last)
 
 
-_STAGE_3 = (
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "zeropp_loco_param",
-    "zero_hpz_partition_size",
-)
-
-
 def _drop_other_stages(data: dict[str, Any], ignored: list[Note]) -> None:
     zero = data.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
@@ -264,7 +255,8 @@ def _drop_other_stages(data: dict[str, Any], ignored: list[Note]) -> None:
     if stage < 3:
         for name in ("offload_param", "cpu_offload_param"):
             drop(name, f"it belongs to stage 3; at stage {stage} each rank has all parameters on its device")
-        for name in _STAGE_3:
+        stage_3 = [name for name, key in keys_of(ZeroConfig).items() if key.extra.get(STAGES)]
+        for name in (*stage_3, "zero_quantized_nontrainable_weights", "zeropp_loco_param"):
             drop(name, f"it belongs to stage 3, and the stage is {stage}")
     if stage == 0:
         for name in ("offload_optimizer", "cpu_offload", "cpu_offload_use_pin_memory"):

@@ -156,7 +156,7 @@ def describe(resolution: Resolution) -> list[KeyRow]:
     rows: list[KeyRow] = []
     for path, key in walk():
         dots = ".".join(path)
-        if key.kind in ("section", "map", "list") or "*" in path or "[]" in path or key.replacement:
+        if key.kind in ("section", "list") or "[]" in path or key.replacement:
             continue
         value = _shown(key, _at(resolution.config, path))
         if key.kind == "free":

@@ -136,16 +136,6 @@ def _scan_section(
 def _scan_value(value: Any, key: Key, path: Path, spelled: Path, result: Scan) -> Any:
     if key.kind == "section" and key.child is not None and isinstance(value, dict):
         return _scan_section(value, key.child, path, spelled, result)
-    if key.kind == "map" and key.child is not None and isinstance(value, dict):
-        for name in [name for name in value if not isinstance(name, str)]:
-            result.problems.append(Problem(dotted((*spelled, str(name))), "names must be strings"))
-        return {
-            name: _scan_section(item, key.child, (*path, name), (*spelled, name), result)
-            if isinstance(item, dict)
-            else item
-            for name, item in value.items()
-            if isinstance(name, str)
-        }
     if key.kind == "list" and key.child is not None and isinstance(value, list | tuple):
         return [
             _scan_section(item, key.child, (*path, index), (*spelled, index), result)

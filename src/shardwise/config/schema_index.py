@@ -15,22 +15,11 @@ from pydantic.fields import FieldInfo
 
 from .problems import Path, dotted
 from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, SECRET, ConfigSection
-from .schema.not_built import NotBuilt
+from .schema.not_built import NotBuilt, table
 from .schema.optimizers import NATIVE_OPTIMIZERS
 from .schema.precision import FP16
 from .schema.root import Config
 from .schema.schedules import NATIVE_SCHEDULES
-
-REMOVED_KEYS: dict[str, str] = {
-    "compile.enabled": "this old key was removed: call engine.compile() in the script instead",
-    "compile.backend": "this old key was removed: pass backend to engine.compile() in the script",
-    "compile.kwargs": "this old key was removed: pass compile_kwargs to engine.compile() in the script",
-    "fp32_allreduce": 'this old key was removed: write "communication_data_type": "fp32"; sums are fp32 in any case',
-    "bf16.check_overflow": "the key is called `bf16.check_grad_overflow`",
-    "zero_optimization.stage3_prefetch_bucket_elements": "the key is called `stage3_prefetch_bucket_size`",
-}
-"""Published keys that never were, or no longer are, part of the schema, with the fix."""
-
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _NUMERIC = ("integer", "number")
@@ -39,14 +28,13 @@ _NUMERIC = ("integer", "number")
 @dataclass(frozen=True)
 class Key:
     """One key of the schema: pydantic's record (`field`), its section (`owner`), and the section class below it, if
-    any. `kind` is `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any
-    dict).
+    any. `kind` is `value` (a leaf), `section`, `list` (list of sections) or `free` (any dict).
     """
 
     name: str
     field: FieldInfo
     owner: type[ConfigSection]
-    kind: Literal["value", "section", "map", "list", "free"]
+    kind: Literal["value", "section", "list", "free"]
     child: type[ConfigSection] | None
 
     @property
@@ -103,10 +91,10 @@ def _shape(annotation: Any) -> tuple[str, type[ConfigSection] | None]:
             kind, child = _shape(argument)
             if child is not None:
                 return kind, child
-    if origin in (dict, list):
-        _, child = _shape(arguments[-1])
+    if origin is list:
+        _, child = _shape(arguments[0])
         if child is not None:
-            return ("map" if origin is dict else "list"), child
+            return "list", child
     return "value", None
 
 
@@ -133,15 +121,14 @@ def takes_any_key(section: type[ConfigSection]) -> bool:
 
 
 def walk(section: type[ConfigSection] = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
-    """Yield every key of the schema with its path; `*` stands for a free name, `[]` for a list index."""
+    """Yield every key of the schema with its path; `[]` stands for a list index."""
     for spelling, key in keys_of(section).items():
         if spelling != key.name:
             continue
         here = (*path, key.name)
         yield here, key
         if key.child is not None:
-            step = {"map": ("*",), "list": ("[]",)}.get(key.kind, ())
-            yield from walk(key.child, (*here, *step))
+            yield from walk(key.child, (*here, "[]") if key.kind == "list" else here)
 
 
 def lookup(path: str) -> Key:
@@ -200,7 +187,7 @@ def advise(section: type[ConfigSection], path: Path, name: str) -> str:
     if close is not None:
         return f"did you mean `{dotted((*path, close))}`?"
     far = nearest(name, list(_places()), 0.8)
-    if far is not None and _comparable(name) not in _GENERAL:
+    if far is not None and _comparable(name) not in table()["hints"]["general"]:
         return f"did you mean `{_places()[far][0]}`?"
     where = f"`{dotted(path)}`" if path else "the top level"
     return f"no key of {where} or of another section has a similar name; remove it"
@@ -220,7 +207,7 @@ def _belongs(paths: tuple[str, ...]) -> str:
 
 
 def _shown(paths: tuple[str, ...]) -> list[str]:
-    return [path for path in paths if "*" not in path][:3] or list(paths[:3])
+    return list(paths[:3])
 
 
 def place_of(name: str) -> str:
@@ -228,82 +215,22 @@ def place_of(name: str) -> str:
     return " or ".join(f"`{path}`" for path in _shown(_elsewhere(name)))
 
 
-_GENERAL = frozenset(
-    [
-        "seed",
-        "type",
-        "params",
-        "mode",
-        "version",
-        "method",
-        "group",
-        "project",
-        "verbose",
-        "metric",
-        "fast",
-        "name",
-        "names",
-        "debug",
-        "dtype",
-    ]
-)
-
-
 def _elsewhere(name: str) -> tuple[str, ...]:
     comparable = _comparable(name)
-    return () if comparable in _GENERAL else _places().get(comparable, ())
-
-
-_COMMENTS = ("_", "//", "#", "--", ";")
-_COMMENT_WORDS = ("comment", "comments")
-_APEX = ("opt_level", "fp16_opt_level")
-_CLIPPING = ("max_grad_norm", "max_norm", "clip_grad", "grad_clip", "clip_grad_norm", "gradient_clip_val")
-_OWN_ACCELERATE: dict[str, str] = {
-    "zero_stage": "zero_optimization.stage",
-    "zero3_init_flag": "",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "deepspeed_multinode_launcher": "",
-    "deepspeed_config_file": "",
-    "deepspeed_hostfile": "",
-    "deepspeed_inclusion_filter": "",
-    "deepspeed_exclusion_filter": "",
-    "deepspeed_moe_layer_cls_names": "",
-}
-"""Keys of the file that `accelerate config` writes, and the equivalent configuration key."""
-_OF_SCRIPTS = {
-    "zero": "ZeRO is set by `zero_optimization`: write that",
-    "mixed_precision": "precision is set by the sections `bf16` and `fp16`: write one of them",
-    "gradient_checkpointing": "the model calls activation checkpointing; `activation_checkpointing` sets its options",
-}
-"""Keys of the top level that scripts read themselves, and the equivalent."""
+    return () if comparable in table()["hints"]["general"] else _places().get(comparable, ())
 
 
 def known_reason(path: Path, name: str) -> str | None:
     """Return why a key that is often written at a path is not read there, and the fix; None if unknown."""
-    retired = REMOVED_KEYS.get(dotted((*path, name)))
-    if retired:
-        return retired
-    if name.startswith(_COMMENTS) or name.lower() in _COMMENT_WORDS:
-        return "a comment, as DeepSpeed takes it; write comments as `// ...`, or remove it"
-    parent = path[0] if len(path) == 1 else None
+    hints, parent = table()["hints"], path[0] if len(path) == 1 else None
+    if name.startswith(("_", "//", "#", "--", ";")):
+        name = "comment"
     if parent in ("optimizer", "scheduler") and name in _arguments(str(parent)):
         return f"only `{parent}.params.{name}` is read: move it there"
-    if not path and name in _OF_SCRIPTS:
-        return _OF_SCRIPTS[name]
-    if name in _CLIPPING:
-        return "gradients are clipped by `gradient_clipping` at the top level: write that"
     if parent == "bf16" and name in FP16.model_fields:
         return "it is for fp16: bf16 needs no loss scale and no casts, so remove it"
-    if parent in ("fp16", "bf16") and name in _APEX:
-        return f"it is a level of Apex (`amp`), which `{parent}` does not have: remove it"
-    if name in _OWN_ACCELERATE:
-        same = _OWN_ACCELERATE[name]
-        return f"it belongs to Accelerate's own file: {f'here write `{same}`' if same else 'remove it'}"
-    return None
+    found: str | None = hints["paths"].get(dotted((*path, name))) or hints["names"].get(name.lower())
+    return found
 
 
 @cache
@@ -336,7 +263,7 @@ def _standard(schema: Any) -> Any:
 
 def expected(key: Key) -> str:
     """Describe in words the values that a key accepts, such as `an integer > 0 or null`."""
-    if key.kind in ("section", "map", "free"):
+    if key.kind in ("section", "free"):
         return "an object {...}" + (" or null" if key.default is None else "")
     properties, definitions = _properties(key.owner)
     return _in_words(properties[key.name], definitions)

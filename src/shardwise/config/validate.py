@@ -91,7 +91,7 @@ def _place(loc: tuple[int | str, ...]) -> Path:
             break
         path.append(part)
         section = key.child
-        if key.kind in ("map", "list"):
+        if key.kind == "list":
             step = next(parts, None)
             if step is None:
                 break

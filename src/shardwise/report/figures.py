@@ -235,7 +235,7 @@ def memory(summary: Summary) -> Figure | None:
         f"What rank {rank.number} held on its device when it held most in a step: at most {format_size(most)}"
         + (f", planned {format_size(plan)}" if plan else "")
         + (f", limit {format_size(limit)}" if limit else "")
-        + ". Activations are format_count under track_activations only."
+        + ". Activations are counted under track_activations only."
     )
     axis = {"rangemode": "tozero"}
     return Figure("memory", "Memory by category", caption + _together(summary), data, _layout((unit, axis)), 380)

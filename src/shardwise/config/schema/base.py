@@ -29,6 +29,7 @@ DEFAULT_NOTE = "x-default-note"
 FREE_FORM = "x-free-form"
 IN_WORDS = "x-in-words"
 SECRET = "x-secret"
+STAGES = "x-stages"
 
 
 class ConfigSection(BaseModel):
@@ -43,6 +44,10 @@ class ConfigSection(BaseModel):
         protected_namespaces=(),
     )
 
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield the contradictions between valid values; `at` returns the path of another key of the section."""
+        yield from ()
+
 
 class Arguments(ConfigSection):
     """Arguments of a class: those under `params` in a configuration, and those of the constructor."""
@@ -51,10 +56,6 @@ class Arguments(ConfigSection):
     def called(cls) -> str:
         """Return the name of the optimizer or schedule that has these arguments."""
         return cls.__name__.removesuffix("Arguments")
-
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Yield the contradictions between valid values; `at` returns the path of another argument."""
-        yield from ()
 
     def ordered(self, least: str, most: str, at: Callable[[str], str]) -> Iterator[Contradiction]:
         """Yield each lower bound above its upper bound; bounds may be lists, one item per parameter group."""
@@ -73,7 +74,7 @@ class Arguments(ConfigSection):
 
 
 Contradiction = tuple[str, str, type[ConfigError]]
-"""The argument, problem and fix, class of the error."""
+"""The key, problem and fix, class of the error."""
 
 
 def key(
@@ -87,6 +88,7 @@ def key(
     free_form: bool = False,
     secret: bool = False,
     words: str = "",
+    stages: tuple[int, ...] = (),
     **constraints: Any,
 ) -> Any:
     """Declare one key of a section.
@@ -101,6 +103,7 @@ def key(
         free_form: the value is a dictionary with keys outside of this schema.
         secret: the value is shown and stored as `MASK`.
         words: the accepted values, where the type does not say them.
+        stages: ZeRO stages that the key belongs to; a value other than the default is refused at others.
         constraints: passed to `pydantic.Field` (`ge`, `gt`, `le`, `lt`, `min_length`, ...).
     """
     extra: dict[str, Any] = {}
@@ -118,6 +121,8 @@ def key(
         extra[SECRET] = True
     if words:
         extra[IN_WORDS] = words
+    if stages:
+        extra[STAGES] = list(stages)
     return Field(default, description=description, json_schema_extra=extra or None, **constraints)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from .base import ConfigSection, Int, as_list, key, section
+from shardwise.errors import ConfigError, ConflictError
+
+from .base import ConfigSection, Contradiction, Int, as_list, key, section
 
 
 def _lower(value: Any) -> Any:
@@ -76,6 +79,22 @@ class OnSignal(ConfigSection):
     exit_on: Signals = key(["SIGTERM"], "Signals after which the job saves and ends with 128 + signal.")
     save_on: Signals = key(["SIGUSR1"], "Signals after which the job saves and goes on.")
 
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield a missing directory, and signals with two meanings or none."""
+        if self.save_dir is None:
+            message = "is missing; name the directory in which checkpoints are saved when a signal comes"
+            yield "save_dir", message, ConfigError
+        both = sorted(set(self.exit_on) & set(self.save_on))
+        if both:
+            message = (
+                f"has {both[0]}, and so has {at('save_on')}; the job cannot both end and go on after a signal, so "
+                "leave it in one of them"
+            )
+            yield "exit_on", message, ConflictError
+        if not self.exit_on and not self.save_on:
+            message = f"names no signal, and {at('save_on')} names none; name one, or remove the section"
+            yield "exit_on", message, ConfigError
+
 
 class MemoryCopiesOptions(ConfigSection):
     """`checkpoint.memory_copies`: training state in memory, outside of the processes. Not a section of DeepSpeed."""
@@ -115,6 +134,22 @@ class CheckpointOptions(ConfigSection):
     writer: WriterOptions | None = key(None, "Engine that writes files.")
     on_signal: OnSignal | None = key(None, "Checkpoints when a rank is sent a signal.")
     memory_copies: MemoryCopiesOptions | None = key(None, "Copies of the training state in memory.")
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield keys without the key that they belong to, and a writer that writes nothing."""
+        if self.keep_every is not None and self.keep_last is None:
+            message = (
+                f"is {self.keep_every} and keeps checkpoints in addition to the newest, but without {at('keep_last')} "
+                "all stay; add it or remove this key"
+            )
+            yield "keep_every", message, ConflictError
+        if self.writer is not None and self.writer.type == "mock":
+            message = 'is "mock", which writes nothing; a checkpoint that is not there cannot be loaded, so remove it'
+            yield "writer.type", message, ConfigError
+        decoupled = self.writer is not None and self.writer.decoupled
+        if decoupled and not self.async_save and "async_save" in self.model_fields_set:
+            message = f"is true, but {at('async_save')} is false; both mean saves in the background, so remove one"
+            yield "writer.decoupled", message, ConflictError
 
     @property
     def in_background(self) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from .base import ConfigSection, DType, Int, Strings, key
+from shardwise.errors import ConflictError
+
+from .base import ConfigSection, Contradiction, DType, Int, Strings, key
 
 
 class FP16(ConfigSection):
@@ -54,6 +57,27 @@ class BF16(ConfigSection):
     )
     bf16_optimizer_states: bool = key(False, "Keep optimizer state in bf16; needs parameters without master weights.")
 
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield keys that need parameters without master weights."""
+        alias = self.bf16_master_weights_and_grads
+        if alias and self.master_weights == "fp32" and "master_weights" in self.model_fields_set:
+            message = f'is "fp32", but {at("bf16_master_weights_and_grads")} = true means "none"; remove one of them'
+            yield "master_weights", message, ConflictError
+        if alias or self.master_weights == "none":
+            return
+        if self.rounding is not None:
+            message = (
+                f'is "{self.rounding}", but fp32 master weights are not rounded; set {at("master_weights")} to "none", '
+                "or remove this key"
+            )
+            yield "rounding", message, ConflictError
+        if self.bf16_optimizer_states:
+            message = (
+                f'needs {at("bf16_master_weights_and_grads")} to be true, or {at("master_weights")} to be "none"; with '
+                "fp32 master weights write `optimizer.params.fp32_optimizer_states` = false"
+            )
+            yield "bf16_optimizer_states", message, ConflictError
+
 
 class TorchAutocast(ConfigSection):
     """`torch_autocast`: run forward under torch.autocast."""
@@ -68,6 +92,12 @@ class TorchAutocast(ConfigSection):
         "Dotted names of module classes whose gradients are sent in dtype; null: Linear, Conv1d, Conv2d and Conv3d "
         "of torch.nn. communication_data_type overrides it.",
     )
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield a type that autocast does not cast to."""
+        if self.enabled and self.dtype == "fp32":
+            message = 'is "fp32", which autocast does not cast to; write "bf16" or "fp16", or switch autocast off'
+            yield "dtype", message, ConflictError
 
 
 class DataTypes(ConfigSection):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from .base import ConfigSection, Int, key
+from shardwise.errors import ConflictError
+
+from .base import ConfigSection, Contradiction, Int, key
 
 OnSpike = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
@@ -33,3 +36,12 @@ class AnomalyWatch(ConfigSection):
         8.0, "Deviations above the median of the window from which a value is a spike (1.4826 MAD is one).", gt=0
     )
     max_rewinds: Int = key(3, "Most rewinds; the next anomaly that requests one ends the run.", gt=0)
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield a minimum that the window never reaches."""
+        if self.min_steps > self.window:
+            message = (
+                f"is {self.min_steps}, and no more than {at('window')} = {self.window} steps are ever compared, so no "
+                "value would be judged; lower it or widen the window"
+            )
+            yield "min_steps", message, ConflictError

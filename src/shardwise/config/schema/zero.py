@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from .base import ConfigSection, ExactInt, Int, Names, key, section
+from shardwise.errors import ConfigError, ConflictError
+
+from .base import STAGES, ConfigSection, Contradiction, ExactInt, Int, Names, key, section
 from .not_built import NotBuilt
 from .offload import OffloadOptimizer, OffloadParam
 
@@ -197,12 +200,15 @@ class ZeroConfig(ConfigSection):
         "Neighbouring ranks that share a second copy of the parameters, from which backward passes gather; 1: none "
         "(stage 3).",
         ge=1,
+        stages=(3,),
     )
     zero_quantized_weights: bool = key(
-        False, "Gather parameters for training as 8-bit integers; masters stay exact (stage 3)."
+        False, "Gather parameters for training as 8-bit integers; masters stay exact (stage 3).", stages=(3,)
     )
     zero_quantized_nontrainable_weights: bool = key(False, "Store frozen parameters as 8-bit integers.")
-    zero_quantized_gradients: bool = key(False, "Reduce gradients as 4-bit integers, first within nodes (stage 3).")
+    zero_quantized_gradients: bool = key(
+        False, "Reduce gradients as 4-bit integers, first within nodes (stage 3).", stages=(3,)
+    )
     zeropp_loco_param: LoCo | None = key(
         None, "Error feedback for zero_quantized_gradients; null: the rounding error is lost."
     )
@@ -245,3 +251,56 @@ class ZeroConfig(ConfigSection):
         "Keep Muon's momentum in memory while the rest is on disk.",
         no_effect="no optimizer state is on disk",
     )
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield keys of another stage, and keys without the key that they belong to."""
+        if self.legacy_stage1:
+            yield "legacy_stage1", "the old stage 1 no longer exists; remove the key", ConfigError
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+            stages = extra.get(STAGES)
+            if isinstance(stages, list) and self.stage not in stages and getattr(self, name) != field.default:
+                message = f"is for {at('stage')} {stages[0]}, found {self.stage}; remove the key or change the stage"
+                yield name, message, ConflictError
+        yield from self._offload(at)
+        if not self.compute_grad_norm and self.stage not in (1, 2):
+            message = f"false is for {at('stage')} 1 and 2, found {self.stage}; remove the key"
+            yield "compute_grad_norm", message, ConflictError
+        quantized = self.zero_quantized_gradients
+        for name, on, what in (
+            ("zeropp_loco_param", quantized, "which is off"),
+            (
+                "zero_node_size",
+                quantized or self.mics_hierarchical_params_gather,
+                f"and {at('mics_hierarchical_params_gather')}, which are off",
+            ),
+        ):
+            if getattr(self, name) is not None and not on:
+                message = f"is for {at('zero_quantized_gradients')}, {what}; remove the key or switch it on"
+                yield name, message, ConflictError
+        size = self.mics_shard_size
+        if size < -1 or size == 0:
+            yield "mics_shard_size", f"is {size}; write a number of ranks, or -1 for all of them", ConfigError
+
+    def _offload(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        for name, place, least in (
+            ("offload_optimizer", self.offload_optimizer, 1),
+            ("offload_param", self.offload_param, 3),
+        ):
+            if place is None or place.device == "none":
+                continue
+            if self.stage < least:
+                message = (
+                    f"is {place.device}, which needs {at('stage')} {least}{'' if least == 3 else ' or more'}, found "
+                    f"{self.stage}. Set the stage to {least} (on one rank, too), or remove the section"
+                )
+                yield f"{name}.device", message, ConflictError
+            kinds = {"device": place.device, "gradients": getattr(place, "gradients", None)}
+            on_disk = [key for key, kind in kinds.items() if kind == "nvme"]
+            if on_disk and place.nvme_path in (None, "", "none", "None"):
+                message = f"is not set, but `{on_disk[0]}` is nvme: name a directory on a fast disk, or write cpu"
+                yield f"{name}.nvme_path", message, ConfigError
+        state = self.offload_optimizer
+        if state is not None and state.device != "none" and state.ratio < 1 and self.stage != 3:
+            message = f"is {state.ratio:g}; below 1 it needs {at('stage')} 3, found {self.stage}"
+            yield "offload_optimizer.ratio", message, ConflictError
