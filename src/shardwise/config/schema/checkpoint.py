@@ -155,4 +155,3 @@ class CheckpointOptions(ConfigSection):
     def in_background(self) -> bool:
         """Whether saves are asynchronous by default."""
         return self.async_save or (self.writer is not None and self.writer.decoupled)
-
