@@ -61,7 +61,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(how: str, victim: int, t
     results = on_ranks(failing, 2, str(tmp_path), how, victim)
     for number, (message, left, untouched) in enumerate(results):
         assert "File too large (errno 27)" in message
-        assert "MB are free" in message
+        assert "iB are free" in message
         assert (f"failed on rank {victim}" in message) == (number != victim)
         assert left == ["a", "latest"]
         assert untouched

@@ -144,7 +144,7 @@ def test_a_file_system_without_inodes_is_named(tmp_path: Path, monkeypatch: pyte
     fields = {name: getattr(real, name) for name in dir(real) if name.startswith("f_")} | {"f_files": 9, "f_favail": 0}
     monkeypatch.setattr(checksums.os, "statvfs", lambda path: type("Found", (), fields))
     error = OSError(28, "No space left on device", str(tmp_path / "x"))
-    assert "MB are free, and no inode is: no file can be made" in checksums.in_words(error)
+    assert "iB are free, and no inode is: no file can be made" in checksums.in_words(error)
 
 
 @pytest.mark.parametrize(

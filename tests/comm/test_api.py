@@ -230,3 +230,11 @@ def test_collectives_of_a_device_are_followed() -> None:
     assert first.startswith("waits in torch.distributed.all_reduce() for") and "test_api.py:" in first
     assert second.startswith("waits in torch.distributed.all_reduce(op=MAX) for")
     assert "waits in" not in none
+
+
+def test_a_name_is_imported_at_its_first_use_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise import comm
+
+    monkeypatch.delitem(vars(comm), "all_reduce", raising=False)
+    found = comm.all_reduce
+    assert vars(comm)["all_reduce"] is found

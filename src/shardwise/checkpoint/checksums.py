@@ -8,6 +8,7 @@ import stat
 from dataclasses import dataclass
 
 from shardwise.errors import CheckpointError
+from shardwise.units import format_size
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def free_space(path: str) -> str:
         found = os.statvfs(path)
     except OSError as error:
         return f"the free space is not known ({error.strerror})"
-    free = f"{found.f_bavail * found.f_frsize / 1e6:.1f} MB are free"
+    free = f"{format_size(found.f_bavail * found.f_frsize)} are free"
     if found.f_files and not found.f_favail:
         return f"{free}, and no inode is: no file can be made, however small, before others are removed"
     return free

@@ -26,6 +26,7 @@ from shardwise.checkpoint.source import PIECE, Progress, Source
 from shardwise.checkpoint.unsharded import UnshardedTensor, UnshardedWeights
 from shardwise.errors import CheckpointError
 from shardwise.registry import taken
+from shardwise.units import format_size
 from shardwise.utils.logging import logger
 
 KEEP = "keep"
@@ -171,7 +172,7 @@ def export(
                 )
         except OSError as error:
             raise CheckpointError(
-                f"{error.filename or parent}: {error.strerror} (errno {error.errno}); {found.size / 1e6:.1f} MB are "
+                f"{error.filename or parent}: {error.strerror} (errno {error.errno}); {format_size(found.size)} are "
                 "needed. What was there before is unchanged"
             ) from error
     found.warnings += conversion.warnings()

@@ -39,6 +39,7 @@ from shardwise.checkpoint.transfer import FileTransfer, Hold, exchange_files
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
 from shardwise.registry import LogicalTensor
+from shardwise.units import format_size
 from shardwise.utils.logging import logger
 
 VERSIONS = 2
@@ -270,7 +271,7 @@ class InMemoryCheckpoints:
         fix = "Give it more room (docker: --shm-size), name" if full else "Name"
         return CheckpointError(
             f"{os.path.join(path, file)}: cannot be written: {error.strerror} (errno {error.errno}). This rank's part "
-            f"takes {size / 1e6:.1f} MB; {VERSIONS} generations of {here} parts of about that size have to fit there, "
+            f"takes {format_size(size)}; {VERSIONS} generations of {here} parts of about that size have to fit there, "
             f"{free_space(self.path)}. {fix} another directory in checkpoint.memory_copies.directory, or leave the "
             "section out"
         )

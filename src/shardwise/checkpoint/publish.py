@@ -20,6 +20,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
+from shardwise.units import format_size
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointErr
         )
     return CheckpointError(
         f"{os.path.join(path, file)}: cannot be written: {error.strerror} (errno {error.errno}); this rank needs "
-        f"{size / 1e6:.1f} MB, {free_space(path)}. {write_advice(error)}; earlier checkpoints are unchanged"
+        f"{format_size(size)}, {free_space(path)}. {write_advice(error)}; earlier checkpoints are unchanged"
     )
 
 

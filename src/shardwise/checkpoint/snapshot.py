@@ -20,6 +20,7 @@ from shardwise.device.hostmemory import pin, unpin
 from shardwise.device.staging import Copied, CopyStream, copy_stream, is_far
 from shardwise.errors import CheckpointError
 from shardwise.memory import memory_limit
+from shardwise.units import format_size
 from shardwise.utils.logging import logger
 
 _STEP = 1 << 16
@@ -107,7 +108,7 @@ class Snapshot:
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise CheckpointError(
-                f"the snapshot of an asynchronous save needs {size / 1e6:.1f} MB of host memory, which the system "
+                f"the snapshot of an asynchronous save needs {format_size(size)} of host memory, which the system "
                 f"refuses: {error}. Set checkpoint.async_save to false, or free memory"
             ) from error
         self._resized(size)
@@ -115,9 +116,9 @@ class Snapshot:
             self._pinned = self._bytes.data_ptr() if pin(self._bytes.data_ptr(), size) else 0
             if not self._pinned:
                 logger.warning(
-                    "the snapshot of asynchronous saves (%.1f MB) cannot be pinned; copying to it is slower (is the "
+                    "the snapshot of asynchronous saves (%s) cannot be pinned; copying to it is slower (is the "
                     "limit of locked memory, ulimit -l, that low?)",
-                    size / 1e6,
+                    format_size(size),
                 )
 
     def _check_room(self, more: int) -> None:
@@ -127,8 +128,8 @@ class Snapshot:
         room = limit.share - limit.own
         if more > room:
             raise CheckpointError(
-                f"the snapshot of an asynchronous save needs {more / 1e6:.1f} MB more host memory on this rank, and "
-                f"{room / 1e6:.1f} MB are free for it ({limit.name}, shared by {limit.sharers} ranks). Set "
+                f"the snapshot of an asynchronous save needs {format_size(more)} more host memory on this rank, and "
+                f"{format_size(room)} are free for it ({limit.name}, shared by {limit.sharers} ranks). Set "
                 "checkpoint.async_save to false, shard the state over more ranks, or give the job more memory"
             )
 
