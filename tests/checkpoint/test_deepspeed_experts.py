@@ -15,7 +15,6 @@ from torch import nn
 import shardwise
 from shardwise.checkpoint.convert import convert
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint
-from shardwise.checkpoint.deepspeed.directory import expert_file
 from shardwise.errors import CheckpointError
 from shardwise.moe import MoE
 from shardwise_deepspeed.experts import split_params_into_different_moe_groups_for_optimizer
@@ -166,11 +165,6 @@ def model(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
     return lambda path: change(path, "mp_*", edit)
 
 
-def rename_first(value: dict[str, Any]) -> None:
-    name = next(iter(value))
-    value[name.replace("experts.2.", "experts.3.")] = value.pop(name)
-
-
 def other_experts(path: str) -> None:
     """Give rank 1 the experts of another checkpoint."""
 
@@ -190,45 +184,40 @@ def first_rank(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
     ]
 
 
+FIFTH = "layer_1_expert_4_mp_rank_00_model_states.pt"
+FIRST = "blocks.0.deepspeed_moe.experts.deepspeed_experts.0."
+
 DAMAGE: dict[str, tuple[int, Callable[[str], Any], str]] = {
-    "an expert is missing": (1, remove("layer_1_expert_2_*"), "missing: layer_1_expert_2_mp_rank_00_model_states.pt"),
-    "all are missing": (2, lambda path: [f.unlink() for f in Path(path).glob("layer_*")], r"expert_0.*\(8 in all"),
+    "an expert is missing": (1, remove("layer_1_expert_2_*"), "layer_1_expert_2_mp_rank_00_model_states.pt"),
     "an expert too many": (
         1,
-        lambda path: shutil.copy(one(path, "layer_1_expert_3_*"), Path(path) / expert_file(1, 4)),
-        "holds layer_1_expert_4",
+        lambda path: shutil.copy(one(path, "layer_1_expert_3_*"), one(path, "mp_*").with_name(FIFTH)),
+        FIFTH,
     ),
-    "a truncated expert": (
-        2,
-        lambda path: os.truncate(one(path, "layer_0_expert_1_*"), 500),
-        "layer_0_expert_1.*truncated or damaged",
-    ),
-    "an optimizer of experts is missing": (
-        0,
-        remove("expp_rank_1_*"),
-        "experts' optimizer states of rank 1 are missing",
-    ),
-    "all optimizers of experts are missing": (
-        0,
-        lambda path: [f.unlink() for f in Path(path).glob("expp*")],
-        "experts' optimizer states of ranks 0, 1 are missing",
-    ),
+    "a truncated expert": (2, lambda path: os.truncate(one(path, "layer_0_expert_1_*"), 500), "layer_0_expert_1"),
     "another expert's names": (
         1,
-        lambda path: change(path, "layer_0_expert_2_*", rename_first),
-        "layer_0_expert_2.*3.0",
+        lambda path: shutil.copy(one(path, "layer_0_expert_1_*"), one(path, "layer_0_expert_2_*")),
+        "layer_0_expert_2",
     ),
-    "experts of another checkpoint": (2, other_experts, "has other values than in .*layer_0_expert_2"),
-    "a buffer": (
-        1,
-        model(lambda v: v["buffer_names"].append("blocks.0.deepspeed_moe.experts.deepspeed_experts.0.mean")),
-        "a buffer inside of experts",
-    ),
-    "numbers of experts": (1, model(lambda v: v.update(num_experts=[4])), "holds layer_1_expert_0"),
-    "no numbers": (1, model(lambda v: v.update(num_experts="4")), "num_experts: expected the numbers"),
-    "another division": (2, first_rank(lambda v: v.update(partition_count=[4, 4])), "does not fit 2 of 4 experts"),
+    "experts of another checkpoint": (2, other_experts, "other values than in .*layer_0_expert_2"),
+    "a buffer": (1, model(lambda v: v["buffer_names"].append(f"{FIRST}mean")), f"{FIRST}mean"),
+    "numbers of experts": (1, model(lambda v: v.update(num_experts=[4])), "layer_1_expert_0"),
+    "another division": (2, first_rank(lambda v: v.update(partition_count=[4, 4])), "group 1 .*4 of 4 ranks"),
     "layers divided by DeepSpeed": (1, model(lambda v: v.update(ds_autoep_layers={"a": 1})), "expert_parallel"),
 }
+
+
+@pytest.mark.parametrize("pattern", ["expp_rank_1_*", "expp*"])
+def test_optimizer_state_of_stage_0_without_all_files_of_experts_is_refused(
+    pattern: str, held: files.Content, tmp_path: Path
+) -> None:
+    path = files.write(str(tmp_path), "x", held, 0, 4, ep=2)
+    for file in Path(path).glob(pattern):
+        file.unlink()
+    with DeepSpeedCheckpoint(path) as saved:
+        assert saved.manifest.optimizer is not None
+        assert "experts' optimizer states of rank" in saved.manifest.optimizer["refused"]
 
 
 @pytest.mark.parametrize("kind", list(DAMAGE))

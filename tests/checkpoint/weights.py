@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardwise.checkpoint import Manifest, Slice, StoredTensor, manifest, manifestfile
+from shardwise.checkpoint import Manifest, Slice, StoredTensor, WeightsReader, manifest, manifestfile
 from shardwise.checkpoint.safetensors_writer import write_tensors
 
 
@@ -60,3 +60,11 @@ def save_by_hand(
     )
     with open(os.path.join(path, manifest.NAME), "wb") as file:
         file.write(manifestfile.to_bytes(made))
+
+
+def read_range(source: WeightsReader, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    """Return elements `[start, stop)` of a flattened tensor."""
+    tensor = source.tensors()[name]
+    out = torch.empty((tensor.numel if stop is None else stop) - start, dtype=tensor.torch_dtype)
+    source.read_into(tensor, start, out)
+    return out

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.checkpoint.deepspeed.directory import find_files, recognised
+from shardwise.checkpoint.deepspeed.index import find_files, recognised
 from shardwise.checkpoint.exporting import export
-from shardwise.checkpoint.manifest import Manifest, outline
+from shardwise.checkpoint.manifest import Manifest, StoredTensor, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.sharded_weights import FORMATS
-from shardwise.checkpoint.source import Source, SourceTensor
+from shardwise.checkpoint.weights_reader import WeightsReader
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 from shardwise_deepspeed.options import Parser, run
@@ -31,11 +31,11 @@ from shardwise_deepspeed.options import Parser, run
 class LazyTensor:
     """A tensor on disk; `contiguous` returns its values in `dtype`."""
 
-    def __init__(self, path: str, tensor: SourceTensor) -> None:
+    def __init__(self, path: str, tensor: StoredTensor) -> None:
         self._path = path
         self._tensor = tensor
         self.shape = torch.Size(tensor.shape)
-        self.dtype = _target(tensor.dtype)
+        self.dtype = _target(tensor.torch_dtype)
 
     def numel(self) -> int:
         """Return the number of elements."""
@@ -54,17 +54,19 @@ def _target(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
 
 
-def _read(source: Source, tensor: SourceTensor) -> torch.Tensor:
-    values = torch.empty(tensor.shape, dtype=_target(tensor.dtype), device="cpu")
-    source.read_into(tensor.name, 0, values.view(-1))
+def _read(source: WeightsReader, tensor: StoredTensor) -> torch.Tensor:
+    values = torch.empty(tensor.shape, dtype=_target(tensor.torch_dtype), device="cpu")
+    source.read_into(tensor, 0, values.view(-1))
     return values
 
 
-def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None, frozen: bool) -> tuple[Source, list[SourceTensor]]:
+def _open(
+    checkpoint_dir: str | os.PathLike[str], tag: str | None, frozen: bool
+) -> tuple[WeightsReader, list[StoredTensor]]:
     source = open_source(checkpoint_dir, tag)
     try:
         tensors = [t for t in source.tensors().values() if frozen or t.trainable is not False]
-        source.verify([tensor.name for tensor in tensors])
+        source.check(tensors)
     except BaseException:
         source.close()
         raise
@@ -163,7 +165,7 @@ def load_state_dict_from_zero_checkpoint(
             for name in names:
                 target = targets.pop(name)
                 if target.is_contiguous():
-                    source.read_into(tensor.name, 0, target.view(-1))
+                    source.read_into(tensor, 0, target.view(-1))
                 else:
                     target.copy_(_read(source, tensor))
     for what, names in (("not in the checkpoint", list(targets)), ("not in the model", unexpected)):

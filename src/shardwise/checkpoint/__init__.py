@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.opening import open_source
     from shardwise.checkpoint.reader import Checkpoint, verify
     from shardwise.checkpoint.report import LoadReport, WrongShape
-    from shardwise.checkpoint.source import Source, SourceTensor
+    from shardwise.checkpoint.weights_reader import WeightsReader
 
 _PUBLIC = {
     "Checkpoint": "shardwise.checkpoint.reader",
@@ -24,9 +24,8 @@ _PUBLIC = {
     "LoadReport": "shardwise.checkpoint.report",
     "Manifest": "shardwise.checkpoint.manifest",
     "Slice": "shardwise.checkpoint.manifest",
-    "Source": "shardwise.checkpoint.source",
-    "SourceTensor": "shardwise.checkpoint.source",
     "StoredTensor": "shardwise.checkpoint.manifest",
+    "WeightsReader": "shardwise.checkpoint.weights_reader",
     "WrongShape": "shardwise.checkpoint.report",
     "export": "shardwise.checkpoint.exporting",
     "open_source": "shardwise.checkpoint.opening",
@@ -40,9 +39,8 @@ __all__ = [
     "LoadReport",
     "Manifest",
     "Slice",
-    "Source",
-    "SourceTensor",
     "StoredTensor",
+    "WeightsReader",
     "WrongShape",
     "export",
     "open_source",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +14,14 @@ import torch
 from shardwise._version import __version__
 from shardwise.checkpoint import directory, manifest, manifestfile, nested_json
 from shardwise.checkpoint.collect import RankSavePlan
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, recognised
+from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint
 from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor
+from shardwise.checkpoint.opening import find_deepspeed
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.safetensors_reader import FileFacts, Spec
+from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.safetensors_writer import TensorWriter, file_order
+from shardwise.checkpoint.weights_writer import Pieces
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 
@@ -28,21 +32,17 @@ def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
         CheckpointPathError: there is no checkpoint of DeepSpeed.
         CheckpointError: it is incomplete, damaged, or of an unsupported kind.
     """
-    if not os.path.isdir(source):
-        raise CheckpointPathError(f"{source}: there is no such directory")
-    if tag is None and not recognised(source):
-        there = CheckpointDirectory(source)
-        tag = there.latest() or there.latest(directory.LATEST_UNIVERSAL)
     path = source if tag is None else os.path.join(source, directory.check_tag(tag))
-    if not recognised(path):
-        if not os.path.isdir(path):
-            raise CheckpointPathError(f"{path}: there is no such directory")
+    if not os.path.isdir(path):
+        raise CheckpointPathError(f"{path}: there is no such directory")
+    found = find_deepspeed(source, tag)
+    if found is None:
         raise CheckpointPathError(
             f"{path}: not a checkpoint of DeepSpeed: expected mp_rank_00_model_states.pt or "
             "zero_pp_rank_0_mp_rank_00_model_states.pt. Give its directory (as runs/a/global_step100), or the one "
             "above it"
         )
-    return DeepSpeedCheckpoint(path)
+    return DeepSpeedCheckpoint(found)
 
 
 def convert(
@@ -56,30 +56,25 @@ def convert(
     Raises:
         CheckpointError: the checkpoint is damaged, the optimizer's class is ambiguous, or writing failed.
     """
-    saved.verify(saved.blocks())
+    saved.check()
     described = _optimizer(saved, optimizer) if with_optimizer else None
-    tensors = [t for t in saved.manifest.tensors if described is not None or not t.kind.startswith(OPTIMIZER)]
     path = os.path.join(target, directory.check_tag(tag))
-    draft: directory.StagingDirectory | None = None
+    writer: NativeWriter | None = None
     try:
-        draft = directory.StagingDirectory(directory.check_directory(target, "target"), tag)
-        part = RankSavePlan(f"rank00000of00001-{draft.token}.safetensors")
-        trees = _trees(saved, part, described)
-        stored, facts = _write(saved, draft.path, part, tensors)
-        number = StateNumbers().after(target)
-        made = _manifest(saved, tag, number, trees, stored, {part.file: facts})
-        directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(made))
-        draft.publish()
-        draft = None
-        CheckpointDirectory(target).set_latest(tag)
+        tensors = [t for t in saved.manifest.tensors if described is not None or not t.kind.startswith(OPTIMIZER)]
+        content = replace(saved.manifest, optimizer=described, tensors=tensors)
+        writer = NativeWriter(directory.check_directory(target, "target"), tag, content)
+        for key, tensor in writer.order():
+            writer.write(key, tensor.kind, saved.pieces(tensor))
+        writer.finish()
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "
             "before is unchanged"
         ) from error
     finally:
-        if draft is not None:
-            draft.discard()
+        if writer is not None:
+            writer.abandon()
     return path
 
 
@@ -102,78 +97,81 @@ def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
     return {**found, "class": name or found["class"]}
 
 
-def _trees(saved: Checkpoint, part: RankSavePlan, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-    old = saved.manifest
-    if optimizer is not None:
-        optimizer = {
-            "class": optimizer["class"],
-            "groups": [
-                nested_json.encode(group, f"optimizer.param_groups[{number}]", part.store_tensor)
-                for number, group in enumerate(optimizer["groups"])
-            ],
-            "values": {
-                name: {
-                    key: nested_json.encode(value, f"optimizer state {key!r} of {name!r}", part.store_tensor)
-                    for key, value in values.items()
-                }
-                for name, values in optimizer["values"].items()
-            },
+class NativeWriter:
+    """Writes a checkpoint of shardwise with one file of tensors (a `WeightsWriter`).
+
+    `content` describes it: tensors with any slices, and trees of plain Python values.
+    """
+
+    def __init__(self, target: str, tag: str, content: Manifest) -> None:
+        self._target, self._tag = target, tag
+        self._draft = directory.StagingDirectory(target, tag)
+        self._part = RankSavePlan(f"rank00000of00001-{self._draft.token}.safetensors")
+        self._content = replace(content, **self._trees(content))
+        self._tensors = {f"{t.kind}/{t.name}" + ("" if t.rank is None else f"@{t.rank}"): t for t in content.tensors}
+        specs = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in self._part.tensors.items()}
+        specs |= {key: Spec(tensor.torch_dtype, tensor.shape) for key, tensor in self._tensors.items()}
+        self._order = file_order(specs)
+        self._writer = TensorWriter(os.path.join(self._draft.path, self._part.file), specs, checksums=True)
+
+    def order(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield the name in the file of each tensor to be written, in order; tensors of trees are written between."""
+        for key in self._order:
+            if key in self._tensors:
+                yield key, self._tensors[key]
+            else:
+                self._writer.write(key, self._part.tensors[key])
+
+    def write(self, name: str, kind: str, pieces: Pieces) -> None:
+        """Write a tensor."""
+        for start, values in pieces:
+            self._writer.write_part(name, start, values)
+
+    def finish(self) -> list[str]:
+        """Write the manifest, publish the checkpoint, and let `latest` name it."""
+        facts = self._writer.close()
+        assert facts is not None
+        stored = []
+        for key, tensor in self._tensors.items():
+            slices = (Slice(self._part.file, key, 0, tensor.numel),)
+            stored.append(replace(tensor, slices=slices if tensor.numel or tensor.kind != PARAMETER else ()))
+        versions = {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        number = StateNumbers().after(self._target)
+        made = replace(
+            self._content,
+            tag=self._tag,
+            created=time.time(),
+            versions={**versions, **self._content.versions},
+            layout={"sequence": number, **self._content.layout},
+            files={self._part.file: facts},
+            tensors=manifest.in_order(stored, [[t.name for t in stored if t.kind == PARAMETER]]),
+        )
+        directory.write_file(os.path.join(self._draft.path, manifest.NAME), manifestfile.to_bytes(made))
+        self._draft.publish()
+        CheckpointDirectory(self._target).set_latest(self._tag)
+        return [self._part.file]
+
+    def abandon(self) -> None:
+        """Remove everything written; after `finish` nothing."""
+        self._writer.abandon()
+        self._draft.discard()
+
+    def _trees(self, content: Manifest) -> dict[str, Any]:
+        def encoded(value: Any, what: str) -> Any:
+            return nested_json.encode(value, what, self._part.store_tensor)
+
+        found = content.optimizer
+        if found is not None:
+            groups = [encoded(group, f"optimizer.param_groups[{n}]") for n, group in enumerate(found["groups"])]
+            values = {
+                name: {key: encoded(value, f"optimizer state {key!r} of {name!r}") for key, value in own.items()}
+                for name, own in found["values"].items()
+            }
+            found = {"class": found["class"], "groups": groups, "values": values}
+        return {
+            "optimizer": found,
+            "scheduler": encoded(content.scheduler, "state of the learning-rate schedule"),
+            "scaler": encoded(content.scaler, "state of the loss scaler"),
+            "extra": {name: encoded(value, f"extra state of module {name!r}") for name, value in content.extra.items()},
+            "client": encoded(content.client, "client_state"),
         }
-    return {
-        "optimizer": optimizer,
-        "scheduler": nested_json.encode(old.scheduler, "state of the learning-rate schedule", part.store_tensor),
-        "scaler": nested_json.encode(old.scaler, "state of the loss scaler", part.store_tensor),
-        "extra": {
-            name: nested_json.encode(value, f"extra state of module {name!r}", part.store_tensor)
-            for name, value in old.extra.items()
-        },
-        "client": nested_json.encode(old.client, "client_state", part.store_tensor),
-    }
-
-
-def _write(
-    saved: Checkpoint, folder: str, part: RankSavePlan, tensors: list[StoredTensor]
-) -> tuple[list[StoredTensor], FileFacts]:
-    specs = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in part.tensors.items()}
-    sources: dict[str, StoredTensor] = {}
-    stored = []
-    for tensor in tensors:
-        key = f"{tensor.kind}/{tensor.name}" + ("" if tensor.rank is None else f"@{tensor.rank}")
-        sources[key] = tensor
-        specs[key] = Spec(tensor.torch_dtype, tensor.shape)
-        slices = (Slice(part.file, key, 0, tensor.numel),) if tensor.numel or tensor.kind != PARAMETER else ()
-        stored.append(StoredTensor(**{**vars(tensor), "slices": slices}))
-    writer = TensorWriter(os.path.join(folder, part.file), specs, checksums=True)
-    try:
-        for key in file_order(specs):
-            writer.write(key, saved.read(sources[key]) if key in sources else part.tensors[key])
-    except BaseException:
-        writer.abandon()
-        raise
-    facts = writer.close()
-    assert facts is not None
-    return stored, facts
-
-
-def _manifest(
-    saved: Checkpoint,
-    tag: str,
-    number: int,
-    trees: dict[str, Any],
-    tensors: list[StoredTensor],
-    files: dict[str, FileFacts],
-) -> Manifest:
-    old = saved.manifest
-    versions = {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return Manifest(
-        tag=tag,
-        created=time.time(),
-        versions={**versions, **old.versions},
-        layout={"sequence": number, **old.layout},
-        config=old.config,
-        files=files,
-        tensors=manifest.in_order(tensors, [[tensor.name for tensor in old.of_kind(PARAMETER)]]),
-        counters=old.counters,
-        ranks=old.ranks,
-        **trees,
-    )

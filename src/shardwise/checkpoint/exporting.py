@@ -1,31 +1,29 @@
-"""Export: plain weights for other programs, from a source on disk or from an engine. Tensors are copied and converted
-in pieces of 8 MiB, which bounds memory. From an engine, ranks send their ranges to rank 0.
+"""Export: plain weights for other programs, from a reader on disk or from an engine. From disk, tensors are copied and
+converted in pieces of 8 MiB. From an engine, rank 0 receives and writes one tensor at a time.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardwise.boxes import Patch, Region, overlap, region, whole
-from shardwise.checkpoint.agree import collective_step, on_first_rank
-from shardwise.checkpoint.collect import buffer_names, within
+from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.collect import buffer_names
 from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.hf_config import config_files
-from shardwise.checkpoint.manifest import dtype_of, name_of, outline
+from shardwise.checkpoint.manifest import PARAMETER, StoredTensor, name_of, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.safetensors_reader import Spec
-from shardwise.checkpoint.sharded_weights import FORMATS, Entry, WeightFiles, replace_file, shard_bytes
-from shardwise.checkpoint.source import PIECE, Progress, Source
+from shardwise.checkpoint.sharded_weights import FORMATS, PICKLED, WeightFiles, replace_file, shard_bytes
 from shardwise.checkpoint.unsharded import UnshardedTensor, UnshardedWeights
-from shardwise.errors import CheckpointError
-from shardwise.registry import taken
+from shardwise.checkpoint.weights_reader import Progress, WeightsReader
+from shardwise.checkpoint.weights_writer import Entry, Pieces, WeightsWriter
+from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.units import format_size
 from shardwise.utils.logging import logger
 
@@ -38,7 +36,6 @@ _DTYPES: dict[Any, torch.dtype | None] = {
 }
 DISTRIBUTED = "dcp"
 _LIMIT = {"hf": "5GB", "pt": None}
-_LABEL = "export"
 
 
 def parse_format(format: str, known: tuple[str, ...] = (*FORMATS, DISTRIBUTED)) -> str:
@@ -73,16 +70,13 @@ class Conversion:
         self.dtype = dtype
         self.overflowed: dict[str, int] = {}
 
-    def spec(self, spec: Spec) -> Spec:
-        """Return dtype and shape after the conversion."""
-        return Spec(self._target(spec.dtype), spec.shape)
-
-    def _target(self, dtype: torch.dtype) -> torch.dtype:
+    def target(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of converted values."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def __call__(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return converted values."""
-        dtype = self._target(values.dtype)
+        dtype = self.target(values.dtype)
         if dtype is values.dtype:
             return values
         converted = values.to(dtype)
@@ -153,30 +147,64 @@ def export(
     limit = _limit(format, max_shard_size)
     parent = check_directory(directory, "directory")
     with open_source(path, tag) as source:
-        entries = _entries(source, conversion, exclude_frozen, all_names and format == "hf")
-        names = list(dict.fromkeys(entry.source for entry in entries))
+        tensors = _chosen(source, exclude_frozen)
         if verify:
-            source.verify(names)
-        found = Exported(tensors=len(entries), size=sum(entry.spec.nbytes for entry in entries))
+            source.check(tensors)
+        named = {
+            entry: tensor
+            for tensor in tensors
+            for entry in _entries(tensor, tensor.torch_dtype, conversion, all_names and format == "hf")
+        }
+        found = Exported(tensors=len(named), size=sum(entry.spec.nbytes for entry in named))
         if source.excluded and not exclude_frozen:
             found.warnings.append(
                 f"{source.path}: was saved without these frozen parameters, which are therefore missing: "
                 f"{outline(source.excluded)}"
             )
+        writer: WeightsWriter | None = None
+        counter = _Counter(found.size, progress)
         try:
             if format == DISTRIBUTED:
-                _write_distributed(source, parent, entries, conversion, found.size, progress)
+                from shardwise.checkpoint.dcp import DcpWriter
+
+                writer = DcpWriter(parent, list(named))
             else:
-                found.files = _write_files(
-                    source, parent, FORMATS[format], entries, conversion, limit, overwrite, progress
-                )
+                writer = WeightFiles(parent, list(named), FORMATS[format], max_shard_size=limit, overwrite=overwrite)
+            for entry, tensor in named.items():
+                pieces = _converted(source.pieces(tensor), conversion, entry.name, counter)
+                writer.write(entry.name, tensor.kind, pieces)
+            found.files = writer.finish()
         except OSError as error:
             raise CheckpointError(
                 f"{error.filename or parent}: {error.strerror} (errno {error.errno}); {format_size(found.size)} are "
                 "needed. What was there before is unchanged"
             ) from error
+        finally:
+            if writer is not None:
+                writer.abandon()
     found.warnings += conversion.warnings()
     return found
+
+
+class _Counter:
+    """Reports the bytes that were written."""
+
+    def __init__(self, size: int, progress: Progress | None) -> None:
+        self._size, self._progress, self._done = size, progress, 0
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._size)
+
+
+def _converted(
+    pieces: Pieces, conversion: Conversion, name: str, counter: _Counter
+) -> Iterator[tuple[int, torch.Tensor]]:
+    for start, values in pieces:
+        converted = conversion(name, values)
+        yield start, converted
+        counter.add(converted.nbytes)
 
 
 def _limit(format: str, max_shard_size: int | str | None) -> int | None:
@@ -187,7 +215,7 @@ def _limit(format: str, max_shard_size: int | str | None) -> int | None:
     return None if max_shard_size is None else shard_bytes(max_shard_size)
 
 
-def _entries(source: Source, conversion: Conversion, exclude_frozen: bool, all_names: bool) -> list[Entry]:
+def _chosen(source: WeightsReader, exclude_frozen: bool) -> list[StoredTensor]:
     tensors = list(source.tensors().values())
     if exclude_frozen:
         if all(tensor.trainable is None for tensor in tensors):
@@ -195,63 +223,16 @@ def _entries(source: Source, conversion: Conversion, exclude_frozen: bool, all_n
         tensors = [tensor for tensor in tensors if tensor.trainable is not False]
     if not tensors:
         raise CheckpointError(f"{source.path}: holds no tensors to export")
-    entries = []
-    for tensor in tensors:
-        spec = conversion.spec(tensor.spec)
-        entries += _named(tensor.name, tensor.aliases, spec, tensor.name, all_names)
-    return entries
+    return tensors
 
 
-def _named(name: str, aliases: tuple[str, ...], spec: Spec, source: str, all_names: bool) -> list[Entry]:
+def _entries(
+    tensor: StoredTensor | UnshardedTensor, dtype: torch.dtype, conversion: Conversion, all_names: bool
+) -> list[Entry]:
+    spec = Spec(conversion.target(dtype), tensor.shape)
     if all_names:
-        return [Entry(each, spec, (), source) for each in (name, *aliases)]
-    return [Entry(name, spec, aliases, source)]
-
-
-def _write_files(
-    source: Source,
-    parent: str,
-    name: str,
-    entries: list[Entry],
-    conversion: Conversion,
-    limit: int | None,
-    overwrite: bool,
-    progress: Progress | None,
-) -> list[str]:
-    files = WeightFiles(parent, entries, name, max_shard_size=limit, overwrite=overwrite)
-    done = 0
-    try:
-        for entry in entries:
-            for start, values in source.pieces(entry.source):
-                converted = conversion(entry.name, values)
-                files.write(entry.name, start, converted)
-                done += converted.nbytes
-                if progress is not None:
-                    progress(done, files.size)
-        return files.finish()
-    finally:
-        files.abandon()
-
-
-def _write_distributed(
-    source: Source, path: str, entries: list[Entry], conversion: Conversion, size: int, progress: Progress | None
-) -> None:
-    from shardwise.checkpoint import dcp
-
-    done = 0
-
-    def read(entry: Entry) -> torch.Tensor:
-        nonlocal done
-        values = torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device="cpu")
-        flat = values.view(-1)
-        for start, piece in source.pieces(entry.source):
-            flat[start : start + piece.numel()] = conversion(entry.name, piece)
-        done += values.nbytes
-        if progress is not None:
-            progress(min(done, size), size)
-        return values
-
-    dcp.write(path, entries, read)
+        return [Entry(name, spec) for name in (tensor.name, *tensor.aliases)]
+    return [Entry(tensor.name, spec, tensor.aliases)]
 
 
 # -- from an engine ----------------------------------------------------------------------------------------------------
@@ -259,227 +240,85 @@ def _write_distributed(
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Arguments of an engine's `export`; with `config` the configuration of a transformers model is exported, too."""
+    """What an engine writes: into `directory`, files of the name `name`, whose suffix gives the format. With `masters`
+    values of parameters are master weights, if there are any. With `config` the configuration of a transformers model
+    is written, too.
+    """
 
     directory: str
     name: str
-    conversion: Conversion
+    conversion: Conversion = field(default_factory=lambda: Conversion(None))
     limit: int | None = None
     exclude_frozen: bool = False
     all_names: bool = False
     overwrite: bool = False
     config: bool = False
+    masters: bool = True
 
 
 def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callable[[torch.Tensor], None]) -> None:
-    """Write master weights, or parameters without them. A collective. Every rank sends rank 0 its `owned_ranges` of
-    each piece, and needs memory for a few pieces of 8 MiB, accounted by `hold`. Raises CheckpointError on every rank.
+    """Write the weights of a model. A collective: rank 0 receives and writes one tensor after another; `hold` accounts
+    buffers. Raises CheckpointError on every rank.
     """
-    comm, rank = model.comm, model.comm.rank
+    comm, conversion = model.comm, request.conversion
     what = f"exporting weights to {request.directory}"
-    weights = UnshardedWeights(model, exclude_frozen=request.exclude_frozen, to_first=True)
-    model.share_changes()
-    own = _own_runs(model, weights)
-    local = {
-        name: [name_of(runs[0].values.dtype), [(run.box, run.start, run.stop) for run in runs]]
-        for name, runs in own.items()
-        if runs
-    }
-    places = _places(model, weights, on_first_rank(comm, local, _LABEL), request)
+    if request.masters:
+        model.share_changes()
+    weights = UnshardedWeights(
+        model, exclude_frozen=request.exclude_frozen, to_first=True, masters=request.masters, hold=hold
+    )
+    entries: dict[str, list[Entry]] = {}
     files: WeightFiles | None = None
     config: dict[str, bytes] = {}
     failure: Exception | None = None
 
-    def write(wanted: Sequence[_Place]) -> None:
+    def write(tensor: UnshardedTensor, values: torch.Tensor) -> None:
         nonlocal failure
-        for place in wanted:
-            runs = own.get(place.name, []) if place.sends else []
-            for start, piece in _gathered(model, place, runs, request.conversion, hold):
-                # A full disk must not end the loop on rank 0 only, because the others send to it.
-                if files is not None and failure is None:
-                    try:
-                        for entry in place.entries:
-                            files.write(entry.name, start, request.conversion(entry.name, piece))
-                    except (OSError, CheckpointError) as error:
-                        failure = error
+        # A full disk must not end the loop on rank 0 only, because all ranks take part in it.
+        if files is not None and failure is None:
+            try:
+                for entry in entries.get(tensor.name, ()):
+                    files.write(entry.name, PARAMETER, [(0, conversion(entry.name, values).reshape(-1))])
+            except (OSError, CheckpointError) as error:
+                failure = error
 
     try:
         with collective_step(comm, what):
-            if rank == 0:
-                entries = [entry for place in places for entry in place.entries]
+            if comm.rank == 0:
+                entries = _entries_of(model, weights, request)
+                every = [entry for some in entries.values() for entry in some]
                 if request.config:
-                    config = config_files(model.module, [entry.spec for entry in entries])
+                    config = config_files(model.module, [entry.spec for entry in every])
                 files = WeightFiles(
-                    request.directory, entries, request.name, max_shard_size=request.limit, overwrite=request.overwrite
+                    request.directory, every, request.name, max_shard_size=request.limit, overwrite=request.overwrite
                 )
-        # Ranks may fetch different numbers of tensors at a time; the order, that of collectives, is the same.
-        nothing = torch.empty(0, device="cpu")
-        first = {name: runs[0].values for name, runs in own.items() if runs}
-        model.fetch([(place, first.get(place.name, nothing) if place.sends else nothing) for place in places], write)
-        with collective_step(comm, what) as ended:
+        weights.for_each(write)
+        with collective_step(comm, what):
             if failure is not None:
                 raise failure
             if files is not None:
                 files.finish()
             for name, data in config.items():
                 replace_file(request.directory, name, data)
-            ended.local = request.conversion.overflowed
     finally:
         if files is not None:
             files.abandon()
-    if rank == 0:
-        for counts in ended.gathered[1:]:
-            for name, count in counts.items():
-                request.conversion.overflowed[name] = request.conversion.overflowed.get(name, 0) + count
-        for line in request.conversion.warnings():
-            logger.warning("%s: %s", request.directory, line)
+    for line in conversion.warnings():
+        logger.warning("%s: %s", request.directory, line)
 
 
-@dataclass(frozen=True)
-class _Own:
-    box: Region | None
-    start: int
-    stop: int
-    values: torch.Tensor
-
-    def patches(self, shape: tuple[int, ...], low: int, high: int) -> Iterator[Patch]:
-        outer = whole(shape)
-        return iter(overlap(self.box or outer, self.start, self.stop, outer, low, high))
-
-
-def _own_runs(model: CheckpointedModel, weights: UnshardedWeights) -> dict[str, list[_Own]]:
-    """Return the runs that this rank sends; the first rank of a pass group sends its buffers."""
-    values, ranges = model.value_runs(), model.owned_ranges()
-    own: dict[str, list[_Own]] = {}
-    for tensor in model.registry:
-        if tensor.name in weights.parameters:
-            with model.materialized(tensor.index):
-                runs = within(values.get(tensor.index, []), ranges.get(tensor.index, []))
-            own.setdefault(tensor.name, []).extend(_Own(model.box_of(tensor), *run) for run in runs)
-    if model.pass_group.rank == 0:
-        own |= {n: [_Own(None, 0, b.numel(), b.detach().reshape(-1))] for n, b in weights.buffers.items()}
-    return own
-
-
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """A tensor of one pass group; on ranks that do not know it only the number of its pieces, or of all of a group.
-
-    Attributes:
-        sends: the tensor is one of this rank's pass group.
-        entries: on rank 0, tensors of the files.
-        dtype: on rank 0, of the values.
-        runs: on rank 0, (box, start, stop) of each rank's runs.
-    """
-
-    pieces: int
-    sends: bool = False
-    name: str = ""
-    shape: tuple[int, ...] = ()
-    entries: Sequence[Entry] = ()
-    dtype: torch.dtype = torch.float32
-    runs: Sequence[Sequence[tuple[Region, int, int]]] = ()
-
-    def patches(self, rank: int, low: int, high: int) -> list[Patch]:
-        """Return the patches of a piece that rank 0 receives from a rank."""
-        outer = whole(self.shape)
-        return [p for box, start, stop in self.runs[rank] for p in overlap(box, start, stop, outer, low, high)]
-
-
-_STEP = PIECE // 4
-"""Elements of a piece, in any dtype."""
-
-
-def _pieces(tensor: UnshardedTensor) -> int:
-    return -(-math.prod(tensor.shape) // _STEP)
-
-
-def _places(
-    model: CheckpointedModel, weights: UnshardedWeights, gathered: Sequence[Mapping[str, Any]], request: ExportRequest
-) -> list[_Place]:
-    totals = model.comm.exchange(sum(_pieces(t) for t in weights.groups[weights.own] if t is not None), _LABEL)
-    names = {name: tuple(known[1:]) for known in buffer_names(model.module).values() for name in known[:1]}
-    seen = {alias for also in names.values() for alias in also}
-    found: list[_Place] = []
-    for number, listed in enumerate(weights.groups):
-        ranks = weights.ranks_of(number)
-        if None in listed:
-            found.append(_Place(totals[ranks[0]]))
-            continue
-        for tensor in listed:
-            assert tensor is not None
-            place = _Place(_pieces(tensor), number == weights.own, tensor.name, tensor.shape)
-            if gathered:
-                runs, dtype = _runs_of(tensor, gathered, ranks)
-                entries: list[Entry] = []
-                if tensor.name not in seen:
-                    spec = request.conversion.spec(Spec(dtype, tensor.shape))
-                    aliases = (*weights.tensors[tensor.name].aliases, *names.get(tensor.name, ()))
-                    entries = _named(tensor.name, aliases, spec, "", request.all_names)
-                seen.add(tensor.name)
-                place = replace(place, entries=entries, dtype=dtype, runs=runs)
-            found.append(place)
+def _entries_of(model: CheckpointedModel, weights: UnshardedWeights, request: ExportRequest) -> dict[str, list[Entry]]:
+    """Return the entries of the files by tensor; buffers with several names are written as tied parameters are."""
+    aliases = {names[0]: tuple(names[1:]) for names in buffer_names(model.module).values()}
+    again = {name for names in aliases.values() for name in names}
+    found = {}
+    for tensor in weights.tensors.values():
+        if tensor.name not in again:
+            named = UnshardedTensor(
+                tensor.name, (*tensor.aliases, *aliases.get(tensor.name, ())), tensor.shape, tensor.dtype
+            )
+            found[tensor.name] = _entries(named, tensor.dtype, request.conversion, request.all_names)
     return found
-
-
-def _runs_of(
-    tensor: UnshardedTensor, gathered: Sequence[Mapping[str, Any]], ranks: Collection[int]
-) -> tuple[list[list[tuple[Region, int, int]]], torch.dtype]:
-    found, dtype, outer = [], tensor.dtype, whole(tensor.shape)
-    for rank, entry in enumerate(gathered):
-        name, runs = entry.get(tensor.name, (None, ())) if rank in ranks else (None, ())
-        dtype = dtype if name is None else dtype_of(name)
-        found.append([(outer if box is None else region(box), start, stop) for box, start, stop in runs])
-    return found, dtype
-
-
-def _gathered(
-    model: CheckpointedModel,
-    place: _Place,
-    own: list[_Own],
-    conversion: Conversion,
-    hold: Callable[[torch.Tensor], None],
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first element, values) of a tensor on rank 0, piece by piece; other ranks send only."""
-    comm, receives = model.comm, model.comm.rank == 0
-    dtype = conversion.spec(Spec(place.dtype, ())).dtype
-    numel = math.prod(place.shape)
-    for low in range(0, place.pieces * _STEP, _STEP):
-        high = min(numel, low + _STEP)
-        sent = [
-            conversion(place.name, taken(run.values, patch)).to(model.device).reshape(-1)
-            for run in own
-            for patch in run.patches(place.shape, low, high)
-        ]
-        given = torch.cat(sent) if len(sent) > 1 else (sent[0].contiguous() if sent else _nothing(model))
-        patches = [place.patches(rank, low, high) if receives else [] for rank in range(comm.world)]
-        counts = [sum(patch.numel for patch in some) * dtype.itemsize for some in patches]
-        output = torch.empty(sum(counts), dtype=torch.uint8, device=model.device)
-        hold(given)
-        hold(output)
-        given = given.view(torch.uint8)
-        comm.all_to_all(output, given, counts, [given.numel(), *[0] * (comm.world - 1)], _LABEL).wait()
-        if place.entries:
-            yield from _in_order([patch for some in patches for patch in some], output.view(dtype), low, hold)
-
-
-def _nothing(model: CheckpointedModel) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=model.device)
-
-
-def _in_order(
-    patches: Sequence[Patch], arrived: torch.Tensor, low: int, hold: Callable[[torch.Tensor], None]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    parts = list(zip(patches, arrived.split([patch.numel for patch in patches]), strict=True))
-    if all(patch.flat for patch in patches):
-        for patch, values in sorted(parts, key=lambda pair: pair[0].target):
-            yield low + patch.target, values
-        return
-    piece = torch.empty_like(arrived)
-    hold(piece)
-    for patch, values in parts:
-        piece.as_strided(patch.shape, patch.target_strides, patch.target).copy_(values.view(patch.shape))
-    yield low, piece
 
 
 def request_of(
@@ -507,4 +346,26 @@ def request_of(
         all_names=all_names and format == "hf",
         overwrite=overwrite,
         config=format == "hf" and not exclude_frozen,
+    )
+
+
+def request_of_16bit(
+    directory: str | os.PathLike[str], name: str, exclude_frozen: bool, max_shard_size: int | str | None
+) -> ExportRequest:
+    """Check the arguments of an engine's `save_16bit_model`: weights in the dtype the module computes with, under all
+    names.
+    """
+    if not name.endswith((".safetensors", *PICKLED)) or os.path.basename(name) != name or name.startswith("."):
+        raise CheckpointPathError(
+            f"save_filename: expected a plain file name that ends in .safetensors (or {', '.join(PICKLED)}: a state "
+            f"dict as torch.save writes it), found {name!r}"
+        )
+    return ExportRequest(
+        directory=check_directory(directory, "save_dir"),
+        name=name,
+        limit=None if max_shard_size is None else shard_bytes(max_shard_size),
+        exclude_frozen=exclude_frozen,
+        all_names=not name.endswith(PICKLED),
+        overwrite=True,
+        masters=False,
     )

@@ -6,6 +6,7 @@ Of a safetensors file only the requested bytes are read. A file of `torch.save` 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import zipfile
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.manifest import Slice, StoredTensor, outline
 from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.checkpoint.sharded_weights import PICKLED
-from shardwise.checkpoint.source import PIECE, Source, SourceTensor
+from shardwise.checkpoint.weights_reader import ReadRange, WeightsReader, copy_range, in_one_file
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 
@@ -37,7 +38,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which scripts save a state dict."""
 
 
-def open_files(path: str) -> Source | None:
+def open_files(path: str) -> WeightsReader | None:
     """Open a file or directory of weights; None if it is neither. Raises CheckpointError if it is unreadable."""
     if not os.path.isdir(path):
         return _open(path)
@@ -55,18 +56,18 @@ def open_files(path: str) -> Source | None:
     return None
 
 
-def _open(path: str) -> Source | None:
+def _open(path: str) -> WeightsReader | None:
     if path.endswith(_INDEX):
         files = _listed(path)
         return _of_files(path, files)
     return _of_files(path, [path])
 
 
-def _of_files(path: str, files: list[str]) -> Source | None:
+def _of_files(path: str, files: list[str]) -> WeightsReader | None:
     if all(file.endswith(".safetensors") for file in files):
-        return SafetensorsSource(path, files)
+        return SafetensorsReader(path, files)
     if all(file.endswith(PICKLED) for file in files):
-        return StateFileSource(path, files)
+        return StateFileReader(path, files)
     if path.endswith(_INDEX):
         raise CheckpointError(f"{path}: expected names of .safetensors or of .bin files, found {outline(files, 3)}")
     return None
@@ -89,78 +90,72 @@ def _listed(path: str) -> list[str]:
     return [os.path.join(os.path.dirname(path), name) for name in names]
 
 
-class SafetensorsSource(Source):
+class SafetensorsReader(WeightsReader):
     """Weights in safetensors files; no two hold the same tensor."""
 
     what = "safetensors"
 
     def __init__(self, path: str, files: list[str]) -> None:
-        super().__init__(path)
-        self._files: list[TensorFile] = []
-        self._holder: dict[str, TensorFile] = {}
-        self._tensors: dict[str, SourceTensor] = {}
+        self.path = path
+        self._files: dict[str, TensorFile] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         try:
             for file in files:
-                self._files.append(TensorFile(file))
-                for name, spec in self._files[-1].specs.items():
-                    _check_new(name, self._tensors, file)
-                    self._holder[name] = self._files[-1]
-                    self._tensors[name] = SourceTensor(name, spec.shape, spec.dtype)
+                self._files[file] = TensorFile(file)
+                for name, spec in self._files[file].specs.items():
+                    _add(self._tensors, in_one_file(name, spec.shape, spec.dtype, file))
         except BaseException:
             self.close()
             raise
 
     @override
-    def tensors(self) -> Mapping[str, SourceTensor]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         return self._tensors
 
     @override
-    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        step = PIECE // self._tensors[name].dtype.itemsize
-        for first in range(0, out.numel(), step):
-            self._holder[name].read_into(name, start + first, out[first : first + step])
+    def opened(self, tensor: StoredTensor, part: Slice) -> ReadRange:
+        return functools.partial(self._files[part.file].read_into, part.key)
 
     @override
     def close(self) -> None:
-        for file in self._files:
+        for file in self._files.values():
             file.close()
 
 
-class StateFileSource(Source):
+class StateFileReader(WeightsReader):
     """Weights in files of `torch.save` (1.6 or newer, tensors only), mapped into memory."""
 
     what = "torch.save"
 
     def __init__(self, path: str, files: list[str]) -> None:
-        super().__init__(path)
+        self.path = path
         self._values: dict[str, torch.Tensor] = {}
-        self._tensors: dict[str, SourceTensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for file in files:
             for name, value in _load(file).items():
-                _check_new(name, self._tensors, file)
                 self._values[name] = value
-                self._tensors[name] = SourceTensor(name, tuple(value.shape), value.dtype)
+                _add(self._tensors, in_one_file(name, tuple(value.shape), value.dtype, file))
 
     @override
-    def tensors(self) -> Mapping[str, SourceTensor]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         return self._tensors
 
     @override
-    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+    def opened(self, tensor: StoredTensor, part: Slice) -> ReadRange:
         # Of a contiguous tensor this is a view: only copied pages are read.
-        flat = self._values[name].reshape(-1)
-        if start < 0 or start + out.numel() > flat.numel():
-            raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
-        out.detach().copy_(flat[start : start + out.numel()])
+        return functools.partial(copy_range, self._values[part.key].reshape(-1))
 
     @override
     def close(self) -> None:
         self._values = {}
 
 
-def _check_new(name: str, known: Mapping[str, SourceTensor], file: str) -> None:
-    if name in known:
-        raise CheckpointError(f"{file}: tensor {name!r} is in another file of these weights, too")
+def _add(known: dict[str, StoredTensor], tensor: StoredTensor) -> None:
+    if tensor.name in known:
+        raise CheckpointError(
+            f"{tensor.slices[0].file}: tensor {tensor.name!r} is in another file of these weights, too"
+        )
+    known[tensor.name] = tensor
 
 
 def _load(path: str) -> dict[str, torch.Tensor]:

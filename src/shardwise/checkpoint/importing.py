@@ -1,4 +1,4 @@
-"""Import: weights of other programs directly into the shards of an engine.
+"""Import: weights of other programs, or a state dict in memory, directly into the shards of an engine.
 
 Every rank reads its shards, by name and range, into its master weights. No rank has the unsharded model, and all ranks
 together need only the model's memory. Names are matched before anything changes.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.agree import collective_step
-from shardwise.checkpoint.collect import buffer_names, buffers
-from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
+from shardwise.checkpoint.collect import buffer_names, buffers, extra_states
+from shardwise.checkpoint.manifest import StoredTensor, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.source import Source, SourceTensor
-from shardwise.checkpoint.weights import names_of_any
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.selection import extra_name
+from shardwise.checkpoint.unsharded import all_buffers, is_divided
+from shardwise.checkpoint.weights_reader import StateDictReader, WeightsReader
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.registry import LogicalTensor
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
@@ -37,10 +38,9 @@ class LoadedWeights(NamedTuple):
 
 
 class _Match(NamedTuple):
-    parameters: list[tuple[LogicalTensor, str]]
-    buffers: list[tuple[torch.Tensor, str]]
+    parameters: list[tuple[LogicalTensor, StoredTensor]]
+    buffers: list[tuple[torch.Tensor, StoredTensor]]
     differing: LoadedWeights
-    others: set[str]
 
 
 def load_weights(
@@ -58,7 +58,7 @@ def load_weights(
     """
     comm = model.comm
     what = f"loading weights from {path}"
-    source: Source | None = None
+    source: WeightsReader | None = None
     try:
         with collective_step(comm, what) as opened:
             source = open_source(path, tag)
@@ -68,21 +68,13 @@ def load_weights(
             raise CheckpointError(f"{what}: ranks see different tensors under this path; all need the same files")
         with collective_step(comm, what):
             known, left_out = _renamed(source, rename)
-        elsewhere = names_of_any(model, list(known), what)
+        elsewhere = _names_of_any(model, list(known), what)
         with collective_step(comm, what):
             matched = _match(model, source, strict, known, left_out, elsewhere)
-            _verify_share(model, source, matched)
-        model.finish_gathers()
-        with collective_step(comm, what), torch.no_grad():
-            runs = model.value_runs()
-            for indices in model.iter_resident():
-                for tensor, name in matched.parameters:
-                    for start, _, view in runs.get(tensor.index, ()) if tensor.index in indices else ():
-                        source.read_part(name, model.box_of(tensor), start, view)
-            for buffer, name in matched.buffers:
-                flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-                source.read_into(name, 0, flat)
-                buffer.copy_(flat.view(buffer.shape))
+            wanted = {tensor.name: tensor for _, tensor in (*matched.parameters, *matched.buffers)}
+            wanted |= {known[name].name: known[name] for name in elsewhere}
+            source.check([wanted[name] for name in sorted(wanted)[comm.rank :: comm.world]])
+        _read(model, source, matched, what)
     finally:
         if source is not None:
             source.close()
@@ -90,13 +82,64 @@ def load_weights(
     return matched.differing
 
 
-def _digest(source: Source) -> str:
-    listed = sorted((t.name, list(t.shape), str(t.dtype)) for t in source.tensors().values())
+def load_state_dict(
+    model: CheckpointedModel, values: Mapping[str, Any], *, strict: bool = True, may_lack: frozenset[str] = frozenset()
+) -> None:
+    """Load a state dict of the plain module, the same on all ranks, in full precision into master weights. A
+    collective. `strict` requires the same names, except those that `may_lack`. Raises CheckpointError if names or
+    shapes do not match; nothing has changed then.
+    """
+    what = "loading a state dict"
+    elsewhere = _names_of_any(model, list(values), what)
+    extra = {extra_name(name): module for name, module in extra_states(model.module)}
+    others = {name: value for name, value in values.items() if name not in extra and name not in elsewhere}
+    source = StateDictReader({name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
+    known = {name: source.tensors()[name] for name in source.tensors() if name not in extra}
+    with collective_step(model.comm, what):
+        strange = [name for name in others if name not in known]
+        matched = _match(model, source, strict, known, set(extra), elsewhere, may_lack, strange)
+    _read(model, source, matched, what)
+    for name, module in extra.items():
+        if name in values:
+            module.set_extra_state(values[name])
+    model.publish()
+
+
+def _read(model: CheckpointedModel, source: WeightsReader, matched: _Match, what: str) -> None:
+    model.finish_gathers()
+    with collective_step(model.comm, what), torch.no_grad():
+        runs = model.value_runs()
+        for indices in model.iter_resident():
+            for tensor, stored in matched.parameters:
+                for start, _, view in runs.get(tensor.index, ()) if tensor.index in indices else ():
+                    source.read_into(stored.part(model.box_of(tensor)), start, view)
+        for buffer, stored in matched.buffers:
+            flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+            source.read_into(stored, 0, flat)
+            buffer.copy_(flat.view(buffer.shape))
+
+
+def _names_of_any(model: CheckpointedModel, names: Sequence[str], what: str) -> set[str]:
+    """Return those of some given names that a parameter, buffer or extra state of any rank has; empty if all ranks have
+    the same modules. A collective. Raises UsageError if ranks give other names.
+    """
+    if model.pass_group.world == model.comm.world and not is_divided(model):
+        return set()
+    if not same_on_all(model.comm, list(names), what):
+        raise UsageError(f"{what}: ranks give different names; give every rank the same names in the same order")
+    own = {name for tensor in model.registry for name in (tensor.name, *tensor.aliases)}
+    own.update(name for name, _ in all_buffers(model.module))
+    own.update(extra_name(name) for name, _ in extra_states(model.module))
+    return held_by_any(model.comm, names, own, what)
+
+
+def _digest(source: WeightsReader) -> str:
+    listed = sorted((t.name, list(t.shape), t.dtype) for t in source.tensors().values())
     return hashlib.blake2b(json.dumps(listed).encode(), digest_size=16).hexdigest()
 
 
-def _renamed(source: Source, rename: Rename | None) -> tuple[dict[str, SourceTensor], set[str]]:
-    found: dict[str, SourceTensor] = {}
+def _renamed(source: WeightsReader, rename: Rename | None) -> tuple[dict[str, StoredTensor], set[str]]:
+    found: dict[str, StoredTensor] = {}
     left_out: set[str] = set()
     for name, tensor in source.by_any_name().items():
         if rename is None:
@@ -118,47 +161,43 @@ def _renamed(source: Source, rename: Rename | None) -> tuple[dict[str, SourceTen
 
 def _match(
     model: CheckpointedModel,
-    source: Source,
+    source: WeightsReader,
     strict: bool,
-    known: Mapping[str, SourceTensor],
+    known: Mapping[str, StoredTensor],
     left_out: set[str],
-    elsewhere: set[str],
+    elsewhere: Collection[str],
+    may_lack: Collection[str] = (),
+    strange: Sequence[str] = (),
 ) -> _Match:
+    """Match names and shapes. `elsewhere` are names that other ranks have, `strange` names without a tensor."""
     missing: list[str] = []
     wrong: list[str] = []
     used: set[str] = set()
 
-    def take(names: tuple[str, ...], shape: tuple[int, ...]) -> str | None:
+    def take(names: tuple[str, ...], shape: tuple[int, ...]) -> StoredTensor | None:
         found = next((known[name] for name in names if name in known), None)
         used.update(known[name].name for name in names if name in known)
         if found is None:
-            missing.append(names[0])
-            return None
-        if found.shape != shape:
-            wrong.append(f"{names[0]} (files {list(found.shape)}, model {list(shape)})")
-        return found.name
+            missing.extend(names[:1] if set(names).isdisjoint(may_lack) else ())
+        elif found.shape != shape:
+            wrong.append(f"{names[0]} (given {list(found.shape)}, model {list(shape)})")
+        return found
 
     parameters = [(tensor, take((tensor.name, *tensor.aliases), tensor.global_shape)) for tensor in model.registry]
     shared = buffer_names(model.module)
     held = [(buffer, take(tuple(shared[id(buffer)]), tuple(buffer.shape))) for _, buffer in buffers(model.module)]
-    others = {known[name].name for name in elsewhere}
-    unexpected = [tensor.name for tensor in source.tensors().values() if tensor.name not in used | left_out | others]
+    used |= {known[name].name for name in elsewhere if name in known} | left_out
+    unexpected = [*(tensor.name for tensor in source.tensors().values() if tensor.name not in used), *strange]
     problems = [f"of another shape: {outline(wrong)}"] if wrong else []
     if strict and missing:
-        problems.append(f"missing in the files: {outline(missing)}")
+        problems.append(f"missing: {outline(missing)}")
     if strict and unexpected:
         problems.append(f"not in the model: {outline(unexpected)}")
     if problems:
         hint = "" if wrong else "; pass rename=... where names differ, or strict=False to load what fits"
         raise CheckpointError(f"{source.path}: does not fit the model: {'; '.join(problems)}{hint}")
     return _Match(
-        [(tensor, name) for tensor, name in parameters if name is not None],
-        [(buffer, name) for buffer, name in held if name is not None],
+        [(tensor, stored) for tensor, stored in parameters if stored is not None],
+        [(buffer, stored) for buffer, stored in held if stored is not None],
         LoadedWeights(missing, unexpected),
-        others,
     )
-
-
-def _verify_share(model: CheckpointedModel, source: Source, matched: _Match) -> None:
-    names = sorted({name for _, name in (*matched.parameters, *matched.buffers)} | matched.others)
-    source.verify(names[model.comm.rank :: model.comm.world])

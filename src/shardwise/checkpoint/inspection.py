@@ -9,10 +9,11 @@ from typing import Any
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, name_of
+from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.source import Progress, SourceTensor, holds_checkpoint, looks_interrupted, verify_blocks
+from shardwise.checkpoint.source import holds_checkpoint, looks_interrupted
+from shardwise.checkpoint.weights_reader import Progress
 from shardwise.errors import CheckpointError
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -37,24 +38,12 @@ def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dic
             "what": "weights",
             "path": source.path,
             "format": source.what,
-            "bytes": sum(tensor.spec.nbytes for tensor in listed),
-            "kinds": _kinds((t.kind, name_of(t.dtype), t.numel, t.spec.nbytes) for t in listed),
+            "bytes": sum(map(_nbytes, listed)),
+            "kinds": _kinds((t.kind, t.dtype, t.numel, _nbytes(t)) for t in listed),
         }
         if tensors:
-            result["tensors"] = [_source_tensor(tensor) for tensor in listed]
+            result["tensors"] = [_tensor(tensor, _OF_WEIGHTS) for tensor in listed]
         return result
-
-
-def _source_tensor(tensor: SourceTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "kind": tensor.kind,
-        "shape": list(tensor.shape),
-        "dtype": name_of(tensor.dtype),
-        "bytes": tensor.spec.nbytes,
-        "aliases": list(tensor.aliases),
-        "trainable": tensor.trainable,
-    }
 
 
 def describe_checkpoint(path: str, *, tensors: bool = False) -> dict[str, Any]:
@@ -64,7 +53,7 @@ def describe_checkpoint(path: str, *, tensors: bool = False) -> dict[str, Any]:
         found = saved.manifest
     result = {"what": "checkpoint", "path": path, **_facts(found)}
     if tensors:
-        result["tensors"] = [_tensor(tensor) for tensor in _in_order(found)]
+        result["tensors"] = [_tensor(tensor, _OF_CHECKPOINTS) for tensor in _in_order(found)]
     return result
 
 
@@ -141,8 +130,12 @@ def _kinds(rows: Iterable[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _tensor(tensor: StoredTensor) -> dict[str, Any]:
-    return {
+_OF_WEIGHTS = ("name", "kind", "shape", "dtype", "bytes", "aliases", "trainable")
+_OF_CHECKPOINTS = (*_OF_WEIGHTS, "group", "rank", "slices")
+
+
+def _tensor(tensor: StoredTensor, keys: tuple[str, ...]) -> dict[str, Any]:
+    found = {
         "name": tensor.name,
         "kind": tensor.kind,
         "shape": list(tensor.shape),
@@ -156,6 +149,7 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
             {"file": part.file, "start": part.start, "stop": part.stop, "box": part.box} for part in tensor.slices
         ],
     }
+    return {key: found[key] for key in keys}
 
 
 def describe_run(path: str) -> dict[str, Any]:
@@ -197,5 +191,4 @@ def check(path: str, tag: str | None = None, progress: Progress | None = None) -
     """Compare every byte of a checkpoint with its checksum. Raises CheckpointError if damaged or not shardwise's."""
     chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
     with Checkpoint(chosen) as saved:
-        saved.check_sizes(saved.manifest.files)
-        verify_blocks(saved, saved.blocks(), progress)
+        saved.check(progress=progress)

@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 from shardwise.checkpoint import dcp, deepspeed, directory, huggingface, manifest
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.source import CheckpointSource, DeepSpeedSource, Source, find_checkpoint
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.source import find_checkpoint
+from shardwise.checkpoint.weights_reader import WeightsReader
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 
-def _open_checkpoint(path: str, tag: str | None) -> Source | None:
-    found = find_checkpoint(path, tag) if os.path.isdir(path) else None
-    return None if found is None else CheckpointSource(found)
+def find_deepspeed(path: str, tag: str | None = None) -> str | None:
+    """Return the directory of a checkpoint of DeepSpeed: the path itself, or in it that of the tag, else the one that
+    `latest` or `latest_universal` names. None without any.
+    """
+    if tag is None and not deepspeed.recognised(path):
+        there = CheckpointDirectory(path)
+        tag = there.latest() or there.latest(directory.LATEST_UNIVERSAL)
+    found = path if tag is None else os.path.join(path, directory.check_tag(tag))
+    return found if deepspeed.recognised(found) else None
 
 
-def _open_deepspeed(path: str, tag: str | None) -> Source | None:
-    if not os.path.isdir(path):
+def _open(path: str, tag: str | None) -> WeightsReader | None:
+    """Open a path by the first format that recognises it."""
+    if os.path.isdir(path):
+        if (found := find_checkpoint(path, tag)) is not None:
+            return Checkpoint(found)
+        with contextlib.suppress(CheckpointError):  # of a damaged `latest`
+            found = find_deepspeed(path, tag)
+        if found is not None:
+            return deepspeed.DeepSpeedCheckpoint(found)
+    if tag is not None:
         return None
-    chosen = tag
-    if chosen is None and not deepspeed.recognised(path):
-        try:
-            there = CheckpointDirectory(path)
-            chosen = there.latest() or there.latest(directory.LATEST_UNIVERSAL)
-        except CheckpointError:
-            return None
-    found = path if chosen is None else os.path.join(path, directory.check_tag(chosen))
-    return DeepSpeedSource(found) if deepspeed.recognised(found) else None
+    return dcp.DcpReader(path) if dcp.recognises(path) else huggingface.open_files(path)
 
 
-def _open_distributed(path: str, tag: str | None) -> Source | None:
-    return dcp.DcpSource(path) if tag is None and dcp.recognises(path) else None
-
-
-def _open_hugging_face(path: str, tag: str | None) -> Source | None:
-    return huggingface.open_files(path) if tag is None else None
-
-
-_OPENERS: tuple[Callable[[str, str | None], Source | None], ...] = (
-    _open_checkpoint,
-    _open_deepspeed,
-    _open_distributed,
-    _open_hugging_face,
-)
-"""Each returns the opened source, or None if the path is not of its format; tried in this order."""
-
-
-def open_source(path: Any, tag: str | int | None = None) -> Source:
+def open_source(path: Any, tag: str | int | None = None) -> WeightsReader:
     """Open weights on disk.
 
     Args:
@@ -64,7 +55,7 @@ def open_source(path: Any, tag: str | int | None = None) -> Source:
     Example:
         >>> with open_source("runs/a") as source:  # doctest: +SKIP
         ...     for name, tensor in source.tensors().items():
-        ...         print(name, tensor.shape, source.read(name, 0, 3))
+        ...         print(name, tensor.shape, source.read(tensor).sum())
     """
     try:
         text = os.fspath(path)
@@ -75,10 +66,9 @@ def open_source(path: Any, tag: str | int | None = None) -> Source:
     if not os.path.exists(text):
         raise CheckpointPathError(f"{text}: there is no such file or directory")
     name = None if tag is None else str(tag)
-    for opener in _OPENERS:
-        source = opener(text, name)
-        if source is not None:
-            return source
+    source = _open(text, name)
+    if source is not None:
+        return source
     if name is not None:
         others = manifest.outline(CheckpointDirectory(text).tags_if_any()) or "none"
         raise CheckpointPathError(f"{text}: there is no checkpoint of the tag {name!r}. Checkpoints there: {others}")

@@ -8,7 +8,6 @@ import sys
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.parallel import divided, for_each
 from shardwise.checkpoint.safetensors_reader import TensorFile
-from shardwise.checkpoint.strided import read_patch
+from shardwise.checkpoint.weights_reader import Progress, ReadRange, WeightsReader
 from shardwise.device.staging import is_far
 from shardwise.errors import CheckpointError
 
@@ -30,7 +29,7 @@ Block = tuple[str, int]
 """(file, number of a checksum in it)."""
 
 
-class Checkpoint:
+class Checkpoint(WeightsReader):
     """A checkpoint on disk: `manifest` has its content, `notes` describe state that cannot be loaded.
 
     Raises CheckpointError if it is incomplete, or its manifest is damaged or of another format.
@@ -41,6 +40,8 @@ class Checkpoint:
         ...     out = torch.empty(10, dtype=weight.torch_dtype)
         ...     saved.read_into(weight, 100, out)
     """
+
+    what = "checkpoint of shardwise"
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -54,14 +55,6 @@ class Checkpoint:
         self._files: dict[str, TensorFile] = {}
         self._spans: dict[str, list[tuple[int, int]]] = {}
         self._opening = threading.Lock()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all files, and unlock the checkpoint."""
@@ -77,25 +70,37 @@ class Checkpoint:
                 return tensor
         raise CheckpointError(f"{self.path}: there is no {kind} {name!r}")
 
-    def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
-        """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device.
-        Thread-safe. Only their bytes are read. Raises CheckpointError if they are not stored, or a file cannot be read.
+    @property
+    def excluded(self) -> list[str]:
+        """Frozen parameters that the save left out."""
+        return list(self.manifest.excluded)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return all parameters and buffers by name: master weights if there are any, and rank 0's buffers."""
+        held = [*self.manifest.of_kind(manifest.PARAMETER), *self.manifest.of_kind(manifest.BUFFER)]
+        return {tensor.name: tensor for tensor in held if tensor.rank is None}
+
+    def opened(self, tensor: StoredTensor, part: Slice) -> ReadRange:
+        """Return a thread-safe function that reads from a slice of a tensor."""
+        return functools.partial(self._stored(tensor, part).read_into, part.key)
+
+    def check(self, tensors: Iterable[StoredTensor] | None = None, progress: Progress | None = None) -> bool:
+        """Compare the bytes of tensors (None: of everything) with their checksums, and report progress in blocks.
+        Raises CheckpointError if a file is damaged.
         """
-        for part, patch in tensor.runs(start, start + out.numel()):
-            file = self._stored(tensor, part)
-            read_patch(patch, tensor.torch_dtype, functools.partial(file.read_into, part.key), out)
+        wanted = None if tensors is None else list(tensors)
+        files = self.manifest.files if wanted is None else {part.file for tensor in wanted for part in tensor.slices}
+        self.check_sizes(sorted(files))
+        blocks = self.blocks(wanted)
+        for first in range(0, len(blocks), 16):
+            self.verify(blocks[first : first + 16])
+            if progress is not None:
+                progress(min(len(blocks), first + 16), len(blocks))
+        return True
 
     def read_all(self, runs: Sequence[Run]) -> None:
         """Call `read_into` for several (tensor, start, out), with several threads if there are cores for them."""
         for_each(lambda run: self.read_into(*run), runs)
-
-    def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return an unsharded tensor, on the CPU."""
-        for part in tensor.slices:
-            self._stored(tensor, part)  # before memory is allocated for a missing tensor
-        values = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
-        self.read_into(tensor, 0, values.view(-1))
-        return values
 
     def module_values(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers unsharded, on the CPU, under all their names."""
@@ -232,6 +237,5 @@ def verify(path: str) -> manifest.Manifest:
         CheckpointError: a file is missing, damaged, or of another format.
     """
     with Checkpoint(path) as saved:
-        saved.check_sizes(saved.manifest.files)
-        saved.verify(saved.blocks())
+        saved.check()
         return saved.manifest

@@ -16,14 +16,11 @@ import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import torch
 
 from shardwise.checkpoint import directory
-from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.safetensors_writer import TensorWriter
 from shardwise.checkpoint.torch_save_writer import StateFileWriter
+from shardwise.checkpoint.weights_writer import Entry, Pieces
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.units import parse_size
 
@@ -44,31 +41,6 @@ def shard_bytes(size: int | str, name: str = "max_shard_size") -> int:
     return found
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to be written: its name, dtype and shape in the file. `hf` notes `aliases` in the header, as
-    `safetensors.torch.save_model` does; `pt` has the tensor under all of them. `source` is the caller's key.
-    """
-
-    name: str
-    spec: Spec
-    aliases: tuple[str, ...] = ()
-    source: str = ""
-
-
-class Writer(Protocol):
-    """Writes one file."""
-
-    def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
-        """Write elements of one tensor."""
-
-    def close(self) -> object:
-        """Finish the file."""
-
-    def abandon(self) -> None:
-        """Close without finishing."""
-
-
 @dataclass
 class _File:
     name: str
@@ -77,7 +49,9 @@ class _File:
 
 
 class WeightFiles:
-    """Writes the weights of one model (`entries`, in the order of writing) into a directory, created if needed.
+    """Writes the weights of one model (`entries`, in the order of writing) into a directory, created if needed. A
+    `WeightsWriter`: aliases of entries are noted in the header of safetensors files, as
+    `safetensors.torch.save_model` does; a file of `torch.save` has the tensor under all of them.
 
     The suffix of `name`, that of a single file, gives the format; several files have `-00001-of-00002` in it.
     `max_shard_size` is in bytes of tensors in one file, unless a single tensor is larger; None: one file. `overwrite`
@@ -106,7 +80,7 @@ class WeightFiles:
         self._place = {entry.name: number for number, file in enumerate(self._files) for entry in file.entries}
         # A checkpoint may be published into the same directory: its files are not touched.
         self._draft = directory.StagingDirectory(parent, "weights", tidy=False)
-        self._writer: Writer | None = None
+        self._writer: TensorWriter | StateFileWriter | None = None
         self._current = -1
 
     @property
@@ -131,11 +105,12 @@ class WeightFiles:
         names = os.listdir(self._parent) if os.path.isdir(self._parent) else []
         return sorted(name for name in names if mine.fullmatch(name) or name == self._index)
 
-    def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write elements from `start` on; tensors and their pieces come in order. Raises OSError."""
+    def write(self, name: str, kind: str, pieces: Pieces) -> None:
+        """Write a tensor; tensors and their pieces come in order. Raises OSError."""
         self._begin(self._place[name])
         assert self._writer is not None
-        self._writer.write_part(name, start, values)
+        for start, values in pieces:
+            self._writer.write_part(name, start, values)
 
     def _begin(self, number: int) -> None:
         while self._current < number:
@@ -144,7 +119,7 @@ class WeightFiles:
             self._current += 1
             self._writer = self._open(self._files[self._current])
 
-    def _open(self, file: _File) -> Writer:
+    def _open(self, file: _File) -> TensorWriter | StateFileWriter:
         path = os.path.join(self._draft.path, file.name)
         specs = {entry.name: entry.spec for entry in file.entries}
         if self._ending in PICKLED:

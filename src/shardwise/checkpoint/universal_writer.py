@@ -20,12 +20,13 @@ import torch
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.deepspeed import trainer_state
 from shardwise.checkpoint.deepspeed.layer_files import stage_name
-from shardwise.checkpoint.deepspeed.universal import MASTER, STATE, STEP, UniversalFiles
-from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, StoredTensor, outline
+from shardwise.checkpoint.deepspeed.universal import MASTER, STATE, STEP, file_of
+from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, outline
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_reader import Spec
-from shardwise.checkpoint.source import PIECE, Progress
 from shardwise.checkpoint.torch_save_writer import StateFileWriter
+from shardwise.checkpoint.weights_reader import Progress
+from shardwise.checkpoint.weights_writer import Pieces
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 VERSION = "0.19.8"
@@ -72,32 +73,36 @@ def write_universal(
     path = os.path.join(parent, directory.check_tag(tag))
     if os.path.lexists(path):
         raise CheckpointPathError(f"{path}: exists already; choose another name, or remove it")
-    saved.verify(saved.blocks())
-    made = _Universal(saved, stages, tied or {})
-    draft = os.path.join(parent, f".{tag}.{secrets.token_hex(4)}.partial")
+    saved.check()
+    writer = UniversalWriter(saved, parent, tag, stages, tied or {})
     try:
-        os.makedirs(draft)
-        made.write(draft, progress)
-        os.rename(draft, path)
-        directory.sync_directory(parent)
-        temporary = f"{draft}.{directory.LATEST_UNIVERSAL}"
-        directory.write_file(temporary, tag.encode())
-        os.replace(temporary, os.path.join(parent, directory.LATEST_UNIVERSAL))
+        done, size = 0, sum(tensor.numel * tensor.torch_dtype.itemsize for tensor in writer.tensors)
+        for tensor in writer.tensors:
+            writer.write(tensor.name, tensor.kind, saved.pieces(tensor))
+            done += tensor.numel * tensor.torch_dtype.itemsize
+            if progress is not None:
+                progress(done, size)
+        writer.finish()
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "
             "before is unchanged"
         ) from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return made.notes
+        writer.abandon()
+    return writer.notes
 
 
-class _Universal:
-    """Content of a universal checkpoint."""
+class UniversalWriter:
+    """Writes a universal checkpoint with the content of another one (a `WeightsWriter`); `tensors` are to be written.
 
-    def __init__(self, saved: Checkpoint, stages: bool, tied: Mapping[str, int]) -> None:
+    Raises CheckpointError if the format has no place for the content.
+    """
+
+    def __init__(self, saved: Checkpoint, parent: str, tag: str, stages: bool, tied: Mapping[str, int]) -> None:
         self._saved, self._stages, self._tied = saved, stages, tied
+        self._parent, self._tag = parent, tag
+        self._draft = os.path.join(parent, f".{tag}.{secrets.token_hex(4)}.partial")
         self.notes: list[str] = []
         held = saved.manifest
         if held.optimizer is None or "refused" in held.optimizer:
@@ -115,6 +120,10 @@ class _Universal:
         unused = [key for key, n in tied.items() if not any(name.startswith(f"layers.{n}.") for name in self._names)]
         if unused:
             raise CheckpointError(f"tied: the layers of {outline(unused)} have no parameters in {saved.path}")
+        state = [self._state[t.name, entry] for t in self._trained for entry in sorted(_ENTRIES)]
+        self.tensors = [*self._trained, *state, *self._others, *self._buffers]
+        self._of = {(t.name, t.kind): t for t in self.tensors}
+        self._fp32 = {t.name for t in self._trained}
 
     def _check(self) -> None:
         for tensor in self._trained:
@@ -161,43 +170,41 @@ class _Universal:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def write(self, path: str, progress: Progress | None) -> None:
-        """Write all files into a directory."""
-        files: list[tuple[StoredTensor, str, str, torch.dtype | None]] = []
-        for tensor in self._trained:
-            files.append((tensor, tensor.name, MASTER, torch.float32))
-            for entry in sorted(_ENTRIES):
-                files.append((self._state[tensor.name, entry], tensor.name, entry, torch.float32))
-        files += [(tensor, tensor.name, MASTER, None) for tensor in (*self._others, *self._buffers)]
-        size, done = sum(t.numel * (dtype or t.torch_dtype).itemsize for t, _, _, dtype in files), 0
-        for tensor, name, entry, dtype in files:
-            file = os.path.join(path, UniversalFiles.file(self._names[name], entry))
-            os.makedirs(os.path.dirname(file), exist_ok=True)
-            done += self._write_tensor(file, tensor, dtype or tensor.torch_dtype)
-            if progress is not None:
-                progress(done, size)
+    def write(self, name: str, kind: str, pieces: Pieces) -> None:
+        """Write a tensor into its file; trained parameters and their state in fp32."""
+        tensor = self._of[name, kind]
+        dtype = torch.float32 if name in self._fp32 else tensor.torch_dtype
+        entry = kind.removeprefix(OPTIMIZER) if kind.startswith(OPTIMIZER) else MASTER
+        path = os.path.join(self._draft, file_of(self._names[name], entry))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        writer = StateFileWriter(path, {"param": Spec(dtype, tensor.shape)})
+        try:
+            for start, values in pieces:
+                writer.write_part("param", start, values.to(dtype))
+            writer.close()
+        finally:
+            writer.abandon()
+
+    def finish(self) -> list[str]:
+        """Write step counts, settings and model states, publish the directory, and let `latest_universal` name it."""
         for tensor in self._trained:
             step = torch.tensor(self._steps[tensor.group or 0], dtype=torch.float32, device="cpu")
-            _save(step, os.path.join(path, UniversalFiles.file(self._names[tensor.name], STEP)))
-        _save(self._optimizer(), os.path.join(path, STATE))
+            _save(step, os.path.join(self._draft, file_of(self._names[tensor.name], STEP)))
+        _save(self._optimizer(), os.path.join(self._draft, STATE))
         for name in _MODELS:
-            _save(self._model(), os.path.join(path, name))
-        for folder, _, _ in os.walk(path, topdown=False):
+            _save(self._model(), os.path.join(self._draft, name))
+        for folder, _, _ in os.walk(self._draft, topdown=False):
             directory.sync_directory(folder)
+        os.rename(self._draft, os.path.join(self._parent, self._tag))
+        directory.sync_directory(self._parent)
+        temporary = f"{self._draft}.{directory.LATEST_UNIVERSAL}"
+        directory.write_file(temporary, self._tag.encode())
+        os.replace(temporary, os.path.join(self._parent, directory.LATEST_UNIVERSAL))
+        return [self._tag]
 
-    def _write_tensor(self, file: str, tensor: StoredTensor, dtype: torch.dtype) -> int:
-        writer = StateFileWriter(file, {"param": Spec(dtype, tensor.shape)})
-        try:
-            step = PIECE // dtype.itemsize
-            for start in range(0, tensor.numel, step):
-                out = torch.empty(min(step, tensor.numel - start), dtype=dtype, device="cpu")
-                self._saved.read_into(tensor, start, out)
-                writer.write_part("param", start, out)
-            writer.close()
-        except BaseException:
-            writer.abandon()
-            raise
-        return tensor.numel * dtype.itemsize
+    def abandon(self) -> None:
+        """Remove everything written; after `finish` nothing."""
+        shutil.rmtree(self._draft, ignore_errors=True)
 
     def _optimizer(self) -> dict[str, Any]:
         groups = []

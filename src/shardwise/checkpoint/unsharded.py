@@ -7,7 +7,7 @@ the first rank of each group sends its tensors on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import nn
 
 from shardwise import boxes
 from shardwise.checkpoint.agree import collective_step, on_first_rank
-from shardwise.checkpoint.collect import extra_states
+from shardwise.checkpoint.collect import extra_states, within
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.errors import CheckpointError
-from shardwise.registry import HeldPart, paste
+from shardwise.registry import HeldPart, paste, taken
 
 _LABEL = "weights"
 
@@ -45,8 +45,15 @@ class UnshardedTensor:
         return cls(name, tuple(aliases), tuple(shape), dtype_of(dtype))
 
 
+Use = Callable[[UnshardedTensor, torch.Tensor], None]
+"""Called with a tensor and its unsharded values."""
+
+
 class UnshardedWeights:
     """Unsharded parameters and buffers of all ranks, on all ranks or the first (`to_first`). Methods are collectives.
+
+    With `masters`, which needs `to_first`, values of parameters are master weights, if there are any; `hold` accounts
+    buffers.
 
     Raises CheckpointError if boxes do not partition a tensor, or if only some ranks have modules with extra state.
 
@@ -60,36 +67,48 @@ class UnshardedWeights:
         tensors: all tensors that this rank receives, by name, with all further names.
     """
 
-    def __init__(self, model: CheckpointedModel, *, exclude_frozen: bool = False, to_first: bool = False) -> None:
-        self._model, self._to_first = model, to_first
+    def __init__(
+        self,
+        model: CheckpointedModel,
+        *,
+        exclude_frozen: bool = False,
+        to_first: bool = False,
+        masters: bool = False,
+        hold: Callable[[torch.Tensor], None] = lambda tensor: None,
+    ) -> None:
+        self._model, self._to_first, self._hold = model, to_first, hold
         comm, group = model.comm, model.pass_group
         self._receives = not to_first or comm.rank == 0
         self._firsts, self._first_ranks, self.own = [0] * comm.world, [0], 0
+        self._masters: _MasterWeights | None = None
         self.groups: list[list[UnshardedTensor | None]] = []
         if group.world == comm.world:
-            self._collect(exclude_frozen)
+            self._collect(exclude_frozen, masters)
         else:
-            self._compare(exclude_frozen)
+            self._compare(exclude_frozen, masters)
         self.tensors: dict[str, UnshardedTensor] = {}
         for tensor in (tensor for some in self.groups for tensor in some if tensor is not None):
             known = self.tensors.setdefault(tensor.name, tensor)
             aliases = tuple(dict.fromkeys((*known.aliases, *tensor.aliases)))
             self.tensors[tensor.name] = replace(known, aliases=aliases)
 
-    def _collect(self, exclude_frozen: bool) -> list[UnshardedTensor]:
+    def _collect(self, exclude_frozen: bool, masters: bool) -> list[UnshardedTensor]:
         self.parameters = unsharded_parameters(self._model, exclude_frozen=exclude_frozen)
+        if masters:
+            self._masters = _MasterWeights(self._model, self.parameters, self._hold)
+            self.parameters = self._masters.parameters
         self.buffers = dict(sorted(gathered_buffers(self._model).items()))
         plain = [UnshardedTensor(n, (), tuple(b.shape), b.dtype) for n, b in self.buffers.items()]
         mine = [*self.parameters.values(), *plain]
         self.groups = [list(mine)]
         return mine
 
-    def _compare(self, exclude_frozen: bool) -> None:
+    def _compare(self, exclude_frozen: bool, masters: bool) -> None:
         """Exchange the numbers of tensors, and send the descriptions to the ranks that receive the tensors."""
         comm = self._model.comm
         leads = self._model.pass_group.rank == 0
         with collective_step(comm, "gathering whole weights") as step:
-            mine = self._collect(exclude_frozen)
+            mine = self._collect(exclude_frozen, masters)
             extra = [name for name, _ in extra_states(self._model.module)]
             if extra:
                 raise CheckpointError(
@@ -109,40 +128,47 @@ class UnshardedWeights:
             found = [None if entry is None else UnshardedTensor.of(entry) for entry in entries]
             self.groups[number:] = [list(mine) if number == self.own else list(found)]
 
-    def ranks_of(self, group: int) -> list[int]:
-        """Return the ranks of a pass group."""
-        return [rank for rank, first in enumerate(self._firsts) if first == self._first_ranks[group]]
+    def for_each(self, use: Use) -> None:
+        """Call `use` with each tensor and its values, each name once, on the ranks that receive them.
 
-    def __iter__(self) -> Iterator[tuple[UnshardedTensor, torch.Tensor]]:
-        """Yield tensors with their values, each name once, on the ranks that receive them. Iterate to the end.
-
-        A value keeps the memory of its unit alive: drop it before the next iteration.
+        A value keeps the memory of its unit alive until `use` returns.
         """
         seen: set[str] = set()
         for number, (first, listed) in enumerate(zip(self._first_ranks, self.groups, strict=True)):
-            own = self._own_values() if number == self.own else None
-            for tensor in listed:
-                values = None if own is None else self._checked(tensor, *next(own))
+            left = iter(listed)
+
+            def deliver(
+                name: str | None,
+                values: torch.Tensor | None,
+                first: int = first,
+                left: Iterator[UnshardedTensor | None] = left,
+            ) -> None:
+                tensor = next(left)
+                assert name is None or (tensor is not None and tensor.name == name), (tensor, name)
                 if not self._to_first and tensor is not None and tensor.name in seen:
-                    continue  # known to all ranks
+                    return  # known to all ranks
                 if len(self.groups) > 1:
                     values = self._sent_on(tensor, values, first)
                 if values is not None and tensor is not None and tensor.name not in seen:
                     seen.add(tensor.name)
-                    yield self.tensors[tensor.name], values
+                    use(self.tensors[tensor.name], values)
+
+            if number == self.own:
+                self._own_values(deliver)
+            else:
+                for _ in listed:
+                    deliver(None, None)
+
+    def _own_values(self, deliver: Callable[[str, torch.Tensor | None], None]) -> None:
+        if self._masters is not None:
+            self._masters.for_each(deliver)
+        else:
+            for tensor, values in _gathered(self._model, self.parameters, to_first=self._to_first):
+                deliver(tensor.name, values)
                 del values
-
-    def _own_values(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for tensor, values in _gathered(self._model, self.parameters, to_first=self._to_first):
-            yield tensor.name, values
-            del values
         keep = not self._to_first or self._model.pass_group.rank == 0
-        yield from ((name, buffer.detach() if keep else None) for name, buffer in self.buffers.items())
-
-    @staticmethod
-    def _checked(tensor: UnshardedTensor | None, name: str, values: torch.Tensor | None) -> torch.Tensor | None:
-        assert tensor is not None and tensor.name == name, (tensor, name)
-        return values
+        for name, buffer in self.buffers.items():
+            deliver(name, buffer.detach() if keep else None)
 
     def _sent_on(self, tensor: UnshardedTensor | None, values: torch.Tensor | None, first: int) -> torch.Tensor | None:
         """Send a tensor from the first rank of its pass group to the ranks that receive it."""
@@ -168,6 +194,64 @@ class UnshardedWeights:
         sizes = [arrived.numel() * (rank == first) for rank in range(comm.world)]
         comm.all_to_all(arrived, given, sizes, [given.numel(), *[0] * (comm.world - 1)], _LABEL).wait()
         return arrived.view(tensor.dtype).view(tensor.shape) if self._receives and tensor is not None else None
+
+
+class _MasterWeights:
+    """Master weights of a pass group, one tensor at a time on its first rank. `parameters` have their dtypes there."""
+
+    def __init__(
+        self, model: CheckpointedModel, wanted: Mapping[str, UnshardedTensor], hold: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._model, self._hold = model, hold
+        self._runs: dict[str, list[tuple[Any, int, int, torch.Tensor]]] = {}
+        values, ranges = model.value_runs(), model.owned_ranges()
+        for tensor in model.registry:
+            if tensor.name in wanted:
+                with model.materialized(tensor.index):
+                    runs = within(values.get(tensor.index, []), ranges.get(tensor.index, []))
+                self._runs.setdefault(tensor.name, []).extend((model.box_of(tensor), *run) for run in runs)
+        local = {
+            name: [name_of(runs[0][3].dtype), [run[:3] for run in runs]] for name, runs in self._runs.items() if runs
+        }
+        self._of_ranks = on_first_rank(model.pass_group, local, _LABEL)
+        dtypes = {name: dtype_of(dtype) for held in self._of_ranks for name, (dtype, _) in held.items()}
+        self.parameters = {name: replace(t, dtype=dtypes.get(name, t.dtype)) for name, t in wanted.items()}
+
+    def for_each(self, deliver: Callable[[str, torch.Tensor | None], None]) -> None:
+        nothing = torch.empty(0, device="cpu")
+
+        def use(names: Sequence[str]) -> None:
+            for name in names:
+                deliver(name, self._gather(self.parameters[name]))
+
+        # Ranks may fetch different numbers of tensors at a time; the order, that of collectives, is the same.
+        first = {name: runs[0][3] for name, runs in self._runs.items() if runs}
+        self._model.fetch([(name, first.get(name, nothing)) for name in self.parameters], use)
+
+    def _gather(self, tensor: UnshardedTensor) -> torch.Tensor | None:
+        comm, device = self._model.pass_group, self._model.device
+        own = [values.to(device).reshape(-1).view(torch.uint8) for *_, values in self._runs.get(tensor.name, ())]
+        given = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *own])
+        runs = [held.get(tensor.name, (None, ()))[1] for held in self._of_ranks]
+        counts = [sum(stop - start for _, start, stop in some) * tensor.dtype.itemsize for some in runs]
+        arrived = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+        self._hold(given)
+        self._hold(arrived)
+        sent = [given.numel(), *[0] * (comm.world - 1)]
+        comm.all_to_all(arrived, given, counts or [0] * comm.world, sent, tensor.name).wait()
+        del given, own
+        if comm.rank != 0:
+            return None
+        flat, outer, place = arrived.view(tensor.dtype), boxes.whole(tensor.shape), 0
+        unsharded = torch.empty(flat.numel(), dtype=tensor.dtype, device=device)
+        self._hold(unsharded)
+        for box, start, stop in (run for some in runs for run in some):
+            part, held = flat[place : place + stop - start], outer if box is None else boxes.region(box)
+            for patch in boxes.overlap(held, start, stop, outer, 0, flat.numel()):
+                into = unsharded.as_strided(patch.shape, patch.target_strides, patch.target)
+                into.copy_(taken(part, patch).view(patch.shape))
+            place += stop - start
+        return unsharded.view(tensor.shape)
 
 
 def unsharded_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[str, UnshardedTensor]:

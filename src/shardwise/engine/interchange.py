@@ -17,11 +17,9 @@ import torch
 from shardwise.checkpoint import weights
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, TargetParameter, recognised
-from shardwise.checkpoint.directory import check_directory
-from shardwise.checkpoint.exporting import KEEP, export_model, request_of
-from shardwise.checkpoint.importing import LoadedWeights, Rename, load_weights
+from shardwise.checkpoint.exporting import KEEP, export_model, request_of, request_of_16bit
+from shardwise.checkpoint.importing import LoadedWeights, Rename, load_state_dict, load_weights
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.sharded_weights import shard_bytes
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 
@@ -86,8 +84,10 @@ class Interchange:
                 directory, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite
             )
         self._sharded.hooks.settle()
-        accountant = self._sharded.accountant
-        export_model(self._sharded.state, request, lambda tensor: accountant.hold(Category.BUFFERS, tensor))
+        export_model(self._sharded.state, request, self._hold)
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        self._sharded.accountant.hold(Category.BUFFERS, tensor)
 
     def load_weights(
         self,
@@ -156,14 +156,8 @@ class Interchange:
             CheckpointError: `max_shard_size` is not a size, or writing failed; raised on all ranks.
         """
         self._sharded.check_there("engine.save_16bit_model()", values=True)
-        parent = check_directory(save_dir, "save_dir")
-        weights.write_weights(
-            self._sharded.state,
-            parent,
-            weights.check_file_name(save_filename),
-            exclude_frozen=exclude_frozen_parameters,
-            max_shard_size=None if max_shard_size is None else shard_bytes(max_shard_size),
-        )
+        request = request_of_16bit(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+        export_model(self._sharded.state, request, self._hold)
         return True
 
     def module_state_dict(
@@ -224,7 +218,7 @@ class Interchange:
             load_custom(self._sharded, self._job, custom_load_fn, values)
         else:
             may_lack = frozenset(allowed_missing_keys or ())
-            weights.load_state_dict(self._sharded.state, values, strict=strict, may_lack=may_lack)
+            load_state_dict(self._sharded.state, values, strict=strict, may_lack=may_lack)
 
 
 def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, values: Mapping[str, Any]) -> None:

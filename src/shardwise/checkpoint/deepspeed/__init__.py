@@ -5,7 +5,7 @@ that for every stage and compares all values.
 """
 
 from shardwise.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint
-from shardwise.checkpoint.deepspeed.directory import recognised
+from shardwise.checkpoint.deepspeed.index import recognised
 from shardwise.checkpoint.deepspeed.stage0_optimizer import Target
 from shardwise.checkpoint.deepspeed.tp_merge import TargetParameter
 

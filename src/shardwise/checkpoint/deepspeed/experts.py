@@ -11,15 +11,13 @@ Expert-parallel groups are adjacent ranks; with `use_data_before_expert_parallel
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.deepspeed.directory import expert_file
 from shardwise.checkpoint.manifest import outline
 from shardwise.errors import CheckpointError
 
@@ -48,94 +46,72 @@ class Holders:
     ranks: Sequence[int]
     names: Mapping[str, str]
 
+    def name(self, name: str) -> str:
+        """Return the name in the model."""
+        return self.names.get(name, name)
+
+
+Place = tuple[ExpertLayer, int, str]
+"""Layer, expert number and inner name of an expert's parameter."""
+
 
 class Experts:
-    """The experts of a checkpoint, from `files` by (layer, expert), `opened` files, and `counts` of experts of each
-    layer (`num_experts`). `values` has all their parameters by the names of the model, `homes` the file of each,
-    `layers` is in the model's order.
+    """The experts of a checkpoint, from `files` by (layer, expert), `counts` of experts of each layer (`num_experts`),
+    and a function that opens a file. `values` has all their parameters by the names of the model, `homes` the file of
+    each, `layers` is in the model's order.
     """
 
-    def __init__(self, path: str, files: Mapping[tuple[int, int], str], counts: Any, opened: Mapping[str, Any]) -> None:
-        self.path = path
-        self.layers: list[ExpertLayer] = []
-        self._by_prefix: dict[str, ExpertLayer] = {}
+    def __init__(
+        self, files: Mapping[tuple[int, int], str], counts: Sequence[int], opened: Callable[[str], Mapping[str, Any]]
+    ) -> None:
         self.values: dict[str, torch.Tensor] = {}
         self.homes: dict[str, str] = {}
-        if not isinstance(counts, (list, tuple)) or not all(isinstance(n, int) and n > 0 for n in counts):
-            raise CheckpointError(
-                f"{path}: num_experts: expected the numbers of experts of all layers, found {counts!r}: a layout that "
-                "is not known"
-            )
-        expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
-        self._check_files(expected, files, counts)
-        for layer, count in enumerate(counts):
-            self.layers.append(self._layer(layer, count, files, opened))
+        self.layers = [self._layer(layer, count, files, opened) for layer, count in enumerate(counts)]
         self._by_prefix = {layer.prefix: layer for layer in self.layers}
-        if len(self._by_prefix) < len(self.layers):
-            raise CheckpointError(f"{path}: files of different layers hold the same experts: files of two checkpoints")
-
-    def _check_files(
-        self, expected: set[tuple[int, int]], files: Mapping[tuple[int, int], str], counts: Sequence[int]
-    ) -> None:
-        missing = [expert_file(*place) for place in sorted(expected - set(files))]
-        if missing:
-            raise CheckpointError(
-                f"{self.path}: files of experts are missing: {outline(missing)}; its layers have "
-                f"{', '.join(map(str, counts))} experts. It is incomplete: saving it was interrupted, or files were "
-                "not copied"
-            )
-        beyond = sorted(set(files) - expected)
-        if beyond:
-            raise CheckpointError(
-                f"{self.path}: holds {files[beyond[0]]}, but its layers have {', '.join(map(str, counts))} experts: a "
-                "file of another checkpoint. Move files that do not belong to it away"
-            )
 
     def _layer(
-        self, number: int, count: int, files: Mapping[tuple[int, int], str], opened: Mapping[str, Any]
+        self,
+        number: int,
+        count: int,
+        files: Mapping[tuple[int, int], str],
+        opened: Callable[[str], Mapping[str, Any]],
     ) -> ExpertLayer:
-        found: ExpertLayer | None = None
+        layers = set()
         for expert in range(count):
             name = files[number, expert]
-            parts = {key: _PARTS.fullmatch(str(key)) for key in opened[name]}
-            prefix = {match.group(1) for match in parts.values() if match is not None}
-            strange = [key for key, match in parts.items() if match is None or int(match.group(2)) != expert]
-            strange += [key for key, value in opened[name].items() if not isinstance(value, torch.Tensor)]
-            if len(prefix) != 1 or strange:
+            content = opened(name)
+            parts = [match for key in content if (match := _PARTS.fullmatch(str(key)))]
+            prefixes = {match[1] for match in parts if int(match[2]) == expert}
+            if len(prefixes) != 1 or len(parts) < len(content):
                 raise CheckpointError(
-                    f"{os.path.join(self.path, name)}: expected the tensors <layer>.deepspeed_experts.{expert}.<name> "
-                    f"of one layer, found {outline(strange or sorted(prefix)) or 'nothing'}: a file of another "
-                    "checkpoint, or a layout that is not known"
+                    f"{name}: expected the tensors <layer>.deepspeed_experts.{expert}.<name> of one layer, found "
+                    f"{outline([str(key) for key in content])}: a file of another checkpoint, or a layout that is not "
+                    "known"
                 )
-            inside = tuple(match.group(3) for match in parts.values() if match is not None)
-            own = ExpertLayer(number, prefix.pop(), count, inside)
-            if found is not None and own != found:
-                raise CheckpointError(
-                    f"{os.path.join(self.path, name)}: holds {outline(own.names([expert]))}, and expert 0 of the layer "
-                    f"{outline(found.names([0]))}: files of several checkpoints"
-                )
-            found = own
-            self.values.update(opened[name])
-            self.homes.update(dict.fromkeys(opened[name], name))
-        assert found is not None
-        return found
+            layers.add(ExpertLayer(number, prefixes.pop(), count, tuple(match[3] for match in parts)))
+            self.values.update(content)
+            self.homes.update(dict.fromkeys(content, name))
+        if len(layers) != 1:
+            raise CheckpointError(f"{files[number, 0]}: its layer has experts of other names: files of two checkpoints")
+        return layers.pop()
 
-    def layer_of(self, name: str) -> tuple[ExpertLayer, int, str] | None:
+    def layer_of(self, name: str) -> Place | None:
         """Return layer, expert number and inner name of an expert's parameter."""
         match = _PARTS.fullmatch(name)
-        if match is None:
-            return None
-        layer = self._by_prefix.get(match.group(1))
-        return None if layer is None else (layer, int(match.group(2)), match.group(3))
+        layer = None if match is None else self._by_prefix.get(match[1])
+        return None if match is None or layer is None else (layer, int(match[2]), match[3])
+
+    def _places(self, names: Iterable[str]) -> list[Place]:
+        return [place for place in map(self.layer_of, names) if place is not None]
 
     def check_buffers(self, buffers: Iterable[str]) -> None:
         """Raise CheckpointError if there are buffers inside of experts."""
-        for name in buffers:
-            if self.layer_of(name) is not None:
-                raise CheckpointError(
-                    f"{self.path}: {name!r} is a buffer inside of experts, and those of different experts have the "
-                    "same name on different ranks; they cannot be imported"
-                )
+        found = [name for name in buffers if self.layer_of(name) is not None]
+        if found:
+            raise CheckpointError(
+                f"{found[0]!r} is a buffer inside of experts, and those of different experts have the same name on "
+                "different ranks; they cannot be imported"
+            )
 
     # -- the optimizer's flat groups, stages 1 and 2 -----------------------------------------------------------------
 
@@ -148,45 +124,33 @@ class Experts:
         sharded. With `data_first` expert-data-parallel groups are adjacent ranks. Raises CheckpointError if these
         contradict each other.
         """
-        here = self._local(name for group in shapes for name in group)
+        numbers: dict[ExpertLayer, set[int]] = {}
+        for layer, expert, _ in self._places(name for group in shapes for name in group):
+            numbers.setdefault(layer, set()).add(expert)
+        here = {layer: len(own) for layer, own in numbers.items()}
         found = []
         for number, (group, count) in enumerate(zip(shapes, counts, strict=True)):
-            places = {name: self.layer_of(name) for name in group}
-            owners = {place[0] for place in places.values() if place is not None}
-            if not owners:
-                if count != world:
-                    raise CheckpointError(f"{self.path}: group {number} is divided among {count} of {world} ranks")
-                found.append([Holders(range(world), {})])
-                continue
-            if None in places.values():
+            places = {name: place for name in group if (place := self.layer_of(name)) is not None}
+            size = world // count if places else 1
+            fits = all(here[layer] * size == layer.count for layer, _, _ in places.values())
+            if size * count != world or not fits or len(places) not in (0, len(group)):
                 raise CheckpointError(
-                    f"{self.path}: parameter group {number} has both experts and other parameters: a layout that is "
-                    "not known"
+                    f"parameter group {number} is divided among {count} of {world} ranks, which does not fit its "
+                    f"parameters ({outline(list(group))}): a layout that is not known"
                 )
-            size = world // count
-            for layer in owners:
-                if size * count != world or here[layer] * size != layer.count:
-                    raise CheckpointError(
-                        f"{self.path}: group {number} is divided among {count} of {world} ranks, which does not fit "
-                        f"{here[layer]} of {layer.count} experts {layer.prefix}* on each: a layout that is not known"
-                    )
             found.append(
                 [
                     Holders(
-                        [p * count + i if data_first else i * size + p for i in range(count)],
-                        {n: _renumbered(place, p * here[place[0]]) for n, place in places.items() if place},
+                        [copy * count + i if data_first else i * size + copy for i in range(count)],
+                        {
+                            name: f"{layer.prefix}{copy * here[layer] + expert}.{inside}"
+                            for name, (layer, expert, inside) in places.items()
+                        },
                     )
-                    for p in range(size)
+                    for copy in range(size)
                 ]
             )
         return found
-
-    def _local(self, names: Iterable[str]) -> dict[ExpertLayer, int]:
-        own: dict[ExpertLayer, set[int]] = {}
-        for place in map(self.layer_of, names):
-            if place is not None:
-                own.setdefault(place[0], set()).add(place[1])
-        return {layer: len(numbers) for layer, numbers in own.items()}
 
     # -- the optimizer's numbered parameters, stage 0 ----------------------------------------------------------------
 
@@ -197,17 +161,17 @@ class Experts:
         experts are called `ep_size_N`), names of parameters in each group of the engine (`members`; None: unknown), and
         the number of files of experts' optimizer states (`ranks`).
         """
-        by_group = {n: int(match.group(1)) for n, g in enumerate(settings) if (match := _GROUP.fullmatch(_name(g)))}
-        if members is None and len(set(by_group.values())) > 1:
+        named = {n: int(m[1]) for n, g in enumerate(settings) if (m := _GROUP.fullmatch(str(g.get("name", ""))))}
+        different = sorted(set(named.values()))
+        if members is None and len(different) > 1:
             raise CheckpointError(
-                f"experts were divided over {' and '.join(map(str, sorted(set(by_group.values()))))} ranks, and the "
-                "file does not give the number of each layer"
+                f"experts were divided over {' and '.join(map(str, different))} ranks, and the file does not give the "
+                "number of each layer"
             )
-        usual = next(iter(by_group.values())) if len(set(by_group.values())) == 1 else max(1, ranks)
-        found = dict.fromkeys(self.layers, usual)
+        found = dict.fromkeys(self.layers, different[0] if len(different) == 1 else max(1, ranks))
         for number, names in enumerate(members or ()):
-            if number in by_group:
-                found.update((place[0], by_group[number]) for place in map(self.layer_of, names) if place is not None)
+            if number in named:
+                found.update((layer, named[number]) for layer, _, _ in self._places(names))
         for layer, size in found.items():
             if layer.count % size:
                 raise CheckpointError(
@@ -233,10 +197,9 @@ class Experts:
         here: dict[ExpertLayer, set[int]] = {}
         groups: dict[ExpertLayer, set[int]] = {}
         for number, names in enumerate(members):
-            for place in map(self.layer_of, names):
-                if place is not None:
-                    here.setdefault(place[0], set()).add(place[1])
-                    groups.setdefault(place[0], set()).add(number)
+            for layer, expert, _ in self._places(names):
+                here.setdefault(layer, set()).add(expert)
+                groups.setdefault(layer, set()).add(number)
         found: list[list[str]] = []
         for names in members:
             group: list[str] = []
@@ -257,22 +220,7 @@ class Experts:
                     )
                 elif layer not in done:
                     done.add(layer)
-                    first = [n for n in names if (at := self.layer_of(n)) and at[:2] == (layer, expert)]
-                    order = [at[2] for n in first if (at := self.layer_of(n))]
-                    group += [f"{layer.prefix}{number}.{inside}" for number in experts for inside in order]
+                    order = [inner for known, number, inner in self._places(names) if (known, number) == place[:2]]
+                    group += [f"{layer.prefix}{number}.{inner}" for number in experts for inner in order]
             found.append(group)
         return found
-
-
-def _renumbered(place: tuple[ExpertLayer, int, str], first: int) -> str:
-    layer, expert, inside = place
-    return f"{layer.prefix}{first + expert}.{inside}"
-
-
-def _name(group: Mapping[str, Any]) -> str:
-    return str(group.get("name", ""))
-
-
-def is_of_experts(group: Mapping[str, Any]) -> bool:
-    """Return True for the settings of a parameter group of experts."""
-    return bool(group.get("moe"))

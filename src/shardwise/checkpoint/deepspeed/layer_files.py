@@ -10,24 +10,19 @@ Here parameters of such a model are named `layers.NN.<name>`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.checkpoint.deepspeed.index import LAYER, OpenFiles
+from shardwise.checkpoint.deepspeed.zero_partitions import OptimizerFile
 from shardwise.checkpoint.manifest import outline
 from shardwise.errors import CheckpointError
 
-_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _OWN = re.compile(r"(\d+)\.(.+)")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
-
-
-def recognised(name: str) -> bool:
-    """Return True for the name of a layer file."""
-    return _FILE.fullmatch(name) is not None
 
 
 def layer_name(name: str, tied: Mapping[str, int] | None = None) -> str:
@@ -72,6 +67,12 @@ def keys_of(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+def all_names(model: Mapping[str, Any], groups: Iterable[Iterable[str]]) -> list[str]:
+    """Return the names of the parameters of some groups, and of frozen parameters and buffers in model states."""
+    every = [*groups, model.get("frozen_param_shapes") or {}, model["buffer_names"]]
+    return list(dict.fromkeys(name for group in every for name in group))
+
+
 def tied_by_gaps(stages: Sequence[Sequence[str]]) -> dict[str, int]:
     """Return the first layer of each shared module, from the names of each stage without layer files.
 
@@ -110,10 +111,9 @@ class LayerFiles:
     """The layer files of a checkpoint.
 
     Args:
-        path: its directory.
-        opened: content of each layer file, by name.
+        files: the files of the checkpoint.
         models: model states of each `mp_rank_XX`, in order.
-        mappings: for each of them names of the trained parameters of each group, where its model states have none.
+        optimizers: files of optimizer states of each of them, by rank.
         tensor: number of model-parallel ranks of a stage.
 
     Attributes:
@@ -124,101 +124,82 @@ class LayerFiles:
 
     def __init__(
         self,
-        path: str,
-        opened: Mapping[str, Mapping[str, Any]],
+        files: OpenFiles,
         models: Sequence[Mapping[str, Any]],
-        mappings: Sequence[Sequence[Sequence[str]] | None],
+        optimizers: Sequence[Sequence[OptimizerFile]],
         tensor: int,
     ) -> None:
-        self.path, self.tensor = path, tensor
+        self.tensor = tensor
         self.untold: str | None = None
-        self.tied: dict[str, int] = {}
         self._files: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
-        for name, content in opened.items():
-            match = _FILE.fullmatch(name)
-            assert match is not None
-            if bool(match[2]) != (tensor > 1):
-                raise CheckpointError(
-                    f"{os.path.join(path, name)}: the checkpoint was saved by {tensor} model-parallel ranks of each "
-                    "stage: a file of another checkpoint. Move files that do not belong to it away"
-                )
-            if not isinstance(content, Mapping):
-                raise CheckpointError(f"{os.path.join(path, name)}: expected a state dict of a layer")
-            self._files[int(match[1]), int(match[2] or 0)] = name, content
-        names = [self._known(model, found) for model, found in zip(models, mappings, strict=True)]
-        if any(found is None for found in names):
+        for name in files.layers:
+            match = LAYER.fullmatch(name)
+            if match is None or bool(match[2]) != (tensor > 1):
+                raise CheckpointError(f"{name}: of other model-parallel ranks than {tensor}: files of two checkpoints")
+            self._files[int(match[1]), int(match[2] or 0)] = name, files.content(name)
+        groups = [_groups(model, ranks) for model, ranks in zip(models, optimizers, strict=True)]
+        if None in groups:
             names = [self._counted(models, part) for part in range(len(models))]
-        self._owned = {n for found in names for n in numbers_of(found or ())}
-        self.tied = self._owners([found or [] for found in names], models)
-        self.parts = [self._part(n, found or [], models[n], mappings[n]) for n, found in enumerate(names)]
-
-    def _known(self, model: Mapping[str, Any], mapping: Sequence[Sequence[str]] | None) -> list[str] | None:
-        shapes = model["param_shapes"]
-        if shapes is None and mapping is None:
-            return None
-        groups: Sequence[Iterable[str]] = mapping if shapes is None else shapes  # type: ignore[assignment]
-        return [
-            *(name for group in groups for name in group),
-            *(model.get("frozen_param_shapes") or {}),
-            *model["buffer_names"],
-        ]
+        else:
+            names = [all_names(model, own or ()) for model, own in zip(models, groups, strict=True)]
+        self.tied = self._first_layers(names, models)
+        self.parts = [self._part(n, own, groups[n]) for n, own in enumerate(names)]
 
     # -- stages whose files do not name their parameters -------------------------------------------------------------
 
     def _counted(self, models: Sequence[Mapping[str, Any]], part: int) -> list[str]:
         """Return the names of a stage by the number of parameters of its optimizer: stages are adjacent layers."""
         stage, rank = divmod(part, self.tensor)
-        layers = sorted({n for n, at in self._files if at == rank})
         buffers = {name for model in models for name in model["buffer_names"]}
-        held = {n: [f"{n}.{name}" for name in self._files[n, rank][1]] for n in layers}
+        held = {n: [f"{n}.{name}" for name in self._files[n, rank][1]] for n, at in sorted(self._files) if at == rank}
         counts = [_optimized(model) for model in models[rank :: self.tensor]]
         trained = {n: sum(name not in buffers for name in names) for n, names in held.items()}
-        if None in counts or sum(trained.values()) != sum(count or 0 for count in counts):
+        every = [name for names in held.values() for name in names] if stage == 0 else []
+        if sum(trained.values()) != sum(counts):
             self.untold = (
                 f"the optimizers of {len(counts)} stages have {outline([str(count) for count in counts])} parameters "
                 f"without names, and the layer files {sum(trained.values())}: shared or frozen layers. Save the "
                 "checkpoint at ZeRO stage 1, which writes names"
             )
-            return [name for names in held.values() for name in names] if stage == 0 else []
+            return every
         own: list[str] = []
-        left, current = counts[0] or 0, 0
-        for n in layers:
+        left, current = counts[0], 0
+        for n, names in held.items():
             if trained[n] and not left:
                 current += 1
-                left = counts[current] or 0
+                left = counts[current]
             left -= trained[n]
             if left < 0:
                 self.untold = f"{self._name(n, rank)} belongs to two stages by the number of its parameters"
-                return [name for names in held.values() for name in names] if stage == 0 else []
-            own += held[n] if current == stage else []
+                return every
+            own += names if current == stage else []
         return own
 
     # -- assembling --------------------------------------------------------------------------------------------------
 
-    def _owners(self, names: Sequence[Sequence[str]], models: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    def _first_layers(self, names: Sequence[Sequence[str]], models: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """Return the first layer of each key: the file of no other layer that has its names and shapes."""
-        free = sorted({n for n, rank in self._files if n not in self._owned and self._files[n, rank][1]})
+        owned = {n for some in names for n in numbers_of(some)}
+        free = sorted({n for n, rank in self._files if n not in owned and self._files[n, rank][1]})
         found: dict[str, int] = {}
-        for number in range(0, len(names), self.tensor):
-            shapes = {name: tuple(s) for group in models[number]["param_shapes"] or () for name, s in group.items()}
-            for key, inside in keys_of(names[number]).items():
+        for own, model in zip(names[:: self.tensor], models[:: self.tensor], strict=True):
+            shapes = {name: tuple(s) for group in model["param_shapes"] or () for name, s in group.items()}
+            for key, inside in keys_of(own).items():
                 if key in found:
                     continue
                 fitting = [n for n in free if self._fits(n, key, inside, shapes)]
-                if len(fitting) > 1 and len(keys_of(names[number])) == len(free):
-                    fitting = fitting[:1]  # keys are in the order of their layers; values are compared later
+                if len(fitting) > 1 and len(keys_of(own)) == len(free):
+                    fitting = fitting[:1]  # keys are in the order of their layers
                 if len(fitting) != 1:
                     raise CheckpointError(
-                        f"{self.path}: the shared module {key!r} with {outline(inside)}: expected the file of one "
-                        f"layer, found {len(fitting)} layer files that fit"
-                        + (f" ({outline([self._name(n, 0) for n in fitting])})" if fitting else ": one is missing")
+                        f"the shared module {key!r} with {outline(inside)}: expected the file of one layer, found "
+                        f"{len(fitting)} layer files that fit: {outline([self._name(n, 0) for n in fitting])}"
                     )
                 found[key] = fitting[0]
                 free.remove(fitting[0])
         if free:
             raise CheckpointError(
-                f"{os.path.join(self.path, self._name(free[0], 0))}: no stage has parameters of layer {free[0]}: a "
-                "file of another checkpoint"
+                f"{self._name(free[0], 0)}: no stage has parameters of layer {free[0]}: a file of another checkpoint"
             )
         return found
 
@@ -230,37 +211,31 @@ class LayerFiles:
             for name, shape in zip(inside, expected, strict=True)
         )
 
-    def _part(
-        self, part: int, names: Sequence[str], model: Mapping[str, Any], mapping: Sequence[Sequence[str]] | None
-    ) -> Stage:
+    def _part(self, part: int, names: Sequence[str], groups: Sequence[Iterable[str]] | None) -> Stage:
         rank = part % self.tensor
         made = Stage()
         layers = [(n, f"{n}.") for n in sorted(numbers_of(names))]
         layers += [(self.tied[key], f"tied_modules.{key}.") for key in keys_of(names)]
         for n, prefix in layers:
-            wanted = next(name for name in names if name.startswith(prefix))
-            file, content = self._files.get((n, rank), (self._name(n, rank), None))
-            if content is None:
+            if (n, rank) not in self._files:
                 raise CheckpointError(
-                    f"{os.path.join(self.path, file)} is missing: {wanted!r} (mp_rank_{part:02d}_model_states.pt) "
-                    "belongs to that layer. The checkpoint is incomplete: saving it was interrupted, or files were "
-                    "not copied"
+                    f"{self._name(n, rank)} is missing: mp_rank_{part:02d}_model_states.pt has parameters of that "
+                    "layer. The checkpoint is incomplete: saving it was interrupted, or files were not copied"
                 )
+            file, content = self._files[n, rank]
             made.module.update((prefix + name, value) for name, value in content.items())
             made.homes.update((prefix + name, file) for name in content)
-        for name in names:
-            if name not in made.module:
-                match = _OWN.fullmatch(name) or _TIED.fullmatch(name)
-                layer = None if match is None else self.tied.get(match[1]) if "tied" in name[:5] else int(match[1])
-                where = "" if layer is None else f"{os.path.join(self.path, self._name(layer, rank))}: "
-                raise CheckpointError(
-                    f"{where}parameter {name!r} of mp_rank_{part:02d}_model_states.pt is in no layer file: a file of "
-                    "another checkpoint, or a layout that is not known"
-                )
-        if model["param_shapes"] is not None:
-            made.shapes = [dict(group) for group in model["param_shapes"]]
-        elif mapping is not None:
-            made.shapes = [{name: made.module[name].shape for name in group} for group in mapping]
+        if missing := [name for name in names if name not in made.module]:
+            raise CheckpointError(
+                f"parameters of mp_rank_{part:02d}_model_states.pt are in no layer file: {outline(missing)}: files of "
+                "two checkpoints, or a layout that is not known"
+            )
+        if groups is not None:
+            known = [dict(group) if isinstance(group, Mapping) else {} for group in groups]
+            made.shapes = [
+                {name: own.get(name, made.module[name].shape) for name in group}
+                for group, own in zip(groups, known, strict=True)
+            ]
         return made
 
     def _name(self, layer: int, rank: int) -> str:
@@ -268,19 +243,17 @@ class LayerFiles:
         return f"layer_{layer:02d}{part}-model_states.pt"
 
 
-def _optimized(model: Mapping[str, Any]) -> int | None:
-    wrapped = model["optimizer"]
-    state = wrapped.get("optimizer_state_dict", wrapped) if isinstance(wrapped, Mapping) else None
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    return None if groups is None else sum(len(group["params"]) for group in groups)
+def _optimized(model: Mapping[str, Any]) -> int:
+    """Return the number of parameters of the optimizer in a file of model states."""
+    wrapped = model["optimizer"] or {}
+    state = wrapped.get("optimizer_state_dict", wrapped)
+    return sum(len(group["params"]) for group in state.get("param_groups", ()))
 
 
-def mapped_names(ranks: Iterable[Any]) -> list[list[str]]:
-    """Return the trained parameters of each group, from `param_slice_mappings` of the files of all ranks."""
-    found: list[dict[str, None]] = []
-    for rank in ranks:
-        for number, group in enumerate(rank.get("param_slice_mappings")):
-            while len(found) <= number:
-                found.append({})
-            found[number].update(dict.fromkeys(group))
-    return [list(group) for group in found]
+def _groups(model: Mapping[str, Any], ranks: Sequence[OptimizerFile]) -> Sequence[Iterable[str]] | None:
+    """Return the trained parameters of each group, from model states or from `param_slice_mappings` of all ranks."""
+    if model["param_shapes"] is not None or not ranks:
+        found: Sequence[Iterable[str]] | None = model["param_shapes"]
+        return found
+    mapped = [rank["param_slice_mappings"] for rank in ranks]
+    return [list(dict.fromkeys(name for group in groups for name in group)) for groups in zip(*mapped, strict=True)]

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.deepspeed.experts import ExpertLayer, Experts, is_of_experts
-from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.deepspeed.experts import ExpertLayer, Experts
 from shardwise.errors import CheckpointError
 
 
@@ -35,18 +34,11 @@ class Numbered:
     masters: Sequence[Sequence[torch.Tensor]] | None
 
     @classmethod
-    def of(cls, file: str, wrapped: Any) -> Numbered:
-        """Return the optimizer under `optimizer` in a file. Raises CheckpointError if there is none."""
-        state = wrapped.get("optimizer_state_dict", wrapped) if isinstance(wrapped, Mapping) else None
-        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-            raise CheckpointError(f"{file}: optimizer: a layout that is not known")
-        masters = wrapped.get("fp32_groups")
-        if state is not wrapped and masters is None:
-            raise CheckpointError(
-                f"{file}: optimizer: expected fp32 values under 'fp32_groups', found "
-                f"{outline(sorted(map(str, wrapped)))}: a layout that is not known"
-            )
-        return cls(file, state, masters)
+    def of(cls, file: str, wrapped: Mapping[str, Any]) -> Numbered:
+        """Return the optimizer under `optimizer` in a file. Raises KeyError for a layout that is not known."""
+        if "optimizer_state_dict" in wrapped:
+            return cls(file, wrapped["optimizer_state_dict"], wrapped["fp32_groups"])
+        return cls(file, wrapped, None)
 
     @property
     def groups(self) -> Sequence[Mapping[str, Any]]:
@@ -68,10 +60,11 @@ class Numbered:
             found = self._by_shapes(shapes, experts, own)
         else:
             found = experts.of_rank(members, own)
-            if [len(group) for group in found] != [len(group["params"]) for group in self.groups]:
+            counts = [len(group["params"]) for group in self.groups]
+            if [len(group) for group in found] != counts:
                 raise CheckpointError(
-                    f"the optimizer's state is of groups of {[len(group['params']) for group in self.groups]} "
-                    f"parameters, this engine's has {[len(group) for group in found]}"
+                    f"the optimizer's state is of groups of {counts} parameters, this engine's has "
+                    f"{[len(group) for group in found]}"
                 )
         for g, (group, names) in enumerate(zip(self.groups, found, strict=True)):
             for i, (key, name) in enumerate(zip(group["params"], names, strict=True)):
@@ -90,7 +83,7 @@ class Numbered:
         others = [name for name in shapes if experts.layer_of(name) is None]
         separate = [name for layer, numbers in own.items() for name in layer.names(numbers)]
         for names, marked in ((others, False), (separate, True)):
-            chosen = [n for n, group in enumerate(self.groups) if is_of_experts(group) == marked]
+            chosen = [n for n, group in enumerate(self.groups) if bool(group.get("moe")) == marked]
             sizes = [[self._shape(n, i, key) for i, key in enumerate(self.groups[n]["params"])] for n in chosen]
             given = names_of_numbers({name: shapes[name] for name in names}, sizes)
             for n, some in zip(chosen, given, strict=True):
@@ -118,22 +111,21 @@ def names_of_numbers(
     >>> names_of_numbers({"w": (2, 3), "b": (2,), "v": (3, 3)}, [[(2, 3), (3, 3)], [(2,)]])
     [['w', 'v'], ['b']]
     """
-    if sum(len(group) for group in groups) != len(shapes):
+    count = sum(len(group) for group in groups)
+    if count != len(shapes):
         raise CheckpointError(
-            f"the optimizer has {sum(len(group) for group in groups)} parameters and the model {len(shapes)}, so which "
-            "of them it had is not in the file"
+            f"the optimizer has {count} parameters and the model {len(shapes)}, so which of them it had is not in the "
+            "file"
         )
     names: list[list[str]] = [[] for _ in groups]
     for name, shape in shapes.items():
         fitting = [
-            number
-            for number, group in enumerate(groups)
-            if len(names[number]) < len(group) and group[len(names[number])] == shape
+            own for own, group in zip(names, groups, strict=True) if len(own) < len(group) and group[len(own)] == shape
         ]
         if len(fitting) != 1:
             raise CheckpointError(
                 f"parameter {name!r} of shape {list(shape)} may belong to {len(fitting)} of the {len(groups)} "
                 "parameter groups, and the file has no names"
             )
-        names[fitting[0]].append(name)
+        fitting[0].append(name)
     return names

@@ -11,6 +11,7 @@ every part has the unsplit shape. Otherwise an error is raised, because shapes d
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -18,9 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from shardwise import boxes
 from shardwise.boxes import Region
-from shardwise.checkpoint.manifest import StoredTensor, combine, outline
+from shardwise.checkpoint.deepspeed.neutral import Content, equal_bits, join_values
+from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor, combine, outline
 from shardwise.errors import CheckpointError
 
 _ROW, _WHOLE, _WORDS = (
@@ -213,21 +217,56 @@ def _box(shape: tuple[int, ...], place: Sequence[Any], sizes: Sequence[int]) -> 
 
 
 def join(
-    tensors: Sequence[Mapping[tuple[str, str], StoredTensor]], divisions: Mapping[str, Division]
-) -> list[StoredTensor]:
-    """Return the merged tensors of all parts; `tensors` has those of each part, by name and kind."""
+    parts: Sequence[Content],
+    splits: Divisions,
+    names: Mapping[str, str],
+    read: Callable[[StoredTensor], torch.Tensor],
+) -> Content:
+    """Return the content of all model-parallel parts. `names` are those in the files, where they differ; `read` returns
+    the values of a tensor.
+    """
+    joined = replace(parts[0], tensors={}, world=sum(part.world for part in parts))
+    divisions: dict[str, Division] = {}
+    for (name, kind, rank), tensor in parts[0].tensors.items():
+        held = [own for part in parts if (own := part.tensors.get((name, kind, rank))) is not None]
+        alike = functools.partial(_equal, held, read)
+        if kind == BUFFER:
+            if rank is None and (len(held) < len(parts) or not alike()):
+                raise CheckpointError(
+                    f"buffer {name!r} has other values on other model-parallel ranks; how these are joined is not known"
+                )
+            joined.keep(tensor)
+        elif kind == PARAMETER:
+            if len(held) < len(parts):
+                raise CheckpointError(f"some model-parallel ranks have no parameter {name!r}: files of two checkpoints")
+            known = (name, *tensor.aliases, *filter(None, [names.get(name)]))
+            divisions[name] = splits.of(known, [own.shape for own in held], alike)
     placed: list[StoredTensor] = []
     taken: set[tuple[str, str, Region]] = set()
-    for part, held in enumerate(tensors):
-        for (name, kind), tensor in held.items():
+    for number, part in enumerate(parts):
+        for (name, kind, _), tensor in part.tensors.items():
+            if kind == BUFFER:
+                continue
+            if name not in divisions:
+                raise CheckpointError(
+                    f"only model-parallel rank {number} has {kind} {name!r}: files of two checkpoints"
+                )
             division = divisions[name]
-            region = division.regions[part]
+            region = division.regions[number]
             if not tensor.numel and 0 not in division.shape:
                 continue  # an optimizer has no state for an empty part
-            key = (name, kind, region)
-            repeated = key in taken
-            taken.add(key)
+            repeated = (name, kind, region) in taken
+            taken.add((name, kind, region))
             box = None if region == boxes.whole(division.shape) else region
             slices = () if repeated else tuple(replace(piece, box=box) for piece in tensor.slices)
             placed.append(replace(tensor, shape=division.shape, slices=slices))
-    return combine(placed)
+        if number:
+            join_values(joined, part, number)
+            joined.refused = joined.refused or part.refused
+    for tensor in combine(placed):
+        joined.keep(tensor)
+    return joined
+
+
+def _equal(tensors: Sequence[StoredTensor], read: Callable[[StoredTensor], torch.Tensor]) -> bool:
+    return equal_bits(read(tensor) for tensor in tensors)

@@ -42,17 +42,17 @@ def export_universal(
     must_exist(checkpoint)
     keys = _keys(tied or [])
     from shardwise.checkpoint.opening import open_source
-    from shardwise.checkpoint.source import CheckpointSource
+    from shardwise.checkpoint.reader import Checkpoint
     from shardwise.checkpoint.universal_writer import write_universal
     from shardwise.errors import CommandLineError
 
     with open_source(checkpoint, tag) as source:
-        if not isinstance(source, CheckpointSource):
+        if not isinstance(source, Checkpoint):
             raise CommandLineError(f"{checkpoint}: {source.what} has no optimizer state; a checkpoint is needed")
         with Bar("writing") as bar:
-            new = name or source.saved.manifest.tag
-            notes = write_universal(source.saved, target, new, stages=stages, tied=keys, progress=bar.show)
-        held = source.saved.manifest
+            new = name or source.manifest.tag
+            notes = write_universal(source, target, new, stages=stages, tied=keys, progress=bar.show)
+        held = source.manifest
         typer.echo(f"{target}/{new}: {len(held.of_kind('parameter'))} parameters, step {held.counters['global_steps']}")
         for note in notes:
             typer.echo(f"not written: {note}")

@@ -8,8 +8,10 @@ ZeroStageEnum.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,18 +30,10 @@ class TensorAttributes:
     """Attributes of an object of DeepSpeed."""
 
 
-class Scaler(TensorAttributes):
-    """Attributes of a loss scaler."""
-
-
-class Fragment(TensorAttributes):
-    """Attributes of the address of a fragment: `start` and `numel`."""
-
-
 _HARMLESS: list[Any] = [
-    (Scaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (Scaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (Fragment, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (TensorAttributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (TensorAttributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (TensorAttributes, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 
@@ -52,12 +46,10 @@ class TorchFile:
         try:
             facts = os.stat(path)
             with open(path, "rb") as file:
-                begin = file.read(len(_LEGACY))
+                self._archived = file.read(len(_LEGACY)) != _LEGACY
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-        self.size, self.modified = facts.st_size, facts.st_mtime
-        self._archived = begin != _LEGACY
-        self.records = 0
+        self.size, self.modified, self.records = facts.st_size, facts.st_mtime, 0
         if self._archived:
             self._check_structure()
         self.content = self._load()
@@ -65,13 +57,13 @@ class TorchFile:
     def _check_structure(self) -> None:
         try:
             with zipfile.ZipFile(self.path) as archive:
-                entries = archive.infolist()
-                self.records = len(entries)
-                described = [n for n, entry in enumerate(entries) if entry.filename.endswith("/data.pkl")]
+                names = archive.namelist()
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
             raise CheckpointError(
                 f"{self.path}: truncated or damaged, or not written by torch.save ({self.size} bytes; {error})"
             ) from error
+        self.records = len(names)
+        described = [number for number, name in enumerate(names) if name.endswith("/data.pkl")]
         if len(described) != 1:
             raise CheckpointError(f"{self.path}: damaged, or not written by torch.save: it has no data.pkl")
         self.verify(described)
@@ -82,8 +74,10 @@ class TorchFile:
                 return torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._archived)
             except Exception as error:
                 # A damaged pickle can fail in any way; nothing that it names has been called.
-                strange = self._unsafe()
-                if strange:
+                strange: list[str] = []
+                with contextlib.suppress(Exception):  # of the damage that is being reported
+                    strange = sorted(get_unsafe_globals_in_checkpoint(self.path))
+                if self._archived and strange:
                     raise CheckpointError(
                         f"{self.path}: holds objects of {outline(strange)}, which are not tensors, numbers, strings or "
                         "containers of these. Nothing of the file was used, because rebuilding them runs code. Save it "
@@ -94,15 +88,7 @@ class TorchFile:
                     f"{self.path}: damaged: cannot be read ({type(error).__name__}: {error!s:.300})"
                 ) from error
 
-    def _unsafe(self) -> list[str]:
-        if not self._archived:
-            return []
-        try:
-            return sorted(get_unsafe_globals_in_checkpoint(self.path))
-        except Exception:  # of the damage that is being reported
-            return []
-
-    def verify(self, numbers: list[int]) -> None:
+    def verify(self, numbers: Iterable[int]) -> None:
         """Compare records with CRC-32s of `torch.save`. Raises CheckpointError if they differ or are unreadable."""
         try:
             with zipfile.ZipFile(self.path) as archive:

@@ -1,0 +1,127 @@
+"""The interface of readers: tensors by name, read by range. Reading cannot run code. A format is a subclass of
+`WeightsReader` and a line in `shardwise.checkpoint.opening`, for export, import and inspection.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+
+import torch
+from typing_extensions import Self
+
+from shardwise.checkpoint.manifest import PARAMETER, Slice, StoredTensor, name_of
+from shardwise.checkpoint.strided import read_patch
+
+PIECE = 8 << 20
+"""Bytes that are read, converted or written at a time."""
+
+Progress = Callable[[int, int], None]
+"""Called with processed bytes and total bytes."""
+
+ReadRange = Callable[[int, torch.Tensor], None]
+"""Reads elements of a slice, from a given one on, into a 1-D tensor of any dtype and device."""
+
+
+class WeightsReader(ABC):
+    """Weights on disk, opened for reading. `what` is the format."""
+
+    what: str = ""
+    path: str
+
+    @property
+    def excluded(self) -> list[str]:
+        """Frozen parameters that the save left out."""
+        return []
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Return all parameters and buffers by name (aliases are not keys)."""
+
+    @abstractmethod
+    def opened(self, tensor: StoredTensor, part: Slice) -> ReadRange:
+        """Return a function that reads from a slice of a tensor. Raises CheckpointError if it is not there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all files."""
+
+    def check(self, tensors: Iterable[StoredTensor], progress: Progress | None = None) -> bool:
+        """Compare bytes with checksums; return False if the format has none. Raises CheckpointError for damage."""
+        return False
+
+    def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
+        """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device. Only their
+        bytes are read, if the format allows it. Raises CheckpointError if they are not there, or cannot be read.
+        """
+        for part, patch in tensor.runs(start, start + out.numel()):
+            read_patch(patch, tensor.torch_dtype, self.opened(tensor, part), out)
+
+    def read(self, tensor: StoredTensor) -> torch.Tensor:
+        """Return an unsharded tensor, on the CPU."""
+        for part in tensor.slices:
+            self.opened(tensor, part)  # before memory is allocated for a missing tensor
+        values = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
+        self.read_into(tensor, 0, values.view(-1))
+        return values
+
+    def pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, 1-D values) of a tensor, `PIECE` bytes at a time, overwritten by the next iteration."""
+        step = PIECE // tensor.torch_dtype.itemsize
+        values = torch.empty(min(step, tensor.numel), dtype=tensor.torch_dtype, device="cpu")
+        for start in range(0, tensor.numel, step):
+            values = values[: tensor.numel - start]
+            self.read_into(tensor, start, values)
+            yield start, values
+
+    def by_any_name(self) -> dict[str, StoredTensor]:
+        """Return all tensors by name and by every alias."""
+        found = dict(self.tensors())
+        for tensor in self.tensors().values():
+            for alias in tensor.aliases:
+                found.setdefault(alias, tensor)
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StateDictReader(WeightsReader):
+    """A state dict in memory; `path` names it in messages."""
+
+    what = "state dict"
+
+    def __init__(self, values: Mapping[str, torch.Tensor], path: str = "the state dict") -> None:
+        self.path = path
+        self._values = dict(values)
+        self._tensors = {n: in_one_file(n, tuple(v.shape), v.dtype, path) for n, v in values.items()}
+
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Return the tensors by name."""
+        return self._tensors
+
+    def opened(self, tensor: StoredTensor, part: Slice) -> ReadRange:
+        """Return a function that copies from a tensor."""
+        return functools.partial(copy_range, self._values[part.key].detach().reshape(-1))
+
+    def close(self) -> None:
+        """Drop the values."""
+        self._values = {}
+
+
+def in_one_file(name: str, shape: tuple[int, ...], dtype: torch.dtype, file: str) -> StoredTensor:
+    """Return the description of a tensor that is unsharded in a file."""
+    numel = torch.Size(shape).numel()
+    return StoredTensor(name, PARAMETER, shape, name_of(dtype), (Slice(file, name, 0, numel),))
+
+
+def copy_range(values: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """Copy elements of 1-D values, from `start` on (a `ReadRange`)."""
+    out.detach().copy_(values[start : start + out.numel()])

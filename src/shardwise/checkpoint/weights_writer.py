@@ -1,0 +1,38 @@
+"""The protocol of writers of unsharded weights and optimizer state. A format is one class with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shardwise.checkpoint.safetensors_reader import Spec
+
+Pieces = Iterable[tuple[int, torch.Tensor]]
+"""(first element, 1-D values) of a flattened tensor, in order; a value is valid until the next iteration."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: its name, dtype and shape in the files. Formats that cannot write one tensor under
+    several names note `aliases`, if they can.
+    """
+
+    name: str
+    spec: Spec
+    aliases: tuple[str, ...] = ()
+
+
+class WeightsWriter(Protocol):
+    """Writes announced tensors. Nothing is visible to readers before `finish`."""
+
+    def write(self, name: str, kind: str, pieces: Pieces) -> None:
+        """Write a tensor. A writer may read `pieces` in `finish`. Raises OSError."""
+
+    def finish(self) -> list[str]:
+        """Publish the files; return their names. Raises OSError if that fails."""
+
+    def abandon(self) -> None:
+        """Remove everything written; after `finish` nothing."""
