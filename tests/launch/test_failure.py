@@ -195,7 +195,7 @@ def test_the_end_of_a_job_that_was_asked_to_end() -> None:
     ending = ShutdownResult(signal.SIGTERM, exits, {}, 60.0)
     assert (ending.exit_code, ending.message()) == (143, "received SIGTERM; all processes have ended.")
     killed = {**exits, 1: Exit(1, 11, -9, 119.0, True)}
-    ending = ShutdownResult(signal.SIGTERM, killed, {1: "T"}, 15.0)
+    ending = ShutdownResult(signal.SIGTERM, killed, {1: "stopped"}, 15.0)
     assert ending.exit_code == 137
     assert "rank 1 did not end within 15 s and had to be killed, so nothing more was saved there" in ending.message()
     assert "rank 1 stood still" in ending.message()

@@ -92,17 +92,6 @@ def test_raw_passes_bytes_and_still_keeps_lines() -> None:
     assert channel.text().endswith("ValueError: no")
 
 
-def test_an_interruption_of_a_rank_that_draws_a_progress_bar_takes_one_line() -> None:
-    file, channel = _channel(0, raw=True, prefix=prefix("auto", 0, 2))
-    channel.feed(b"\r\x1b[2Kstep 1 of 9\r\x1b[2Kstep 2 of 9")
-    shown = file.getvalue()
-    channel.interrupt()
-    channel.feed(b'[rank0]: Traceback (most recent call last):\n[rank0]:   File "train.py", line 3, in main\n')
-    channel.feed(b"[rank0]: KeyboardInterrupt\n\r\x1b[2Kstep 2 of 9\r\x1b[2K")
-    channel.close()
-    assert file.getvalue().removeprefix(shown) == b"\r\x1b[2K[rank 0] interrupted at train.py:3 in main\n"
-
-
 def test_lines_take_the_place_of_a_progress_bar_and_go_below_an_unfinished_line() -> None:
     terminal, cursor = io.BytesIO(), Cursor()
     out, err = Terminal(terminal, cursor), Terminal(terminal, cursor)

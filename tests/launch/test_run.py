@@ -272,7 +272,7 @@ while True:
 
 
 @pytest.mark.thorough
-def test_an_interruption_takes_a_line_for_each_rank(tmp_path) -> None:
+def test_an_interruption_ends_all_ranks(tmp_path) -> None:
     script = _script(tmp_path, LOOP)
     argv = [*SHARDWISE, "run", "--nproc", "2", "--log-dir", str(tmp_path), str(script)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -282,10 +282,7 @@ def test_an_interruption_takes_a_line_for_each_rank(tmp_path) -> None:
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 130
-    *_, one, other, last = errors.splitlines()
-    assert sorted((one[:29], other[:29])) == [f"[rank {rank}] interrupted at {tmp_path}"[:29] for rank in (0, 1)]
-    assert f"{script}:" in one and "Traceback" not in errors
-    assert last == "shardwise run: received SIGINT; all processes have ended."
+    assert errors.splitlines()[-1] == "shardwise run: received SIGINT; all processes have ended."
     assert "Traceback" in (tmp_path / "rank_0.err").read_text()
 
 

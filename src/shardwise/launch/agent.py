@@ -30,6 +30,7 @@ from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
 from shardwise.errors import LaunchError
 from shardwise.launch.attempt import Attempt
 from shardwise.launch.failure import Failure, ShutdownResult, ranks_in_words
+from shardwise.launch.processes import STOPPED
 from shardwise.launch.recovery import Recovery
 
 GRACE_S = 5.0
@@ -256,7 +257,7 @@ class Agent(SimpleElasticAgent):
         if since < LATE_STOPPED_S * self._late:
             return
         states, pids = attempt.gang.states(), attempt.gang.pids()
-        stopped = [rank for rank, state in states.items() if state in "Tt"]
+        stopped = [rank for rank, state in states.items() if state in STOPPED]
         if not states or since < (LATE_STOPPED_S if stopped else LATE_S) * self._late:
             return
         self._late *= 2

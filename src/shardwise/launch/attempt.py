@@ -15,7 +15,7 @@ from pathlib import Path
 from shardwise.launch.cores import Cores
 from shardwise.launch.failure import Failure, first_failure
 from shardwise.launch.output import OutputChannel, OutputReader, Tags, Terminal, is_raw, open_log, open_pipe, prefix
-from shardwise.launch.processes import Streams, Worker, WorkerGroup
+from shardwise.launch.processes import STOPPED, Streams, Worker, WorkerGroup
 
 DRAIN_S = 2.0
 """Seconds to wait for the end of output after the exit; a process that left its session may hold it open."""
@@ -99,9 +99,6 @@ class Attempt:
 
     def end(self, first: signal.Signals, grace: float) -> None:
         """Stop all workers and their child processes, and show the rest of their output."""
-        if first is signal.SIGINT:
-            for _, errors in self._channels.values():
-                errors.interrupt()
         stuck = self.gang.stop(first, grace)
         if stuck:
             self._display.err.write(
@@ -115,7 +112,7 @@ class Attempt:
 
     def end_after_failure(self, grace: float) -> Failure:
         """Stop the other workers after a failure; return the first failure."""
-        frozen = [rank for rank, state in self.gang.states().items() if state in "Tt"]
+        frozen = [rank for rank, state in self.gang.states().items() if state in STOPPED]
         self.end(signal.SIGTERM, grace)
         assert self.gang.stop_began is not None
         errors = {rank: err for rank, (_, err) in self._channels.items()}

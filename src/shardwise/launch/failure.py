@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.launch.output import OutputChannel
-from shardwise.launch.processes import Exit
+from shardwise.launch.processes import STOPPED, Exit
 
 LAST_LINES = 20
 
@@ -205,7 +205,7 @@ class ShutdownResult:
             parts.append(
                 f"{who} did not end within {self.grace:g} s and had to be killed, so nothing more was saved there"
             )
-            stopped = [rank for rank, state in self.killed.items() if state in "Tt"]
+            stopped = [rank for rank, state in self.killed.items() if state in STOPPED]
             if stopped:
                 parts.append(f"{ranks_in_words(stopped)} stood still: stopped by SIGSTOP, or by a debugger")
         elif self.signal is not signal.SIGINT and self._failed():

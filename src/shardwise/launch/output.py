@@ -30,7 +30,6 @@ CHUNK = 1 << 16
 
 _ERASED = b"\r\x1b[2K"
 _LINE_END = re.compile(rb"(\r*\n|\r+)")
-_ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _TRACEBACK = (b"Traceback (most recent call last)", b"+ Exception Group Traceback (most recent call last)")
 
 Tags = Literal["auto", "always", "never"]
@@ -111,27 +110,17 @@ class OutputChannel:
         self._cutter = LineCutter()
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._progress_at = 0.0
-        self._interrupted = False
-        self._held: list[bytes] = []
-
-    def interrupt(self) -> None:
-        """At the end show one line in place of an interrupted worker's tracebacks, which log files keep."""
-        self._interrupted = True
 
     def feed(self, data: bytes) -> None:
         """Show, log and keep `data`."""
         self._write_log(data)
-        if self._raw and not self._interrupted:
+        if self._raw:
             self._screen.write(data, raw=True)
         self._take(self._cutter.feed(data))
 
     def close(self) -> None:
         """Show the rest."""
         self._take(self._cutter.close())
-        if self._held:
-            place = interrupted_at(b"\n".join(self._held).decode("utf-8", errors="replace"))
-            held = self._held if place is None else [f"interrupted at {place}".encode()]
-            self._screen.write(b"".join(self._prefix + line + b"\n" for line in held))
         if self._log is not None:
             self._log.close()
         self.closed.set()
@@ -144,15 +133,6 @@ class OutputChannel:
         shown = b""
         for line, superseded in lines:
             text = line.removeprefix(self._torch_prefix)
-            if self._interrupted:
-                # A progress bar has no line end: later output is on its line.
-                text = _ESCAPE.sub(b"", text)
-                begins = [place for mark in _TRACEBACK if (place := text.find(mark)) >= 0]
-                if (begins or self._held) and not superseded:
-                    self._kept.append(text)
-                    self._held.append(text[min(begins, default=0) :])
-                if begins or self._held or superseded:
-                    continue
             if superseded:
                 now = time.monotonic()
                 if not text or now - self._progress_at < PROGRESS_S:
@@ -163,7 +143,7 @@ class OutputChannel:
                 if text.lstrip().startswith(_TRACEBACK):
                     self.traceback_at = time.time()
             shown += (self._prefix + text if self._prefix else line) + b"\n"
-        if not self._raw or self._interrupted:
+        if not self._raw:
             self._screen.write(shown)
 
     def _write_log(self, data: bytes) -> None:
@@ -176,29 +156,6 @@ class OutputChannel:
             # A full disk must not end the job or block the worker.
             self._screen.write(f"shardwise run: no longer writing {self._log.name}: {error.strerror}\n".encode())
             self._log = None
-
-
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
-_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen", str(Path(__file__).parents[1]))
-
-
-def interrupted_at(tracebacks: str) -> str | None:
-    """Return file, line and function of the user's code at which a worker was interrupted, from its output from the
-    first traceback on; None if no traceback comes from an interruption.
-
-    >>> interrupted_at('  File "train.py", line 3, in main\\nKeyboardInterrupt')
-    'train.py:3 in main'
-    """
-    if not re.search(r"^\s*KeyboardInterrupt\b|PeerLostError", tracebacks, re.MULTILINE):
-        return None
-    # The first printed traceback is the first error; others follow from it.
-    first = re.split(r"(?m)^(?=\S.*\b(?:Interrupt|Error|Exception)\b)", tracebacks)[0]
-    frames = list(_FRAME.finditer(first))
-    own = [frame for frame in frames if not any(part in frame["file"] for part in _LIBRARIES)]
-    if not frames:
-        return "an unknown place"
-    frame = (own or frames)[-1]
-    return f"{frame['file']}:{frame['line']} in {frame['function']}"
 
 
 class OutputReader:

@@ -18,11 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from shardwise.errors import LaunchError
 from shardwise.launch import pdeathsig_exec
 from shardwise.launch.cores import Cores, bound
 
 POLL_S = 0.02
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+"""States of a process that waits for SIGCONT, or for a debugger."""
 UNKILLABLE_S = 5.0
 """Seconds to wait after SIGKILL: a process stuck in the kernel (disk, device driver) may never end."""
 
@@ -67,7 +71,7 @@ class WorkerGroup:
     exits: dict[int, Exit] = field(default_factory=dict)
     stop_began: float | None = None
     killed: dict[int, str] = field(default_factory=dict)
-    """Workers that did not end on the first signal, with their state in /proc (T: stopped)."""
+    """Workers that did not end on the first signal, with their state by psutil's names."""
     skip_grace_period: bool = False
     """Set from a signal handler to end the grace period at once."""
 
@@ -151,9 +155,9 @@ class WorkerGroup:
         return sorted(left)
 
     def states(self) -> dict[int, str]:
-        """Return the state of each running worker, as in /proc: T if it is stopped."""
-        found = {rank: _stat(process.pid) for rank, process in list(self._processes.items())}
-        return {rank: stat[0] for rank, stat in found.items() if stat and stat[0] not in "ZX"}
+        """Return the state of each running worker, by psutil's names."""
+        found = {rank: _state(process.pid) for rank, process in list(self._processes.items())}
+        return {rank: state for rank, state in found.items() if state is not None}
 
     def handles(self, sig: signal.Signals) -> bool:
         """Whether a worker has a handler for a signal."""
@@ -202,21 +206,20 @@ def handles(pid: int, sig: signal.Signals) -> bool:
 
 
 def _members(sessions: Mapping[int, int]) -> dict[int, int]:
+    """Return the running processes of some sessions, and the session of each."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        stat = _stat(int(entry.name))
-        if stat and stat[0] not in "ZX" and int(stat[3]) in sessions:
-            found[int(entry.name)] = int(stat[3])
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            session = os.getsid(pid)
+            if session in sessions and _state(pid) is not None:
+                found[pid] = session
     return found
 
 
-def _stat(pid: int) -> list[str]:
-    """Return state, parent, group, session and further fields of a process; empty if it has exited."""
+def _state(pid: int) -> str | None:
+    """Return the state of a process, such as psutil.STATUS_STOPPED; None if it has exited."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    # The fields follow pid and name; the name may contain spaces and brackets.
-    return text.rpartition(")")[2].split()
+        state = psutil.Process(pid).status()
+    except psutil.Error:
+        return None
+    return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state

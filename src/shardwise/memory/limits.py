@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from shardwise.memory.accountant import Accountant, Tier
@@ -67,9 +68,7 @@ def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None
 
 def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
     """Yield each host memory limit of this process; `processes` of this job share the machine."""
-    own, addresses = resident_bytes(), virtual_bytes()
-    if own is None or addresses is None:
-        return
+    own, addresses = resident_bytes() or 0, virtual_bytes()
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         yield MemoryLimit("RLIMIT_AS (ulimit -v)", soft, addresses, addresses, address_space=True)
@@ -134,12 +133,8 @@ def lowest_free(groups: Sequence[ControlGroup]) -> tuple[str, int, int]:
 
 
 def available_bytes() -> int:
-    """Return the physical memory of this machine that is free, or soon can be; all of it if unknown."""
-    with contextlib.suppress(OSError), open("/proc/meminfo", "rb") as file:
-        for line in file:
-            if line.startswith(b"MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return physical_bytes()
+    """Return the physical memory of this machine that is free, or soon can be."""
+    return psutil.virtual_memory().available
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Resident set size and address space of the process, from /proc (Linux only)."""
+"""Resident set size and address space of processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -15,26 +16,25 @@ from shardwise.compat import without_overrides
 
 
 def resident_bytes(process: int | None = None) -> int | None:
-    """Return the resident bytes of a process (None: this one), or None without /proc or without the process.
+    """Return the resident bytes of a process (None: this one), or None if it has ended.
 
-    >>> size = resident_bytes()
-    >>> size is None or size > 0
+    >>> resident_bytes() > 0
     True
     """
-    return _pages(1, process)
-
-
-def virtual_bytes() -> int | None:
-    """Return the size of this process's address space, or None without /proc."""
-    return _pages(0)
-
-
-def _pages(field: int, process: int | None = None) -> int | None:
     try:
-        fields = Path(f"/proc/{process or 'self'}/statm").read_text().split()
-    except OSError:
+        return _process(process or os.getpid()).memory_info().rss
+    except psutil.Error:
         return None
-    return int(fields[field]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def virtual_bytes() -> int:
+    """Return the size of this process's address space."""
+    return _process(os.getpid()).memory_info().vms
+
+
+@functools.lru_cache(maxsize=1)
+def _process(pid: int) -> psutil.Process:
+    return psutil.Process(pid)
 
 
 def peak_resident_bytes() -> int | None:

@@ -170,7 +170,7 @@ class ShardedModel:
 
     def _note_process(self) -> None:
         resident, addresses, accountant = resident_bytes(), virtual_bytes(), self.accountant
-        if resident is not None and addresses is not None and accountant.process_bytes is None:
+        if resident is not None and accountant.process_bytes is None:
             accountant.process_bytes = max(0, resident - module_bytes(self.module))
             accountant.process_addresses = max(0, addresses - module_bytes(self.module))
 

@@ -7,8 +7,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
+import psutil
 import typer
 
 from shardwise.errors import CommandLineError, OffloadError, ShardwiseError
@@ -42,7 +43,7 @@ def register(app: typer.Typer) -> None:
 def io(
     directory: Annotated[str, typer.Option("--dir", metavar="DIR", help="A directory on the disk (nvme_path).")] = ".",
     size: Annotated[
-        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        str | None,
         typer.Option(
             metavar="SIZE",
             help="Size of the file, such as 4G; needs as much memory. Default: 1G (--quick: 256M), or a quarter of "
@@ -53,14 +54,14 @@ def io(
     queue_depth: Annotated[str, typer.Option(metavar="NUMBERS", help="Requests in flight per thread.")] = "",
     threads: Annotated[str, typer.Option(metavar="NUMBERS", help="aio.intra_op_parallelism.")] = "",
     rounds: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(metavar="N", help="Passes of each setting; the median is shown. Default: 3 (--quick: 1)."),
     ] = None,
     read: Annotated[bool, typer.Option("--read/--no-read", help="Measure reading.")] = True,
     write: Annotated[bool, typer.Option("--write/--no-write", help="Measure writing.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer settings, one round, a smaller file.")] = False,
     as_json: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--json", metavar="FILE", help="Also write the results to FILE as JSON."),
     ] = None,
 ) -> None:
@@ -86,13 +87,13 @@ def io(
 
 def comm(
     nproc: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(metavar="N", help="Processes. Default: one for each visible CUDA device, or two on the CPU."),
     ] = None,
     include: Annotated[str, typer.Option("--include", "-i", metavar="SPEC", help="Slots to use, as for `run`.")] = "",
     exclude: Annotated[str, typer.Option("--exclude", "-e", metavar="SPEC", help="Slots not to use.")] = "",
     hostfile: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--hostfile", "-H", metavar="PATH", help="Machines, one a line: `host slots=N`."),
     ] = None,
     ops: Annotated[str, typer.Option(metavar="NAMES", help="Collectives, separated by commas. Default: all.")] = "",
@@ -108,7 +109,7 @@ def comm(
     warmups: Annotated[int, typer.Option(metavar="N", help="Trials before the measured ones.")] = 2,
     unit: Annotated[str, typer.Option(metavar="UNIT", help="Unit of bandwidths: GB/s or Gbit/s.")] = "GB/s",
     as_json: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--json", metavar="FILE", help="Also write the results to FILE as JSON."),
     ] = None,
 ) -> None:
@@ -298,14 +299,7 @@ def _save(path: str, everything: dict[str, Any]) -> None:
 
 
 def _file_system(directory: Path) -> str:
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "unknown file system"
-    found, most = "unknown file system", -1
-    for line in lines:
-        _, place, kind, *_ = line.split(" ")
-        place = place.replace("\\040", " ")
-        if len(place) >= most and directory.is_relative_to(place):
-            found, most = kind, len(place)
-    return found
+    """Return the type of the file system of a directory."""
+    there = [one for one in psutil.disk_partitions(all=True) if directory.is_relative_to(one.mountpoint)]
+    # Of file systems that are mounted at one place, the last one is used.
+    return max(reversed(there), key=lambda one: len(one.mountpoint)).fstype if there else "unknown file system"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -35,7 +35,7 @@ def export(
         ),
     ] = "keep",
     max_shard_size: Annotated[
-        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        str | None,
         typer.Option(
             metavar="SIZE", help="Size of one file, such as 5GB or 512MiB. Default: 5GB for hf, one file for pt."
         ),
@@ -47,11 +47,11 @@ def export(
         bool, typer.Option("--all-names", help="hf: write a tied tensor under each of its names, not once.")
     ] = False,
     tag: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--tag", "-t", help="Checkpoint of a directory of checkpoints. Default: the latest complete one."),
     ] = None,
     config: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="FILE", help="Copy this file to DIR/config.json, for from_pretrained."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing weights in DIR.")] = False,

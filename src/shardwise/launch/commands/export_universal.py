@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -18,18 +18,18 @@ def export_universal(
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Directory of checkpoints; created if needed.")],
     tag: Annotated[
-        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        str | None,
         typer.Option("--tag", "-t", help="Checkpoint in CKPT. Default: the latest complete one."),
     ] = None,
     name: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="TAG", help="Name of the new checkpoint. Default: that of the old one."),
     ] = None,
     stages: Annotated[
         bool, typer.Option("--stages", help="For DeepSpeed's PipelineModule; CKPT is that of a PipelineModule.")
     ] = False,
     tied: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(metavar="KEY=LAYER", help="With --stages: the first layer of a TiedLayerSpec's key. Repeatable."),
     ] = None,
 ) -> None:

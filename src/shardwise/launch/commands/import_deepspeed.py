@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -18,15 +18,15 @@ def import_deepspeed(
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Directory of checkpoints; created if needed.")],
     tag: Annotated[
-        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        str | None,
         typer.Option(metavar="TAG", help="Checkpoint in SRC. Default: the one that `latest` names."),
     ] = None,
     name: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="TAG", help="Name of the new checkpoint. Default: that of the old one."),
     ] = None,
     optimizer: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar="CLASS", help="Optimizer that will continue, such as AdamW. Default: found from the checkpoint."
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +26,7 @@ def inspect(
         str, typer.Argument(help="A checkpoint, a directory of checkpoints, or other weights.", metavar="CKPT")
     ],
     tag: Annotated[
-        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        str | None,
         typer.Option("--tag", "-t", help="Checkpoint of a directory of checkpoints."),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,

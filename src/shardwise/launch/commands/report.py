@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 def report(
     directory: Annotated[str, typer.Argument(help="Directory of the run (run_log.path).", metavar="RUN_DIR")],
     out: Annotated[
-        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        str | None,
         typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: RUN_DIR/report.html."),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -26,11 +26,11 @@ def register(app: typer.Typer) -> None:
 def run(
     script: Annotated[str, typer.Argument(help="Script to run.", metavar="SCRIPT")],
     args: Annotated[
-        Optional[list[str]],  # noqa: UP045  (typer reads it at run time)
+        list[str] | None,
         typer.Argument(help="Everything after the script is the script's.", metavar="[ARGS]..."),
     ] = None,
     nproc: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             "--nproc",
             "--num-gpus",
@@ -40,7 +40,7 @@ def run(
         ),
     ] = None,
     num_nodes: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(metavar="N", help="Use the first N machines; only 1 is supported."),
     ] = None,
     include: Annotated[
@@ -50,14 +50,14 @@ def run(
         str, typer.Option("--exclude", "-e", metavar="SPEC", help="Slots not to use, in the same form.")
     ] = "",
     hostfile: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--hostfile", "-H", metavar="PATH", help="Machines, one a line: `host slots=N`."),
     ] = None,
     master_addr: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address of this machine for the rendezvous.")
     ] = "127.0.0.1",
     master_port: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(metavar="PORT", help="Port of the rendezvous. Default: 29500, or any free one."),
     ] = None,
     module: Annotated[bool, typer.Option("--module", help="SCRIPT is a module: python -m SCRIPT.")] = False,
@@ -72,7 +72,7 @@ def run(
         int, typer.Option(metavar="K", help="After a failure start all processes again, up to K times.")
     ] = 0,
     min_nproc: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             metavar="M",
             help="Restart without a slot whose process has failed first twice in a row, down to M "
@@ -88,11 +88,11 @@ def run(
         ),
     ] = False,
     core_list: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--core-list", "--bind-core-list", metavar="LIST", help="Bind, and to these CPUs only: 0,4-6."),
     ] = None,
     log_dir: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             "--log-dir",
             "--enable-each-rank-log",
@@ -108,7 +108,7 @@ def run(
         ),
     ] = "auto",
     grace: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(
             metavar="SECONDS",
             help="Time to end after SIGTERM or Ctrl-C, before SIGKILL. Default: 60 where the ranks handle SIGTERM "
@@ -116,7 +116,7 @@ def run(
         ),
     ] = None,
     device_limit: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar="SIZE",
             help="Memory limit of each rank's device, as the library counts it, such as 2GiB. Overrules "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -18,7 +18,7 @@ def trace(
         str, typer.Argument(help="Directory of timeline-*.json files (`timeline.path`).", metavar="DIR")
     ],
     output: Annotated[
-        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Trace to write; default: DIR/merged.json."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as one JSON object.")] = False,
