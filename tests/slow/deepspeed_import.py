@@ -1,6 +1,6 @@
 """Checkpoints that DeepSpeed itself has written, loaded into shardwise and compared bit by bit.
 
-    python bench/deepspeed_import.py --python PYTHON [--only NAME,NAME]
+    python -m tests.slow.deepspeed_import --python PYTHON [--only NAME,NAME]
 
 PYTHON is an interpreter that has DeepSpeed; shardwise is not needed there. Two ranks train a small GPT with it (tied
 head, a frozen table of positions, odd sizes, a schedule, accumulation, clipping), save, write
@@ -28,9 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
 from harness import answer, in_job, job, leave_group, options_of
 from systems import GPT, Size
-from torch import nn
 
 SIZE = Size(18, 2, 2, 37, 6, 7)
 ROWS, PARTS, BEFORE, AFTER, PEERS = 6, 2, 4, 4, 2

@@ -1,6 +1,6 @@
 """Checkpoints of DeepSpeed's pipelines and universal checkpoints, in both directions, compared bit by bit.
 
-    python bench/deepspeed_universal.py --python PYTHON [--only NAME,NAME]
+    python -m tests.slow.deepspeed_universal --python PYTHON [--only NAME,NAME]
 
 PYTHON is an interpreter that has DeepSpeed; shardwise is not needed there. Ranks train a small language model with it,
 as a pipeline or as a plain model, save, write down the values that DeepSpeed's own functions for debugging return, and
@@ -24,8 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import answer, in_job, job, leave_group, options_of
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from harness import answer, in_job, job, leave_group, options_of
 
 WIDTH, WORDS, ROWS, LENGTH, PARTS, BEFORE, AFTER = 10, 13, 4, 6, 2, 3, 3
 """Sizes; rows of a global micro-batch, micro-batches of a step, steps before and after the checkpoint."""
