@@ -41,7 +41,7 @@ from harness import Row, options_of, save, show, turns
 
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_HOST, StateHome, TieredTensors, acquiring, in_turn
-from shardwise.offload import DiskPlace, Disks
+from shardwise.offload import DiskPlace
 from shardwise.offload.files import DiskOptions, SwapFile
 from shardwise.offload.tmpfile import Bytes, move_all, open_tmpfile, paged, take_space
 from shardwise.optim import AdamW
@@ -269,7 +269,10 @@ class PlayedDisk:
     Attributes:
         speed: bytes a second.
         moved: bytes so far.
+        size: bytes of the file; not counted.
     """
+
+    size = 0
 
     def __init__(self, speed: float = float("inf")) -> None:
         self.speed = speed
@@ -378,7 +381,7 @@ class Passes(Training):
         case = Case(replace(SIZES[size], rows=rows), bf16=True)
         self.tokens = rows * case.size.length
         on_disk = {"offload_param": {"device": "nvme", "nvme_path": str(directory), "max_in_cpu": 0}}
-        with mock.patch.object(Disks, "_file", lambda disks, directory: self.played):
+        with mock.patch("shardwise.offload.files.SwapFile", lambda *args, **options: self.played):
             self._away = shardwise(case, 3, **on_disk)
         self._near = shardwise(case, 3)
         for run in (self._away, self._near):
