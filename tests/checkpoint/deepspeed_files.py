@@ -1,7 +1,7 @@
 """Writes checkpoints as DeepSpeed 0.19 lays them out, with torch alone, so that importing can be tested without it.
 
-The layout was read off files that DeepSpeed had written (tests/slow/deepspeed_import.py does so for every stage): keys, flat
-buffers, paddings, and the four classes of its own whose names are in the pickles.
+The layout was read off files that DeepSpeed had written (tests/slow/deepspeed_import.py does so for every stage): keys,
+flat buffers, paddings, and the four classes of its own whose names are in the pickles.
 """
 
 from __future__ import annotations
