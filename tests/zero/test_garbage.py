@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import weakref
 from pathlib import Path
@@ -16,6 +17,7 @@ import shardwise
 from shardwise.parallel.tensor.copies import map_inputs
 from shardwise.trees import map_tensors
 from tests.harness import on_ranks
+from tests.harness.garbage import tensors_in_cycles
 from tests.harness.training import Setting, start
 from tests.models import CASES
 
@@ -30,20 +32,12 @@ def test_a_step_leaves_no_tensor_in_a_cycle(stage: int, precision: str, optimize
     engine = start(case, Setting(stage, precision=precision, optimizer=optimizer, accumulation=2, lr=1e-3))
     rank = torch.distributed.get_rank()
     for step in range(3):
-        if step == 2:
-            gc.collect()
-            gc.disable()
-            gc.set_debug(gc.DEBUG_SAVEALL)
-        for micro in range(2):
-            engine.backward(case.loss(engine, case.data(step, micro, rank, torch.float32)))
-            engine.step()
-    gc.collect()
-    gc.set_debug(0)
-    found = [f"{value.dtype}{list(value.shape)}" for value in gc.garbage if isinstance(value, torch.Tensor)]
-    gc.garbage.clear()
-    gc.enable()
+        with tensors_in_cycles() if step == 2 else contextlib.nullcontext() as found:
+            for micro in range(2):
+                engine.backward(case.loss(engine, case.data(step, micro, rank, torch.float32)))
+                engine.step()
     engine.destroy()
-    assert found == []
+    assert not found
 
 
 @pytest.mark.parametrize("function", [map_tensors, map_inputs])

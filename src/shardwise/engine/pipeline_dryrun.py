@@ -23,7 +23,7 @@ from shardwise.engine.stages import WEIGHT_GRADIENTS, PipelineRanks, tie
 from shardwise.errors import UsageError
 from shardwise.memory import Moved, Tier
 from shardwise.memory.dryrun import Answers
-from shardwise.pipeline.actions import WEIGHT_GRADIENT, Op
+from shardwise.pipeline.actions import COMPUTATIONS, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
 from shardwise.pipeline.lowering import with_communication, with_sharding
 from shardwise.pipeline.messages import Form, form_of
 from shardwise.pipeline.module import PipelineModule
@@ -263,20 +263,33 @@ def planned_schedule(name: str, place: PipelineRanks, micro_batches: int) -> Sch
     return with_communication(found)
 
 
-def held(schedule: Schedule) -> list[tuple[int, list[int]]]:
-    """Return the most activations of stages that each rank holds, and how many in the last backward of each stage."""
-    counts = []
+def held(schedule: Schedule) -> list[tuple[set[tuple[int, ...]], list[int]]]:
+    """Return what each rank holds at most, and how many activations in the last backward pass of each stage.
+
+    At most: all largest combinations of activations, and of inputs and gradients of delayed weight gradients, by stage.
+    """
+    found = []
     for actions in schedule.actions:
-        now = most = 0
+        stages = sorted({action.stage for action in actions if action.op is Op.FORWARD})
+        now = [0] * (2 * len(stages))
+        seen: set[tuple[int, ...]] = set()
         at_last: dict[int, int] = {}
         for action in actions:
-            now += action.op is Op.FORWARD
-            most = max(most, now)
+            if action.op not in COMPUTATIONS:
+                continue
+            place = stages.index(action.stage)
             if action.op in WEIGHT_GRADIENT:
-                at_last[action.stage] = now
-                now -= 1
-        counts.append((most, list(at_last.values())))
-    return counts
+                at_last[action.stage] = sum(now)
+            now[place] += (action.op is Op.FORWARD) - (action.op in INPUT_GRADIENT)
+            now[len(stages) + place] += (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
+            seen.add(tuple(now))
+        most = {one for one in seen if not any(one != other and _covers(other, one) for other in seen)}
+        found.append((most, list(at_last.values())))
+    return found
+
+
+def _covers(one: Sequence[int], other: Sequence[int]) -> bool:
+    return all(a >= b for a, b in zip(one, other, strict=True))
 
 
 @contextlib.contextmanager

@@ -71,34 +71,37 @@ def layer_of(error: BaseException) -> str:
 
 
 class StageCall(nn.Module):
-    """A stage as a module whose arguments are the tensors of a nested value, under their innermost names."""
+    """A stage as a module whose arguments are the tensors of a nested value, under their innermost names.
+
+    `tensors` are those of the value; `value` makes a nested value of others.
+    """
 
     def __init__(self, stage: nn.Module, value: Any) -> None:
         super().__init__()
         self.stage = stage
-        paths, self._form = tree_flatten_with_path(value)
-        self._leaves = [leaf for _, leaf in paths]
-        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors = tuple(self._leaves[i] for i in self._places)
-        found = [str(getattr(paths[i][0][-1], "key", "")) if paths[i][0] else "" for i in self._places]
+        paths, form = tree_flatten_with_path(value)
+        leaves = [leaf for _, leaf in paths]
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors = tuple(leaves[i] for i in places)
+        found = [str(getattr(paths[i][0][-1], "key", "")) if paths[i][0] else "" for i in places]
         # Names must differ and be valid; only those of inputs of models have a meaning.
         names = [name if name in ("position_ids", "attention_mask") else f"value_{i}" for i, name in enumerate(found)]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
         self.train(stage.training)
 
+        def nested(tensors: Sequence[Any]) -> Any:
+            filled = list(leaves)
+            for place, tensor in zip(places, tensors, strict=True):
+                filled[place] = tensor
+            return tree_unflatten(filled, form)
+
         def forward(*tensors: Any) -> Any:
-            return stage(self.value(tensors))
+            return stage(nested(tensors))
 
         forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        self.forward = forward
-
-    def value(self, tensors: Sequence[Any]) -> Any:
-        """Return the nested value with these tensors."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, self._form)
+        # Without a reference to the module: a cycle would keep activations until the garbage collector runs.
+        self.value, self.forward = nested, forward
 
 
 class SharedBuffers:
