@@ -19,9 +19,8 @@ CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr":
 def built(arguments: dict[str, Any]) -> int:
     import deepspeed
 
-    made = deepspeed.initialize(model=nn.Linear(2, 1), **arguments)
-    engine, _, loader, scheduler = made
-    assert (made.engine, made.training_dataloader, made.lr_scheduler) == (engine, loader, scheduler)
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=nn.Linear(2, 1), **arguments)
+    assert type(engine) is deepspeed.DeepSpeedEngine and optimizer is engine.optimizer and loader is scheduler is None
     size = engine.train_batch_size()
     engine.destroy()
     return size

@@ -151,10 +151,10 @@ def subject(path: str) -> Any:
     parent, _, name = path.rpartition(".")
     settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
     if name == "DeepSpeedEngine":
-        return deepspeed.initialize(model=torch.nn.Linear(2, 1), config=settings).engine
+        return deepspeed.initialize(model=torch.nn.Linear(2, 1), config=settings)[0]
     if name in ("PipelineEngine", "PipelineModule"):
         module = deepspeed.pipe.PipelineModule([torch.nn.Linear(2, 1)], num_stages=1, loss_fn=torch.sub)
-        return module if name == "PipelineModule" else deepspeed.initialize(model=module, config=settings).engine
+        return module if name == "PipelineModule" else deepspeed.initialize(model=module, config=settings)[0]
     if name == "DeepSpeedAccelerator":
         return deepspeed.get_accelerator()
     if name == "MonitorMaster":

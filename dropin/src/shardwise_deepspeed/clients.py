@@ -30,7 +30,7 @@ from shardwise.comm import api, setup
 from shardwise.config import accept, resolve
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
-from shardwise.engine.build import Arguments, build, check_model
+from shardwise.engine.build import EngineArguments, build, check_model
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel.tensor.dtensors import line_of
 from shardwise.parallel.tensor.entry import divided_over
@@ -110,8 +110,8 @@ def initialize(
     source = accept(config_source(args, config, config_params))
     check_model(model)
     setup.init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
-    made = build(
-        Arguments(
+    parts = build(
+        EngineArguments(
             cast(nn.Module, model),
             source,
             optimizer,
@@ -127,12 +127,13 @@ def initialize(
             pipeline_engine=PipelineEngine,
         )
     )
+    engine = parts[0]
     if of_accelerate:
-        _warn_of_saving(made.engine)
-    _patch_lightning_save(made.engine.module)
+        _warn_of_saving(engine)
+    _patch_lightning_save(engine.module)
     attributes.attach()
-    attributes.note(made.engine)
-    return cast("tuple[DeepSpeedEngine, Any, EngineDataLoader | None, Any]", made)
+    attributes.note(engine)
+    return cast("tuple[DeepSpeedEngine, Any, EngineDataLoader | None, Any]", parts)
 
 
 def _share_tensor_size(config: MutableMapping[str, Any]) -> int:
