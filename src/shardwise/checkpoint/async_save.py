@@ -77,6 +77,7 @@ class _WriteJob:
     limit: float
     store: torch.distributed.Store | None
     copied: Copied | None
+    direct: bool
     draft: StagingDirectory | None
     header: CheckpointHeader | None
     on_saved: Callable[[SaveReport], None] | None
@@ -90,7 +91,7 @@ class _WriteJob:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             self._await_copies()
-            report.size = write_part(self.path, self.file, self.tensors, self.description)[0]
+            report.size = write_part(self.path, self.file, self.tensors, self.description, direct=self.direct)[0]
         except Exception as error:
             report.origin, report.error = self.rank, _words(error)
         notes: list[str] = []
@@ -238,6 +239,7 @@ class AsyncSaver:
             limit=self._limit + largest / SLOWEST,
             store=self._store,
             copied=self._snapshot.copied,
+            direct=request.direct,
             draft=made.draft,
             header=header,
             on_saved=self._on_saved,

@@ -86,7 +86,7 @@ class StagingDirectory:
         remove_leftovers(parent, None if tidy else tag)
         os.mkdir(self.path)
         try:
-            self._lock: int | None = _lock_new(os.path.join(self.path, _LOCK), _MARK)
+            self._lock: int | None = lock_new(os.path.join(self.path, _LOCK), _MARK)
         except OSError:
             with contextlib.suppress(OSError):
                 os.rmdir(self.path)
@@ -158,7 +158,7 @@ def lock_directory(path: str) -> int | None:
     return descriptor
 
 
-def _lock_new(path: str, content: bytes) -> int:
+def lock_new(path: str, content: bytes) -> int:
     """Create a file locked until the returned descriptor is closed; without locks, an unlocked one."""
     new = f"{path}.new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -249,9 +249,18 @@ def _is_marked(path: str) -> bool:
 
 
 def remove_leftovers(parent: str, tag: str | None = None) -> None:
-    """Remove staging directories of all tags, or of one, with shardwise's name and marker and a free lock."""
+    """Remove staging directories of all tags, or of one, with shardwise's name and marker and a free lock, and new
+    files `latest` that a killed writer has not renamed.
+    """
     for name in os.listdir(parent):
         hidden, path = HIDDEN.fullmatch(name), os.path.join(parent, name)
+        if hidden is not None and hidden["tag"] == LATEST and tag is None and os.path.isfile(path):
+            unused = lock_exclusive(path)  # a new `latest` before its rename
+            if unused is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                os.close(unused)
+            continue
         if hidden is None or (tag is not None and hidden["tag"] != tag) or not _is_marked(path):
             continue
         descriptor = lock_exclusive(os.path.join(path, _LOCK))  # that of a living writer is held

@@ -30,9 +30,9 @@ from shardwise.checkpoint.directory import (
     StagingDirectory,
     check_tag,
     lock_exclusive,
+    lock_new,
     remove_hidden,
     sync_directory,
-    write_file,
 )
 from shardwise.errors import CheckpointError, CheckpointPathError
 
@@ -115,13 +115,16 @@ class CheckpointDirectory:
     def set_latest(self, tag: str, name: str = LATEST) -> None:
         """Let `latest` name another checkpoint, by one rename."""
         temporary = os.path.join(self.path, f".{name}.{secrets.token_hex(4)}{PARTIAL}")
+        lock = lock_new(temporary, tag.encode())  # a file with a free lock is a leftover
         try:
-            write_file(temporary, tag.encode())
+            os.fsync(lock)
             os.replace(temporary, os.path.join(self.path, name))
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+        finally:
+            os.close(lock)
         sync_directory(self.path)
 
     def head(self, tag: str) -> Head:

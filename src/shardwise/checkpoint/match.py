@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint import nested_json
 from shardwise.checkpoint.collect import are_named, buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
 from shardwise.checkpoint.places import counterparts
@@ -230,7 +228,6 @@ def _check(report: LoadReport, model: CheckpointedModel, manifest: Manifest, *, 
 PARAM_NAMES = "param_names"
 """Entry of a parameter group that torch makes from named parameters; each engine keeps its own."""
 
-_MOST_STEPS = 1 << 53
 _MOST_NOTES = 5
 
 _FRESH = "pass load_optimizer_states=False to start with fresh optimizer state"
@@ -263,7 +260,6 @@ def match_optimizer(
         )
     if settings:
         numbers = saved_groups(model, saved["groups"], path)
-        _compare_settings(model.optimizer.param_groups, saved["groups"], numbers, path)
     trained = [tensor for tensor in model.registry if tensor.trainable and tensor.numel and tensor.name not in fresh]
     unwanted = [tensor.name for tensor in trained if not selection.wants((tensor.name, *tensor.aliases))]
     if unwanted:
@@ -303,9 +299,7 @@ def match_optimizer(
     # No state at all: saved before the first step, or the optimizer has none (SGD without momentum).
     if without and states:
         raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {_FRESH}")
-    _check_complete(model, states, path)
-    _check_steps(model, states, path)
-    notes = _uneven(model, states)
+    notes = _check_complete(model, states, path)
     dropped = [name for name in by_name if name not in used | fresh and name not in elsewhere.names]
     if dropped:
         notes.append(f"optimizer state of parameters that are not trained here is not loaded: {outline(dropped)}")
@@ -360,86 +354,27 @@ def _compare_groups(
         )
 
 
-def _compare_settings(
-    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], numbers: Sequence[int | None], path: str
-) -> None:
-    for number, (group, of) in enumerate(zip(groups, numbers, strict=True)):
-        if of is None or of >= len(saved):
-            continue  # `_compare_groups` compares the numbers of groups
-        found = nested_json.decode(
-            saved[of], lambda reference: torch.zeros((), device="cpu")
-        )  # values of tensors are not compared
-        for name in found.keys() & group.keys() - {"params", PARAM_NAMES}:
-            if not _alike(group[name], found[name]):
-                raise CheckpointError(
-                    f"{path}: {name!r} of parameter group {number} is {found[name]!r:.100}, which cannot take the "
-                    f"place of {group[name]!r:.100}; {_FRESH}, or load_param_groups=False to keep this engine's"
-                )
-
-
-def _alike(own: Any, other: Any) -> bool:
-    if own is None or other is None or isinstance(other, torch.Tensor):
-        return True
-    if isinstance(own, (bool, int, float, torch.Tensor)):
-        return isinstance(other, (bool, int, float)) and (math.isfinite(other) or _is_infinite(own))
-    if isinstance(own, (tuple, list)):
-        return isinstance(other, (tuple, list)) and len(own) == len(other) and all(map(_alike, own, other))
-    return not isinstance(own, str) or isinstance(other, str)
-
-
-def _is_infinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _check_steps(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> None:
-    for index, state in states.items():
-        if "step" in state.values:
-            step = nested_json.decode(state.values["step"], lambda reference: torch.zeros((), device="cpu"))
-            step = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
-            if not (isinstance(step, (int, float)) and 0 <= step <= _MOST_STEPS):
-                raise CheckpointError(
-                    f"{path}: the step count of {model.registry[index].name!r} is {step!r:.100}; expected a number >= "
-                    f"0; {_FRESH}"
-                )
-
-
-def _check_complete(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> None:
-    needed = set(getattr(model.optimizer, "state_names", ()))
-    for index, kinds, usual in _compared(model, states, needed):
-        lacks = sorted(usual - kinds if _treats_alike(model.optimizer) else needed - kinds)
-        if lacks:
+def _check_complete(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> list[str]:
+    """Compare the state of each parameter with that of most of its group and number of dimensions; return notes on
+    others. Raises CheckpointError if a parameter lacks state that the optimizer needs.
+    """
+    needed = frozenset(getattr(model.optimizer, "state_names", ()))
+    # Optimizers of PyTorch keep the same state for all tensors of as many dimensions.
+    strict = type(model.optimizer).__module__.partition(".")[0] == "torch"
+    kinds = {index: frozenset({*state.elementwise, *state.whole}) for index, state in states.items()}
+    alike: dict[tuple[int | None, int], Counter[frozenset[str]]] = {}
+    for index, own in kinds.items():
+        alike.setdefault((model.registry[index].group, len(model.registry[index].shape)), Counter())[own] += 1
+    notes = []
+    for index, own in kinds.items():
+        count = alike[model.registry[index].group, len(model.registry[index].shape)]
+        usual = max(count, key=lambda kind: (needed <= kind, count[kind])) | needed
+        lacks, more = sorted(usual - own), sorted(own - usual)
+        if lacks and (strict or not needed <= own):
             raise CheckpointError(
                 f"{path}: the optimizer state of {model.registry[index].name!r} lacks {', '.join(map(repr, lacks))}, "
                 f"and optimizer state is loaded for all trained parameters or for none; {_FRESH}"
             )
-
-
-def _treats_alike(optimizer: object) -> bool:
-    """Return True for optimizers of PyTorch, which keep the same state for all tensors of as many dimensions."""
-    return type(optimizer).__module__.partition(".")[0] == "torch"
-
-
-def _compared(
-    model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], needed: set[str]
-) -> Iterator[tuple[int, frozenset[str], frozenset[str]]]:
-    """Yield each parameter, names of its state, and names that most of its group and number of dimensions have."""
-    alike: dict[tuple[int | None, int], list[int]] = {}
-    for index in states:
-        tensor = model.registry[index]
-        alike.setdefault((tensor.group, len(tensor.shape)), []).append(index)
-    for members in alike.values():
-        kinds = {index: frozenset({*states[index].elementwise, *states[index].whole}) for index in members}
-        count = Counter(kinds.values())
-        usual = max(count, key=lambda kind: (needed <= kind, count[kind])) | needed if any(kinds.values()) else needed
-        for index, own in kinds.items():
-            yield index, own, frozenset(usual)
-
-
-def _uneven(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan]) -> list[str]:
-    """Return notes on parameters with other optimizer state than most like them, if the optimizer allows that."""
-    notes = []
-    for index, own, usual in _compared(model, states, set()):
-        lacks, more = sorted(usual - own), sorted(own - usual)
         if lacks or more:
             differences = [f"lacks {', '.join(map(repr, lacks))}"] if lacks else []
             differences += [f"has {', '.join(map(repr, more))}, which others of its group have not"] if more else []

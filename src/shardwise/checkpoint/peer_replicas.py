@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint import manifest, manifestfile
-from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.agree import collective_step, on_first_rank
 from shardwise.checkpoint.checksums import free_space
 from shardwise.checkpoint.collect import RankSavePlan, TrainingState
 from shardwise.checkpoint.listing import StateNumbers
@@ -56,7 +56,7 @@ _NAME = re.compile(r"(\.step[0-9]+-[0-9a-f]{8}-[0-9]+\.partial|(restored-)?step[
 @dataclass(frozen=True)
 class Version:
     """The copies of one step: `name` of the directory on every node, `global_steps`, number of the state
-    (`shardwise.checkpoint.newest`), `world` of ranks, and the nodes that have the part of each.
+    (`shardwise.checkpoint.listing`), `world` of ranks, and the nodes that have the part of each.
     """
 
     name: str
@@ -397,15 +397,14 @@ class InMemoryCheckpoints:
         """Assemble a version; return (node, rank, reason) of damaged copies."""
         comm, device = self._comm, self._model.device
         what = f"putting together the copies of step {version.steps} in memory ({self.path})"
-        parts, bad = self._parts(version, places)
-        if bad:
-            return bad
-        joined = self._join(version, parts)
+        joined, lost = self._joined(version, places, what)
+        if joined is None:
+            return [(min(places[rank]), rank, "its description is damaged") for rank in lost]
         with collective_step(comm, what) as requested:
             numbers = {_file_name(rank, version.world): rank for rank in range(version.world)}
             requested.local = sorted(numbers[file] for file in needed_files(self._model, joined))
         needed = [sorted(set().union(*(requested.gathered[rank] for rank in ranks))) for ranks in self.nodes]
-        transfers, origin = self._fetches(version, places, parts, needed)
+        transfers, origin = self._fetches(version, places, joined, needed)
         with collective_step(comm, what):
             if self._leads:
                 shutil.rmtree(target, ignore_errors=True)
@@ -433,19 +432,26 @@ class InMemoryCheckpoints:
             ]
         return [(node, rank, reason) for entry in checked.gathered for node, rank, reason in entry]
 
-    def _parts(
-        self, version: Version, places: dict[int, set[int]]
-    ) -> tuple[dict[int, dict[str, Any]], list[tuple[int, int, str]]]:
+    def _joined(
+        self, version: Version, places: dict[int, set[int]], what: str
+    ) -> tuple[manifest.Manifest | None, list[int]]:
+        """Return the manifest, which the first rank has joined from the descriptions of all parts; None if some are
+        damaged, with their ranks.
+        """
         texts = {}
         for rank in range(version.world):
             if self._leads and min(places[rank]) == self.node:
                 with contextlib.suppress(OSError, CheckpointError):
                     path = os.path.join(self.path, version.name)
                     texts[rank] = read_description(path, _file_name(rank, version.world)).decode()
-        exchanged = self._comm.exchange(texts, "memory_copies")
-        parts = {int(rank): json.loads(text) for entry in exchanged for rank, text in entry.items()}
-        lost = [rank for rank in range(version.world) if rank not in parts]
-        return parts, [(min(places[rank]), rank, "its description is damaged") for rank in lost]
+        gathered = on_first_rank(self._comm, texts, "memory_copies")
+        with collective_step(self._comm, what) as joined:
+            if self._comm.rank == 0:
+                parts = {int(rank): json.loads(text) for entry in gathered for rank, text in entry.items()}
+                lost = [rank for rank in range(version.world) if rank not in parts]
+                joined.local = lost or manifestfile.to_bytes(self._join(version, parts)).decode()
+        found = joined.gathered[0]
+        return (None, found) if isinstance(found, list) else (manifestfile.from_bytes(found.encode(), what), [])
 
     def _join(self, version: Version, parts: dict[int, dict[str, Any]]) -> manifest.Manifest:
         first = parts[0]["header"]
@@ -470,7 +476,7 @@ class InMemoryCheckpoints:
         self,
         version: Version,
         places: dict[int, set[int]],
-        parts: dict[int, dict[str, Any]],
+        joined: manifest.Manifest,
         needed: list[list[int]],
     ) -> tuple[list[FileTransfer], dict[tuple[int, int], int]]:
         """Return the transfers between nodes, and for (node, part) the node of the copy used there."""
@@ -486,7 +492,7 @@ class InMemoryCheckpoints:
                 transfers.append(
                     FileTransfer(
                         _file_name(rank, version.world),
-                        parts[rank]["facts"][0],
+                        joined.files[_file_name(rank, version.world)].size,
                         givers[rank % len(givers)],
                         ranks[rank % len(ranks)],
                     )

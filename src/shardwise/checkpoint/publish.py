@@ -73,6 +73,7 @@ def write_part(
     description: Mapping[str, Any],
     *,
     fetch: Fetch = in_place,
+    direct: bool = False,
     over: bool = False,
     explain: Callable[[OSError, str, str, int], CheckpointError] = unwritable,
 ) -> list[int]:
@@ -80,7 +81,7 @@ def write_part(
     `over` overwrites files in place. Raises CheckpointError from `explain` if that fails.
     """
     try:
-        facts = write_tensors(os.path.join(path, file), tensors, fetch=fetch, over=over)
+        facts = write_tensors(os.path.join(path, file), tensors, direct=direct, over=over, fetch=fetch)
         body = json.dumps({"facts": [facts.size, list(facts.checksums)], **description}).encode()
         text = _digest(body) + b"\n" + body
         with open(os.path.join(path, description_name(file)), "wb" if over else "xb") as stream:

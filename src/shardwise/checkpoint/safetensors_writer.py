@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.checksums import FileFacts
+from shardwise.checkpoint.file_writer import FileWriter
 from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec, bytes_of
 from shardwise.device.staging import Staging, is_far
@@ -84,7 +84,7 @@ class TensorWriter:
     """Writes one file of tensors with known dtypes and shapes: in `file_order` with `checksums`, in any order without.
 
     `path` must not exist unless it is overwritten in place (`over`), which reuses pages in memory. `metadata` are
-    strings for the header.
+    strings for the header. `direct` writes past the page cache if the file is large and tensors have checksums.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class TensorWriter:
         metadata: Mapping[str, str] | None = None,
         *,
         checksums: bool,
+        direct: bool = False,
         over: bool = False,
     ) -> None:
         layout = layout_of(specs, metadata)
@@ -104,8 +105,7 @@ class TensorWriter:
         self._offsets = layout.begins
         self._specs = specs
         self._left = {name: spec.nbytes for name, spec in specs.items()}
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if over else os.O_EXCL)
-        self._file = open(os.open(path, flags, 0o666), "wb", buffering=0)  # noqa: SIM115  (see close and abandon)
+        self._file = FileWriter(path, layout.size, direct=direct and checksums, over=over)
         try:
             self._put(memoryview(layout.header))
         except BaseException:
@@ -169,16 +169,14 @@ class TensorWriter:
         if left:
             self.abandon()
             raise CheckpointError(f"tensors announced but not written: {', '.join(left[:5])}")
-        with self._file:
-            self._file.truncate(self._size)
-            os.fsync(self._file.fileno())
+        self._file.finish()
         if self._sums is None:
             return None
         return FileFacts(self._size, tuple(f"{value:08x}" for value in self._sums.values()))
 
     def abandon(self) -> None:
         """Close without finishing; the file is incomplete."""
-        self._file.close()
+        self._file.abandon()
 
     def _put_bytes(self, name: str, data: memoryview) -> None:
         for start in range(0, len(data), _STEP):
@@ -190,17 +188,20 @@ class TensorWriter:
         self._position += len(data)
 
     def _put(self, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += self._file.write(data[done:])
+        self._file.write(data)
 
 
 def write_tensors(
-    path: str, tensors: Mapping[str, torch.Tensor], *, over: bool = False, fetch: Fetch = in_place
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    direct: bool = False,
+    over: bool = False,
+    fetch: Fetch = in_place,
 ) -> FileFacts:
     """Write a file of tensors with checksums, and flush it to disk. See `TensorWriter`."""
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = TensorWriter(path, specs, checksums=True, over=over)
+    writer = TensorWriter(path, specs, checksums=True, direct=direct, over=over)
     try:
         writer.write_all(tensors, fetch)
     except BaseException:

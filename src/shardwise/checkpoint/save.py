@@ -56,6 +56,7 @@ class SaveRequest:
         excluded: indices of parameters to leave out.
         layout: facts for people: stage, dtype.
         tag_validation: action if ranks name different tags: `ignore`, `warn` or `fail`.
+        direct: write large files past the page cache if the file system supports it.
         keep_last, keep_every: retention; see `shardwise.checkpoint.listing.CheckpointDirectory.prune`.
         check_finite: look for values that are infinite or NaN, and mark a checkpoint that has them.
         numbers: numbers of the engine's states.
@@ -68,6 +69,7 @@ class SaveRequest:
     layout: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     tag_validation: str = "warn"
+    direct: bool = False
     keep_last: int | None = None
     keep_every: int | None = None
     check_finite: bool = True
@@ -105,7 +107,7 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
         with collective_step(comm, what) as written, warn_if_slow(f"{what}: rank {comm.rank} writes its part"):
             made.add_replicated()
             part = made.part
-            write_part(made.path, part.file, part.tensors, part.to_json(), fetch=part.fetch)
+            write_part(made.path, part.file, part.tensors, part.to_json(), fetch=part.fetch, direct=request.direct)
             written.local = part.not_finite
         not_finite = names_of(written.gathered, request, comm.rank)
         with collective_step(comm, what):

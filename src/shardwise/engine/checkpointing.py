@@ -133,6 +133,7 @@ class Checkpoints:
                 layout=self.layout(),
                 config=effective(self._resolution),
                 tag_validation=config.checkpoint.tag_validation,
+                direct=config.checkpoint.writes_directly(background=background),
                 keep_last=config.checkpoint.keep_last,
                 keep_every=config.checkpoint.keep_every,
                 check_finite=config.non_finite != "ignore",
