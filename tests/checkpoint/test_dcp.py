@@ -37,7 +37,6 @@ def save_sharded(path: str) -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     places = {"rows": Shard(0), "columns": Shard(1), "line": Shard(0), "short": Shard(0)}
     state = {name: distribute_tensor(v, mesh, [places.get(name, Replicate())]) for name, v in values().items()}
-    state["rows"] = state["rows"]
     dcp.save({"model": state, "step": 3, "note": {"x": [1, "a"]}}, checkpoint_id=path)
 
 
@@ -52,7 +51,7 @@ def test_sharded_tensors_are_read_by_any_range(ranks: Any, world: int, tmp_path:
             tensor = found[f"model.{name}"]
             assert (tensor.shape, tensor.torch_dtype) == (tuple(value.shape), value.dtype)
             flat = value.reshape(-1)
-            cuts = [(0, flat.numel())] + [sorted(generator.choices(range(flat.numel() + 1), k=2)) for _ in range(20)]
+            cuts = [(0, flat.numel())] + [sorted(generator.choices(range(flat.numel() + 1), k=2)) for _ in range(6)]
             for start, stop in cuts:
                 assert torch.equal(read_range(source, tensor.name, start, stop), flat[start:stop]), (name, start, stop)
 
@@ -116,7 +115,7 @@ def test_every_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
     for file in ("__0_0.distcp", ".metadata"):
         path = tmp_path / "d" / file
         original = path.read_bytes()
-        for _ in range(150):
+        for _ in range(40):
             data = bytearray(original)
             data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
             path.write_bytes(data if generator.random() < 0.8 else data[: generator.randrange(len(data))])

@@ -26,6 +26,7 @@ from shardwise.precision import LossScaler
 from tests.checkpoint import deepspeed_files as files
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_layouts import content, same
+from tests.harness import thorough
 
 SOURCES: list[tuple[int, int, dict[str, Any]]] = [
     *((stage, world, {}) for stage, world in ((0, 2), (1, 1), (1, 3), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3))),
@@ -36,7 +37,6 @@ SOURCES: list[tuple[int, int, dict[str, Any]]] = [
     (3, 2, {"sub_group": 30}),
     (1, 2, {"legacy": True}),
 ]
-TARGETS = [(0, 1), (2, 2), (3, 3)]
 
 
 def train(path: str, stage: int, dtype: str, optimizer: str, more: int = 0) -> list[Any]:
@@ -68,7 +68,12 @@ def load_all(ours: str, sources: list[str], stage: int, dtype: str, optimizer: s
 
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "targets"),
-    [("fp32", "AdamW", TARGETS), ("bf16", "AdamW", [(3, 2)]), ("fp32", "SGD", [(2, 3)])],
+    [
+        ("fp32", "AdamW", [(2, 2)]),
+        thorough("fp32", "AdamW", [(0, 1), (3, 3)]),
+        ("bf16", "AdamW", [(3, 2)]),
+        thorough("fp32", "SGD", [(2, 3)]),
+    ],
 )
 def test_every_stage_is_loaded_into_every_layout(
     dtype: str, optimizer: str, targets: list[tuple[int, int]], tmp_path: Path
@@ -147,6 +152,7 @@ def test_the_loss_scale_goes_on(stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [1, 3, 4])
 def test_a_scale_is_doubled_in_the_step_in_which_deepspeed_doubles_it(window: int) -> None:
     """DeepSpeed's rule, as its scaler was seen to follow it."""
+    assert scaler_state({"dynamic": False, "cur_scale": 1.0}) is None
     for since in range(1, 3 * window + 1):
         state = scaler_state({"dynamic": True, "cur_scale": 8.0, "cur_iter": since, "last_overflow_iter": -1,
                               "scale_window": window})  # fmt: skip
@@ -160,11 +166,6 @@ def test_a_scale_is_doubled_in_the_step_in_which_deepspeed_doubles_it(window: in
             count += 1
             ours.update(overflow=False)
             assert ours.scale == theirs
-
-
-def test_no_scaling_has_no_state() -> None:
-    assert scaler_state({"dynamic": False, "cur_scale": 1.0}) is None
-    assert scaler_state(None) is None
 
 
 # -- without an engine -----------------------------------------------------------------------------------------------
@@ -347,14 +348,13 @@ def test_damage_is_named(kind: str, held: files.Content, tmp_path: Path) -> None
     assert path in str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_changed_byte_is_found_or_harmless(stage: int, held: files.Content, tmp_path: Path) -> None:
-    path = files.write(str(tmp_path), "x", held, stage, 2)
-    generator = random.Random(stage)
+def test_a_changed_byte_is_found_or_harmless(held: files.Content, tmp_path: Path) -> None:
+    path = files.write(str(tmp_path), "x", held, 3, 2)
+    generator = random.Random(3)
     found = 0
     for file in sorted(Path(path).iterdir()):
         original = file.read_bytes()
-        for _ in range(25):
+        for _ in range(12):
             changed = bytearray(original)
             changed[generator.randrange(len(original))] ^= 1 << generator.randrange(8)
             file.write_bytes(changed)
@@ -367,7 +367,7 @@ def test_a_changed_byte_is_found_or_harmless(stage: int, held: files.Content, tm
                 found += 1
                 assert path in str(error)
         file.write_bytes(original)
-    assert found > 20
+    assert found > 10
 
 
 def attempts(paths: dict[str, str], expected: dict[str, str]) -> None:
