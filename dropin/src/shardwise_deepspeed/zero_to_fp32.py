@@ -259,7 +259,7 @@ def _convert(arguments: list[str]) -> None:
     if given.pop("debug"):
         with open_source(given["checkpoint_dir"], given["tag"]) as source:
             for tensor in source.tensors().values():
-                print(tensor.name, list(tensor.shape), tensor.dtype, *tensor.aliases)
+                print(tensor.name, list(tensor.shape), tensor.torch_dtype, *tensor.aliases)
     convert_zero_checkpoint_to_fp32_state_dict(**given)
 
 
