@@ -40,7 +40,6 @@ PARTS = (
     "tests/zero/test_init.py",
     "tests/zero/test_loops.py",
     "tests/zero/test_mixed_precision.py",
-    "tests/zero/test_transports.py",
 )
 """Tests that meet torch most closely."""
 

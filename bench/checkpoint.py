@@ -79,8 +79,8 @@ KEEPS_STAGED = hasattr(dist, "all_gather_single")
 """Whether torch's stager may be used again: that of 2.11 raises in its second save."""
 
 
-def engine_of(layers: int, stage: int = 3, width: int = WIDTH, **keys: Any) -> Any:
-    """Return an engine of linear layers that has taken a step, so that the optimizer has state."""
+def engine_of(layers: int, stage: int = 3, width: int = WIDTH, trained: bool = True, **keys: Any) -> Any:
+    """Return an engine of linear layers; if `trained`, it has taken a step, so that the optimizer has state."""
     import shardwise
 
     config = {
@@ -92,7 +92,8 @@ def engine_of(layers: int, stage: int = 3, width: int = WIDTH, **keys: Any) -> A
     with shardwise.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = model_of(layers, width)
     engine, *_ = shardwise.initialize(model=model, config=config)
-    step(engine, width)
+    if trained:
+        step(engine, width)
     return engine
 
 
@@ -526,7 +527,7 @@ def loads(options: argparse.Namespace) -> list[Row]:
     rows, size = list[Row](), size_of(options.layers)
     for stage in map(int, options.stages.split(",")):
         bare = trimmed()
-        engine = engine_of(options.layers, stage)
+        engine = engine_of(options.layers, stage, trained=False)
         trimmed()
         forget_peak()
         dist.barrier()
