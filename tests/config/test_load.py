@@ -67,6 +67,12 @@ def test_comments_and_trailing_commas(tmp_path: Path) -> None:
     }
 
 
+def test_a_byte_order_mark_counts_at_the_beginning_only(tmp_path: Path) -> None:
+    file = tmp_path / "marked.json"
+    file.write_text('\ufeff{"a": "\ufeff"}', encoding="utf-8")
+    assert load(file) == {"a": "\ufeff"}
+
+
 def test_infinity_as_python_writes_it() -> None:
     text = json.dumps({"steps_per_print": float("inf"), "train_batch_size": 1})
     assert "Infinity" in text

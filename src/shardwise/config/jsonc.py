@@ -33,7 +33,7 @@ def parse(text: str) -> tuple[Any, dict[str, int]]:
     >>> parse('{"a": 1,  // one\\n "b": [2, 3,],}')
     ({'a': 1, 'b': [2, 3]}, {'a comment': 1, 'a trailing comma': 2})
     """
-    plain, used = text.replace("\ufeff", " "), {}
+    plain, used = text.removeprefix("\ufeff"), {}
     for name, pattern in _EXTENSIONS.items():
         first = next((found for found in pattern.finditer(plain) if found[1]), None)
         if first is not None:
