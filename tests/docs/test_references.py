@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAME = re.compile(r"`(shardwise(?:\.\w+)+)(?:\(\))?`")
-FILES = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+NAME = re.compile(r"`(shardwise(?:_deepspeed)?(?:\.\w+)+)(?:\(\))?`")
+CODE = [file for folder in ("src", "dropin") for file in sorted((ROOT / folder).rglob("*.py"))]
+FILES = [*CODE, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 
 
 def exists(name: str) -> bool:
@@ -30,7 +31,7 @@ def exists(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("where", ["src", "docs", "README.md"])
+@pytest.mark.parametrize("where", ["src", "dropin", "docs", "README.md"])
 def test_names_exist(where: str) -> None:
     files = [file for file in FILES if file.relative_to(ROOT).parts[0] == where]
     named = {(name, str(file.relative_to(ROOT))) for file in files for name in NAME.findall(file.read_text("utf-8"))}
