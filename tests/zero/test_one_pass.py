@@ -70,11 +70,11 @@ def interrupt(engine: Any, optimizer: Any) -> list[bool]:
 
 
 def test_every_way_of_stepping_gives_the_same_bits() -> None:
-    settings = [(stage, "fp16", how) for stage in (0, 2, 3) for how in HOWS]
+    settings = [(stage, "fp16", how) for stage in (0, 3) for how in HOWS]
     found = run_ranks(each, 2, train, settings)[0]
     known: dict[bool, tuple[str, Tensors]] = {}
     for (stage, _, how), (digest, values, seen) in zip(settings, found, strict=True):
-        # Stages 0 and 2 add micro-batches and ranks in different orders.
+        # Stages 0 and 3 add micro-batches and ranks in different orders.
         expected = known.setdefault(stage > 1, (digest, values))
         assert digest == expected[0], (stage, how)
         assert all(torch.equal(value, expected[1][name]) for name, value in values.items())
