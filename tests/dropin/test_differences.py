@@ -413,7 +413,7 @@ def test_other_stages() -> None:
 
 def test_switched_off() -> None:
     found = as_deepspeed(fp16={"enabled": False, "loss_scale": "x"}, elasticity={"micro_batch_sizes": "2,4"})
-    assert {note.path for note in found.ignored} == {"fp16.loss_scale", "elasticity.micro_batch_sizes"}
+    assert [note.path for note in found.ignored] == ["fp16.loss_scale"]
 
 
 def test_zero_values() -> None:
