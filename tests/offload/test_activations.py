@@ -24,7 +24,7 @@ from shardwise.offload import ActivationOffload
 from tests.device import checking, recording
 from tests.device.recorded import record_all
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import Outcome, Setting, assert_identical, each, start, train
+from tests.harness.training import Outcome, Setting, assert_identical, start, train
 from tests.memory import test_report as reports
 from tests.models import CASES, GPT, Batch, Case, language, language_loss
 
@@ -65,18 +65,13 @@ def outcomes(run: str, stage: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "runs"),
-    [
-        (3, 2, ("kept", "nested", "half")),
-        thorough(0, 2, tuple(RUNS)),
-        thorough(3, 1, ("checkpoint", "torch's checkpoint")),
-    ],
+    ("run", "stage", "world"),
+    [*((run, 3, 2) if run in ("nested", "half") else thorough(run, 3, 2) for run in RUNS), thorough("kept", 0, 2)],
 )
-def test_bits_at_every_stage(stage: int, world: int, runs: tuple[str, ...]) -> None:
-    for rank in run_ranks(each, world, outcomes, [(run, stage) for run in runs]):
-        for run, (kept, *moved) in zip(runs, rank, strict=True):
-            for outcome in moved:
-                assert_identical(outcome, kept, run)
+def test_bits_at_every_stage(run: str, stage: int, world: int) -> None:
+    for kept, *moved in run_ranks(outcomes, world, run, stage):
+        for outcome in moved:
+            assert_identical(outcome, kept, run)
 
 
 class Wide(nn.Module):
