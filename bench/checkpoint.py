@@ -80,13 +80,16 @@ KEEPS_STAGED = hasattr(dist, "all_gather_single")
 
 
 def engine_of(layers: int, stage: int = 3, width: int = WIDTH, trained: bool = True, **keys: Any) -> Any:
-    """Return an engine of linear layers; if `trained`, it has taken a step, so that the optimizer has state."""
+    """Return an engine of linear layers; if `trained`, it has taken a step, so that the optimizer has state.
+
+    The others are for loads, whose memory is compared with the shards.
+    """
     import shardwise
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **({} if trained else {"stage3_param_persistence_threshold": 0})},
         "checkpoint": keys,
     }
     with shardwise.zero.Init(config_dict_or_path=config, enabled=stage == 3):
