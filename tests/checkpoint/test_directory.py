@@ -100,7 +100,8 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     living = directory.StagingDirectory(str(tmp_path), "a")
     write(living, "one")
     killed(tmp_path, "b.c")
-    (tmp_path / ".latest.01234567.partial").write_text("d")  # written, and not renamed
+    for name in (".latest.01234567.partial", ".latest.01234567.partial.new"):
+        (tmp_path / name).write_text("d")  # written, and not renamed
     other = directory.StagingDirectory(str(tmp_path), "c")
     assert set(os.listdir(tmp_path)) == {os.path.basename(living.path), os.path.basename(other.path)}
     other.discard()

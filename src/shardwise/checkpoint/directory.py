@@ -253,7 +253,7 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
     files `latest` that a killed writer has not renamed.
     """
     for name in os.listdir(parent):
-        hidden, path = HIDDEN.fullmatch(name), os.path.join(parent, name)
+        hidden, path = HIDDEN.fullmatch(name.removesuffix(".new")), os.path.join(parent, name)
         if hidden is not None and hidden["tag"] == LATEST and tag is None and os.path.isfile(path):
             unused = lock_exclusive(path)  # a new `latest` before its rename
             if unused is not None:
