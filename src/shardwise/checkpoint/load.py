@@ -327,6 +327,8 @@ def _share(blocks: Sequence[Block], files: Sequence[str], rank: int, world: int)
     """Return the blocks that a rank verifies, each once over all ranks: those of its own file if as many ranks have
     saved. With more files a rank has several, with more ranks several ranks divide a file.
     """
+    # Manifests of universal checkpoints do not list the files of parameters.
+    files = [*files, *sorted({name for name, _ in blocks}.difference(files))]
     number = {name: n for n, name in enumerate(files)}
     if len(files) >= world:
         return [(name, n) for name, n in blocks if number[name] % world == rank]
