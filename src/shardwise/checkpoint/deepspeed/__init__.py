@@ -1,7 +1,7 @@
 """Reading checkpoints that DeepSpeed has written at ZeRO stages 0 to 3; `checkpoint` joins the parts.
 
-The file layout was found by saving with DeepSpeed 0.19.8 and looking at the output. `bench/deepspeed_import.py` repeats
-that for every stage and compares all values.
+The file layout was found by saving with DeepSpeed 0.19.8 and looking at the output. `tests/slow/deepspeed_import.py`
+repeats that for every stage and compares all values.
 """
 
 from shardwise.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint
