@@ -207,7 +207,15 @@ THOROUGH = {
     "whole tensors": Row(3, keys={"optimizer": "Adafactor"}, tries=3),
     "matrices": Row(3, "fp32", keys={"optimizer": "Muon"}, tries=3),
     "powerSGD": Row(2, keys=compressing("powerSGD")),
-    "powerSGD later": Row(0, "fp32", keys=compressing("powerSGD", start_compressing_after_step=2)),
+    "powerSGD later": Row(
+        0,
+        "fp32",
+        keys={
+            **compressing("powerSGD", start_compressing_after_step=2),
+            "warm_up": 0,
+            "circumstances": (contextlib.nullcontext,) * 4,
+        },
+    ),
     "topk": Row(2, keys=compressing("topk")),
     "dgc": Row(0, "fp32", keys=compressing("dgc", momentum=0.5, local_clipping=0.5)),
     "1-bit Adam": Row(0, keys={**onebit("OneBitAdam", freeze_step=3), "accumulation": 2}),
