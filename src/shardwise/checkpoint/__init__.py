@@ -1,7 +1,7 @@
 """Checkpoints on disk: published atomically, read by name and range, without pickle.
 
 Training scripts use `engine.save_checkpoint` and `engine.load_checkpoint`; the names here open a checkpoint without an
-engine. They load at first use, because the writer process imports modules of this package but not torch.
+engine. They load at first use, because other packages import single modules of this one.
 """
 
 from __future__ import annotations

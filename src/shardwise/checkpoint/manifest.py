@@ -11,15 +11,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from shardwise import boxes
 from shardwise.boxes import Patch, Region
 from shardwise.checkpoint.checksums import FileFacts
 from shardwise.errors import CheckpointError
-
-if TYPE_CHECKING:  # imported at use, because the writer process runs without it
-    import torch
 
 NAME = "manifest.json"
 """Name of the manifest's file."""
@@ -239,8 +238,6 @@ class Manifest:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype of a name such as `float32`. Raises CheckpointError if torch has no such dtype."""
-    import torch
-
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(
