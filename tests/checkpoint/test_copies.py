@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,7 +154,7 @@ def bounded_checked_and_replaced(root: str) -> None:
     copy = run.engine.last_memory_copy
     assert copy.own_bytes < copy.held_bytes < 3 * copy.own_bytes
     note = next(note for note in run.engine.memory_report().notes if note.startswith("Copies in memory"))
-    assert f"{node}/engine0: 2 x 0." in note and "MB planned, 2 x 0." in note and "MB measured" in note
+    assert re.search(rf"{node}/engine0: 2 x [\d.]+ KiB planned, 2 x [\d.]+ KiB measured", note), note
     with TensorFile(str(next(Path(node).glob(f"engine0/step3-*/{files[2 * rank + 1]}")))) as file:
         state = sum(spec.nbytes for key, spec in file.specs.items() if key.startswith(("parameter/", "optimizer/")))
     planned = saved_bytes(run.engine.sharded, run.engine.memory_report().row(Category.OPTIMIZER).planned)

@@ -60,7 +60,7 @@ def exports(path: str, stage: int) -> dict[str, Any]:
         before = accountant.total
         run.engine.export(f"{path}/{dtype}/pt", format="pt", dtype="float32")
         largest = max(tensor.numel for tensor in run.engine.sharded.registry) * 4
-        assert accountant.peak_total - before <= 2 * largest
+        assert accountant.peak_total - before <= 2 * largest, (accountant.peak_total - before, largest)
         run.engine.export(f"{path}/{dtype}/narrow", dtype="bfloat16", exclude_frozen_parameters=True, all_names=True)
         found[dtype] = masters(run)
         run.step()
@@ -194,7 +194,7 @@ def test_old_weights_are_replaced_only_on_request_and_only_as_a_whole(
 
     original = TensorWriter.write_part
     monkeypatch.setattr(TensorWriter, "write_part", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*MB are needed. What was there before is unch"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*needed. What was there before is unch"):
         export(tmp_path / "c1", out, overwrite=True)
     monkeypatch.undo()
     assert sorted(os.listdir(out)) == sharded

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 _MOST = 4
@@ -22,7 +24,11 @@ def workers() -> int:
 
 
 def for_each(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call a function for every item, with threads if there are cores; raise the first failing item's exception."""
+    """Call a function for every item without gradients, with threads if there are cores.
+
+    Raises the exception of the first item that fails.
+    """
+    function = torch.no_grad()(function)  # a thread does not inherit the mode
     count = min(workers(), len(items))
     if count <= 1:
         for item in items:

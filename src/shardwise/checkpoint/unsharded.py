@@ -243,9 +243,14 @@ class _MasterWeights:
         if comm.rank != 0:
             return None
         flat, outer, place = arrived.view(tensor.dtype), boxes.whole(tensor.shape), 0
+        every = [run for some in runs for run in some]
+        if [start for _, start, _ in every] == [0, *(stop for *_, stop in every[:-1])] and all(
+            box is None for box, *_ in every
+        ):
+            return flat.view(tensor.shape)  # the ranges of ranks follow one another
         unsharded = torch.empty(flat.numel(), dtype=tensor.dtype, device=device)
         self._hold(unsharded)
-        for box, start, stop in (run for some in runs for run in some):
+        for box, start, stop in every:
             part, held = flat[place : place + stop - start], outer if box is None else boxes.region(box)
             for patch in boxes.overlap(held, start, stop, outer, 0, flat.numel()):
                 into = unsharded.as_strided(patch.shape, patch.target_strides, patch.target)

@@ -13,8 +13,6 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from shardwise.checkpoint.directory import lock_directory
-
 MEMORY = Path("/dev/shm")
 _OWNED = "owned"
 
@@ -32,7 +30,7 @@ class JobDirectory:
         try:
             self._remove_abandoned()
             path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._root))
-            self._lock = lock_directory(str(path))
+            self._lock = _lock(str(path))
             (path / _OWNED).touch()
             self.path = path
         except OSError:
@@ -54,7 +52,13 @@ class JobDirectory:
                 # Without the mark its launcher is still between creating and locking.
                 if path.stat().st_uid != os.getuid() or not (path / _OWNED).exists():
                     continue
-                lock = lock_directory(str(path))
+                lock = _lock(str(path))
                 if lock is not None:
                     shutil.rmtree(path, ignore_errors=True)
                     os.close(lock)
+
+
+def _lock(path: str) -> int | None:
+    from shardwise.checkpoint.directory import lock_directory  # not above, because it imports torch
+
+    return lock_directory(path)
