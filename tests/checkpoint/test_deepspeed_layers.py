@@ -280,6 +280,8 @@ UNIVERSAL_DAMAGE: dict[str, tuple[Callable[[str], Any], str]] = {
     "another shape": (other(f"{BIAS}/fp32.pt", {"param": torch.zeros(4)}), rf"{BIAS}/fp32.pt.*shape \[4\]"),
     "another dtype": (other(f"{BIAS}/fp32.pt", {"param": torch.zeros(11).half()}), "found float16"),
     "no tensor": (other(f"{BIAS}/fp32.pt", {"a": 1}), f"{BIAS}/fp32.pt: expected a tensor"),
+    "another step": (other(f"{BIAS}/step.pt", torch.tensor(9.0)), f"{BIAS}/step.pt: the step count is 9"),
+    "no step": (other(f"{BIAS}/step.pt", "2"), f"{BIAS}/step.pt: expected a number of steps"),
     "no settings": (removed("zero/optimizer_state.pt"), "optimizer_state.pt: cannot be opened"),
 }
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.deepspeed.index import UNIVERSAL
-from shardwise.checkpoint.deepspeed.neutral import Content, as_scalar
+from shardwise.checkpoint.deepspeed.neutral import Content, as_scalar, same
 from shardwise.checkpoint.deepspeed.torch_file import TorchFile
 from shardwise.checkpoint.deepspeed.zero_partitions import settings_of
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of, outline
@@ -43,6 +43,7 @@ class UniversalFiles:
         self.path = path
         self.names = set(os.listdir(os.path.join(path, UNIVERSAL)))
         self.expected: dict[str, StoredTensor] = {}
+        self._steps: dict[str, Any] = {}  # by the file of the master weights
         self._opening = threading.Lock()
         self._mapped = functools.lru_cache(_MOST_OPENED)(self._open)
 
@@ -71,10 +72,18 @@ class UniversalFiles:
         return self._checked(file, TorchFile(os.path.join(self.path, file)))
 
     def verify(self, file: str) -> None:
-        """Check a file: its checksums, shape and dtype. Raises CheckpointError."""
+        """Check a file: its checksums, shape and dtype; with master weights the step count. Raises CheckpointError."""
         opened = TorchFile(os.path.join(self.path, file))
         opened.verify(range(opened.records))
         self._checked(file, opened)
+        counted = os.path.join(os.path.dirname(opened.path), f"{STEP}.pt")
+        if file in self._steps and os.path.exists(counted):
+            found, expected = _count(counted), self._steps[file]
+            if not same(found, expected):
+                raise CheckpointError(
+                    f"{counted}: the step count is {float(found):g}, and {float(expected):g} for the first parameter "
+                    "of the group: files of two checkpoints"
+                )
 
     def _checked(self, file: str, opened: TorchFile) -> torch.Tensor:
         expected, values = self.expected[file], _tensor(opened)
@@ -126,6 +135,7 @@ class UniversalFiles:
                     content.keep(self.placed(StoredTensor(name, OPTIMIZER + entry, shape, dtype, ()), name))
                 if step is not None:
                     content.set_value(name, STEP, step, file_of(name, STEP))
+                    self._steps[file_of(name, MASTER)] = step
         there = {name for name, _, _ in content.tensors}
         for name in (*(model.get("frozen_param_shapes") or {}), *model["buffer_names"]):
             if name not in there and name in self.names:
@@ -141,13 +151,22 @@ class UniversalFiles:
         """Return the step count of the first parameter of a group, which is that of the others."""
         if not os.path.exists(os.path.join(self.path, file_of(name, STEP))) and of_group is not None:
             return as_scalar(of_group["step"])
-        content = TorchFile(os.path.join(self.path, file_of(name, STEP))).content
-        return as_scalar(content.reshape(()) if isinstance(content, torch.Tensor) else content)
+        return _count(os.path.join(self.path, file_of(name, STEP)))
 
 
 def files_of(tensors: Iterable[StoredTensor]) -> set[str]:
     """Return the files of some tensors."""
     return {part.file for tensor in tensors for part in tensor.slices}
+
+
+def _count(path: str) -> torch.Tensor:
+    content = TorchFile(path).content
+    if isinstance(content, torch.Tensor) and content.numel() == 1:
+        content = content.item()
+    if isinstance(content, bool) or not isinstance(content, (int, float)):
+        raise CheckpointError(f"{path}: expected a number of steps, found {type(content).__name__}")
+    count: torch.Tensor = as_scalar(content)
+    return count
 
 
 def _tensor(opened: TorchFile) -> torch.Tensor:
