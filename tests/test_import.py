@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-PYDANTIC = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
+SMALL = {"annotated_types", "psutil", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
 
 
 def loaded(before: str, statement: str) -> set[str]:
@@ -25,6 +25,6 @@ def test_the_package_loads_itself_only() -> None:
 @pytest.mark.parametrize(
     "names", ["initialize, init_distributed", "zero, comm, checkpoint, data, memory, optim, schedules, utils"]
 )
-def test_what_is_used_loads_no_more_than_pydantic_over_torch(names: str) -> None:
+def test_what_is_used_loads_no_more_than_pydantic_and_psutil_over_torch(names: str) -> None:
     found = loaded("import torch, numpy, safetensors.torch", f"from shardwise import {names}")
-    assert {name.split(".")[0] for name in found} - {"shardwise"} <= PYDANTIC
+    assert {name.split(".")[0] for name in found} - {"shardwise"} <= SMALL

@@ -50,6 +50,7 @@ REMAINING = {
     "gpu.md": "asked imagined",
     "memory": "alone asked twin",
     "moe": "imagined",
+    "numbers.md": "alone",
     "offload": "imagined",
     "parallel": "alone apart beside imagined neighbours said told",
     "registry": "aside",

@@ -140,4 +140,4 @@ def convert_size(size_bytes: int) -> str:
     >>> convert_size(4096)
     '4.00 KB'
     """
-    return format_size(size_bytes)
+    return format_size(size_bytes).replace("iB", "B")  # as DeepSpeed names units of 1024
