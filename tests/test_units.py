@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.checkpoint.sharded_weights import shard_bytes
+from shardwise.checkpoint.formats.weight_files import shard_bytes
 from shardwise.config import resolve
 from shardwise.launch.console import parse_bytes
 from shardwise.units import LARGEST, format_size, parse_size

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.deepspeed.layer_files import numbers_of, stage_name
+from shardwise.checkpoint.formats.deepspeed.layer_files import numbers_of, stage_name
 from tests.checkpoint import deepspeed_files as files
 
 

@@ -17,9 +17,9 @@ import torch
 
 from shardwise.checkpoint import parallel
 from shardwise.checkpoint.convert import convert, open_deepspeed
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, recognised
-from shardwise.checkpoint.deepspeed.stage0_optimizer import names_of_numbers
-from shardwise.checkpoint.deepspeed.trainer_state import class_of, scaler_state
+from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, Target, recognised
+from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import names_of_numbers
+from shardwise.checkpoint.formats.deepspeed.trainer_state import class_of, scaler_state
 from shardwise.errors import CheckpointError
 from shardwise.launch.cli import main
 from shardwise.precision import LossScaler

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint.convert import convert
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint
+from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from shardwise.errors import CheckpointError
 from shardwise.moe import MoE
 from shardwise_deepspeed.experts import split_params_into_different_moe_groups_for_optimizer

@@ -14,9 +14,9 @@ import torch
 
 import shardwise
 from shardwise.checkpoint import Checkpoint
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint
-from shardwise.checkpoint.deepspeed.layer_files import tied_by_gaps
-from shardwise.checkpoint.universal_writer import write_universal
+from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
+from shardwise.checkpoint.formats.deepspeed.layer_files import tied_by_gaps
+from shardwise.checkpoint.formats.universal_writer import write_universal
 from shardwise.errors import CheckpointError
 from shardwise.launch.cli import main
 from shardwise.pipe import LayerSpec

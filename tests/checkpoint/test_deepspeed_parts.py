@@ -12,8 +12,8 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint.convert import convert
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, TargetParameter
-from shardwise.checkpoint.deepspeed.tp_merge import Divisions
+from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, TargetParameter
+from shardwise.checkpoint.formats.deepspeed.tp_merge import Divisions
 from shardwise.errors import CheckpointError
 from tests.checkpoint import deepspeed_files as files
 from tests.checkpoint.test_deepspeed import change, one

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, load_model
 
 import shardwise
 from shardwise.checkpoint import export
+from shardwise.checkpoint.formats.weight_files import shard_bytes
 from shardwise.checkpoint.safetensors_writer import TensorWriter
-from shardwise.checkpoint.sharded_weights import shard_bytes
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks

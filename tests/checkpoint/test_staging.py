@@ -13,10 +13,10 @@ import torch
 
 import shardwise
 from shardwise.checkpoint import safetensors_reader
+from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.safetensors_reader import Spec, TensorFile
 from shardwise.checkpoint.safetensors_writer import TensorWriter, write_tensors
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.torch_save_writer import StateFileWriter
 from shardwise.device import staging
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, config, differences, on_ranks

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec
-from shardwise.checkpoint.torch_save_writer import StateFileWriter
 from shardwise.errors import CheckpointError
 
 

@@ -204,7 +204,7 @@ def peer() -> None:
 def load() -> None:
     """Load each form with one layout, compare, train on, and save."""
     import shardwise
-    from shardwise.checkpoint.deepspeed.layer_files import stage_name
+    from shardwise.checkpoint.formats.deepspeed.layer_files import stage_name
 
     shardwise.init_distributed()
     folder, case = Path(os.environ[_FOLDER]), CASES[os.environ[_CASE]]
@@ -246,7 +246,7 @@ def gap(losses: list[float], others: list[float]) -> float:
 def back(folder: Path, case: Case) -> dict[str, Any]:
     """Compare what DeepSpeed has loaded with shardwise's checkpoint."""
     from shardwise.checkpoint import Checkpoint
-    from shardwise.checkpoint.deepspeed.layer_files import stage_name
+    from shardwise.checkpoint.formats.deepspeed.layer_files import stage_name
 
     loaded = torch.load(folder / "loaded.pt", weights_only=True)
     compared = different = 0
@@ -273,7 +273,7 @@ def main() -> None:
     from harness import save
 
     from shardwise.checkpoint import Checkpoint
-    from shardwise.checkpoint.universal_writer import write_universal
+    from shardwise.checkpoint.formats.universal_writer import write_universal
 
     names = options.only.split(",") if options.only else ["stage 2 fp32"] if options.quick else list(CASES)
     os.environ.update({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})

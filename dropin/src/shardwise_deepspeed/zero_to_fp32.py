@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.checkpoint.deepspeed.index import find_files, recognised
 from shardwise.checkpoint.exporting import export
+from shardwise.checkpoint.formats.deepspeed.index import find_files, recognised
+from shardwise.checkpoint.formats.weight_files import FORMATS
 from shardwise.checkpoint.manifest import Manifest, StoredTensor, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.sharded_weights import FORMATS
 from shardwise.checkpoint.weights_reader import WeightsReader
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger

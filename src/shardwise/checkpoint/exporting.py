@@ -14,12 +14,12 @@ import torch
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import buffer_names
 from shardwise.checkpoint.directory import check_directory
-from shardwise.checkpoint.hf_config import config_files
+from shardwise.checkpoint.formats.hf_config import config_files
+from shardwise.checkpoint.formats.weight_files import FORMATS, PICKLED, WeightFiles, replace_file, shard_bytes
 from shardwise.checkpoint.manifest import PARAMETER, StoredTensor, name_of, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.safetensors_reader import Spec
-from shardwise.checkpoint.sharded_weights import FORMATS, PICKLED, WeightFiles, replace_file, shard_bytes
 from shardwise.checkpoint.unsharded import UnshardedTensor, UnshardedWeights
 from shardwise.checkpoint.weights_reader import Progress, WeightsReader
 from shardwise.checkpoint.weights_writer import Entry, Pieces, WeightsWriter
@@ -165,7 +165,7 @@ def export(
         counter = _Counter(found.size, progress)
         try:
             if format == DISTRIBUTED:
-                from shardwise.checkpoint.dcp import DcpWriter
+                from shardwise.checkpoint.formats.dcp import DcpWriter
 
                 writer = DcpWriter(parent, list(named))
             else:

@@ -22,7 +22,7 @@ import torch
 
 from shardwise.checkpoint import directory, manifest
 from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
-from shardwise.checkpoint.deepspeed.index import recognised
+from shardwise.checkpoint.formats.deepspeed.index import recognised
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
 from shardwise.checkpoint.match import (

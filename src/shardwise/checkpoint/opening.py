@@ -6,7 +6,8 @@ import contextlib
 import os
 from typing import Any
 
-from shardwise.checkpoint import dcp, deepspeed, directory, huggingface, manifest
+from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint.formats import dcp, deepspeed, huggingface
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.source import find_checkpoint

@@ -16,8 +16,8 @@ import torch
 
 from shardwise.checkpoint import weights
 from shardwise.checkpoint.agree import collective_step
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, TargetParameter, recognised
 from shardwise.checkpoint.exporting import KEEP, export_model, request_of, request_of_16bit
+from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, Target, TargetParameter, recognised
 from shardwise.checkpoint.importing import LoadedWeights, Rename, load_state_dict, load_weights
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.errors import CheckpointError, UsageError

@@ -65,7 +65,7 @@ def export(
     must_exist(checkpoint)
     from shardwise.checkpoint.exporting import export as write
     from shardwise.checkpoint.exporting import parse_export_dtype, parse_format
-    from shardwise.checkpoint.sharded_weights import replace_file, shard_bytes
+    from shardwise.checkpoint.formats.weight_files import replace_file, shard_bytes
     from shardwise.errors import CheckpointError, CommandLineError
 
     try:

@@ -41,9 +41,9 @@ def export_universal(
 
     must_exist(checkpoint)
     keys = _keys(tied or [])
+    from shardwise.checkpoint.formats.universal_writer import write_universal
     from shardwise.checkpoint.opening import open_source
     from shardwise.checkpoint.reader import Checkpoint
-    from shardwise.checkpoint.universal_writer import write_universal
     from shardwise.errors import CommandLineError
 
     with open_source(checkpoint, tag) as source:

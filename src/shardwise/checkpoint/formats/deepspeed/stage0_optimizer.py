@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.deepspeed.experts import ExpertLayer, Experts
+from shardwise.checkpoint.formats.deepspeed.experts import ExpertLayer, Experts
 from shardwise.errors import CheckpointError
 
 

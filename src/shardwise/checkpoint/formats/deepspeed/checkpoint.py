@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardwise.checkpoint.deepspeed import trainer_state
-from shardwise.checkpoint.deepspeed.index import Files, OpenFiles, is_universal
-from shardwise.checkpoint.deepspeed.layer_files import LayerFiles, all_names, keys_of, layer_name, tied_by_gaps
-from shardwise.checkpoint.deepspeed.neutral import Content, Views, unite
-from shardwise.checkpoint.deepspeed.parts import Part
-from shardwise.checkpoint.deepspeed.stage0_optimizer import Target
-from shardwise.checkpoint.deepspeed.tp_merge import Divisions, TargetParameter, join
-from shardwise.checkpoint.deepspeed.universal import STATE, UniversalFiles, files_of
+from shardwise.checkpoint.formats.deepspeed import trainer_state
+from shardwise.checkpoint.formats.deepspeed.index import Files, OpenFiles, is_universal
+from shardwise.checkpoint.formats.deepspeed.layer_files import LayerFiles, all_names, keys_of, layer_name, tied_by_gaps
+from shardwise.checkpoint.formats.deepspeed.neutral import Content, Views, unite
+from shardwise.checkpoint.formats.deepspeed.parts import Part
+from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import Target
+from shardwise.checkpoint.formats.deepspeed.tp_merge import Divisions, TargetParameter, join
+from shardwise.checkpoint.formats.deepspeed.universal import STATE, UniversalFiles, files_of
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor, outline
 from shardwise.checkpoint.reader import Block, Checkpoint, Run
 from shardwise.checkpoint.safetensors_reader import FileFacts

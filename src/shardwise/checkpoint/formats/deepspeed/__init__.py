@@ -4,9 +4,9 @@ The file layout was found by saving with DeepSpeed 0.19.8 and looking at the out
 repeats that for every stage and compares all values.
 """
 
-from shardwise.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint
-from shardwise.checkpoint.deepspeed.index import recognised
-from shardwise.checkpoint.deepspeed.stage0_optimizer import Target
-from shardwise.checkpoint.deepspeed.tp_merge import TargetParameter
+from shardwise.checkpoint.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
+from shardwise.checkpoint.formats.deepspeed.index import recognised
+from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import Target
+from shardwise.checkpoint.formats.deepspeed.tp_merge import TargetParameter
 
 __all__ = ["DeepSpeedCheckpoint", "Target", "TargetParameter", "recognised"]

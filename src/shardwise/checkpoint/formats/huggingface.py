@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from shardwise.checkpoint.formats.weight_files import PICKLED
 from shardwise.checkpoint.manifest import Slice, StoredTensor, outline
 from shardwise.checkpoint.safetensors_reader import TensorFile
-from shardwise.checkpoint.sharded_weights import PICKLED
 from shardwise.checkpoint.weights_reader import ReadRange, WeightsReader, copy_range, in_one_file
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger

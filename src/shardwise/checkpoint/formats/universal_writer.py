@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import directory
-from shardwise.checkpoint.deepspeed import trainer_state
-from shardwise.checkpoint.deepspeed.layer_files import stage_name
-from shardwise.checkpoint.deepspeed.universal import MASTER, STATE, STEP, file_of
+from shardwise.checkpoint.formats.deepspeed import trainer_state
+from shardwise.checkpoint.formats.deepspeed.layer_files import stage_name
+from shardwise.checkpoint.formats.deepspeed.universal import MASTER, STATE, STEP, file_of
+from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, outline
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_reader import Spec
-from shardwise.checkpoint.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.weights_reader import Progress
 from shardwise.checkpoint.weights_writer import Pieces
 from shardwise.errors import CheckpointError, CheckpointPathError

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.checkpoint import directory
+from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.safetensors_writer import TensorWriter
-from shardwise.checkpoint.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.weights_writer import Entry, Pieces
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.units import parse_size

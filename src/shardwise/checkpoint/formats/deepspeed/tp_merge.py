@@ -23,7 +23,7 @@ import torch
 
 from shardwise import boxes
 from shardwise.boxes import Region
-from shardwise.checkpoint.deepspeed.neutral import Content, equal_bits, join_values
+from shardwise.checkpoint.formats.deepspeed.neutral import Content, equal_bits, join_values
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor, combine, outline
 from shardwise.errors import CheckpointError
 

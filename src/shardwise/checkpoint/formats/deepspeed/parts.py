@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.deepspeed import trainer_state
-from shardwise.checkpoint.deepspeed.experts import Experts
-from shardwise.checkpoint.deepspeed.index import Files, OpenFiles, check_complete
-from shardwise.checkpoint.deepspeed.neutral import Content, Piece, equal_bits
-from shardwise.checkpoint.deepspeed.stage0_optimizer import Numbered, Target
-from shardwise.checkpoint.deepspeed.zero_partitions import (
+from shardwise.checkpoint.formats.deepspeed import trainer_state
+from shardwise.checkpoint.formats.deepspeed.experts import Experts
+from shardwise.checkpoint.formats.deepspeed.index import Files, OpenFiles, check_complete
+from shardwise.checkpoint.formats.deepspeed.neutral import Content, Piece, equal_bits
+from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import Numbered, Target
+from shardwise.checkpoint.formats.deepspeed.zero_partitions import (
     OptimizerFile,
     divided_parameters,
     flat_partitions,

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.deepspeed.experts import Holders
-from shardwise.checkpoint.deepspeed.neutral import Content, Piece
+from shardwise.checkpoint.formats.deepspeed.experts import Holders
+from shardwise.checkpoint.formats.deepspeed.neutral import Content, Piece
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, outline
 from shardwise.errors import CheckpointError
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpoint.deepspeed.index import LAYER, OpenFiles
-from shardwise.checkpoint.deepspeed.zero_partitions import OptimizerFile
+from shardwise.checkpoint.formats.deepspeed.index import LAYER, OpenFiles
+from shardwise.checkpoint.formats.deepspeed.zero_partitions import OptimizerFile
 from shardwise.checkpoint.manifest import outline
 from shardwise.errors import CheckpointError
 
