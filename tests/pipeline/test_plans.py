@@ -156,7 +156,7 @@ def check(planned: Peaks, peaks: Peaks, where: str) -> None:
         (2, 1, (1,), ["1f1b", "zbv"], {}),
         *(
             thorough(stages, places, zeros, SCHEDULED, options)
-            for stages, places, zeros in [(2, 1, (0, 3)), (3, 1, (1,)), (2, 2, (0, 1)), (2, 2, (2, 3))]
+            for stages, places, zeros in [(2, 1, (0, 3)), (3, 1, (1,)), *((2, 2, (zero,)) for zero in range(4))]
             for options in ({}, {"again": True}, {"made": untied, "precision": "fp32"})
         ),
     ],
@@ -284,13 +284,13 @@ def test_limits_and_other_settings() -> None:
 
 
 def large() -> list[Any]:
-    blocks = [LayerSpec(Block, 768, 12, 0.0) for _ in range(12)]
+    blocks = [LayerSpec(Block, 768, 12, 0.0) for _ in range(16)]
     return [LayerSpec(nn.Embedding, VOCABULARY, 768), *blocks, LayerSpec(nn.Linear, 768, VOCABULARY)]
 
 
 @pytest.mark.thorough
 def test_shards_of_real_size() -> None:
-    """A rank has 42 million parameters, 85 MB in bf16."""
+    """A rank has 38 million parameters, 76 MB in bf16."""
     setting = setting_of(2, "1f1b", 1, made=large, micro_batches=4)
     for rank, [(planned, peaks)] in enumerate(run_ranks(measured, 2, [setting], timeout=600)):
         assert peaks["parameters"] > 64 << 20
