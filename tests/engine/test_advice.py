@@ -176,9 +176,9 @@ def test_inputs_in_fp32_of_a_model_in_16_bits_raise_an_error_that_names_the_ways
 class Scaled(nn.Module):
     """Multiplies by a buffer in fp32, or by a tensor that it makes in fp32."""
 
-    def __init__(self, buffer: bool) -> None:
+    def __init__(self, buffer: bool, last: nn.Module | None = None) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.first, self.last = nn.Linear(8, 8), last or nn.Linear(8, 1)
         self.register_buffer("scale", torch.ones(8) if buffer else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,9 +190,9 @@ class Scaled(nn.Module):
 @on_ranks(1)
 def test_buffers_and_tensors_in_fp32_of_a_model_in_16_bits_are_named() -> None:
     named = {True: r"buffer 'scale' is float32.*\"buffer_dtype\": \"bf16\"", False: "that the forward pass makes"}
-    for buffer, words in named.items():
-        engine = made(Scaled(buffer), 2, bf16={"enabled": True})
-        with pytest.raises(UsageError, match=f"(?s){words}"):
+    for buffer, last in ((True, None), (False, None), (True, nn.LayerNorm(8)), (True, nn.BatchNorm1d(8))):
+        engine = made(Scaled(buffer, last), 2, bf16={"enabled": True})
+        with pytest.raises(UsageError, match=f"(?s){named[buffer]}"):
             engine(torch.ones(2, 8, dtype=torch.bfloat16))
         engine.destroy()
     engine = made(Scaled(True), 2, bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})

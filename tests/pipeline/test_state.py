@@ -78,7 +78,7 @@ def written(setting: Setting, root: str) -> tuple[dict[str, torch.Tensor], list[
     [(2, 4, 3, "fp32"), thorough(3, 6, 1, "bf16"), thorough(2, 4, 0, "bf16"), thorough(3, 6, 2, "fp32")],
 )
 def test_whole_weights_are_those_of_all_stages(stages: int, world: int, zero: int, dtype: str, tmp_path: Path) -> None:
-    config = {} if dtype == "fp32" else {"bf16": {"enabled": True}}
+    config = {} if dtype == "fp32" else {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
     setting = Setting(stages, "interleaved" if stages == 2 else "1f1b", zero, made=with_buffers, config=config)
     runs = run_ranks(written, world, setting, str(tmp_path))
     found = runs[0][0]

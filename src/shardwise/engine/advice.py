@@ -21,7 +21,7 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedD
 """Classes of torch that reduce gradients or move parameters themselves."""
 
 _DTYPES = re.compile(r"dtype|scalar type|BFloat16|Half\b")
-_MISMATCH = re.compile(r"(same|but (got|found)).*(BFloat16|Half)|(BFloat16|Half).*(same|but (got|found))")
+_MISMATCH = re.compile(r"mixed dtype|(same|but (got|found)).*(BFloat16|Half)|(BFloat16|Half).*(same|but (got|found))")
 """Messages of torch about two tensors of different dtypes, one of 16 bits."""
 
 
