@@ -100,6 +100,7 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     living = directory.StagingDirectory(str(tmp_path), "a")
     write(living, "one")
     killed(tmp_path, "b.c")
+    (tmp_path / ".b.01234567.partial").mkdir()  # before the first file, or after the removal of the last
     for name in (".latest.01234567.partial", ".latest.01234567.partial.new"):
         (tmp_path / name).write_text("d")  # written, and not renamed
     other = directory.StagingDirectory(str(tmp_path), "c")
@@ -107,6 +108,24 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     other.discard()
     living.publish()
     assert content(tmp_path, "a") == "one"
+
+
+def test_a_staging_directory_that_another_writer_removes_while_it_is_empty_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock_new, removed = directory.lock_new, []
+
+    def remove_first(path: str, content: bytes) -> int:
+        if not removed:
+            removed.append(path)
+            directory.remove_leftovers(str(tmp_path))
+        return lock_new(path, content)
+
+    monkeypatch.setattr(directory, "lock_new", remove_first)
+    draft = directory.StagingDirectory(str(tmp_path), "a")
+    write(draft, "one")
+    draft.publish()
+    assert removed and content(tmp_path, "a") == "one"
 
 
 STRANGE = [

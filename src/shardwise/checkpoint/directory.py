@@ -3,7 +3,8 @@
 Files are written into a hidden staging directory next to the target, flushed to disk, and published by one rename. If
 the tag exists, the new data files (with unique names) are moved into it, and one rename replaces the manifest. Hence a
 manifest always belongs to complete files. The writer holds a lock. A staging directory with a free lock was left by a
-killed writer, and is removed if name and marker are shardwise's. No other file is touched, and no times are compared.
+killed writer, and is removed if name and marker are shardwise's, or if it is empty. No other file is touched, and no
+times are compared.
 """
 
 from __future__ import annotations
@@ -84,13 +85,20 @@ class StagingDirectory:
         self._moved: list[str] = []
         os.makedirs(parent, exist_ok=True)
         remove_leftovers(parent, None if tidy else tag)
-        os.mkdir(self.path)
-        try:
-            self._lock: int | None = lock_new(os.path.join(self.path, _LOCK), _MARK)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.rmdir(self.path)
-            raise
+        self._lock: int | None = self._make()
+
+    def _make(self) -> int:
+        for left in reversed(range(_LOCK_TRIES)):
+            os.mkdir(self.path)
+            try:
+                return lock_new(os.path.join(self.path, _LOCK), _MARK)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.path)
+                # Another writer removes empty staging directories, because killed ones leave them.
+                if not isinstance(error, FileNotFoundError) or not left:
+                    raise
+        raise AssertionError(self.path)
 
     def publish(self) -> None:
         """Publish the checkpoint under its tag; the manifest is in `path` already. Raises OSError if publication
@@ -249,8 +257,8 @@ def _is_marked(path: str) -> bool:
 
 
 def remove_leftovers(parent: str, tag: str | None = None) -> None:
-    """Remove staging directories of all tags, or of one, with shardwise's name and marker and a free lock, and new
-    files `latest` that a killed writer has not renamed.
+    """Remove staging directories of all tags, or of one, with shardwise's name that are empty or have its marker and a
+    free lock, and new files `latest` that a killed writer has not renamed.
     """
     for name in os.listdir(parent):
         hidden, path = HIDDEN.fullmatch(name.removesuffix(".new")), os.path.join(parent, name)
@@ -261,7 +269,12 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
                     os.unlink(path)
                 os.close(unused)
             continue
-        if hidden is None or (tag is not None and hidden["tag"] != tag) or not _is_marked(path):
+        if hidden is None or (tag is not None and hidden["tag"] != tag):
+            continue
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # left by a writer that was killed before the first file, or after the removal of the last
+            continue
+        if not _is_marked(path):
             continue
         descriptor = lock_exclusive(os.path.join(path, _LOCK))  # that of a living writer is held
         if descriptor is not None or not os.path.lexists(os.path.join(path, _LOCK)):
