@@ -16,6 +16,9 @@ PLACE = "place"
 LAYERS = "layers"
 """Dimension whose ranks have different layers of the model; ranks along it get the same samples."""
 
+SAMPLES = "data"
+"""Dimension whose ranks get different samples."""
+
 Place = Mapping[str, tuple[int, int]]
 
 
@@ -26,7 +29,9 @@ class Counterparts:
     Attributes:
         same: the checkpoint is of the same mesh.
         own: the rank at the same coordinates; None: the saved mesh has no such coordinates.
-        line: ranks that had the same share of samples and tensors, of any layers; empty if shares have other sizes.
+        line: ranks that had the same share of samples and tensors, of any layers; if tensors were divided otherwise,
+            those with the same share of samples that are first in the other dimensions; empty if shares of samples
+            have other sizes.
     """
 
     same: bool
@@ -42,8 +47,13 @@ def counterparts(manifest: Manifest, place: Place, rank: int, world: int) -> Cou
         same = count == world
         return Counterparts(same, rank if rank < len(saved) else None, frozenset([rank] if same else []))
     here = {name: pair for name, pair in place.items() if pair[1] > 1}
-    at = {_coordinates(other): number for number, other in enumerate(saved) if other is not None}
-    line = [n for n, other in enumerate(saved) if other is not None and _without(other) == _without(here)]
+    known = [(number, other) for number, other in enumerate(saved) if other is not None]
+    line = [number for number, other in known if _but(other, LAYERS) == _but(here, LAYERS)]
+    if not line:
+        for number, other in known:
+            first = not any(at for at, _ in _but(other, SAMPLES, LAYERS).values())
+            line += [number] if first and other.get(SAMPLES) == here.get(SAMPLES) else []
+    at = {_coordinates(other): number for number, other in known}
     same = len(saved) == world and _sizes(saved[0] or {}) == _sizes(here)
     return Counterparts(same, at.get(_coordinates(here)), frozenset(line))
 
@@ -65,5 +75,5 @@ def _sizes(place: Place) -> dict[str, int]:
     return {name: size for name, (_, size) in place.items()}
 
 
-def _without(place: Place) -> dict[str, tuple[int, int]]:
-    return {name: pair for name, pair in place.items() if name != LAYERS}
+def _but(place: Place, *dimensions: str) -> dict[str, tuple[int, int]]:
+    return {name: pair for name, pair in place.items() if name not in dimensions}

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpoint.places import LAYERS
+from shardwise.checkpoint.places import LAYERS, SAMPLES
 from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import members_of
 from shardwise.comm.compression import BlockCode, Compressor, Feedback, Hops, QuantizedReduction
@@ -330,7 +330,7 @@ def grid_of(job: Communicator, sequence: int, tensor: int, requested: RequestedP
 
 def mesh_place(grid: RankGrid, rank: int, stage: tuple[int, int]) -> dict[str, tuple[int, int]]:
     """Return coordinate and size of each dimension of the mesh at a rank of a pass group; `stage` is that of layers."""
-    lines = {"data": grid.data, "sequence": grid.sequence, "tensor": grid.tensor}
+    lines = {SAMPLES: grid.data, "sequence": grid.sequence, "tensor": grid.tensor}
     found = {LAYERS: stage}
     for name, groups in lines.items():
         own = next(list(line) for line in groups if rank in line)
