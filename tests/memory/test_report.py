@@ -221,10 +221,12 @@ THOROUGH = {
     "dgc": Row(0, "fp32", keys=compressing("dgc", momentum=0.5, local_clipping=0.5)),
     "1-bit Adam": Row(0, keys={**onebit("OneBitAdam", freeze_step=3), "accumulation": 2}),
     "1-bit LAMB": Row(1, keys=onebit("OneBitLamb", freeze_step=3), besides=(Category.BUFFERS,)),
-    "0/1 Adam": Row(0, "fp32", keys=onebit("ZeroOneAdam", var_freeze_step=4), besides=(Category.BUFFERS,)),
+    "0/1 Adam": Row(
+        0, "fp32", keys=onebit("ZeroOneAdam", var_freeze_step=4, local_step_scaler=3), besides=(Category.BUFFERS,)
+    ),
     "qwZ": Row(3, world=4, keys={"keep": 0, "zero": QW}),
     "hpZ": Row(3, world=4, keys={"keep": 0, "zero": HP}, shares=(3 / 4, 1 / 4)),
-    "qgZ": Row(3, world=4, keys={"keep": 0, "zero": {**QG, **NODES}}),
+    "qgZ": Row(3, world=4, keys={"keep": 0, "zero": {**QG, **NODES}}, besides=CHAINS),
     "ZeRO++": Row(3, "fp32", 4, {"keep": 0, "accumulation": 2, "zero": {**QW, **HP, **LOCO}}, shares=(3 / 4, 1 / 4)),
     "groups of ranks": Row(3, "fp32", 4, {"keep": 0, "zero": PAIRS}, shares=(1 / 2, 1 / 2), besides=CHAINS),
     "spread state": Row(2, world=4, keys={"accumulation": 3, "zero": SPREAD}, shares=(1, 1 / 4), besides=CHAINS),
