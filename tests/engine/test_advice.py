@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import traceback
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import on_ranks, run_ranks
 from tests.harness.logs import logged
-from tests.harness.training import SGD, each
+from tests.harness.training import SGD
 
 
 def net() -> nn.Sequential:
@@ -224,68 +223,6 @@ def test_a_model_on_several_devices_is_refused() -> None:
 
 
 # -- without an optimizer ----------------------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    """Layers that all ranks, some ranks, and no ranks use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.some, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        y = self.frozen(self.first(x)).tanh()
-        return (self.some(y) if rank == 1 else y).square().mean()
-
-
-def plain_step(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def own_step(how: str) -> dict[str, Any]:
-    """Train by gradients that the engine leaves in `.grad`."""
-    steps = 2 if how == "accumulated" else 1
-    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps}
-    engine = shardwise.initialize(model=Branches(), config=settings)[0]
-    own = torch.optim.AdamW([p for p in engine.module.parameters() if p.requires_grad], lr=0.01)
-    rank = dist.get_rank()
-    for number in range(6):
-        first = number % 2 == 0
-        with engine.no_sync() if how == "no_sync" and first else contextlib.nullcontext():
-            loss = engine(data(number), rank)
-            loss.backward() if how == "by hand" else engine.backward(loss)
-        if not first or how in ("engine", "by hand"):
-            plain_step(own)
-    assert engine.never.weight.grad is None
-    values = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.destroy()
-    return values
-
-
-def in_one_process(how: str) -> dict[str, torch.Tensor]:
-    model = Branches()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    scale = 0.25 if how == "accumulated" else 0.5
-    for number in range(6):
-        for rank in range(2):
-            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + rank))
-            (model(x, rank) * scale).backward()
-        if number % 2 or how in ("engine", "by hand"):
-            plain_step(optimizer)
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-HOW = ("engine", "by hand", "accumulated", "no_sync")
-
-
-def test_without_an_optimizer_averaged_gradients_are_left_at_stage_0() -> None:
-    for found in run_ranks(each, 2, own_step, [(how,) for how in HOW]):
-        for how, values in zip(HOW, found, strict=True):
-            for name, value in in_one_process(how).items():
-                torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-7, msg=f"{how} {name}")
 
 
 @on_ranks(1)

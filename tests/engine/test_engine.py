@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.errors import BatchSizeError, ConfigError, NotScalarError, SyncError, UsageError
-from tests.harness import on_ranks, run_ranks, thorough
+from shardwise.errors import BatchSizeError, ConfigError, DesyncError, NotScalarError, SyncError, UsageError
+from tests.harness import of_all_ranks, on_ranks, thorough
 from tests.harness.training import SGD, engine_of
 
 
@@ -39,31 +39,25 @@ def test_steps_happen_at_boundaries_only() -> None:
     engine.destroy()
 
 
-def declared(stage: int, late: bool) -> tuple[list[bool], torch.Tensor]:
-    """The client declares boundaries by hand; `late`: only after the last backward."""
-    engine = build(stage, gradient_accumulation_steps=2)
-    applied = []
-    for boundary in (False, True, False, True):
-        engine.set_gradient_accumulation_boundary(boundary and not late)
-        one(engine, 1.0 + boundary + engine.global_rank)
-        engine.set_gradient_accumulation_boundary(boundary)
-        if boundary:
-            engine.step()
-            applied.append(engine.was_step_applied())
-    engine.set_gradient_accumulation_boundary(None)
-    engine.destroy()
-    return applied, engine.module.weight.detach().clone()
-
-
 @pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), 3])
+@on_ranks(2)
 def test_declared_boundaries_override_counting_and_hold_until_changed(stage: int) -> None:
-    (applied, weight), (_, other) = run_ranks(declared, 2, stage, False)
-    assert applied == [True, True]
-    assert torch.equal(weight, other)
-    # Declared only after the last backward pass: what was added up locally is reduced by the step.
-    (_, late), (_, late_other) = run_ranks(declared, 2, stage, True)
-    assert torch.equal(late, late_other)
-    assert torch.allclose(late, weight, atol=1e-7)
+    """Also declared only after the last backward pass: what was added up locally is reduced by the step."""
+    weights = []
+    for late in (False, True):
+        engine = build(stage, gradient_accumulation_steps=2)
+        for boundary in (False, True, False, True):
+            engine.set_gradient_accumulation_boundary(boundary and not late)
+            one(engine, 1.0 + boundary + engine.global_rank)
+            engine.set_gradient_accumulation_boundary(boundary)
+            if boundary:
+                engine.step()
+                assert engine.was_step_applied()
+        engine.set_gradient_accumulation_boundary(None)
+        engine.destroy()
+        weights.append(engine.module.weight.detach().clone())
+        assert torch.equal(*of_all_ranks(weights[-1]))
+    assert torch.allclose(*weights, atol=1e-7)
 
 
 @on_ranks(2)
@@ -79,24 +73,20 @@ def test_a_step_reports_norm_clipping_and_lr() -> None:
     engine.destroy()
 
 
-def zeroed_in_mid_window(stage: int, by: str) -> torch.Tensor:
-    engine = build(stage, gradient_accumulation_steps=2)
-    for value in (1.0, 5.0):
-        if by == "optimizer":
-            engine.optimizer.zero_grad()
-        elif by == "engine":
-            engine.zero_grad()
-        one(engine, value)
-        engine.step()
-    engine.destroy()
-    return engine.module.weight.detach().clone()
-
-
 @pytest.mark.parametrize("stage", [thorough(0), 3])
+@on_ranks(2)
 def test_the_engines_zero_grad_drops_a_window_and_the_optimizers_does_not(stage: int) -> None:
-    untouched, optimizers, engines = (
-        run_ranks(zeroed_in_mid_window, 2, stage, by)[0] for by in ("nobody", "optimizer", "engine")
-    )
+    weights = []
+    for by in ("", "optimizer", "engine"):
+        engine = build(stage, gradient_accumulation_steps=2)
+        for value in (1.0, 5.0):
+            if by:
+                (engine.optimizer if by == "optimizer" else engine).zero_grad()
+            one(engine, value)
+            engine.step()
+        engine.destroy()
+        weights.append(engine.module.weight.detach().clone())
+    untouched, optimizers, engines = weights
     assert torch.equal(untouched, optimizers)
     # Half of the mean of the gradients 1 and 5 is missing.
     assert torch.allclose(engines - untouched, torch.tensor(0.1 * 0.5))
@@ -213,30 +203,25 @@ def test_an_engine_can_stand_where_an_optimizer_is_stepped() -> None:
     evaluated.destroy()
 
 
-def unequal_evaluation(stage: int) -> list[float]:
-    """Rank r evaluates r + 1 batches; then training goes on."""
-    engine = build(stage)
-    one(engine)
-    engine.step()
-    with engine.gathered(), torch.no_grad():
-        values = [float(engine(torch.full((2, 3), float(i))).mean()) for i in range(engine.global_rank + 1)]
-        try:
-            engine.step()
-        except UsageError:
-            values.append(-1.0)
-    one(engine)
-    engine.step()
-    engine.destroy()
-    return [*values, float(engine.module.weight.detach().sum())]
-
-
+@on_ranks(2)
 def test_ranks_may_evaluate_different_numbers_of_batches_on_gathered_parameters() -> None:
-    first, second = run_ranks(unequal_evaluation, 2, 3)
-    assert first[0] == second[0]
-    assert first[-1] == second[-1]
-    assert first[-2] == second[-2] == -1.0
-    reference = run_ranks(unequal_evaluation, 2, 1)
-    assert reference[0][-1] == first[-1]
+    """Rank r evaluates r + 1 batches; then training goes on."""
+    weights = []
+    for stage in (1, 3):
+        engine = build(stage)
+        one(engine)
+        engine.step()
+        with engine.gathered(), torch.no_grad():
+            values = [float(engine(torch.full((2, 3), float(i))).mean()) for i in range(engine.global_rank + 1)]
+            if stage == 3:
+                with pytest.raises(UsageError):
+                    engine.step()
+        one(engine)
+        engine.step()
+        engine.destroy()
+        weights.append(float(engine.module.weight.detach().sum()))
+        assert of_all_ranks(values[0])[0] == values[0]
+    assert weights[0] == weights[1] and of_all_ranks(weights) == [weights] * 2
 
 
 @on_ranks(2)
@@ -269,35 +254,27 @@ class Branch(nn.Module):
         return (self.left if left else self.right)(x)
 
 
-def branching(stage: int, key: str, differ: bool) -> str:
-    strict = key == "strict_sync"
-    engine = engine_of(Branch(), stage, SGD, zero={} if strict or not key else {key: False}, strict_sync=strict)
+def branching(stage: int, differ: bool, zero: dict[str, Any] | None = None, **config: Any) -> None:
+    engine = engine_of(Branch(), stage, SGD, zero=zero, **config)
     try:
         for step in range(2):
             left = step == 0 or not (differ and engine.global_rank == 1)
             engine.backward(engine(torch.ones(2, 3), left).mean())
             engine.step()
-    except shardwise.errors.ShardwiseError as error:
-        return f"{type(error).__name__}: {error}"
     finally:
         engine.destroy()
-    return ""
 
 
 @pytest.mark.parametrize("stage", [thorough(0), 3])
+@on_ranks(2)
 def test_different_branches_are_followed_or_reported(stage: int) -> None:
-    assert run_ranks(branching, 2, stage, "", True) == ["", ""]
-    assert run_ranks(branching, 2, stage, "strict_sync", False) == ["", ""]
-    messages = run_ranks(branching, 2, stage, "strict_sync", True)
-    assert messages[0] == messages[1] and messages[0].startswith("DesyncError: strict_sync: ranks [1]")
-    assert "rank 0 ['left'], rank 1 ['right']" in messages[0]
-
-
-@pytest.mark.parametrize("stage", [thorough(0), 2])
-def test_unused_parameters_are_an_error_if_asked_for(stage: int) -> None:
-    for message in run_ranks(branching, 2, stage, "ignore_unused_parameters", False):
-        assert message.startswith("UsageError: zero_optimization.ignore_unused_parameters")
-        assert "on rank 0 right.weight, right.bias; on rank 1 right.weight, right.bias" in message
+    branching(stage, True)
+    branching(stage, False, strict_sync=True)
+    with pytest.raises(DesyncError, match=r"ranks \[1\].*rank 0 \['left'\], rank 1 \['right'\]"):
+        branching(stage, True, strict_sync=True)
+    words = r"ignore_unused_parameters.*on rank 0 right.weight, right.bias; on rank 1 right.weight, right.bias"
+    with pytest.raises(UsageError, match=words):
+        branching(2, False, {"ignore_unused_parameters": False})
 
 
 @pytest.mark.parametrize("norm", [thorough(True), False])
@@ -313,43 +290,42 @@ def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
     engine.destroy()
 
 
-def interrupted(stage: int, clip: float, how: str) -> list[Any]:
-    """A step that cannot be taken, or that the optimizer ends with an exception, is taken again."""
-    engine = build(stage, gradient_accumulation_steps=2, gradient_clipping=clip)
-    for _ in range(2):
-        one(engine)
-        if not engine.is_gradient_accumulation_boundary():
-            engine.step()
-    seen: list[Any] = []
+def interrupted(engine: Any, how: str) -> None:
+    """Begin a step that cannot be taken, or that the optimizer ends with an exception."""
     if how == "gathered":
         with engine.gathered(), pytest.raises(UsageError, match="leave the block first"):
             engine.step()
-    elif how:
-        handle = engine.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        return
+    handle = engine.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    handle.remove()
+    assert all(p.grad is None for g in engine.optimizer.param_groups for p in g["params"])
+    if how == "another pass":
+        one(engine)
+        with pytest.raises(UsageError, match="zero_grad"):
             engine.step()
-        handle.remove()
-        seen.append(all(p.grad is None for g in engine.optimizer.param_groups for p in g["params"]))
-        if how == "another pass":
-            one(engine)
-            with pytest.raises(UsageError, match="zero_grad"):
-                engine.step()
-            engine.zero_grad()
-            one(engine)
-            one(engine)
-    engine.step()
-    engine.destroy()
-    return [engine.module.weight.detach().clone(), engine.get_global_grad_norm(), *seen]
+        engine.zero_grad()
+        one(engine)
+        one(engine)
 
 
 @pytest.mark.parametrize(("stage", "clip"), [thorough(0, 0.5), thorough(2, 0.5), (3, 0.0), thorough(3, 0.5)])
+@on_ranks(2)
 def test_a_step_that_raised_can_be_taken_again(stage: int, clip: float) -> None:
-    weight, norm = run_ranks(interrupted, 2, stage, clip, "")[0]
-    for how in ("gathered", "optimizer raises", "another pass"):
-        found = run_ranks(interrupted, 2, stage, clip, how)[0]
-        assert torch.equal(found[0], weight), how
-        assert found[1] == norm
-        assert all(found[2:])
+    found = []
+    for how in ("", "gathered", "optimizer raises", "another pass"):
+        engine = build(stage, gradient_accumulation_steps=2, gradient_clipping=clip)
+        one(engine)
+        engine.step()
+        one(engine)
+        if how:
+            interrupted(engine, how)
+        engine.step()
+        engine.destroy()
+        found.append((engine.module.weight.detach().clone(), engine.get_global_grad_norm()))
+    for weight, norm in found[1:]:
+        assert torch.equal(weight, found[0][0]) and norm == found[0][1]
 
 
 @on_ranks(2)

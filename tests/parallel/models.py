@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.errors import UsageError
-from shardwise.parallel import DistributedAttention, split, token_loss
+from shardwise.parallel import DistributedAttention, share_attention, split, token_loss
+from tests.families import build
 from tests.harness.training import SGD, engine_of
 
 VOCABULARY, ROWS = 37, 2
@@ -59,24 +60,8 @@ def gpt(shared: bool) -> nn.Module:
 
 
 def llama(shared: bool) -> nn.Module:
-    """Four query heads for two key heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from shardwise.parallel import share_attention
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(config)
+    """Eight query heads for two key heads."""
+    model: nn.Module = build("llama untied", 7, max_position_embeddings=64, attn_implementation="sdpa", use_cache=False)
     return share_attention(model) if shared else model
 
 
@@ -88,37 +73,14 @@ def loss_of(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return token_loss(found if isinstance(found, torch.Tensor) else found.logits, batch["shift_labels"])
 
 
-def data(step: int, copies: int, length: int = 15, packed: bool = False) -> Batch:
+def data(step: int, copies: int, length: int = 15) -> Batch:
     """The batch of all copies of the model: rows of odd length, the first tokens of some without a label."""
     torch.manual_seed(100 + step)
     tokens = torch.randint(VOCABULARY, (copies * ROWS, length))
     labels = tokens.clone()
     for row in range(len(labels)):
         labels[row, : 3 * row + 2] = -100
-    batch = {"input_ids": tokens, "labels": labels}
-    if packed:
-        cuts = [4 + step % 3, 11]
-        runs = [torch.arange(n) for n in (cuts[0], cuts[1] - cuts[0], length - cuts[1])]
-        batch["position_ids"] = torch.cat(runs).expand(copies * ROWS, -1).contiguous()
-    return batch
-
-
-def alone(kind: str, steps: int, copies: int, dtype: torch.dtype, packed: bool = False) -> Any:
-    """Losses, last gradients and parameters of one process that has all."""
-    from shardwise.parallel.data import complete
-
-    model = MODELS[kind](shared=False).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        batch = complete(data(step, copies, packed=packed))
-        loss, _ = loss_of(model, batch)
-        losses.append(float(loss.detach()))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
-    return losses, grads, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"input_ids": tokens, "labels": labels}
 
 
 def sharing(model: nn.Module, stage: int = 3, **more: Any) -> Any:

@@ -1,14 +1,12 @@
 """Small decoders drawn at random: norms, gates, masks, gains and weights used by hand, as models of others have them.
 
 A decoder is a function of its seed. `Traits.drawn(seed)` says what it is made of, `Decoder(traits)` is the model:
-`model(ids)` and `model(ids, positions, labels)` return the loss. What ranks exchange can be put in: `attend` computes
-attention (sequence parallelism), `experts` makes a layer of experts (expert parallelism).
+`model(ids)` returns the loss.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,9 +16,6 @@ from torch import nn
 
 WORDS, TOKENS, ROWS, BLOCKS = 24, 8, 2, 2
 IGNORED = -100
-
-Attend = Callable[..., torch.Tensor]
-"""(queries, keys, values, mask) of the form (rows, heads, tokens, width) -> as queries; mask None: causal."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,6 @@ class Traits:
         gain: on what attention and MLP add to the stream.
         tied: the head's weight is that of the embedding.
         cap: logits are capped.
-        experts: the last MLP is a list of experts.
     """
 
     seed: int
@@ -79,10 +73,9 @@ class Traits:
     gain: bool = False
     tied: bool = False
     cap: bool = False
-    experts: bool = False
 
     @classmethod
-    def drawn(cls, seed: int, **fixed: Any) -> Traits:
+    def drawn(cls, seed: int) -> Traits:
         """Draw the traits of a seed: half of all decoders are plain but for one or two of them."""
         chance = random.Random(seed)
         every = {
@@ -123,7 +116,7 @@ class Traits:
             drawn[name] = chance.choice(every[name])
         if drawn["keys"] == drawn["heads"] and chance.random() < 0.2:
             drawn |= {"fused": True, "names": ("qkv_proj", "", "", "o_proj")}
-        return cls(seed, **{**drawn, **fixed})
+        return cls(seed, **drawn)
 
     def __str__(self) -> str:
         plain = Traits(self.seed)
@@ -167,7 +160,7 @@ def plain_attention(
 
 
 class Attention(nn.Module):
-    def __init__(self, traits: Traits, attend: Attend | None) -> None:
+    def __init__(self, traits: Traits) -> None:
         super().__init__()
         self.traits, self.head_dim = traits, traits.width
         self.num_heads, self.num_key_value_heads = traits.heads, traits.keys
@@ -207,7 +200,6 @@ class Attention(nn.Module):
             self.gate = nn.Linear(wide, inner)
         if traits.places == "alibi":
             self.register_buffer("slopes", 2.0 ** -torch.arange(1, traits.heads + 1).float())
-        self.attend = attend or plain_attention
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         traits = self.traits
@@ -222,7 +214,7 @@ class Attention(nn.Module):
             v = self.v_norm(v)
         if traits.places == "rotary":
             q, k = turned(q, positions), turned(k, positions)
-        y = self.attend(q, k, v, self._mask(x, positions))
+        y = plain_attention(q, k, v, self._mask(x, positions))
         if traits.head_gain in ("vector", "broadcast", "temperature"):
             y = y * self.per_head.view(-1, 1, 1)
         elif traits.head_gain == "sinks":
@@ -313,11 +305,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, traits: Traits, attend: Attend | None, mlp: nn.Module) -> None:
+    def __init__(self, traits: Traits) -> None:
         super().__init__()
         self.traits = traits
         wide = traits.heads * traits.width
-        self.attention, self.mlp = Attention(traits, attend), mlp
+        self.attention, self.mlp = Attention(traits), MLP(traits)
         for kind in ("before", "behind"):
             if traits.norm in (kind, "both"):
                 for part in ("attention", "mlp"):
@@ -339,40 +331,25 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model of two blocks.
+    """A language model of two blocks."""
 
-    Args:
-        traits: what it is made of.
-        attend: computes attention; None: in one process.
-        experts: makes the last block's layer of experts of its width, if the traits have experts.
-    """
-
-    def __init__(
-        self, traits: Traits, attend: Attend | None = None, experts: Callable[[int], nn.Module] | None = None
-    ) -> None:
+    def __init__(self, traits: Traits) -> None:
         super().__init__()
         self.traits = traits
         wide = traits.heads * traits.width
         self.words = nn.Embedding(WORDS, wide)
         if traits.places == "learnt":
             self.places = nn.Embedding(4 * TOKENS, wide)
-        mlps = [MLP(traits) for _ in range(BLOCKS)]
-        if traits.experts and experts is not None:
-            mlps[-1] = experts(wide)  # type: ignore[call-overload]
-        self.blocks = nn.ModuleList(Block(traits, attend, mlp) for mlp in mlps)
+        self.blocks = nn.ModuleList(Block(traits) for _ in range(BLOCKS))
         self.norm = norm_of(traits, wide)
         self.lm_head = nn.Linear(wide, WORDS, bias=False)
         if traits.tied:
             self.lm_head.weight = self.words.weight
 
-    def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor | None = None, labels: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the mean loss of tokens that have a label; None: each token's is the next one."""
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        if labels is None:
-            labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of the next tokens."""
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)
         x = self.words(ids)
         if self.traits.places == "learnt":
             x = x + self.places(positions)
@@ -393,10 +370,10 @@ def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
-def decoder(traits: Traits, dtype: torch.dtype = torch.float64, **how: Any) -> Decoder:
+def decoder(traits: Traits, dtype: torch.dtype = torch.float64) -> Decoder:
     """Build a decoder; no gain, norm or bias is at its usual first value, so that each of them counts."""
     torch.manual_seed(traits.seed)
-    model = Decoder(traits, **how).to(dtype)
+    model = Decoder(traits).to(dtype)
     chance = torch.Generator().manual_seed(traits.seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -405,14 +382,14 @@ def decoder(traits: Traits, dtype: torch.dtype = torch.float64, **how: Any) -> D
     return model
 
 
-def ids_of(step: int, rows: int = ROWS, tokens: int = TOKENS) -> torch.Tensor:
-    return torch.randint(0, WORDS, (rows, tokens), generator=torch.Generator().manual_seed(50 + step))
+def ids_of(step: int) -> torch.Tensor:
+    return torch.randint(0, WORDS, (ROWS, TOKENS), generator=torch.Generator().manual_seed(50 + step))
 
 
-def alone(traits: Traits, rows: int = ROWS, **how: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def alone(traits: Traits) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and gradients of one process."""
-    model = decoder(traits, **how)
-    loss = model(ids_of(0, rows))
+    model = decoder(traits)
+    loss = model(ids_of(0))
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -13,109 +13,40 @@ import pytest
 import torch
 import torch.distributed.nn.functional
 
-from shardwise.parallel import begin, end, share_attention, split
+from shardwise.parallel import begin, end, share_attention
 from shardwise.parallel.data import complete
-from tests.harness import run_ranks, thorough
+from tests.families import build
+from tests.harness import run_ranks
 from tests.parallel.accelerated import alone
-from tests.parallel.models import VOCABULARY, data
+from tests.parallel.models import data
 
 
-def model_of(kind: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-
-    sizes = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    torch.manual_seed(7)
-    if kind == "window":
-        return MistralForCausalLM(MistralConfig(**sizes, sliding_window=5))
-    return LlamaForCausalLM(LlamaConfig(**sizes))
+def made() -> Any:
+    return build("llama", max_position_embeddings=64, attn_implementation="sdpa", use_cache=False)
 
 
-def batch_of(kind: str) -> dict[str, torch.Tensor]:
-    batch = data(0, 1, packed=kind == "packed")
-    if kind == "padding":
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][0, -4:] = 0
-        batch["attention_mask"][1, :3] = 0
-    return batch
-
-
-def logits(kind: str, core: str) -> Any:
-    """Logits of this rank's tokens, and the sum of all parameters' gradients over ranks."""
-    group = begin(2)
-    model = share_attention(model_of(kind), core)
-    batch = split(batch_of(kind))
-    labels = batch.pop("shift_labels")
-    if core == "flex_attention":  # on a CPU it has no backward pass
-        with torch.no_grad():
-            found = model(**batch).logits
-        end()
-        return found, None
-    found = model(**batch).logits
-    found[labels != -100].square().sum().backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    torch.distributed.all_reduce(gradient, group=group.group)
-    end()
-    return found.detach(), gradient
-
-
-@pytest.mark.parametrize(
-    ("kind", "core"),
-    [
-        ("packed", "sdpa"),
-        ("padding", "sdpa"),
-        ("window", "sdpa"),
-        ("plain", "ring"),
-        thorough("packed", "flex_attention"),
-    ],
-)
-def test_masks_are_those_of_whole_sequences(kind: str, core: str) -> None:
-    model, batch = model_of(kind), complete(batch_of(kind))
-    labels = batch.pop("shift_labels")
-    expected = model(**batch).logits
-    expected[labels != -100].square().sum().backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    told = run_ranks(logits, 2, kind, core)
-    found = torch.cat([part for part, _ in told], dim=1)
-    real = batch.get("attention_mask", torch.ones_like(labels)).bool()
-    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
-    if (
-        kind != "padding" and core != "flex_attention"
-    ):  # what padding computes is nobody's business, but it has labels here
-        torch.testing.assert_close(told[0][1], gradient, rtol=1e-3, atol=1e-4)
+def whole() -> torch.Tensor:
+    return data(0, 1)["input_ids"]
 
 
 def evaluated() -> Any:
     group = begin(2)
-    model = share_attention(model_of("plain"), in_eval=False)
-    batch = complete(batch_of("plain"))
-    batch.pop("shift_labels")
-    model.eval()
+    model = share_attention(made(), in_eval=False).eval()
     with torch.no_grad():
-        whole = model(**batch).logits
-        new = model.generate(batch["input_ids"][:, :5], max_new_tokens=4, do_sample=False)
+        found = model(whole()).logits, model.generate(whole()[:, :5], max_new_tokens=4, do_sample=False)
     exchanged = group.exchanges
     end()
-    return whole, new, exchanged
+    return *found, exchanged
 
 
 def test_in_evaluation_each_rank_may_have_whole_sequences() -> None:
-    model, batch = model_of("plain").eval(), complete(batch_of("plain"))
-    batch.pop("shift_labels")
+    model = made().eval()
     with torch.no_grad():
-        expected = model(**batch).logits
-        new = model.generate(batch["input_ids"][:, :5], max_new_tokens=4, do_sample=False)
-    for whole, tokens, exchanged in run_ranks(evaluated, 2):
-        torch.testing.assert_close(whole, expected)
+        expected = model(whole()).logits
+        new = model.generate(whole()[:, :5], max_new_tokens=4, do_sample=False)
+        assert torch.equal(share_attention(made()).eval()(whole()).logits, expected)  # without a group
+    for logits, tokens, exchanged in run_ranks(evaluated, 2):
+        torch.testing.assert_close(logits, expected)
         assert torch.equal(tokens, new) and exchanged == 0
 
 
@@ -129,7 +60,7 @@ def as_deepspeed_does(size: int) -> Any:
     from deepspeed.utils import groups
 
     deepspeed.init_distributed()
-    model = model_of("plain")
+    model = made()
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         sequence_parallel_size=size,
@@ -177,7 +108,7 @@ def as_deepspeed_does(size: int) -> Any:
 @pytest.mark.parametrize("size", [1, 2])
 def test_scripts_of_deepspeed_train_exactly(size: int) -> None:
     """Of a size of one each rank has the same batch."""
-    model = model_of("plain")
+    model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     expected = []
     for step in range(size):
@@ -192,13 +123,6 @@ def test_scripts_of_deepspeed_train_exactly(size: int) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
         for name, value in model.named_parameters():
             torch.testing.assert_close(weights[name], value.detach(), rtol=1e-4, atol=1e-6)
-
-
-def test_without_a_group_the_model_is_as_before() -> None:
-    batch = complete(batch_of("packed"))
-    batch.pop("shift_labels")
-    plain, shared = model_of("packed"), share_attention(model_of("packed"))
-    assert torch.equal(plain(**batch).logits, shared(**batch).logits)
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -170,8 +171,7 @@ def test_wrong_set_ups_say_what_to_do() -> None:
     for found in run_ranks(wrong, 2):
         assert found.keys() == SAID.keys()
         for name, message in SAID.items():
-            with pytest.raises(UsageError, match=message):
-                raise UsageError(found[name])
+            assert re.search(message, found[name]), (name, found[name])
 
 
 def handed_round() -> Any:

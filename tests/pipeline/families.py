@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 
 import shardwise
 from shardwise.zero.access import safe_get_full_optimizer_state
+from tests.families import WORDS, build
 
-WORDS, WIDTH, HEADS, LENGTH, BLOCKS = 32, 16, 4, 6, 6
-_SMALL = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
-
-
-def gpt2() -> Any:
-    sizes = {"n_embd": WIDTH, "n_layer": BLOCKS, "n_head": HEADS, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**_SMALL, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    )
-
-
-def llama() -> Any:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": BLOCKS, "num_attention_heads": HEADS}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL, **sizes, num_key_value_heads=2))
-
-
-def bloom() -> Any:
-    sizes = {"hidden_size": WIDTH, "n_layer": BLOCKS, "n_head": HEADS}
-    return transformers.BloomForCausalLM(transformers.BloomConfig(**_SMALL, **sizes))
-
-
-def t5() -> Any:
-    sizes = {"d_model": WIDTH, "d_ff": 24, "num_layers": 3, "num_decoder_layers": 3, "num_heads": HEADS, "d_kv": 4}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**_SMALL, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    )
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama, "bloom": bloom, "t5": t5}
-TIED = {"gpt2": "transformer.wte.weight", "bloom": "transformer.word_embeddings.weight", "t5": "shared.weight"}
-"""Names of the parameters that the first and the last layer share."""
+LENGTH, BLOCKS = 6, 6
+MORE: dict[str, dict[str, Any]] = {"t5": {"num_layers": 3, "num_decoder_layers": 3}}
 
 
 def model_of(family: str) -> Any:
     """Return a model with equal weights in each call."""
-    torch.manual_seed(0)
-    return FAMILIES[family]()
+    return build(family, **MORE.get(family, {"num_hidden_layers": BLOCKS}))
 
 
 def batch(step: int, number: int, place: int) -> dict[str, torch.Tensor]:
@@ -153,11 +123,6 @@ def train(case: Case) -> Trained:
     engine.destroy()
     values = {tensor.name: parameter.detach().clone() for tensor, parameter in tensors}
     return Trained(losses, norms, first, values, buffers, boxes)
-
-
-def train_all(cases: Sequence[Case]) -> list[Trained]:
-    """Train several cases one after the other on this rank."""
-    return [train(case) for case in cases]
 
 
 def part_of(values: torch.Tensor, box: Any) -> torch.Tensor:

@@ -15,93 +15,62 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.errors import ConfigError, DesyncError, PeerLostError, PipelineError, ShardwiseError, UsageError
-from shardwise.pipe import LayerSpec, PipelineModule
-from tests.harness import RankFailure, run_ranks, thorough
+from shardwise.errors import ConfigError, DesyncError, PeerLostError, PipelineError, UsageError
+from shardwise.pipe import LayerSpec
+from tests.harness import RankFailure, on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
 from tests.pipeline.training import WIDTH, Block, Setting, data, engine_of, layers, loss_of, model_of
 
 
-def refused(setting: Setting, run: Callable[[Any, Setting], Any]) -> tuple[str, str]:
-    """Return type and text of the error that a call raises on this rank."""
-    engine = engine_of(setting)
-    engine.train_batch(data(setting, 0))
-    try:
-        run(engine, setting)
-    except ShardwiseError as error:
-        return type(error).__name__, str(error)
-    finally:
-        engine.destroy()
-    return "", ""
-
-
-def short(engine: Any, setting: Setting) -> None:
-    engine.train_batch(iter(list(data(setting, 1))[: 4 - engine.is_last_stage()]))
-
-
-def none(engine: Any, setting: Setting) -> None:
-    engine.train_batch()
-
-
-def not_pairs(engine: Any, setting: Setting) -> None:
-    engine.train_batch(iter([inputs for inputs, _ in data(setting, 1)]))
-
-
-def forward(engine: Any, setting: Setting) -> None:
-    engine(torch.zeros(1))
-
-
-def backward(engine: Any, setting: Setting) -> None:
-    engine.backward(torch.zeros(1))
-
-
-def step(engine: Any, setting: Setting) -> None:
-    engine.step()
-
-
-def refresh(engine: Any, setting: Setting) -> None:
-    engine.refresh()
-
-
-def another(engine: Any, setting: Setting) -> None:
+def another(engine: Any, batches: list[Any]) -> None:
     if engine.is_last_stage():
-        engine.eval_batch(data(setting, 1), num_micro_batches=2)
+        engine.eval_batch(iter(batches), num_micro_batches=2)
     else:
-        engine.train_batch(data(setting, 1))
+        engine.train_batch(iter(batches))
 
 
-@pytest.mark.parametrize(
-    ("run", "text"),
-    [
-        (another, "rank 0 is in train_batch() of 4 micro-batches, and rank 1 in eval_batch() of 2 micro-batches"),
-        (short, "train_batch(): 4 micro-batches are needed, and rank 1 has 3"),
-        (none, "4 micro-batches are needed, and rank 0 has 0, rank 1 has 0. Every rank with the first or the last"),
-        (not_pairs, "expected a pair (inputs, labels)"),
-        (forward, "Call engine.train_batch() or engine.eval_batch()"),
-        (backward, "Call engine.train_batch()"),
-        (step, "Call engine.train_batch()"),
-        (refresh, "Save a checkpoint, change the model, and call initialize() and load_checkpoint()"),
-    ],
-)
-def test_calls_that_do_not_fit_are_refused_on_every_rank(run: Any, text: str) -> None:
-    for name, message in run_ranks(refused, 2, Setting(2), run):
-        assert name == "PipelineError" and text in message
+CALLS: dict[str, tuple[Callable[[Any, list[Any]], Any], str]] = {
+    "another": (
+        another,
+        "rank 0 is in train_batch() of 4 micro-batches, and rank 1 in eval_batch() of 2 micro-batches",
+    ),
+    "short": (
+        lambda engine, batches: engine.train_batch(iter(batches[: 4 - engine.is_last_stage()])),
+        "train_batch(): 4 micro-batches are needed, and rank 1 has 3",
+    ),
+    "none": (lambda engine, _: engine.train_batch(), "4 micro-batches are needed, and rank 0 has 0, rank 1 has 0."),
+    "no pairs": (
+        lambda engine, batches: engine.train_batch(iter([inputs for inputs, _ in batches])),
+        "expected a pair (inputs, labels)",
+    ),
+    "forward": (lambda engine, _: engine(torch.zeros(1)), "Call engine.train_batch() or engine.eval_batch()"),
+    "backward": (lambda engine, _: engine.backward(torch.zeros(1)), "Call engine.train_batch()"),
+    "step": (lambda engine, _: engine.step(), "Call engine.train_batch()"),
+    "refresh": (lambda engine, _: engine.refresh(), "change the model, and call initialize() and load_checkpoint()"),
+}
 
 
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks(2)
+def test_calls_that_do_not_fit_are_refused_on_every_rank(name: str) -> None:
+    engine, setting = engine_of(Setting(2)), Setting(2)
+    engine.train_batch(data(setting, 0))
+    call, text = CALLS[name]
+    with pytest.raises(PipelineError) as error:
+        call(engine, list(data(setting, 1)))
+    assert text in str(error.value) and isinstance(error.value, UsageError)
+    engine.destroy()
+
+
+@on_ranks(3)
 def test_a_data_loader_repeats_and_need_not_be_on_middle_ranks() -> None:
     """deepspeedai/DeepSpeed#5593: middle stages waited when steps exceeded the length of the loader."""
-    for losses in run_ranks(of_loader, 3):
-        assert len(losses) == 10 and losses[9] < losses[0]
-
-
-def of_loader() -> list[float]:
-    setting = Setting(3, micro_batches=2)
-    engine = engine_of(setting)
+    engine = engine_of(Setting(3, micro_batches=2))
     if engine.is_first_stage() or engine.is_last_stage():
         engine.set_dataloader(list(data(Setting(3, micro_batches=3), 0)))
     losses = [float(engine.train_batch()) for _ in range(10)]
     engine.destroy()
-    return losses
+    assert losses[9] < losses[0]
 
 
 class Wrong(Block):
@@ -146,75 +115,33 @@ def test_values_that_cannot_be_sent_and_stages_that_raise_end_the_batch_on_all_r
     assert other[0] == "PeerLostError"
 
 
-def built(stages: int | None, config: dict[str, Any], **options: Any) -> tuple[str, str]:
-    try:
-        model = PipelineModule(layers(), num_stages=stages, loss_fn=loss_of, **options)
-        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, **config}
-        shardwise.initialize(model=model, config=settings)[0].destroy()
-    except (ConfigError, UsageError) as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 @pytest.mark.parametrize(
-    ("stages", "config", "text"),
+    ("stages", "section", "text"),
     [
         (3, {}, "pipeline.stages: is 3, but there are 2 ranks; choose a divisor of 2"),
-        (
-            2,
-            {"pipeline": {"stages": 1}},
-            "is 1, but the PipelineModule (num_stages) or the mesh (pp) has 2; remove one",
-        ),
-        (2, {"pipeline": {"schedule": "zbw"}}, "did you mean 'zbv'"),
-        (2, {"pipeline": {"schedule": "zbv", "chunks": 3}}, "3 stages on each rank, expected 2"),
-        (2, {"pipeline": {"schedule": "interleaved", "chunks": 8}}, "16"),
+        (2, {"stages": 1}, "is 1, but the PipelineModule (num_stages) or the mesh (pp) has 2; remove one"),
+        (2, {"schedule": "zbw"}, "did you mean 'zbv'"),
+        (2, {"schedule": "zbv", "chunks": 3}, "3 stages on each rank, expected 2"),
+        (2, {"schedule": "interleaved", "chunks": 8}, "16"),
     ],
 )
-def test_pipelines_that_cannot_be_built_are_refused(stages: Any, config: dict[str, Any], text: str) -> None:
-    for _, message in run_ranks(built, 2, stages, config):
-        assert text in message
+@on_ranks(2)
+def test_pipelines_that_cannot_be_built_are_refused(stages: int, section: dict[str, Any], text: str) -> None:
+    with pytest.raises((ConfigError, UsageError)) as error:
+        engine_of(Setting(stages, config={"pipeline": section}))
+    assert text in str(error.value)
 
 
-def test_two_batches_after_an_ordinary_backward_pass() -> None:
-    """deepspeedai/DeepSpeed#7787: a nested backward pass made the pipeline wait."""
-    assert run_ranks(after_another, 2) == [True, True]
+LOSSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], str]] = {
+    "vector": (lambda output, ids: output.sum(-1), "the loss is a tensor of shape (2, 5)"),
+    "nothing": (lambda output, ids: None, "the loss is a NoneType"),
+    "number": (lambda output, ids: 1.0, "the loss is a float"),
+    "detached": (lambda output, ids: output.detach().sum(), "a tensor that depends on no trained parameter"),
+}
 
 
-def after_another() -> bool:
-    plain = nn.Linear(2, 2)
-    plain(torch.ones(1, 2)).sum().backward()
-    setting = Setting(2)
-    engine = engine_of(setting)
-    losses = []
-    for number in range(2):
-        losses.append(float(engine.train_batch(data(setting, number))))
-        plain(torch.ones(1, 2)).sum().backward()
-    engine.destroy()
-    return all(map(torch.isfinite, map(torch.tensor, losses)))
-
-
-def test_pipeline_errors_are_usage_errors() -> None:
-    assert issubclass(PipelineError, UsageError)
-
-
-def vector(output: torch.Tensor, ids: torch.Tensor) -> Any:
-    return output.sum(-1)
-
-
-def nothing(output: torch.Tensor, ids: torch.Tensor) -> Any:
-    return None
-
-
-def number(output: torch.Tensor, ids: torch.Tensor) -> Any:
-    return 1.0
-
-
-def detached(output: torch.Tensor, ids: torch.Tensor) -> Any:
-    return output.detach().sum()
-
-
-def with_loss(loss: Any, evaluates: bool) -> str:
-    setting = Setting(2, loss=loss)
+def with_loss(name: str, evaluates: bool) -> str:
+    setting = Setting(2, loss=LOSSES[name][0])
     engine = engine_of(setting)
     try:
         (engine.eval_batch if evaluates else engine.train_batch)(data(setting, 0))
@@ -226,37 +153,21 @@ def with_loss(loss: Any, evaluates: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        (vector, "the loss is a tensor of shape (2, 5)"),
-        thorough(nothing, "the loss is a NoneType"),
-        thorough(number, "the loss is a float"),
-        thorough(detached, "the loss is a tensor that depends on no trained parameter"),
-    ],
+    ("name", "evaluates"),
+    [("vector", False), ("number", True), *(thorough(name, False) for name in ("nothing", "number", "detached"))],
 )
-def test_a_loss_that_is_no_number_is_refused_with_stage_and_micro_batch(loss: Any, text: str) -> None:
-    first, second = run_ranks(with_loss, 2, loss, False)
-    assert "stage 1 of 2 (layers" in second and f"micro-batch 0: {text}" in second and "Correct loss_fn" in second
-    assert "lost rank 1" in first
+def test_a_loss_that_is_no_number_is_refused_with_stage_and_micro_batch(name: str, evaluates: bool) -> None:
+    first, second = run_ranks(with_loss, 2, name, evaluates)
+    assert "stage 1 of 2 (layers" in second and "micro-batch 0: " in second and LOSSES[name][1] in second
+    assert "Correct loss_fn" in second and "lost rank 1" in first
 
 
-def test_evaluation_refuses_a_loss_that_is_no_number() -> None:
-    assert "eval_batch(), micro-batch 0: the loss is a float" in run_ranks(with_loss, 2, number, True)[1]
-
-
-def of_other_layers() -> str:
-    own = layers() if dist.get_rank() == 0 else [*layers()[:3], LayerSpec(nn.Linear, WIDTH, WIDTH), *layers()[3:]]
-    try:
-        engine_of(Setting(2, made=lambda: own)).destroy()
-    except ShardwiseError as error:
-        return f"{type(error).__name__} {error}"
-    return ""
-
-
+@on_ranks(2)
 def test_ranks_with_other_layers_are_refused_with_the_layer() -> None:
     """Each rank would build its own half, and a layer would be missing or be there twice."""
-    for text in run_ranks(of_other_layers, 2):
-        assert "DesyncError" in text and "layer 3: Block of 88 parameters on rank 0, Linear of 72 parameters on" in text
+    own = layers() if dist.get_rank() == 0 else [*layers()[:3], LayerSpec(nn.Linear, WIDTH, WIDTH), *layers()[3:]]
+    with pytest.raises(DesyncError, match="layer 3: Block of 88 parameters on rank 0, Linear of 72 parameters on"):
+        engine_of(Setting(2, made=lambda: own))
 
 
 class Wide(nn.Linear):
@@ -316,21 +227,10 @@ def test_a_stage_that_dies_ends_the_others_soon() -> None:
     assert error.value.rank == 1 and time.monotonic() - began < 30
 
 
-def other_groups() -> str:
-    model = model_of(2, layers, loss_of)
-    optimizer = partial(grouped, decay=0.01 * dist.get_rank())
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    with pytest.raises(DesyncError) as caught:
-        shardwise.initialize(model=model, optimizer=optimizer, config=config)
-    return str(caught.value)
-
-
-def grouped(parameters: Any, decay: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=decay)
-
-
+@on_ranks(2)
 def test_copies_of_a_tied_parameter_have_one_optimizer_setting() -> None:
     """Copies on two stages would drift apart."""
-    for text in run_ranks(other_groups, 2):
-        assert "optimizer group of the tied parameter layers.0.weight" in text
-        assert "'weight_decay': 0.0" in text and "'weight_decay': 0.01" in text
+    optimizer = partial(torch.optim.AdamW, weight_decay=0.01 * dist.get_rank())
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(DesyncError, match=r"layers\.0\.weight.*'weight_decay': 0\.0.*'weight_decay': 0\.01"):
+        shardwise.initialize(model=model_of(2, layers, loss_of), optimizer=optimizer, config=config)

@@ -3,62 +3,38 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.pipeline.module import PipelineModule
 
 transformers = pytest.importorskip("transformers")
 from shardwise.pipeline.huggingface import to_layers  # noqa: E402
+from tests.families import FAMILIES as FAMILIES_OF  # noqa: E402
+from tests.families import WORDS, build  # noqa: E402
 from tests.harness import thorough  # noqa: E402
+from tests.pipeline.gradients import step_by_stages  # noqa: E402
 
-SMALL = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-SIZE = SMALL | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
-GROUPED = SIZE | {"num_key_value_heads": 2}
-T5_SIZE = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8, "decoder_start_token_id": 0}
-
-
-def made(name: str, configuration: str, **options: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        return getattr(transformers, name)(getattr(transformers, configuration)(**options))
-
-    return make
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": made("LlamaForCausalLM", "LlamaConfig", **SIZE),
-    "llama-tied": made("LlamaForCausalLM", "LlamaConfig", **GROUPED, tie_word_embeddings=True),
-    "mistral": made("MistralForCausalLM", "MistralConfig", **GROUPED, sliding_window=4),
-    "qwen2": made("Qwen2ForCausalLM", "Qwen2Config", **GROUPED, tie_word_embeddings=True),
-    "gemma2": made("Gemma2ForCausalLM", "Gemma2Config", **GROUPED, head_dim=8, sliding_window=4),
-    "mixtral": made("MixtralForCausalLM", "MixtralConfig", **GROUPED, num_local_experts=4),
-    "neox": made("GPTNeoXForCausalLM", "GPTNeoXConfig", **SIZE, hidden_dropout=0.1),
-    "gpt2": made("GPT2LMHeadModel", "GPT2Config", **SMALL, n_embd=32, n_layer=3, n_head=4, n_positions=32),
-    "bloom": made("BloomForCausalLM", "BloomConfig", **SMALL, hidden_size=32, n_layer=3, n_head=4),
-    "opt": made(
-        "OPTForCausalLM",
-        "OPTConfig",
-        **(SMALL | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 64}),
-        word_embed_proj_dim=16,
-    ),
-    "bert": made("BertForMaskedLM", "BertConfig", **SIZE),
-    "bert-classes": made("BertForSequenceClassification", "BertConfig", **SIZE, num_labels=3),
-    "roberta": made("RobertaForMaskedLM", "RobertaConfig", **SIZE),
-    "llama-classes": made("LlamaForSequenceClassification", "LlamaConfig", **SIZE, num_labels=3),
-    "t5": made("T5ForConditionalGeneration", "T5Config", vocab_size=64, **T5_SIZE, tie_word_embeddings=True),
+DEEP = {"num_hidden_layers": 3}
+PLAIN = ("llama", "llama untied", "mistral", "qwen2", "gemma2", "mixtral", "gpt2", "bloom", "bert", "roberta")
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: DEEP for name in PLAIN},
+    "gpt_neox": {**DEEP, "hidden_dropout": 0.1},
+    "opt": {**DEEP, "word_embed_proj_dim": 16, "dropout": 0.1},
+    "bert-classes": {**DEEP, "num_labels": 3},
+    "llama-classes": {**DEEP, "num_labels": 3},
+    "t5": {"dropout_rate": 0.1, "tie_word_embeddings": True},
 }
+SIZE = FAMILIES_OF["llama"][1]
 
 
 def batch_of(name: str, padded: bool) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(3, 64, (3, 8), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(3, WORDS, (3, 8), generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 2, 1]) if "classes" in name else tokens
     if not padded:
         return {"input_ids": tokens, "labels": labels}
@@ -68,43 +44,27 @@ def batch_of(name: str, padded: bool) -> dict[str, torch.Tensor]:
 
 
 def small_model(name: str, device: str = "cpu") -> Any:
-    torch.manual_seed(0)
+    family = name.removesuffix("-classes")
     with torch.device(device):
-        model = FAMILIES[name]().train()
+        if family == name:
+            model = build(name, noise=0.0, **FAMILIES[name]).train()
+        else:
+            kind = getattr(transformers, family.capitalize() + "ForSequenceClassification")
+            torch.manual_seed(0)
+            model = kind(kind.config_class(**{**FAMILIES_OF[family][1], **FAMILIES[name]})).train()
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False  # as in training: a cache changes the memory layout, and so the last bits
     return model
 
 
-def detached(item: Any) -> Any:
-    return item.detach().requires_grad_(item.requires_grad) if isinstance(item, torch.Tensor) else item
-
-
-def trainable(value: Any) -> list[torch.Tensor]:
-    return [item for item in tree_leaves(value) if isinstance(item, torch.Tensor) and item.requires_grad]
-
-
-def step(stages: list[nn.Module], batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Run stages one after the other as on ranks of their own; return output and gradients by name."""
-    torch.manual_seed(5)
-    value: Any = batch
-    passed = []
-    for stage in stages:
-        given = tree_map(detached, value) if passed else value
-        value = stage(given) if isinstance(stage, PipelineModule) or passed or len(stages) > 1 else stage(**given)
-        passed.append((given, value))
-    output, grads = value, None
-    for given, value in reversed(passed):
-        results = [value.loss] if grads is None else trainable(value)
-        torch.autograd.backward(results, grads)
-        grads = [item.grad for item in trainable(given)]
-    found: dict[str, torch.Tensor] = {}
-    for stage in reversed(stages):
-        for name, parameter in stage.named_parameters():
-            if parameter.grad is not None:
-                found[name] = found[name] + parameter.grad if name in found else parameter.grad
-    return output, found
+def whole_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    """Run the whole model as one stage."""
+    forward = model.forward
+    model.forward = lambda given: forward(**given)  # type: ignore[method-assign]
+    found = step_by_stages([model], batch)
+    model.forward = forward  # type: ignore[method-assign]
+    return found
 
 
 def on_ranks(model: Any, count: int, **options: Any) -> list[PipelineModule]:
@@ -125,17 +85,21 @@ def _several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "padded"),
-    [*((name, True) for name in FAMILIES), ("llama", False), *(thorough(n, False) for n in FAMILIES if n != "llama")],
+    [
+        *((name, True) for name in FAMILIES),
+        ("llama untied", False),
+        *(thorough(n, False) for n in FAMILIES if n != "llama untied"),
+    ],
 )
 def test_stages_equal_the_whole_model(name: str, padded: bool) -> None:
     model = small_model(name)
     batch = batch_of(name, padded)
-    expected, grads = step([copy.deepcopy(model)], batch)
+    expected, grads = whole_step(copy.deepcopy(model), batch)
     names = {known for known, _ in model.named_parameters()}
     for count in (2, 5):
         modules = on_ranks(model, count)
         assert {known for module in modules for known, _ in module.named_parameters()} == names
-        output, found = step([module.stage(i) for i, module in enumerate(modules)], batch)
+        output, found = step_by_stages([module.stage(i) for i, module in enumerate(modules)], batch)
         assert torch.equal(output.loss, expected.loss)
         assert torch.equal(output.logits, expected.logits)
         assert found.keys() == grads.keys()
@@ -148,7 +112,7 @@ def test_stages_equal_the_whole_model(name: str, padded: bool) -> None:
 
 
 def test_a_stage_has_its_own_parameters_only() -> None:
-    model = small_model("llama-tied")
+    model = small_model("llama")
     first, last = on_ranks(model, 2, partition_method=[0, 2, 5])
     own = {name for name, _ in first.named_parameters()}
     block = {name for name, _ in model.named_parameters() if name.startswith("model.layers.0.")}
@@ -161,7 +125,7 @@ def test_a_stage_has_its_own_parameters_only() -> None:
     assert [(tie.name, tie.users) for tie in last.tied_parameters()] == [("model.embed_tokens.weight", (0, 1))]
     sizes = [cost.parameters for cost in to_layers(model).costs()]
     size = sum(p.numel() for p in model.model.layers[0].parameters())
-    assert sizes == [64 * 32, size, size, size, 64 * 32 + 32]
+    assert sizes == [WORDS * 32, size, size, size, WORDS * 32 + 32]
 
 
 def test_tied_parameters_of_an_encoder_and_a_decoder() -> None:
@@ -179,7 +143,7 @@ def test_tied_parameters_of_an_encoder_and_a_decoder() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "bert", thorough("gpt2"), thorough("gemma2")])
+@pytest.mark.parametrize("name", ["llama", "bert", thorough("gpt2"), thorough("gemma2")])
 def test_a_model_on_the_meta_device_is_initialized_by_parts(name: str) -> None:
     weights: dict[str, torch.Tensor] = {}
     for count in (1, 2, 5):
@@ -196,8 +160,8 @@ def test_a_model_on_the_meta_device_is_initialized_by_parts(name: str) -> None:
             if count == 1:
                 whole = small_model(name)
                 whole.load_state_dict(module.state_dict())
-                expected, grads = step([whole], batch_of(name, True))
-                output, found = step([module], batch_of(name, True))
+                expected, grads = whole_step(whole, batch_of(name, True))
+                output, found = step_by_stages([module], batch_of(name, True))
                 assert torch.equal(output.logits, expected.logits)
                 assert all(torch.equal(found[known], grad) for known, grad in grads.items())
     assert all(parameter.isfinite().all() for parameter in weights.values())
@@ -207,7 +171,7 @@ def test_one_process_has_an_ordinary_model(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("WORLD_SIZE")
     model = small_model("gpt2")
     module = PipelineModule(to_layers(copy.deepcopy(model)), num_stages=2, activation_checkpoint_interval=1)
-    expected, grads = step([model], batch_of("gpt2", True))
+    expected, grads = whole_step(model, batch_of("gpt2", True))
     torch.manual_seed(5)
     output = module(**batch_of("gpt2", True))
     assert module.loss_fn is not None
@@ -228,7 +192,7 @@ def test_one_process_has_an_ordinary_model(monkeypatch: pytest.MonkeyPatch) -> N
 def test_layers_are_measured_and_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE")
     with torch.device("meta"):
-        model = FAMILIES["llama"]()
+        model = build("llama", num_hidden_layers=3)
     module = PipelineModule(to_layers(model))
     costs = module.profile(batch_of("llama", False), device="cpu")
     assert all(cost.seconds and cost.bytes and cost.bytes > 4 * cost.parameters for cost in costs)
@@ -279,7 +243,9 @@ def test_models_that_are_not_proved_equal_are_refused(make: Any, message: str) -
 
 def test_models_without_known_blocks_and_other_modules_are_refused() -> None:
     deberta = transformers.DebertaV2ForMaskedLM(
-        transformers.DebertaV2Config(**SIZE, relative_attention=True, pos_att_type=["p2c"], position_buckets=8)
+        transformers.DebertaV2Config(
+            **FAMILIES_OF["bert"][1], relative_attention=True, pos_att_type=["p2c"], position_buckets=8
+        )
     )
     with pytest.raises(
         ConfigError, match=r"DebertaV2ForMaskedLM: the model cannot be divided.*Write the model as a list"
@@ -298,18 +264,12 @@ def test_an_own_example_is_compared() -> None:
 
 
 def test_a_small_model_that_fails_is_no_fault_of_the_stages() -> None:
-    config = transformers.MixtralConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=3)
     with pytest.raises(ConfigError, match=r"a small model of this configuration.*fails.*to_layers\(model, example="):
-        to_layers(transformers.MixtralForCausalLM(config))
+        to_layers(build("mixtral", num_local_experts=2, num_experts_per_tok=3))
 
 
 def test_skipped_blocks_are_noticed() -> None:
-    torch.manual_seed(0)
-    config = transformers.OPTConfig(
-        **(SMALL | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 64}),
-        word_embed_proj_dim=32,
-    )
-    model = transformers.OPTForCausalLM(config)
+    model = build("opt", num_hidden_layers=3)
     (module,) = on_ranks(model, 1)
     module.stage(0)(batch_of("opt", False))
     for container in module.stage(0)._whole[1]:  # type: ignore[union-attr,index]
@@ -347,27 +307,8 @@ def test_recomputed_blocks_give_the_same_gradients(name: str) -> None:
         for block in blocks:
             block.register_forward_pre_hook(count_calls)
         calls[0] = 0
-        results.append(step([module.stage(i) for i, module in enumerate(modules)], batch_of(name, True)))
+        results.append(step_by_stages([module.stage(i) for i, module in enumerate(modules)], batch_of(name, True)))
         assert calls[0] == (1 + interval) * len(blocks)
     (expected, grads), (output, found) = results
     assert torch.equal(output.logits, expected.logits)
     assert all(torch.equal(found[known], grad) for known, grad in grads.items())
-
-
-def test_a_stage_keeps_no_tensor_of_a_pass() -> None:
-    modules = on_ranks(small_model("llama"), 2)
-    passed = modules[0].stage(0)(batch_of("llama", True))
-    last = modules[1].stage(1)
-    hidden = passed["values"]["hidden_states"]
-    alive = weakref.ref(hidden)
-    with torch.no_grad():
-        last(passed)
-    del passed, hidden
-    assert alive() is None
-
-
-def test_messages_have_one_order_on_all_ranks() -> None:
-    modules = on_ranks(small_model("t5"), 2, partition_method=[0, 5, 7])
-    passed = modules[0].stage(0)(batch_of("t5", True))
-    assert list(passed["values"]) == ["encoder_hidden_states", "hidden_states", "position_bias"]
-    assert list(passed["inputs"]) == ["input_ids", "attention_mask", "labels"]

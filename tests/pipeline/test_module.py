@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from shardwise.comm.topology import PipeDataParallelTopology
 from shardwise.errors import ConfigError, UsageError
 from shardwise.pipeline.layers import LayerSpec, TiedLayerSpec
 from shardwise.pipeline.module import PipelineModule
+from tests.pipeline.gradients import step_by_stages
 
 
 class Block(nn.Module):
@@ -54,35 +54,8 @@ def specs(dropout: float = 0.0) -> list[Any]:
     ]
 
 
-def detached(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(detached, value))
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-def leaves(value: Any) -> list[torch.Tensor]:
-    return [item for item in (value if isinstance(value, tuple) else (value,)) if item.requires_grad]
-
-
-def step_by_stages(stages: list[nn.Module], batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Run stages as on ranks of their own; return output and gradients by name, summed over stages."""
-    value: Any = batch
-    passed = []
-    for stage in stages:
-        given = detached(value) if passed else value
-        value = stage(given)
-        passed.append((given, value))
-    output = value
-    grads: list[torch.Tensor] = [torch.cos(torch.arange(output.numel())).view_as(output)]
-    for given, value in reversed(passed):
-        torch.autograd.backward(leaves(value), grads)
-        grads = [] if given is batch else [item.grad for item in leaves(given)]  # type: ignore[misc]
-    found: dict[str, torch.Tensor] = {}
-    for stage in reversed(stages):
-        for name, parameter in stage.named_parameters():
-            if parameter.grad is not None:
-                found[name] = found[name] + parameter.grad if name in found else parameter.grad
-    return output.detach(), found
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return (output * torch.cos(torch.arange(output.numel())).view_as(output)).sum()
 
 
 def seeded_model(seed: int = 0, **options: Any) -> PipelineModule:
@@ -102,12 +75,12 @@ def on_ranks(count: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> lis
 BATCH = torch.tensor([[1, 2, 3], [4, 5, 15]])
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 9])
+@pytest.mark.parametrize("count", [2, 9])
 @pytest.mark.parametrize("seed_layers", [False, True])
 def test_stages_equal_the_whole_model(count: int, seed_layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = seeded_model(seed_layers=seed_layers)
     after = torch.rand(3)
-    output, grads = step_by_stages([whole], BATCH)
+    output, grads = step_by_stages([whole], BATCH, loss_of)
     modules = on_ranks(count, monkeypatch, seed_layers=seed_layers)
     assert torch.equal(torch.rand(3), after), "building layers draws from the global generator"
     weights: dict[str, torch.Tensor] = {}
@@ -116,7 +89,7 @@ def test_stages_equal_the_whole_model(count: int, seed_layers: bool, monkeypatch
             assert torch.equal(weights.setdefault(name, parameter), parameter), name
     assert weights.keys() == dict(whole.named_parameters()).keys()
     assert all(torch.equal(weights[name], parameter) for name, parameter in whole.named_parameters())
-    found, split = step_by_stages([module.stage(i) for i, module in enumerate(modules)], BATCH)
+    found, split = step_by_stages([module.stage(i) for i, module in enumerate(modules)], BATCH, loss_of)
     assert torch.equal(found, output)
     assert split.keys() == grads.keys()
     for name, grad in grads.items():
@@ -176,25 +149,6 @@ def test_a_seed_function_gets_the_number_of_the_layer() -> None:
     assert torch.equal(module.get_parameter("layers.1.weight"), nn.Linear(2, 2).weight)
 
 
-def test_one_process_trains_like_an_ordinary_module() -> None:
-    module = seeded_model(num_stages=3)
-    assert [stage.number for stage in module.stages] == [0, 1, 2]
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    losses = []
-    for _ in range(20):
-        loss = functional.cross_entropy(module(BATCH).flatten(0, 1), BATCH.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
-    module.eval()
-    assert not any(m.training for stage in module.stages for m in stage.modules())
-    other = seeded_model(seed=1)
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(other(BATCH), module(BATCH))
-
-
 def test_tied_layers_are_one_parameter_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     module = on_ranks(3, monkeypatch)[2]
     assert "layers.0.weight" in dict(module.named_parameters())
@@ -204,7 +158,7 @@ def test_tied_layers_are_one_parameter_under_one_name(monkeypatch: pytest.Monkey
     assert seeded_model(num_stages=1).tied_parameters() == []
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_other_classes_of_one_key_share_the_named_parameters(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [
         TiedLayerSpec("words", nn.Embedding, 16, 8),
@@ -290,32 +244,11 @@ def test_recomputed_groups_give_the_same_gradients(interval: int, reentrant: boo
         activation_checkpoint_func=checkpoint if reentrant else None,
         checkpointable_layers=["Block"] if interval == 1 else None,
     )
-    torch.manual_seed(1)
-    expected, grads = step_by_stages([plain], BATCH)
-    torch.manual_seed(1)
-    output, found = step_by_stages([module], BATCH)
+    expected, grads = step_by_stages([plain], BATCH, loss_of)
+    output, found = step_by_stages([module], BATCH, loss_of)
     assert torch.equal(output, expected)
     assert all(torch.equal(found[name], grad) for name, grad in grads.items())
     assert [block.calls for block in module.modules() if isinstance(block, Block)] == [2, 2, 2, 2]
-
-
-def test_the_interval_can_be_set_later() -> None:
-    module = seeded_model()
-
-    def calls() -> list[int]:
-        counts = []
-        step_by_stages([module], BATCH)
-        for block in module.modules():
-            if isinstance(block, Block):
-                counts.append(block.calls)
-                block.calls = 0
-        return counts
-
-    assert calls() == [1, 1, 1, 1]
-    module.set_checkpoint_interval(1)
-    assert calls() == [2, 2, 2, 2]
-    module.recompute.classes = ["LayerNorm"]
-    assert calls() == [1, 1, 1, 1]
 
 
 def test_measured_layers_are_divided_by_time() -> None:
@@ -342,9 +275,3 @@ def test_ranks_need_equal_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         module.build([0], 2)
     module.build([0], 2, costs=module.profile())
     assert module.stage(0).first == 0
-
-
-def test_boundaries_cover_all_layers() -> None:
-    module = seeded_model(num_stages=4, partition_method="type:block")
-    assert module.boundaries is not None
-    assert [sum(2 <= i < 6 for i in range(a, b)) for a, b in pairwise(module.boundaries)] == [1, 1, 1, 1]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from shardwise.errors import PeerLostError, UsageError
+from shardwise.errors import PeerLostError, PipelineError, UsageError
 from shardwise.pipe import LayerSpec
+from shardwise.pipeline.split_backward import DeferredWeights
 from tests.harness import run_ranks, thorough
 from tests.pipeline.gradients import compare
 from tests.pipeline.training import WIDTH, WORDS, Block, Logits, Setting, data, engine_of
@@ -164,67 +167,107 @@ class Choose(nn.Module):
         return weight[:10].view(2, 5, WIDTH)
 
 
-def between(*parts: Any) -> list[Any]:
+class Parts(nn.Module):
+    """Uses operators with several outputs: chunk, split, unbind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.up(x).chunk(3, -1)
+        d, e = self.down(a * b.sigmoid()).split([2, WIDTH - 2], -1)
+        rows = torch.cat([e, d], -1).unbind(0)
+        return torch.stack([row * (i + 1) for i, row in enumerate(rows)]) + c
+
+
+def packed(step: int, micro_batch: int, place: int) -> Any:
+    """Return a row of several sequences, and their lengths, of which the number changes."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + place)
+    lengths = [[3, 4, 2], [9], [1, 2, 3, 2, 1], [5, 4]][micro_batch]
+    ids = torch.randint(0, WORDS, (1, sum(lengths)), generator=generator)
+    return {"ids": ids, "lengths": torch.tensor(lengths), "longest": max(lengths)}, ids
+
+
+class Packed(nn.Module):
+    """Averages over each of the packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Any) -> Any:
+        x = value["x"] if "x" in value else self.words(value["ids"])
+        parts = self.linear(x).split(value["lengths"].tolist(), 1)
+        x = torch.cat([part.cumsum(1) / value["longest"] for part in parts], 1)
+        return {"x": x, "lengths": value["lengths"], "longest": value["longest"]}
+
+
+class Unpacked(Logits):
+    """Logits of packed sequences."""
+
+    def forward(self, value: Any) -> torch.Tensor:
+        return super().forward(value["x"])
+
+
+class Mixed(nn.Module):
+    """All functions that are split, shared weights, weights used by hand, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, 16), nn.LayerNorm(16)
+        self.second, self.twice = nn.Linear(16, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.conv, self.gpt = nn.Conv1d(5, 5, 3, padding=1), Conv1D(WIDTH, WIDTH)
+        self.gain, self.frozen = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.norm(self.first(x)))
+        x = self.twice(self.twice(x) * self.gain + x)
+        x = self.conv(self.frozen(x))
+        return self.gpt(x) @ self.twice.weight + F.linear(x, weight=self.second.weight.T[:WIDTH, :WIDTH])
+
+
+def chain(*kinds: Any) -> list[Any]:
+    """Return layers of some classes; those that take a width are given it."""
+    sized = (Block, nn.Linear)
+    return [LayerSpec(kind, *[WIDTH] * (kind in sized), *[WIDTH] * (kind is nn.Linear)) for kind in kinds]
+
+
+def words(*kinds: Any) -> list[Any]:
     """Return layers between words and logits."""
-    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *parts, LayerSpec(Logits)]
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *chain(*kinds), LayerSpec(Logits)]
 
 
-def same() -> list[Any]:
-    return between(LayerSpec(Same), LayerSpec(Same), LayerSpec(Block, WIDTH), LayerSpec(Same))
-
-
-def mlp() -> list[Any]:
-    return between(*(LayerSpec(Mlp) for _ in range(4)))
-
-
-def in_place() -> list[Any]:
-    return between(*(LayerSpec(InPlace) for _ in range(4)))
-
-
-def in_place_first() -> list[Any]:
-    acts = [part for _ in range(3) for part in (LayerSpec(nn.ReLU, inplace=True), LayerSpec(nn.Linear, WIDTH, WIDTH))]
-    return between(*acts)
-
-
-def views() -> list[Any]:
-    return between(*(LayerSpec(Views) for _ in range(4)), LayerSpec(Sum))
-
-
-def twice() -> list[Any]:
-    return between(*(LayerSpec(Twice) for _ in range(4)), LayerSpec(Pick))
-
-
-def skip() -> list[Any]:
-    return between(*(LayerSpec(Skip) for _ in range(5)), LayerSpec(Last))
-
-
-def normed() -> list[Any]:
-    return between(*(LayerSpec(Normed) for _ in range(4)))
-
-
-def switching() -> list[Any]:
-    return [LayerSpec(Begin), *(LayerSpec(Switching) for _ in range(4)), LayerSpec(First), LayerSpec(Logits)]
-
-
-def parameter_as_output() -> list[Any]:
-    return [LayerSpec(Alone), *(LayerSpec(Same) for _ in range(2)), LayerSpec(Choose), LayerSpec(Logits)]
+MODELS: dict[str, Any] = {
+    "mlp": partial(words, *[Mlp] * 4),
+    "twice": partial(words, *[Twice] * 4, Pick),
+    "skip": partial(words, *[Skip] * 5, Last),
+    "switching": partial(chain, Begin, *[Switching] * 4, First, Logits),
+    "several outputs": partial(words, *[Parts] * 4),
+    "packed": partial(chain, *[Packed] * 4, Unpacked),
+    "mixed": partial(words, *[Mixed] * 3),
+    "same": partial(words, Same, Same, Block, Same),
+    "in place": partial(words, *[InPlace] * 4),
+    "views": partial(words, *[Views] * 4, Sum),
+    "normed": partial(words, *[Normed] * 4),
+    "parameter as output": partial(chain, Alone, Same, Same, Choose, Logits),
+}
+QUICK = list(MODELS)[:7]
 
 
 @pytest.mark.parametrize("checkpointing", [0, thorough(1)])
-@pytest.mark.parametrize(
-    "made",
-    [mlp, twice, skip, switching, *map(thorough, (same, in_place, in_place_first, views, normed, parameter_as_output))],
-)
-def test_gradients_equal_those_of_one_process(made: Any, checkpointing: int) -> None:
-    if made is in_place and checkpointing:
+@pytest.mark.parametrize("name", [*QUICK, *map(thorough, list(MODELS)[7:])])
+def test_gradients_equal_those_of_one_process(name: str, checkpointing: int) -> None:
+    if name == "in place" and checkpointing:
         pytest.skip("torch refuses to recompute from activations that have been changed in place")
-    options = {"partition_method": "uniform", "activation_checkpoint_interval": checkpointing}
-    compare([Setting(2, schedule, 0, made=made, options=options) for schedule in KINDS], 2)
+    how: dict[str, Any] = {"options": {"partition_method": "uniform", "activation_checkpoint_interval": checkpointing}}
+    how |= {"batches": packed} if name == "packed" else {}
+    compare([Setting(2, schedule, 0, made=MODELS[name], **how) for schedule in KINDS], 2, equal=name != "mixed")
 
 
 def test_running_statistics_do_not_depend_on_recomputation_and_schedules() -> None:
     settings = [
-        Setting(2, schedule, 1, made=normed, options={"partition_method": "uniform", **recompute})
+        Setting(2, schedule, 1, made=MODELS["normed"], options={"partition_method": "uniform", **recompute})
         for recompute in ({}, {"activation_checkpoint_interval": 1})
         for schedule in KINDS
     ]
@@ -244,7 +287,8 @@ def shared_statistics() -> list[Any]:
 def failure(setting: Setting) -> str:
     engine = engine_of(setting)
     try:
-        engine.train_batch(data(setting, 0))
+        for step in range(setting.steps):
+            engine.train_batch(data(setting, step))
     except (UsageError, PeerLostError) as error:
         return str(error)
     finally:
@@ -282,33 +326,33 @@ class Forces(nn.Linear):
         return found
 
 
-def forces() -> list[Any]:
-    return between(*(LayerSpec(Forces) for _ in range(4)))
-
-
 def test_backward_passes_inside_of_a_forward_pass() -> None:
     """A schedule that computes gradients of weights later would take them for its own."""
     options = {"partition_method": "uniform"}
-    compare([Setting(2, schedule, made=forces, options=options) for schedule in ("1f1b", "gpipe")], 2)
-    found = run_ranks(failure, 2, Setting(2, "zb-h1", made=forces, options=options))
+    compare(
+        [Setting(2, schedule, made=partial(words, *[Forces] * 4), options=options) for schedule in ("1f1b", "gpipe")], 2
+    )
+    found = run_ranks(failure, 2, Setting(2, "zb-h1", made=partial(words, *[Forces] * 4), options=options))
     assert any("a layer runs a backward pass inside of its forward pass" in text for text in found)
 
 
-def several_steps(dynamic: bool) -> str:
-    config = {"pipeline": {"dynamic_shape": dynamic}}
-    setting = Setting(2, made=switching, options={"partition_method": "uniform"}, config=config)
-    engine = engine_of(setting)
-    try:
-        for step in range(4):
-            engine.train_batch(data(setting, step))
-    except (UsageError, PeerLostError) as error:
-        return str(error)
-    finally:
-        engine.destroy()
-    return ""
+def test_gradients_of_gradients_are_refused() -> None:
+    model, deferred = nn.Linear(4, 4), DeferredWeights()
+    x = torch.randn(2, 4, requires_grad=True)
+    with deferred.collecting():
+        output = model(x)
+    with pytest.raises(PipelineError, match='Use the schedule "1f1b"'):
+        torch.autograd.grad(output.sum(), x, create_graph=True)
 
 
 def test_outputs_that_need_gradients_in_some_micro_batches_only_need_the_key_dynamic_shape() -> None:
-    assert run_ranks(several_steps, 2, True) == ["", ""]
-    text = run_ranks(several_steps, 2, False)[0]
+    made, options = MODELS["switching"], {"partition_method": "uniform"}
+    fixed, dynamic = (
+        run_ranks(
+            failure, 2, Setting(2, made=made, options=options, steps=4, config={"pipeline": {"dynamic_shape": on}})
+        )
+        for on in (False, True)
+    )
+    assert dynamic == ["", ""]
+    text = fixed[0]
     assert "float32[2, 5, 8] with gradient" in text and "Set `pipeline.dynamic_shape`" in text

@@ -4,6 +4,8 @@ refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,15 +14,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import shardwise
 from shardwise.errors import PeerLostError, UsageError
 from shardwise.parallel import DistributedAttention, share_attention
-from shardwise.pipe import LayerSpec, PipelineModule
-from shardwise.zero.access import safe_get_full_optimizer_state
+from shardwise.pipe import LayerSpec
 from tests.harness import run_ranks, thorough
 from tests.pipeline.families import model_of
+from tests.pipeline.gradients import close, gradients, gradients_alone
+from tests.pipeline.training import Setting
 
-WIDTH, HEADS, WORDS, TOKENS, SIZE, MICRO_BATCHES = 16, 4, 32, 8, 2, 2
+WIDTH, HEADS, WORDS, TOKENS, SIZE = 16, 4, 32, 8, 2
 
 
 class Words(nn.Module):
@@ -55,18 +57,20 @@ class Block(nn.Module):
         return found
 
 
-def layers(shared: tuple[bool, ...]) -> list[Any]:
-    return [LayerSpec(Words), *(LayerSpec(Block, each) for each in shared), LayerSpec(nn.Linear, WIDTH, WORDS)]
+def layers(*shared: bool) -> list[Any]:
+    """Return layers whose attention is shared on ranks, and plain in one process."""
+    blocks = [LayerSpec(Block, each and dist.is_initialized()) for each in shared]
+    return [LayerSpec(Words), *blocks, LayerSpec(nn.Linear, WIDTH, WORDS)]
 
 
-def pairs(place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return ids and labels of the next tokens of whole sequences."""
-    found = []
-    for number in range(MICRO_BATCHES):
-        generator = torch.Generator().manual_seed(10 * number + place)
-        ids = torch.randint(2, WORDS, (2, TOKENS), generator=generator)
-        found.append((ids, torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)))
-    return found
+def batches(step: int, number: int, place: int) -> Any:
+    """Return ids and labels of the next tokens: of whole sequences in one process, on ranks of a rank's tokens."""
+    place, part = divmod(place, SIZE) if dist.is_initialized() else (place, 0)
+    ids = torch.randint(2, WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(10 * number + place))
+    labels = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
+    length = TOKENS // SIZE if dist.is_initialized() else TOKENS
+    own = slice(part * length, (part + 1) * length)
+    return {"input_ids": ids[:, own], "position_ids": torch.arange(TOKENS).expand(2, -1)[:, own]}, labels[:, own]
 
 
 def loss_of(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,53 +80,8 @@ def loss_of(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count, count
 
 
-def alone(model: nn.Module, places: int) -> dict[str, torch.Tensor]:
-    """Return the gradients of one process."""
-    for place in range(places):
-        for ids, labels in pairs(place):
-            positions = torch.arange(TOKENS).expand(2, TOKENS)
-            inputs: Any = {"input_ids": ids, "position_ids": positions}
-            output = model(inputs) if isinstance(model, PipelineModule) else model(**inputs)
-            (loss_of(output, labels)[0] / (MICRO_BATCHES * places)).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def gradients(model: nn.Module, schedule: str, zero: int, **arguments: Any) -> dict[str, Any]:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "sequence_parallel_size": SIZE,
-        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-        "pipeline": {"stages": 2, "schedule": schedule},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-    }
-    engine = shardwise.initialize(model=model, config=config, **arguments)[0]
-    place, part = divmod(dist.get_rank() % (dist.get_world_size() // 2), SIZE)
-    own = slice(part * TOKENS // SIZE, (part + 1) * TOKENS // SIZE)
-    positions = torch.arange(TOKENS).expand(2, TOKENS)[:, own]
-    batches = [({"input_ids": ids[:, own], "position_ids": positions}, labels[:, own]) for ids, labels in pairs(place)]
-    try:
-        engine.train_batch(iter(batches))
-        return {n: safe_get_full_optimizer_state(p, "momentum_buffer") for n, p in engine.module.named_parameters()}
-    finally:
-        engine.destroy()
-
-
-def of_layers(shared: tuple[bool, ...], boundaries: list[int], schedule: str, zero: int) -> Any:
-    torch.manual_seed(0)
-    method: Any = boundaries or "uniform"
-    model = PipelineModule(layers(shared), num_stages=2, loss_fn=loss_of, partition_method=method)
-    try:
-        return gradients(model, schedule, zero)
-    except (UsageError, PeerLostError) as error:
-        return str(error)
-
-
-def check(found: list[Any], expected: dict[str, torch.Tensor]) -> None:
-    assert {name for own in found for name in own} == set(expected)
-    for own in found:
-        for name, values in own.items():
-            torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+SHARED = {"sequence_parallel_size": SIZE, "pipeline": {"stages": 2}, "train_micro_batch_size_per_gpu": 2}
+SETTING = Setting(2, micro_batches=2, loss=loss_of, batches=batches, config=SHARED)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +94,25 @@ def check(found: list[Any], expected: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_stages_share_sequences(ranks: int, schedule: str, zero: int, boundaries: list[int]) -> None:
-    torch.manual_seed(0)
-    expected = alone(PipelineModule(layers((False,) * 4)), ranks // 4)
-    check(run_ranks(of_layers, ranks, (True,) * 4, boundaries, schedule, zero), expected)
+    made, options = partial(layers, *[True] * 4), {"partition_method": boundaries or "uniform"}
+    setting = replace(SETTING, schedule=schedule, zero=zero, made=made, options=options)
+    check(setting, ranks)
+
+
+def check(setting: Setting, ranks: int) -> None:
+    expected = gradients_alone(setting, ranks // 2 // SIZE)
+    found = run_ranks(gradients, ranks, setting)
+    assert {name for own in found for name in own} == set(expected)
+    for own in found:
+        close(own, expected, rtol=1e-4, atol=1e-6)
+
+
+def refusal(setting: Setting) -> str:
+    try:
+        gradients(setting)
+    except (UsageError, PeerLostError) as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -149,19 +124,21 @@ def test_stages_share_sequences(ranks: int, schedule: str, zero: int, boundaries
     ],
 )
 def test_attention_of_a_ranks_own_tokens_is_refused_on_every_stage(shared: Any, stage: int, layer: str) -> None:
-    texts = run_ranks(of_layers, 4, shared, [0, 3, 6], "1f1b", 0)
-    for text in texts[2 * stage : 2 * stage + 2]:
+    setting = replace(SETTING, made=partial(layers, *shared), options={"partition_method": [0, 3, 6]})
+    for text in run_ranks(refusal, 4, setting)[2 * stage : 2 * stage + 2]:
         assert f"pipeline stage {stage} computes something else than in one process" in text and layer in text
 
 
-def of_transformers(family: str, schedule: str, zero: int, share: bool) -> Any:
+def of_family(setting: Setting, family: str) -> dict[str, Any]:
+    return {"model": share_attention(model_of(family)), "loss_fn": loss_of}
+
+
+def whole(setting: Setting, family: str) -> Any:
+    """Return a model that is called with a dictionary, as a pipeline is."""
     model = model_of(family)
-    if share:
-        share_attention(model)
-    try:
-        return gradients(model, schedule, zero, loss_fn=loss_of)
-    except (UsageError, PeerLostError) as error:
-        return str(error)
+    forward = model.forward
+    model.forward = lambda inputs: forward(**inputs)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -174,12 +151,5 @@ def of_transformers(family: str, schedule: str, zero: int, share: bool) -> Any:
     ],
 )
 def test_models_of_transformers_share_sequences_in_stages(family: str, schedule: str, zero: int) -> None:
-    expected = alone(model_of(family), 1)
-    found = run_ranks(of_transformers, 4, family, schedule, zero, True)
-    check(found, expected)
-
-
-@pytest.mark.thorough
-def test_models_of_transformers_without_shared_attention_are_refused() -> None:
-    texts = run_ranks(of_transformers, 4, "llama", "1f1b", 0, False)
-    assert any("pipeline stage 0 computes something else than in one process" in text for text in texts[:2])
+    given, alone = partial(of_family, family=family), partial(whole, family=family)
+    check(replace(SETTING, schedule=schedule, zero=zero, given=given, whole=alone), 4)

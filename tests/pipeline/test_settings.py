@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from shardwise.pipe import LayerSpec
+from tests.families import build
 from tests.harness import run_ranks, thorough
 from tests.pipeline import families
 from tests.pipeline.families import Case
@@ -102,52 +104,37 @@ class Adapted(Block):
         return found
 
 
-class FrozenWords(nn.Embedding):
-    """A frozen embedding."""
+class Frozen(nn.Module):
+    """A frozen layer."""
 
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-        self.requires_grad_(False)
+    def __init__(self, kind: type[nn.Module], *sizes: int) -> None:
+        super().__init__()
+        self.inner = kind(*sizes).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found
 
 
-class FrozenBlock(Block):
-    """A frozen block."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.requires_grad_(False)
+FROZEN_BLOCKS = [LayerSpec(Frozen, Block, WIDTH) for _ in range(3)]
+FROZEN_WORDS = LayerSpec(Frozen, nn.Embedding, WORDS, WIDTH)
 
 
 def adapted() -> list[Any]:
-    return [LayerSpec(FrozenWords), *(LayerSpec(Adapted) for _ in range(4)), LayerSpec(Logits)]
+    return [FROZEN_WORDS, *(LayerSpec(Adapted) for _ in range(4)), LayerSpec(Logits)]
 
 
 def frozen_middle() -> list[Any]:
-    middle = [LayerSpec(FrozenBlock) for _ in range(2)]
-    return [LayerSpec(nn.Embedding, WORDS, WIDTH), LayerSpec(Block, WIDTH), *middle, LayerSpec(Logits), LayerSpec(Last)]
-
-
-class FrozenLogits(Logits):
-    """A frozen head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+    ends = [LayerSpec(Logits), LayerSpec(nn.Linear, WORDS, WORDS)]
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH), LayerSpec(Block, WIDTH), *FROZEN_BLOCKS[:2], *ends]
 
 
 def frozen_first() -> list[Any]:
-    return [LayerSpec(FrozenWords), *(LayerSpec(FrozenBlock) for _ in range(3)), *untied()[1:4], LayerSpec(Logits)]
+    return [FROZEN_WORDS, *FROZEN_BLOCKS, *untied()[1:4], LayerSpec(Logits)]
 
 
 def frozen_last() -> list[Any]:
-    return [*untied()[:4], *(LayerSpec(FrozenBlock) for _ in range(3)), LayerSpec(FrozenLogits)]
-
-
-class Last(nn.Linear):
-    """A trained layer after the logits."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, WORDS)
+    return [*untied()[:4], *FROZEN_BLOCKS, LayerSpec(Frozen, Logits)]
 
 
 @pytest.mark.parametrize(
@@ -167,16 +154,16 @@ def test_adapters_and_frozen_stages_have_all_gradients(made: Any, stages: int, z
     compare([Setting(stages, name, zero, made=made, options=options) for name in schedules], stages)
 
 
-def with_lora() -> Any:
+def with_lora(family: str) -> Any:
     peft = pytest.importorskip("peft")
-    model = families.llama()
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.inject_adapter_in_model(config, model)
+    torch.manual_seed(0)
+    return peft.inject_adapter_in_model(config, build(family))
 
 
 def train_lora(case: Case) -> families.Trained:
-    families.FAMILIES["lora"] = with_lora
-    return families.train(case)
+    with mock.patch.object(families, "model_of", with_lora):
+        return families.train(case)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +171,10 @@ def train_lora(case: Case) -> families.Trained:
 )
 def test_lora_of_peft_trains_adapters_only(schedule: str, zero: int, ranks: int) -> None:
     pytest.importorskip("peft")
-    families.FAMILIES["lora"] = with_lora
-    expected = families.alone("lora", 2, ranks // 2)
-    start = dict(families.model_of("lora").named_parameters())
-    for found in run_ranks(train_lora, ranks, Case("lora", 2, schedule, zero)):
+    with mock.patch.object(families, "model_of", with_lora):
+        expected = families.alone("llama", 2, ranks // 2)
+    start = dict(with_lora("llama").named_parameters())
+    for found in run_ranks(train_lora, ranks, Case("llama", 2, schedule, zero)):
         families.check(found, expected, f"{schedule}")
         trained = {name for name, gradient in found.gradients.items() if bool(gradient.any())}
         assert trained == {name for name in found.gradients if "lora_" in name}

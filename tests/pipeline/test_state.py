@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise
@@ -21,7 +22,7 @@ from shardwise.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.pipeline import families
 from tests.pipeline.training import WIDTH, Setting, data, engine_of, layers, model_of
 
@@ -52,148 +53,122 @@ def plain_tensors(directory: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def written(setting: Setting, root: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Train, and write and return the weights in each way; return the state dict, and what was wrong."""
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def layout(stages: int, zero: int, dtype: str = "fp32") -> Setting:
+    config = {} if dtype == "fp32" else {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
+    return Setting(stages, "interleaved" if stages == 2 else "1f1b", zero, made=with_buffers, config=config)
+
+
+def written(setting: Setting, root: str) -> dict[str, torch.Tensor]:
+    """Train, and write the weights in each way; return the state dict."""
     engine = engine_of(setting)
     engine.train_batch(data(setting, 0))
     found = engine.module_state_dict()
-    wrong = []
     first = engine._consolidated_16bit_state_dict()
-    if dist.get_rank() != 0:
-        wrong += [] if first is None else ["consolidated on another rank"]
-    else:
-        wrong += [f"consolidated {name}" for name in found if not torch.equal(first[name], found[name])]
+    assert (first is None) == (dist.get_rank() != 0)
+    if first is not None:
+        same(first, found)
     engine.save_16bit_model(f"{root}/16bit")
     engine.save_16bit_model(f"{root}/pickled", "weights.pt")
     engine.export(f"{root}/export", max_shard_size=700)
     engine.save_checkpoint(f"{root}/saved")
     engine.destroy()
     own = engine.module.state_dict()
-    wrong += [f"module_state_dict {name}" for name in own if not torch.equal(own[name], found[name])]
-    return found, wrong
+    same(own, {name: found[name] for name in own})
+    return found
 
 
 @pytest.mark.parametrize(
     ("stages", "world", "zero", "dtype"),
-    [(2, 4, 3, "fp32"), thorough(3, 6, 1, "bf16"), thorough(2, 4, 0, "bf16"), thorough(3, 6, 2, "fp32")],
+    [(2, 2, 3, "fp32"), thorough(3, 6, 1, "bf16"), thorough(2, 4, 0, "bf16"), thorough(3, 6, 2, "fp32")],
 )
 def test_whole_weights_are_those_of_all_stages(stages: int, world: int, zero: int, dtype: str, tmp_path: Path) -> None:
-    config = {} if dtype == "fp32" else {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
-    setting = Setting(stages, "interleaved" if stages == 2 else "1f1b", zero, made=with_buffers, config=config)
-    runs = run_ranks(written, world, setting, str(tmp_path))
-    found = runs[0][0]
-    for other, wrong in runs:
-        assert wrong == []
-        assert other.keys() == found.keys() and all(torch.equal(other[name], found[name]) for name in found)
-    whole = model_of(1, with_buffers)
-    assert set(whole.state_dict()) == set(found)
+    found, *others = run_ranks(written, world, layout(stages, zero, dtype), str(tmp_path))
+    for other in others:
+        same(other, found)
+    assert set(model_of(1, with_buffers).state_dict()) == set(found)
     exported = plain_tensors(str(tmp_path / "export"))
-    assert set(exported) == set(found) and len(list((tmp_path / "export").glob("*.safetensors"))) > 1
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
+    same({name: value.to(found[name].dtype) for name, value in exported.items()}, found)
     for name, value in found.items():
-        narrow = torch.bfloat16 if dtype == "bf16" and value.is_floating_point() else value.dtype
-        assert value.dtype is narrow
-        assert torch.equal(exported[name].to(narrow), value), name
-        if dtype == "fp32":
-            assert exported[name].dtype is value.dtype
-    for file in (load_file(tmp_path / "16bit" / "model.safetensors"), torch.load(tmp_path / "pickled" / "weights.pt")):
-        assert file.keys() == found.keys() and all(torch.equal(file[name], found[name]) for name in found)
+        assert value.dtype is (
+            torch.bfloat16 if dtype == "bf16" and value.is_floating_point() else exported[name].dtype
+        )
+    same(load_file(tmp_path / "16bit" / "model.safetensors"), found)
+    same(torch.load(tmp_path / "pickled" / "weights.pt"), found)
     shardwise.checkpoint.export(tmp_path / "saved", tmp_path / "again")
-    again = plain_tensors(str(tmp_path / "again"))
-    assert again.keys() == exported.keys() and all(torch.equal(again[name], exported[name]) for name in again)
+    same(plain_tensors(str(tmp_path / "again")), exported)
 
 
-def loaded(setting: Setting, root: str) -> list[str]:
-    """Load changed weights in each way; return what was wrong."""
+def loaded(setting: Setting, root: str) -> None:
+    """Load changed weights in each way."""
     engine = engine_of(setting)
     engine.train_batch(data(setting, 0))
     original = load_file(f"{root}/weights.safetensors")
     given = {name: value + 1 for name, value in original.items()}
-    wrong = []
-
-    def compare(what: str, expected: dict[str, torch.Tensor]) -> None:
-        found = engine.module_state_dict()
-        wrong.extend(f"{what}: {name}" for name in expected if not torch.equal(found[name], expected[name]))
-
-    def refused(what: str, words: str, call: Any) -> None:
-        try:
-            call()
-        except (CheckpointError, UsageError) as error:
-            wrong.extend([] if words in str(error) else [f"{what}: {error}"])
-        else:
-            wrong.append(f"{what}: taken")
-
     engine.load_module_state_dict(given)
-    compare("load_module_state_dict", given)
+    same(engine.module_state_dict(), given)
     lacking = {name: value for name, value in given.items() if name != "layers.7.linear.weight"}
-    refused("a name less", "missing: layers.7.linear.weight", lambda: engine.load_module_state_dict(lacking))
     more = {**given, "layers.99.weight": torch.ones(1)}
-    refused("a name more", "not in the model: layers.99.weight", lambda: engine.load_module_state_dict(more))
-    own = {f"layers.{dist.get_rank()}.weight": torch.ones(1)}
-    refused("other names", "ranks give different names", lambda: engine.load_module_state_dict(own))
-    compare("after refusals", given)
-    matched = engine.load_weights(f"{root}/weights.safetensors")
-    wrong += [] if matched == ([], []) else [str(matched)]
-    compare("load_weights", original)
-    matched = engine.load_weights(f"{root}/more.safetensors", strict=False)
-    wrong += [] if matched.unexpected == ["layers.99.weight"] else [str(matched)]
-    refused(
-        "more in the files",
-        "not in the model: layers.99.weight",
-        lambda: engine.load_weights(f"{root}/more.safetensors"),
-    )
+    for wrong, words in (
+        (lacking, "missing: layers.7.linear.weight"),
+        (more, "not in the model: layers.99.weight"),
+        ({f"layers.{dist.get_rank()}.weight": torch.ones(1)}, "ranks give different names"),
+    ):
+        with pytest.raises((CheckpointError, UsageError), match=words):
+            engine.load_module_state_dict(wrong)
+    same(engine.module_state_dict(), given)
+    assert engine.load_weights(f"{root}/weights.safetensors") == ([], [])
+    same(engine.module_state_dict(), original)
+    assert engine.load_weights(f"{root}/more.safetensors", strict=False).unexpected == ["layers.99.weight"]
+    with pytest.raises((CheckpointError, UsageError), match=r"not in the model: layers\.99\.weight"):
+        engine.load_weights(f"{root}/more.safetensors")
 
     def fill(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
         dst.load_state_dict({name: src[name] for name in dst.state_dict()})
 
     engine.load_module_state_dict(given, custom_load_fn=fill)
-    compare("custom_load_fn", given)
+    same(engine.module_state_dict(), given)
     engine.train_batch(data(setting, 1))
     engine.destroy()
-    return wrong
 
 
 @pytest.mark.parametrize(("stages", "world", "zero"), [(2, 4, 3), thorough(3, 3, 0), thorough(3, 3, 2)])
 def test_whole_weights_are_loaded(stages: int, world: int, zero: int, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     state = {name: value.clone() for name, value in model_of(1, with_buffers).state_dict().items()}
     save_file(state, tmp_path / "weights.safetensors")
     save_file({**state, "layers.99.weight": torch.ones(1)}, tmp_path / "more.safetensors")
-    for wrong in run_ranks(loaded, world, Setting(stages, "1f1b", zero, made=with_buffers), str(tmp_path)):
-        assert wrong == []
+    run_ranks(loaded, world, replace(layout(stages, zero), schedule="1f1b"), str(tmp_path))
 
 
-def single(setting: Setting) -> list[str]:
-    """Read and write the state of each parameter of this rank's stages; return what was wrong."""
+@pytest.mark.parametrize("zero", [3, thorough(1)])
+@on_ranks(4)
+def test_state_of_single_parameters(zero: int) -> None:
+    setting = Setting(2, "1f1b", zero)
     engine = engine_of(setting)
     engine.train_batch(data(setting, 0))
-    wrong = []
     whole = engine.module_state_dict()
     for name, parameter in engine.module.named_parameters():
         value, moment = safe_get_full_fp32_param(parameter), safe_get_full_optimizer_state(parameter, "exp_avg")
         assert value is not None and moment is not None
-        wrong += [] if torch.equal(value, whole[name]) and moment.shape == value.shape else [name]
+        assert torch.equal(value, whole[name]) and moment.shape == value.shape
         safe_set_full_fp32_param(parameter, value + 1)
         safe_set_full_optimizer_state(parameter, moment + 2, "exp_avg")
         changed = safe_get_full_optimizer_state(parameter, "exp_avg")
-        wrong += [] if changed is not None and torch.equal(changed, moment + 2) else [f"moment of {name}"]
+        assert changed is not None and torch.equal(changed, moment + 2), name
     found = engine.module_state_dict()
-    wrong += [f"set {name}" for name in found if not torch.equal(found[name], whole[name] + 1)]
+    same(found, {name: value + 1 for name, value in whole.items()})
     parameters = list(engine.module.parameters())
     with shardwise.zero.GatheredParameters(parameters, modifier_rank=dist.get_rank() // 2 * 2), torch.no_grad():
         for parameter in parameters:
             parameter.add_(1 if dist.get_rank() % 2 == 0 else 100)
-    again = engine.module_state_dict()
-    wrong += [f"gathered {name}" for name in again if not torch.equal(again[name], found[name] + 1)]
+    same(engine.module_state_dict(), {name: value + 1 for name, value in found.items()})
     engine.train_batch(data(setting, 1))
     engine.destroy()
-    return wrong
-
-
-@pytest.mark.parametrize("zero", [3, thorough(1)])
-def test_state_of_single_parameters(zero: int) -> None:
-    for wrong in run_ranks(single, 4, Setting(2, "1f1b", zero)):
-        assert wrong == []
 
 
 def exported(kind: str, stages: int, directory: str) -> dict[str, torch.Tensor]:

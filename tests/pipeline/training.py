@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwise
 from shardwise.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from tests.harness import run_ranks
 
 WORDS, WIDTH, ROWS, LENGTH = 11, 8, 2, 5
 MICRO_BATCHES = 4
@@ -79,7 +80,16 @@ def batch(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.
 
 @dataclass(frozen=True)
 class Setting:
-    """A training run. `config`: further sections; `made`: layers; `batches`: of a step, micro-batch and place."""
+    """A training run.
+
+    Attributes:
+        config: further sections.
+        made: makes the layers.
+        batches: makes inputs and labels of a step, micro-batch and place.
+        options: arguments of the PipelineModule.
+        given: makes the arguments of `initialize` of a setting; None: a PipelineModule of the layers.
+        whole: makes the model of one process of a setting; None: all layers.
+    """
 
     stages: int = 2
     schedule: str = "1f1b"
@@ -91,6 +101,8 @@ class Setting:
     loss: Any = loss_of
     batches: Callable[[int, int, int], Any] = batch
     options: Mapping[str, Any] = field(default_factory=dict)
+    given: Callable[[Setting], dict[str, Any]] | None = None
+    whole: Callable[[Setting], nn.Module] | None = None
 
 
 @dataclass
@@ -103,9 +115,16 @@ class Run:
     skipped: int = 0
 
 
+def whole_of(setting: Setting) -> nn.Module:
+    """Return the model of one process."""
+    if setting.whole is not None:
+        return setting.whole(setting)
+    return model_of(1, setting.made, setting.loss, **setting.options)
+
+
 def alone(setting: Setting, places: int) -> Run:
     """Train in one process with plain PyTorch, on the data of all places."""
-    model = model_of(1, setting.made, setting.loss, **setting.options)
+    model = whole_of(setting)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     losses, norms = [], []
     for step in range(setting.steps):
@@ -134,6 +153,8 @@ def engine_of(setting: Setting) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         **{key: value for key, value in setting.config.items() if key != "pipeline"},
     }
+    if setting.given is not None:
+        return shardwise.initialize(config=config, **setting.given(setting))[0]
     model = model_of(setting.stages, setting.made, setting.loss, **setting.options)
     return shardwise.initialize(model=model, config=config)[0]
 
@@ -163,3 +184,23 @@ def train(setting: Setting, first: int = 0, load: str | None = None, save: str |
 def train_all(settings: list[Setting]) -> list[Run]:
     """Train several settings one after the other on this rank."""
     return [train(setting) for setting in settings]
+
+
+def check(runs: Sequence[Run], expected: Run) -> None:
+    """Compare ranks with one process: losses and norms on all ranks, and the parameters that each has."""
+    for run in runs:
+        assert run.losses == runs[0].losses and run.norms == runs[0].norms
+        torch.testing.assert_close(run.losses, expected.losses, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(run.norms, expected.norms, rtol=1e-5, atol=1e-6)
+        for name, values in run.parameters.items():
+            torch.testing.assert_close(values, expected.parameters[name], rtol=0, atol=1e-6, msg=name)
+    assert {name for run in runs for name in run.parameters} == set(expected.parameters)
+
+
+def compare_training(settings: list[Setting], ranks: int) -> list[list[Run]]:
+    """Compare settings with one process, and return the runs by setting and rank."""
+    expected = alone(settings[0], ranks // settings[0].stages)
+    by_setting = [list(runs) for runs in zip(*run_ranks(train_all, ranks, settings), strict=True)]
+    for runs in by_setting:
+        check(runs, expected)
+    return by_setting

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.models import GPT, language_loss
 from tests.profile.test_flops import DIM, GPT_HEAD, LAYERS, LENGTH, ROWS, VOCABULARY, gpt_block
 
@@ -59,7 +59,7 @@ def trained(stage: int, accumulation: int, recompute: bool, file: str | None) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulation", "recompute"), [(0, 1, False), (2, 2, True), (3, 2, False), (3, 1, True)]
+    ("stage", "accumulation", "recompute"), [(0, 1, False), (3, 2, True), thorough(3, 2, False), thorough(3, 1, True)]
 )
 def test_the_profile_of_a_step_on_two_ranks(stage: int, accumulation: int, recompute: bool, tmp_path: Any) -> None:
     file = tmp_path / "profile.txt"
@@ -82,25 +82,17 @@ def test_the_profile_of_a_step_on_two_ranks(stage: int, accumulation: int, recom
     assert all(torch.equal(one, two) for one, two in zip(theirs, plain, strict=True))
 
 
+def put_on(engine: Any) -> list[Any]:
+    """Return what a profile would put on the model and around its phases."""
+    phases = [engine._profiling.during(phase, (), {}) for phase in ("forward", "backward", "step")]
+    engine.destroy()
+    return [hooks(engine), *phases]
+
+
 def test_switched_off_it_puts_nothing_on_the_model() -> None:
-    without = engine_of(1)
-    before = (
-        hooks(without),
-        without._profiling.during("forward", (), {}),
-        without._profiling.during("backward", (), {}),
-        without._profiling.during("step", (), {}),
-    )
-    without.destroy()
     engine = engine_of(1, flops_profiler={"enabled": True, "profile_step": 7})
     window(engine)
-    after = (
-        hooks(engine),
-        engine._profiling.during("forward", (), {}),
-        engine._profiling.during("backward", (), {}),
-        engine._profiling.during("step", (), {}),
-    )
-    assert before == after
-    engine.destroy()
+    assert put_on(engine) == put_on(engine_of(1))
 
 
 def test_a_short_report_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,20 +138,11 @@ def test_destroyed_in_the_middle_of_a_step() -> None:
     assert hooks(engine) == 0
 
 
-def test_a_compiled_block_is_counted_as_written() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_compiled_is_counted_as_written(whole: bool) -> None:
     engine = engine_of(0, flops_profiler={"enabled": True, "profile_step": 1})
-    for block in engine.module.blocks:
-        block.compile(backend="eager")
-    for _ in range(3):
-        window(engine)
-    assert engine.last_profile.forward == LAYERS * gpt_block() + GPT_HEAD
-    assert engine.last_profile.backward == 2 * engine.last_profile.forward
-    engine.destroy()
-
-
-def test_an_engine_that_is_compiled_is_counted_as_written() -> None:
-    engine = engine_of(0, flops_profiler={"enabled": True, "profile_step": 1})
-    engine.compile(backend="eager")
+    for compiled in [engine] if whole else engine.module.blocks:
+        compiled.compile(backend="eager")
     for _ in range(3):
         window(engine)
     assert engine.last_profile.forward == LAYERS * gpt_block() + GPT_HEAD

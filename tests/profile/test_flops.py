@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.errors import UsageError
 from shardwise.profile import FlopsProfiler, ModuleProfile, get_model_profile
 from shardwise.profile.formulas import formulas
+from tests.families import batch, build
 from tests.models import GPT
 
 LAYERS, DIM, VOCABULARY, ROWS, LENGTH = 3, 12, 31, 2, 8
@@ -106,111 +106,6 @@ def test_recomputation_of_a_function_belongs_to_the_module_that_called_it() -> N
     assert profile.recompute == half.recompute
 
 
-# -- T5 ----------------------------------------------------------------------------------------------------------------
-
-
-class Heads(nn.Module):
-    """Attention of one sequence to another, fused."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, other: torch.Tensor, causal: bool) -> torch.Tensor:
-        q, k, v = (
-            made.view(*made.shape[:2], self.heads, -1).transpose(1, 2)
-            for made in (self.q(x), self.k(other), self.v(other))
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return self.o(mixed.transpose(1, 2).flatten(2))
-
-
-class Stack(nn.Module):
-    def __init__(self, dim: int, crossed: bool) -> None:
-        super().__init__()
-        self.own = Heads(dim, 2)
-        self.cross = Heads(dim, 2) if crossed else None
-        self.wi, self.wo = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(3 * dim, dim, bias=False)
-
-    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.own(x, x, memory is not None)
-        if self.cross is not None and memory is not None:
-            x = x + self.cross(x, memory, False)
-        return x + self.wo(self.wi(x).relu())
-
-
-class T5(nn.Module):
-    def __init__(self, dim: int, vocabulary: int) -> None:
-        super().__init__()
-        self.shared = nn.Embedding(vocabulary, dim)
-        self.encoder, self.decoder = Stack(dim, False), Stack(dim, True)
-
-    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        memory = self.encoder(self.shared(source))
-        return self.decoder(self.shared(target), memory) @ self.shared.weight.t()
-
-
-def test_encoder_and_decoder() -> None:
-    dim, vocabulary, rows, source, target = 16, 29, 2, 10, 6
-    model = T5(dim, vocabulary)
-    given = torch.randint(vocabulary, (rows, source)), torch.randint(vocabulary, (rows, target))
-    profile = profiled(model, lambda: model(*given).square().sum())
-
-    def matrices(length: int) -> int:
-        return 2 * rows * length * dim**2
-
-    def scores(length: int, other: int) -> int:
-        return 2 * rows * length * other * dim
-
-    encoder = (4 + 6) * matrices(source)
-    decoder = (4 + 6 + 2) * matrices(target) + 2 * matrices(source)
-    attention = {"encoder": scores(source, source), "decoder": scores(target, target) + scores(target, source)}
-    head = 2 * rows * target * dim * vocabulary
-    modules = flat(profile)
-    assert modules["encoder"].forward == encoder + 2 * attention["encoder"]
-    assert modules["decoder"].forward == decoder + 2 * attention["decoder"]
-    assert profile.forward == modules["encoder"].forward + modules["decoder"].forward + head
-    # The fused kernel forms the scores once more: five products, where two went forward.
-    assert modules["encoder"].backward == 2 * encoder + 5 * attention["encoder"]
-    assert modules["decoder"].backward == 2 * decoder + 5 * attention["decoder"]
-    assert profile.backward == modules["encoder"].backward + modules["decoder"].backward + 2 * head
-
-
-# -- MoE ---------------------------------------------------------------------------------------------------------------
-
-
-class MoE(nn.Module):
-    """Each token goes to the experts with the highest scores."""
-
-    def __init__(self, dim: int, experts: int, top: int) -> None:
-        super().__init__()
-        self.top = top
-        self.gate = nn.Linear(dim, experts, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)) for _ in range(experts)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.gate(x).softmax(-1).topk(self.top, -1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, place = (chosen == number).nonzero(as_tuple=True)
-            out = out.index_add(0, token, expert(x[token]) * weights[token, place, None])
-        return out
-
-
-def test_mixture_of_experts() -> None:
-    tokens, dim, experts, top = 11, 8, 4, 2
-    model = MoE(dim, experts, top)
-    x = torch.randn(tokens, dim, requires_grad=True)
-    profile = profiled(model, lambda: model(x).square().sum())
-    gate, expert = 2 * tokens * dim * experts, 2 * tokens * top * 8 * dim**2
-    assert profile.forward == gate + expert
-    assert profile.backward == 2 * (gate + expert)
-    assert flat(profile)["experts"].forward == expert
-
-
 # -- as torch counts ---------------------------------------------------------------------------------------------------
 
 
@@ -229,16 +124,28 @@ class Odd(nn.Module):
         return self.up(self.conv(image)).sum() + slope.square().sum()
 
 
-def test_totals_are_those_of_torchs_counter() -> None:
-    model, image, x = Odd(), torch.randn(2, 3, 9, 9), torch.randn(7, 5)
+def inputs_of(kind: str) -> tuple[nn.Module, Callable[[Any], torch.Tensor]]:
+    """Return a model, and its loss."""
+    if kind == "odd":
+        image, x = torch.randn(2, 3, 9, 9), torch.randn(7, 5)
+        return Odd(), lambda model: model(image, x)
+    given = batch(kind, 0, ROWS)
+    how = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+    return build(kind, attn_implementation="sdpa" if kind == "llama" else "eager", **how), lambda m: m(**given).loss
+
+
+@pytest.mark.parametrize("kind", ["odd", "t5", "llama", "mixtral"])
+def test_totals_are_those_of_torchs_counter(kind: str) -> None:
+    model, loss_of = inputs_of(kind)
     with FlopCounterMode(display=False) as counter:
-        loss = model(image, x)
+        loss = loss_of(model)
         forward = counter.get_total_flops()
         loss.backward()
-    profile = profiled(model, lambda: model(image, x))
+    profile = profiled(model, lambda: loss_of(model))
     assert profile.forward == forward
     assert profile.forward + profile.backward == counter.get_total_flops() and profile.recompute == 0
-    assert flat(profile)["twice"].calls == 2
+    if kind == "odd":
+        assert flat(profile)["twice"].calls == 2
 
 
 def test_operators_that_torch_does_not_count() -> None:
@@ -279,12 +186,6 @@ def test_generate() -> None:
             return self(self(x))
 
     assert get_model_profile(Twice(4, 4), (2, 4), mode="generate", as_string=False, print_profile=False)[0] == 2 * 64
-
-
-def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
-    (tmp_path / "file").write_text("")
-    get_model_profile(nn.Linear(2, 2), (1, 2), output_file=str(tmp_path / "file" / "profile"))
-    assert "profile of Linear" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

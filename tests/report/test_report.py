@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import html.parser
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from shardwise.report import reading, summing, write_report
 from shardwise.report.figures import MOST_IN_LANE, figures, window
 from shardwise.report.page import render
 from shardwise.report.reading import Span, read_run
-from shardwise.report.rows import Held, Row
+from shardwise.report.rows import Row
 from shardwise.report.summing import Summary
 from shardwise.runfiles import FORMAT, RUN, events_file, steps_file
 
@@ -250,11 +249,6 @@ def test_any_value_may_be_anything(wrong: Any) -> None:
         assert Page(render(reading.Run(Path("."), {**ABOUT, name: wrong}), LIBRARY)).text, name
 
 
-def test_a_step_that_is_not_a_number_is_not_a_row() -> None:
-    assert [Row.of({**row(1), "step": step}) for step in (None, "1", 1.5, True, -1, 1 << 60)] == [None] * 6
-    assert Row.of([]) is None and Row.of({}) is None
-
-
 def test_a_job_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     path = write(tmp_path / "run", steps=6, ranks=1)
     with open(path / steps_file(0), "a") as file:
@@ -276,16 +270,6 @@ def test_long_runs_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     summary = Summary(run)
     assert summary.ranks[0].whole.seconds == pytest.approx(100)
     assert sum(one.skipped for one in rows) == 1
-
-
-def test_rows_made_one() -> None:
-    first = Row(1, 2, 2, 0.0, loss=1.0, grad_norm=5.0, memory={"device": Held(1, 9, {"a": 9}, {"a": 9, "b": 1})})
-    second = Row(3, 3, 1, 0.0, loss=4.0, grad_norm=2.0, memory={"device": Held(2, 5, {"b": 5}, {"b": 5})})
-    both = first.then(second)
-    assert (both.first, both.step, both.steps, both.loss, both.grad_norm) == (1, 3, 3, 2.0, 5.0)
-    assert both.memory["device"] == Held(2, 9, {"a": 9}, {"a": 9, "b": 5})
-    spoilt = both.then(Row(4, 4, 1, 0.0, grad_norm=math.nan)).grad_norm
-    assert spoilt is not None and math.isnan(spoilt)
 
 
 def test_a_timeline_is_cut_to_what_can_be_seen(tmp_path: Path) -> None:

@@ -27,60 +27,6 @@ def failing(parameters: Any) -> torch.optim.Optimizer:
     raise ValueError("this optimizer cannot be made")
 
 
-def told(what: str) -> str:
-    """Give rank 1 something else; return the error."""
-    odd = dist.get_rank() == 1
-    given, how, experts, optimizer = config(), torch.device("cpu"), 0, None
-    if what == "tensor size" and odd:
-        given["tensor_parallel"] = TENSOR
-    elif what == "sequence size" and odd:
-        given["sequence_parallel_size"] = 2
-    elif what == "ep size":
-        experts = 2 if odd else 1
-    elif what == "experts" and odd:
-        experts = 2
-    elif what == "no key" and odd:
-        given["no_such_key"] = 1
-    elif what == "optimizer" and odd:
-        optimizer = failing
-    elif what == "meta" and not odd:
-        how = torch.device("meta")
-    try:
-        if what == "zero.Init" and odd:
-            with shardwise.zero.Init(config_dict_or_path=config(3)):
-                model = Net()
-        else:
-            with how:
-                model = Net(experts)
-        shardwise.initialize(model=model, config=given, optimizer=optimizer)
-    except (ShardwiseError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("what", "first", "second"),
-    [
-        ("tensor size", "config tensor_parallel.autotp_size: 1 on rank 0, 2 on rank 1", ""),
-        ("sequence size", "config sequence_parallel_size: 1 on rank 0, 2 on rank 1", ""),
-        ("ep size", "layer of experts experts: 4 experts, ep_size 1 on rank 0, 4 experts, ep_size 2 on rank 1", ""),
-        ("experts", "layer of experts experts: nothing on rank 0, 4 experts, ep_size 2 on rank 1", ""),
-        ("meta", "rank 0 of 2 built the model on the meta device, rank 1 with values", ""),
-        ("zero.Init", "All ranks make the same calls", "zero.Init"),
-        ("no key", "rank 1 has refused its arguments with ConfigError", "no_such_key"),
-        (
-            "optimizer",
-            "making the optimizer: rank 1 of 2 raised ValueError: this optimizer cannot be made",
-            "ValueError",
-        ),
-    ],
-)
-def test_what_differs_is_named_at_once(what: str, first: str, second: str) -> None:
-    found = run_ranks(told, 2, what, timeout=30)
-    assert first in found[0]
-    assert (second or first) in found[1]
-
-
 def lists_of_experts() -> str:
     """A list of experts lies otherwise than it has to on some ranks only."""
     torch.manual_seed(0)

@@ -142,13 +142,6 @@ def test_numbering_and_parts_of_tensors() -> None:
         assert bytes_ <= 6 * 64 * world + 20_000, (world, found)
 
 
-def test_each_owner_knows_the_runs_of_its_own_tensors_only() -> None:
-    world = 1024
-    _, parts = set_up(Rank(world, 0, lambda rank, label: told_by(world, rank % TENSOR)[label]))
-    runs = [run for owned in parts._owned.values() for runs in owned.values() for run in runs]
-    assert {run.place for run in runs} == {0} & set(parts.known) or len(runs) <= world
-
-
 @pytest.mark.parametrize("world", WORLDS)
 def test_agreement_takes_a_digest_of_each_rank(world: int) -> None:
     comm = Rank(world, 0)

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.registry import Registry, declare_part
-from shardwise.zero.units.partition import find_units
 from tests.harness import run_ranks
 
 
@@ -22,21 +20,6 @@ class Uneven(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.big(self.norm(self.mid(self.words(ids)))).pow(2).mean()
-
-
-def test_sizes_that_all_ranks_share_decide() -> None:
-    found = []
-    for words in (5, 4):
-        model = Uneven(words)
-        declare_part(
-            model.words.weight, shape=[9, 4], box=[(0, 5) if words == 5 else (5, 9), (0, 4)], ranks=[9 - words]
-        )
-        registry = Registry.of(model)
-        own = [tuple(spec.tensors[0].name for _ in spec.tensors) for spec in find_units(model, registry, 1 << 20)]
-        shared = find_units(model, registry, 1 << 20, sizes=[20, 16, 4, 4, 40])
-        found.append((own, [[tensor.name for tensor in spec.tensors] for spec in shared]))
-    assert found[0][0] != found[1][0]
-    assert found[0][1] == found[1][1]
 
 
 def trained(stage: int, ranks: int) -> list[float]:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 import shardwise
 from shardwise.errors import ShardwiseError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import run_ranks
+from tests.families import batch, build
+from tests.harness import run_ranks, thorough
 from tests.parallel.random_decoders import ROWS, Traits, alone, decoder, differing, ids_of
 
 Refused = str
@@ -57,23 +57,16 @@ def drawn(seeds: list[int]) -> list[Any]:
     return found
 
 
-def check(seeds: list[int], least: float) -> None:
+@pytest.mark.limit(600)
+@pytest.mark.parametrize(
+    "seeds", [[1, 4, 6, 12], *(thorough(list(range(first, first + 25))) for first in range(0, 100, 25))], ids=str
+)
+def test_decoders_drawn_at_random_are_right_or_refused(seeds: list[int]) -> None:
     ranks = run_ranks(drawn, 2, seeds, timeout=60 + 4 * len(seeds))
     for seed, *told in zip(seeds, *ranks, strict=True):
         assert all(one in ([], "refused") for one in told), (str(Traits.drawn(seed)), told)
         assert told[0] == told[1], str(Traits.drawn(seed))
-    assert sum(one == [] for one in ranks[0]) >= least * len(seeds)
-
-
-def test_decoders_drawn_at_random_are_right_or_refused() -> None:
-    check([1, 4, 6, 12, 17, 24], 0.5)
-
-
-@pytest.mark.thorough
-@pytest.mark.limit(600)
-@pytest.mark.parametrize("first", range(0, 100, 25))
-def test_more_decoders_drawn_at_random(first: int) -> None:
-    check(list(range(first, first + 25)), 0.5)
+    assert 2 * sum(one == [] for one in ranks[0]) >= len(seeds)
 
 
 RIGHT: dict[str, dict[str, Any]] = {
@@ -103,10 +96,11 @@ def chosen(all_traits: list[Traits]) -> list[Any]:
     return [gradients(decoder(traits), config(), ids_of(0)) for traits in all_traits]
 
 
-def test_what_each_rank_uses_for_its_heads_and_features_has_the_gradient_of_one_process() -> None:
-    all_traits = [Traits(11, **traits) for traits in RIGHT.values()]
+@pytest.mark.parametrize("names", [list(RIGHT)[::2], thorough(list(RIGHT)[1::2])], ids=["some", "others"])
+def test_what_each_rank_uses_for_its_heads_and_features_has_the_gradient_of_one_process(names: list[str]) -> None:
+    all_traits = [Traits(11, **RIGHT[name]) for name in names]
     for found in run_ranks(chosen, 2, all_traits):
-        for name, traits, made in zip(RIGHT, all_traits, found, strict=True):
+        for name, traits, made in zip(names, all_traits, found, strict=True):
             assert not isinstance(made, Refused), (name, made)
             assert differing(*made, alone(traits)) == [], name
 
@@ -132,20 +126,15 @@ def test_the_rule_that_an_error_names_is_a_remedy() -> None:
         assert differing(*made, alone(traits)) == []
 
 
-HALF: dict[str, tuple[str, str]] = {
-    "a column without its row": (r"mlp\.up_proj\.weight$", "blocks.0.mlp"),
-    "logits that labels do not fit": (r"^lm_head\.weight$", "Decoder"),
-}
-
-
 def half_divided(pattern: str) -> Any:
     rules = {"layer_specs": [{"patterns": [pattern], "partition_type": "column"}], "use_default_specs": False}
     return gradients(decoder(Traits(3)), config(partition_config=rules), ids_of(0))
 
 
-@pytest.mark.parametrize("case", list(HALF))
-def test_layers_that_are_divided_without_their_partner_are_named(case: str) -> None:
-    pattern, where = HALF[case]
+@pytest.mark.parametrize(
+    ("pattern", "where"), [(r"mlp\.up_proj\.weight$", "blocks.0.mlp"), (r"^lm_head\.weight$", "Decoder")]
+)
+def test_layers_that_are_divided_without_their_partner_are_named(pattern: str, where: str) -> None:
     for made in run_ranks(half_divided, 2, pattern):
         assert isinstance(made, Refused) and made.startswith("ConfigError: tensor parallelism"), made
         assert where in made, made
@@ -224,73 +213,31 @@ def test_hooks_and_gradients_of_a_script_have_nothing_of_the_comparison(held: bo
         assert differing(*made, (loss.item(), wanted)) == []
 
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
-_ENCODER = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
-_MOBILE = {**_ENCODER, "embedding_size": 32, "intra_bottleneck_size": 32}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "StableLM": ("StableLmForCausalLM", {**_SIZES, "qk_layernorm": True}),
-    "Apertus": ("ApertusForCausalLM", _SIZES),
-    "Cohere": ("CohereForCausalLM", {**_SIZES, "use_qk_norm": True}),
-    "OLMo 2": ("Olmo2ForCausalLM", _SIZES),
-    "BitNet": ("BitNetForCausalLM", _SIZES),
-    "Mixtral": ("MixtralForCausalLM", {**_SIZES, "num_local_experts": 4, "output_router_logits": True}),
-    "Doge": ("DogeForCausalLM", _SIZES),
-    "MPNet": ("MPNetForMaskedLM", {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
-    "MobileBERT": (
-        "MobileBertForMaskedLM",
-        {**_MOBILE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    ),
-}
-REFUSED = {"Doge": "model.layers.0", "MPNet": "mpnet.encoder.layer.0", "MobileBERT": "cls.predictions"}
+RIGHT_FAMILIES = ["stablelm", "apertus", "cohere", "olmo2", "bitnet", "mixtral"]
+REFUSED = {"doge": "model.layers.0", "mpnet": "mpnet.encoder.layer.0", "mobilebert": "cls.predictions"}
 
 
-def family(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    kind = getattr(transformers, MODELS[name][0])
-    model: nn.Module = kind(kind.config_class(**MODELS[name][1]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
-    return model
-
-
-def families(names: list[str]) -> list[Any]:
-    ids = torch.randint(3, 60, (ROWS, 9), generator=torch.Generator().manual_seed(0))
-    return [gradients(family(name), config(), input_ids=ids, labels=ids) for name in names]
-
-
-def by_tokens(name: str) -> Any:
-    ids = torch.randint(3, 60, (ROWS, 9), generator=torch.Generator().manual_seed(0))
-    return gradients(family(name), config(sequence_parallel=True), input_ids=ids, labels=ids)
+def families(names: list[str], sequence: bool = False) -> list[Any]:
+    section = {"sequence_parallel": True} if sequence else {}
+    return [gradients(build(name, noise=0.2), config(**section), **batch(name, 0, ROWS)) for name in names]
 
 
 def test_norms_behind_layers_are_refused_where_ranks_share_tokens() -> None:
-    for made in run_ranks(by_tokens, 2, "OLMo 2"):
+    for (made,) in run_ranks(families, 2, ["olmo2"], True):
         assert isinstance(made, Refused) and "ConfigError: tensor parallelism: model.layers.0" in made, made
         assert ". Switch tensor_parallel.sequence_parallel off" in made
 
 
-def of_one_process(name: str) -> tuple[float, dict[str, torch.Tensor]]:
-    ids = torch.randint(3, 60, (ROWS, 9), generator=torch.Generator().manual_seed(0))
-    model = family(name)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return loss.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
-def test_families_with_norms_and_slopes_of_their_own(name: str) -> None:
-    for (made,) in run_ranks(families, 2, [name]):
-        assert not isinstance(made, Refused), made
-        assert differing(*made, of_one_process(name), 2e-4) == []
+@pytest.mark.parametrize("names", [RIGHT_FAMILIES[:2], thorough(RIGHT_FAMILIES[2:])], ids=str)
+def test_families_with_norms_and_slopes_of_their_own(names: list[str]) -> None:
+    for found in run_ranks(families, 2, names):
+        for name, made in zip(names, found, strict=True):
+            model = build(name, noise=0.2)
+            loss = model(**batch(name, 0, ROWS)).loss
+            loss.backward()
+            grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+            assert not isinstance(made, Refused), (name, made)
+            assert differing(*made, (loss.item(), grads), 2e-4) == [], name
 
 
 def test_families_that_cannot_be_divided_are_refused_by_name() -> None:

@@ -23,10 +23,10 @@ from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.huggingface import divide_model
 from shardwise.parallel.tensor.layers import ShardSpec
 from shardwise.parallel.tensor.plan import TensorParallelPlan, cuts_of
-from tests.harness import run_ranks, thorough
+from tests.families import ROWS, alone, batch, build
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.pool import RankFailure
 from tests.parallel.tensor.models import check, trained
-from tests.parallel.tensor.tiny import FAMILIES, ROWS, alone, batch, build
 
 STEPS = 8
 
@@ -76,24 +76,30 @@ def compare(found: list[Any], expected: Any, bound: float = 2e-5) -> float:
     return sum(tensor.numel for tensor, _ in parts.values()) / sum(exact[name].numel() for name in parts)
 
 
-MAIN = ["gpt2", "llama", "t5", "bloom", "mixtral", "qwen2_moe", "phi3"]
+FAMILIES = [
+    *("gpt2", "llama", "t5", "bloom", "mixtral", "qwen2_moe", "phi3"),
+    *("qwen3", "t5 gated", "gpt_neox", "opt", "bert", "modernbert", "falcon", "falcon alibi", "mpt", "bigcode", "phi"),
+    *("gemma2", "olmo2", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama untied", "falcon new"),
+]
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "stage"),
-    [("phi3", 2, 2), *(thorough(family, 4, number % 4) for number, family in enumerate(MAIN[:-1]))],
+    ("family", "size", "stage", "steps"),
+    [
+        *((family, 2, number % 4, 2) for number, family in enumerate(FAMILIES[:7])),
+        *(thorough(family, 4, number % 4, STEPS) for number, family in enumerate(FAMILIES[:6])),
+        *(thorough(family, 2 + number % 2, 3 * (number % 2), 4) for number, family in enumerate(FAMILIES[7:-2])),
+    ],
 )
-def test_training_is_that_of_one_process(family: str, size: int, stage: int) -> None:
-    found = run_ranks(train, size, family, config(stage, size))
-    share = compare(found, alone(family, STEPS, 1))
-    assert share < 0.2 + 1 / size
+def test_training_is_that_of_one_process(family: str, size: int, stage: int, steps: int) -> None:
+    share = compare(run_ranks(train, size, family, config(stage, size), steps), alone(family, steps, 1))
+    assert share < (0.5 if family in FAMILIES[7:] else 0.2) + 1 / size
 
 
-def test_each_main_family_once() -> None:
-    """In few steps, at each stage."""
-    for number, family in enumerate(MAIN):
-        found = run_ranks(train, 2, family, config(number % 4, 2), 2)
-        compare(found, alone(family, 2, 1))
+@pytest.mark.parametrize("family", ["llama untied", thorough("falcon new")])
+def test_heads_that_ranks_cannot_share_are_refused_with_numbers_that_would_do(family: str) -> None:
+    with pytest.raises(RankFailure, match="numbers that would do: 2, 4, 6, 8"):
+        run_ranks(train, 3, family, config(0, 3), 1)
 
 
 def divided_by_transformers(model: nn.Module, directory: str) -> nn.Module:
@@ -120,38 +126,14 @@ def test_fused_experts_that_transformers_divides_are_refused(tmp_path: Path) -> 
         run_ranks(train, 2, "mixtral", config(1, 2), 1, prepare)
 
 
-OTHERS = [name for name in FAMILIES if name not in {*MAIN, "gpt_oss"}]
-
-
-@pytest.mark.parametrize(
-    ("family", "size", "stage"),
-    [("gpt_oss", 2, 0), *(thorough(family, 2 + number % 3, 3 * (number % 2)) for number, family in enumerate(OTHERS))],
-)
-def test_other_families(family: str, size: int, stage: int) -> None:
-    if size == 3 and family in ("llama untied", "falcon new"):  # two heads of keys, which three ranks cannot share
-        with pytest.raises(RankFailure, match="numbers that would do: 2, 4, 6, 8"):
-            run_ranks(train, size, family, config(stage, size), 1)
-        return
-    found = run_ranks(train, size, family, config(stage, size), 4)
-    share = compare(found, alone(family, 4, 1))
-    assert share < 0.5 + 1 / size
-
-
 def test_copies_of_the_model_that_recompute() -> None:
-    compare(run_ranks(train, 4, "qwen3", config(3, 2), 6, recomputing), alone("qwen3", 6, 2))
+    compare(run_ranks(train, 4, "qwen3", config(3, 2), 3, recomputing), alone("qwen3", 3, 2))
 
 
 def recomputing(model: nn.Module) -> nn.Module:
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     return model
-
-
-def test_bf16() -> None:
-    found = run_ranks(train, 2, "llama", config(2, 2, bf16={"enabled": True}), 10)
-    losses, *_ = alone("llama", 10, 1)
-    for one in found:
-        assert one[0] == pytest.approx(losses, rel=0.02)
 
 
 def adapters(model: nn.Module, kind: str, **how: Any) -> nn.Module:
@@ -181,86 +163,66 @@ def test_adapters_are_divided_with_their_layers() -> None:
     assert shapes["mlp.down_proj.lora_A.default.weight"] == (3, 12)
 
 
-@pytest.mark.parametrize("family", [thorough("llama untied"), "modernbert"])
-def test_logits_that_stay_divided(family: str) -> None:
-    settings = config(1, 2)
-    settings["tensor_parallel"] = {"autotp_size": 2, "vocab_parallel_lm_head": True}
-    compare(run_ranks(train, 2, family, settings), alone(family, STEPS, 1))
-
-
-def divided_logits() -> Any:
+@on_ranks(3)
+def test_divided_logits_are_put_together_in_evaluation() -> None:
+    model, given = build("llama", vocab_size=41), batch("llama", 0, ROWS)
+    loss, counted = float(model(**given).loss), float(model(**given, num_items_in_batch=5).loss)
     settings = config(0, 3)
     settings["tensor_parallel"] = {"autotp_size": 3, "vocab_parallel_lm_head": True}
     engine, *_ = shardwise.initialize(model=build("llama", vocab_size=41), config=settings)
-    given = batch("llama", 0, ROWS)
     engine.train()
     trained = engine(**given)
-    counted = engine(**given, num_items_in_batch=5).loss
+    assert trained.logits.shape[-1] == (14, 14, 13)[dist.get_rank()]
+    found = [float(trained.loss), float(engine(**given, num_items_in_batch=5).loss)]
     engine.eval()
     with torch.no_grad():
         evaluated = engine(**given)
     engine.destroy()
-    return (
-        trained.logits.shape[-1],
-        evaluated.logits.shape[-1],
-        float(trained.loss),
-        float(counted),
-        evaluated.loss.item(),
-    )
+    assert evaluated.logits.shape[-1] == 41
+    assert [*found, float(evaluated.loss)] == pytest.approx([loss, counted, loss], rel=1e-5)
 
 
-def test_divided_logits_are_put_together_in_evaluation() -> None:
-    model = build("llama", vocab_size=41)
-    given = batch("llama", 0, ROWS)
-    loss, counted = float(model(**given).loss), float(model(**given, num_items_in_batch=5).loss)
-    found = run_ranks(divided_logits, 3)
-    assert [one[0] for one in found] == [14, 14, 13]
-    for _, whole, loss_trained, other, evaluated in found:
-        assert whole == 41
-        assert [loss_trained, other, evaluated] == pytest.approx([loss, counted, loss], rel=1e-5)
+def rule(pattern: str, kind: str = "column", **more: Any) -> dict[str, Any]:
+    return {"patterns": [pattern], "partition_type": kind, **more}
 
 
+def rules(*specs: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"partition_config": {"layer_specs": list(specs), **more}}
+
+
+SHAPES = [
+    {"patterns": ["qkv_proj"], "shape": [[32, 16, 16], -1], "partition_dim": 0},
+    {"patterns": ["gate_up_proj"], "shape": [2, -1], "partition_dim": 0},
+    rule("(o|down)_proj", "row"),
+]
+GATHERED = rule("c_attn", gather_output=True, model_types=["gpt2"]), rule(r"attn\.c_proj", "skip")
 RULED: dict[str, tuple[str, dict[str, Any]]] = {
-    "shape": (
-        "phi3",
-        {
-            "partition_config": {
-                "use_default_specs": False,
-                "layer_specs": [
-                    {"patterns": ["qkv_proj"], "shape": [[32, 16, 16], -1], "partition_dim": 0},
-                    {"patterns": ["gate_up_proj"], "shape": [2, -1], "partition_dim": 0},
-                    {"patterns": ["(o|down)_proj"], "partition_type": "row"},
-                ],
-            }
-        },
-    ),
+    "gathered": ("gpt2", rules(*GATHERED)),
+    "shape": ("phi3", rules(*SHAPES, use_default_specs=False)),
     "policy": ("llama", {"injection_policy_tuple": ["self_attn.o_proj", ["mlp.down_proj"]]}),
     "policy of unknown names": ("bert", {"injection_policy_tuple": ["attention.output.dense", "output.dense"]}),
     "preset": ("bloom", {"preset_model": "bloom"}),
     "words": ("llama untied", {"partition_config": {"embedding_partition_dim": 0}, "tp": {"tp_grain_size": 8}}),
-    "skip": ("mixtral", {"partition_config": {"layer_specs": [{"patterns": ["experts"], "partition_type": "skip"}]}}),
-    "gathered": (
-        "gpt2",
-        {
-            "partition_config": {
-                "layer_specs": [
-                    {
-                        "patterns": ["c_attn"],
-                        "partition_type": "column",
-                        "gather_output": True,
-                        "model_types": ["gpt2"],
-                    },
-                    {"patterns": [r"attn\.c_proj"], "partition_type": "skip"},
-                ]
-            }
-        },
-    ),
+    "skip": ("mixtral", rules(rule("experts", "skip"))),
+    "divided logits": ("modernbert", {"vocab_parallel_lm_head": True}),
+    "tokens": ("llama untied", {"sequence_parallel": True}),
+    "tokens of gpt2": ("gpt2", {"sequence_parallel": True}),
+    "tokens of mixtral": ("mixtral", {"sequence_parallel": True}),
+    "divided logits of a head of its own": ("llama untied", {"vocab_parallel_lm_head": True}),
 }
 
 
-@pytest.mark.parametrize("rules", [*map(thorough, list(RULED)[:-1]), list(RULED)[-1]])
-def test_rules(rules: str) -> None:
-    family, more = RULED[rules]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gathered",
+        "divided logits",
+        "tokens",
+        *map(thorough, sorted(RULED.keys() - {"gathered", "divided logits", "tokens"})),
+    ],
+)
+def test_rules(name: str) -> None:
+    family, more = RULED[name]
     settings = config(1, 2)
     settings["tensor_parallel"] = {"autotp_size": 2, **more}
     assert compare(run_ranks(train, 2, family, settings, 3), alone(family, 3, 1)) < 0.95
@@ -273,7 +235,7 @@ def planned(
 
 
 def spec(pattern: str, **more: Any) -> dict[str, Any]:
-    return {"partition_config": {"layer_specs": [{"patterns": [pattern], **more}]}}
+    return rules({"patterns": [pattern], **more})
 
 
 def with_dora(model: nn.Module) -> nn.Module:
@@ -296,13 +258,7 @@ WRONG: dict[str, tuple[str, int, dict[str, Any], Any, list[str]]] = {
     "tied": ("llama", 2, spec("embed_tokens", partition_type="skip"), itself, ["lm_head", "same weight"]),
     "dora": ("llama", 2, {}, with_dora, ["q_proj", "use_dora"]),
     "ia3": ("llama", 2, {}, with_ia3, ["k_proj", "ia3"]),
-    "nothing": (
-        "llama",
-        2,
-        {"partition_config": {"use_default_specs": False, "layer_specs": []}},
-        itself,
-        ["no layer of LlamaForCausalLM is divided"],
-    ),
+    "nothing": ("llama", 2, rules(use_default_specs=False), itself, ["no layer of LlamaForCausalLM is divided"]),
 }
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.config import resolve
 from shardwise.engine.mesh import RankGrid
 from shardwise.engine.parallel import exchanges_of
 from shardwise.errors import ConflictError
-from shardwise.parallel import split
+from shardwise.parallel import RingAttention, mean_loss, split
 from shardwise.parallel.data import complete
 from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness import run_ranks, thorough
-from tests.parallel.tensor.together import ROWS, RULES, alone, data, decoder, loss_of
+from tests.parallel.tensor.together import ROWS, RULES, TOKENS, alone, data, decoder, loss_of
 
 STEPS, CLIP = 8, 0.5
 
@@ -75,9 +79,12 @@ def started(mesh: Mesh, stage: int, accumulation: int, **more: Any) -> Any:
     return shardwise.initialize(model=model, config=config(mesh, stage, accumulation, **more))[0]
 
 
-def own(engine: Any, step: int, micro: int) -> dict[str, torch.Tensor]:
-    """This rank's part of the rows of its copy of the model."""
-    copy, batch = engine.get_data_parallel_rank(), data(step, micro, engine.dp_world_size)
+Batch = dict[str, torch.Tensor]
+
+
+def own(engine: Any, step: int, micro: int, change: Callable[[Batch], Batch] = dict) -> Batch:
+    """This rank's part of the rows of its copy of the model; `change` gets all rows."""
+    copy, batch = engine.get_data_parallel_rank(), change(data(step, micro, engine.dp_world_size))
     rows = {name: value[copy * ROWS : (copy + 1) * ROWS] for name, value in batch.items()}
     return split(rows) if engine.sequence_parallel_size > 1 else complete(rows)
 
@@ -148,6 +155,102 @@ def test_training_is_that_of_one_process(kind: str, stage: int, accumulation: in
                     whole, other = (part(some[name], boxes[name], value) for some in (theirs, others))
                     limit = max(1e-6 * whole.norm(), 2 * (other - whole).norm(), 3e-7 * largest)
                     assert (value - whole).norm() <= limit, (step, name, float((value - whole).norm()), float(limit))
+
+
+# -- losses without labels, and of several forms -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step in which half of the rows, or of the only row's tokens, has no labels: the loss of a rank may be 0 / 0.
+
+    Attributes:
+        weight: form of the weight of the loss, or "mean_loss".
+        ring: attention of a ring in place of an exchange of heads.
+        recompute: blocks are recomputed in the backward pass.
+    """
+
+    stage: int
+    mesh: Mesh
+    weight: str = "int"
+    ring: bool = False
+    recompute: bool = False
+
+
+def unlabelled(batch: Batch) -> Batch:
+    labels = batch["labels"].clone()
+    if len(labels) > ROWS:
+        labels[: len(labels) // 2] = -100
+    else:
+        labels[:, : TOKENS // 2] = -100
+    return {**batch, "labels": labels}
+
+
+def mean_of(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, labels = model(batch["input_ids"], batch["position_ids"]), batch["shift_labels"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), (labels != -100).sum()
+
+
+def recomputed(forward: Any) -> Any:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def graded(cases: list[Case]) -> list[Any]:
+    """Return norm and gradients of a step of each case."""
+    found = []
+    for case in cases:
+        engine = started(case.mesh, case.stage, 1)
+        for block in engine.module.blocks:
+            if case.ring:
+                block.attend = RingAttention()
+            if case.recompute:
+                block.forward = recomputed(block.forward)
+        loss, tokens = mean_of(engine, own(engine, 0, 0, unlabelled))
+        if case.weight == "mean_loss":
+            engine.backward(mean_loss(loss, tokens))
+        else:
+            engine.backward(loss, weight={"int": int, "float": float, "tensor": torch.clone}[case.weight](tokens))
+        named = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+        grads = {part_of(p).name or n: safe_get_full_grad(p) for n, p in named}
+        engine.step()
+        found.append((float(engine.last_step.grad_norm), grads))
+        engine.destroy()
+    return found
+
+
+PAIRS = [
+    Case(0, Mesh(2, 1, 2)),
+    Case(1, Mesh(2, 1, 1, 2), "float"),
+    Case(2, Mesh(2, 1, 2), "mean_loss"),
+    Case(3, Mesh(2, 1, 2, 2), "tensor", recompute=True),
+    Case(1, Mesh(2, 1, 2), ring=True),
+]
+FOURS = [(2, 1, 0), (1, 2, 0), (1, 1, 2), (2, 2, 0), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 4, 4)]
+"""Ranks of tensors, sequences and experts."""
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        PAIRS,
+        [Case(3, Mesh(4))],  # one copy of the model has no labels, and exchanges more than the other
+        *(thorough([Case(stage, Mesh(4, *ranks)) for ranks in FOURS]) for stage in range(4)),
+    ],
+    ids=["2", "4", *(f"stage {stage}" for stage in range(4))],
+)
+def test_all_gradients_and_the_norm(cases: list[Case]) -> None:
+    for case, *ranks in zip(cases, *run_ranks(graded, cases[0].mesh.world, cases), strict=True):
+        model = decoder(experts=int(case.mesh.experts > 0))
+        mean_of(model, complete(unlabelled(data(0, 0, case.mesh.copies))))[0].backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values() if g is not None))
+        found = {name: grad for _, grads in ranks for name, grad in grads.items()}
+        assert found.keys() == expected.keys(), case
+        assert [own for own, _ in ranks] == pytest.approx([norm] * len(ranks), rel=1e-5), case
+        for name, grad in expected.items():
+            wanted = torch.zeros_like(found[name]) if grad is None else grad
+            off = float((found[name] - wanted).norm())
+            assert off <= 1e-5 * float(wanted.norm()) + 1e-7 * norm, (case, name, off, float(wanted.norm()))
 
 
 def said(mesh: Mesh) -> str:

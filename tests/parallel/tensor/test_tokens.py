@@ -12,11 +12,10 @@ from torch import nn
 import shardwise
 from shardwise.errors import ConfigError
 from shardwise.memory import Category, track_activations
-from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_grad
+from tests.families import build
 from tests.harness import run_ranks, thorough
 from tests.parallel.tensor.test_together import part
-from tests.parallel.tensor.tiny import build
 
 WORDS, WIDTH = 32, 32
 
@@ -77,65 +76,6 @@ def test_experts_that_are_divided_at_each_place(stage: int, norms: bool) -> None
             assert (value - exact).norm() <= 1e-5 * exact.norm() + 1e-6 * whole, name
 
 
-LENGTHS = (9, 6, 7, 12)
-
-
-def train(kind: str, stage: int, recompute: bool) -> Any:
-    """Both micro-batches of a step are under way at once, and have other lengths."""
-    model = made(kind)
-    if recompute:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers renames it
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    engine, *_ = shardwise.initialize(model=model, config=config(stage))
-    boxes = {tensor.name: tensor for tensor in engine.sharded.registry}
-    told = []
-    for step in range(4):
-        given = [ids(10 * step + micro, LENGTHS[(step + micro) % 4]) for micro in range(2)]
-        losses = [engine(input_ids=one, labels=one).loss for one in given]
-        for micro, loss in enumerate(losses):
-            engine.backward(loss)
-            if micro:
-                grads = {part_of(p).name or n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
-            engine.step()
-        told.append((sum(loss.item() for loss in losses) / 2, float(engine.last_step.grad_norm), grads))
-    cuts = {name: tensor.box for name, tensor in boxes.items()}
-    engine.destroy()
-    return told, cuts
-
-
-def alone(kind: str, dtype: torch.dtype) -> Any:
-    model = made(kind).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    told = []
-    for step in range(4):
-        given = [ids(10 * step + micro, LENGTHS[(step + micro) % 4]) for micro in range(2)]
-        loss = torch.stack([model(input_ids=one, labels=one).loss for one in given]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-        optimizer.step()
-        told.append((loss.item(), norm.item(), grads))
-    return told
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage", "recompute"),
-    [("llama", 3, True), thorough("gpt2", 1, True), thorough("mixtral", 2, False), thorough("gpt2", 0, False)],
-)
-def test_models_of_transformers_are_those_of_one_process(kind: str, stage: int, recompute: bool) -> None:
-    exact, rounded = alone(kind, torch.float64), alone(kind, torch.float32)
-    for told, boxes in run_ranks(train, 2, kind, stage, recompute):
-        for step, (found, wanted, plain) in enumerate(zip(told, exact, rounded, strict=True)):
-            assert found[0] == pytest.approx(wanted[0], rel=1e-5), step
-            assert found[1] == pytest.approx(wanted[1], rel=1e-4), step
-            for name, value in found[2].items():
-                whole, other = (part(some[2][name], boxes[name], value) for some in (wanted, plain))
-                limit = max(1e-6 * whole.norm(), 2 * (other - whole).norm(), 1e-6 * wanted[1])
-                assert (value - whole).norm() <= limit, (step, name, float((value - whole).norm()), float(limit))
-
-
 def held(kind: str, norms: bool, length: int) -> int:
     """Bytes of activations that a forward pass leaves behind for the backward pass."""
     engine, *_ = shardwise.initialize(model=made(kind), config=config(1, norms))
@@ -188,7 +128,7 @@ def test_models_without_norms_are_refused(specs: Any, said: str) -> None:
         tokens_of(model, cuts, section)
 
 
-@pytest.mark.parametrize("wrapped", ["LoraConfig", "PromptTuningConfig"])
+@pytest.mark.parametrize("wrapped", ["LoraConfig", thorough("PromptTuningConfig")])
 def test_patterns_mean_names_as_they_are_without_adapters(wrapped: str) -> None:
     peft = pytest.importorskip("peft")
     from shardwise.config.schema.parallel import TensorParallel

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ConfigError
 from shardwise.parallel.tensor.check import Comparison
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.random_decoders import differing
 from tests.parallel.tensor.test_division import Refused, config, gradients
 
@@ -197,66 +197,48 @@ class Evaluated(MLP):
         return super().forward(x, not self.training)
 
 
-def evaluated() -> tuple[int, str]:
+def started(kind: type[MLP]) -> Any:
     net = model("plain")
     for block in net.blocks:
-        block.mlp = Evaluated()  # type: ignore[assignment]
-    engine, *_ = shardwise.initialize(model=net, config=config())
+        block.mlp = kind()  # type: ignore[assignment]
+    return shardwise.initialize(model=net, config=config())[0]
+
+
+WORDS = r"blocks\.0 \(Block\), divided over 2 ranks, does not compute what it computes whole"
+
+
+@on_ranks(2)
+def test_evaluation_behind_training_is_compared() -> None:
+    engine = started(Evaluated)
     for _ in range(2):
         engine.backward(engine(inputs()))
         engine.step()
-    hooks = sum("BlockHook" in type(h).__name__ for m in net.modules() for h in m._forward_pre_hooks.values())
+    hooks = [h for m in engine.module.modules() for h in m._forward_pre_hooks.values()]
+    assert not any("BlockHook" in type(hook).__name__ for hook in hooks)  # from the second pass on
     engine.eval()
-    try:
-        with torch.no_grad():
-            engine(inputs())
-    except ConfigError as error:
-        return hooks, str(error)
-    finally:
-        engine.destroy()
-    return hooks, "nothing"
+    with pytest.raises(ConfigError, match=WORDS), torch.no_grad():
+        engine(inputs())
+    engine.destroy()
 
 
-def test_evaluation_behind_training_is_compared() -> None:
-    for hooks, told in run_ranks(evaluated, 2):
-        assert hooks == 0  # from the second pass on
-        assert "blocks.0 (Block), divided over 2 ranks, does not compute what it computes whole" in told
-
-
+@on_ranks(2)
 def test_a_block_of_many_is_compared_once() -> None:
-    assert all(found == 1 for found in run_ranks(compared, 2))
-
-
-def compared() -> int:
     net = model("plain")
     net.blocks = nn.ModuleList(Block() for _ in range(6))
     with mock.patch.object(Comparison, "run", autospec=True, side_effect=Comparison.run) as run:
         gradients(net, config(), inputs())
-    return run.call_count
+    assert run.call_count == 1
 
 
-def later() -> tuple[int, str]:
-    net = model("plain")
-    for block in net.blocks:
-        block.mlp = Later()  # type: ignore[assignment]
-    engine, *_ = shardwise.initialize(model=net, config=config())
-    passes = 0
-    try:
-        while passes < 20:
-            passes += 1
+@on_ranks(2)
+def test_a_block_that_changes_after_some_steps_is_compared_again() -> None:
+    engine = started(Later)
+    with pytest.raises(ConfigError, match=WORDS):
+        for _ in range(20):
             engine.backward(engine(inputs()))
             engine.step()
-    except ConfigError as error:
-        return passes, str(error)
-    finally:
-        engine.destroy()
-    return 0, "nothing"
-
-
-def test_a_block_that_changes_after_some_steps_is_compared_again() -> None:
-    for passes, told in run_ranks(later, 2):
-        assert passes == 16
-        assert "blocks.0 (Block), divided over 2 ranks, does not compute what it computes whole" in told
+    assert engine.global_steps == 15
+    engine.destroy()
 
 
 class OfTokens(Model):

@@ -6,10 +6,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch.utils.checkpoint import checkpoint
 
 from tests.harness import run_ranks, thorough
-from tests.parallel.tensor.test_together import Mesh, own, started
+from tests.parallel.tensor.test_together import Mesh, own, recomputed, started
 from tests.parallel.tensor.together import ROWS, TOKENS, WIDTH, WORDS, loss_of
 
 BLOCKS, SIZE, CHOICES = 2, 4, 2
@@ -53,10 +52,6 @@ def step(mesh: Mesh, stage: int, recompute: bool) -> Any:
     }
     engine.destroy()
     return found, held
-
-
-def recomputed(forward: Any) -> Any:
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
 def of_tensors(mesh: Mesh, tokens: int, recompute: bool) -> dict[str, int]:
