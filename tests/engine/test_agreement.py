@@ -13,7 +13,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ShardwiseError
 from shardwise.moe import MoE
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import each
 
 
@@ -120,19 +120,14 @@ def test_what_a_rank_refuses_is_an_error_on_all(what: str) -> None:
     assert words in found[0] and words in found[1] and (own or words) in found[2]
 
 
-def own_disk(directories: list[str]) -> bool:
-    rank = dist.get_rank()
-    offload = {"device": "nvme", "nvme_path": directories[rank]}
+@on_ranks(2)
+def test_ranks_may_have_disks_of_their_own(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / f"rank{dist.get_rank()}")}
     config = config_of("nothing")
     config["zero_optimization"] |= {"offload_optimizer": offload, "offload_param": offload}
     engine, *_ = shardwise.initialize(model=model_of("nothing"), config=config)
     before = engine(torch.ones(1, 4)).detach().clone()
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-    changed = not torch.equal(engine(torch.ones(1, 4)), before)
+    assert not torch.equal(engine(torch.ones(1, 4)), before)
     engine.destroy()
-    return changed
-
-
-def test_ranks_may_have_disks_of_their_own(tmp_path: Path) -> None:
-    assert run_ranks(own_disk, 2, [str(tmp_path / "first"), str(tmp_path / "second")]) == [True, True]

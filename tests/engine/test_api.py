@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from shardwise.errors import CheckpointError
-from shardwise.zero.access import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import engine_of
 
@@ -52,24 +51,6 @@ def transformed(stage: int, config: dict[str, Any]) -> list[bool]:
 @pytest.mark.parametrize("stage", [0, thorough(1), 2])
 def test_transforms_of_torch_func_over_the_engine(stage: int) -> None:
     assert all(all(seen) for seen in run_ranks(transformed, 2, stage, {}))
-
-
-def narrow() -> list[Any]:
-    engine = build(3, nn.Sequential(nn.Linear(64, 1), nn.Linear(1, 64)))
-    first = [safe_get_local_optimizer_state(p, "exp_avg") for p in engine.module.parameters()]
-    engine.backward(engine(torch.randn(1, 64)).pow(2).mean())
-    engine.step()
-    sizes = [safe_get_local_fp32_param(p).numel() for p in engine.module.parameters()]
-    state = [safe_get_local_optimizer_state(p, "exp_avg").numel() for p in engine.module.parameters()]
-    parts = zip(engine.module.parameters(), sizes, strict=True)
-    unknown = [safe_get_local_optimizer_state(p, "nothing") for p, size in parts if size]
-    engine.destroy()
-    return [first, sizes, state, unknown]
-
-
-def test_the_state_of_an_empty_part_is_empty() -> None:
-    for first, sizes, state, unknown in run_ranks(narrow, 2):
-        assert first == [None] * 4 and sizes == state and 0 in sizes and set(unknown) == {None}
 
 
 @on_ranks(2)

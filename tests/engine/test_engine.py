@@ -224,27 +224,6 @@ def test_ranks_may_evaluate_different_numbers_of_batches_on_gathered_parameters(
     assert weights[0] == weights[1] and of_all_ranks(weights) == [weights] * 2
 
 
-@on_ranks(2)
-def test_collectives_of_engine_and_script_are_in_the_communication_log() -> None:
-    from shardwise.comm import comms_logger, log_summary
-
-    engine = build(3, comms_logger={"enabled": True, "verbose": False, "prof_all": True, "debug": False})
-    comms_logger.comms_dict = {}
-    one(engine)
-    engine.step()
-    shardwise.comm.all_reduce(torch.ones(4), log_name="mine")
-    recorded = {op: {size: entry[0] for size, entry in sizes.items()} for op, sizes in comms_logger.comms_dict.items()}
-    assert recorded["mine"] == {16: 1}
-    for op in ("reduce_scatter", "all_gather"):  # one all-gather for forward and backward
-        assert sum(recorded[op].values()) == engine.ledger.totals[op].count == 1
-    last = list(engine.ledger.records())[-1]
-    assert last.label and "test_engine.py:" in last.line
-    assert log_summary(return_dict=True)["summary"]["mine"][16]["count"] == 1
-    comms_logger.configure(enabled=False)
-    comms_logger.reset_data()
-    engine.destroy()
-
-
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

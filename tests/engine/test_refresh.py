@@ -259,22 +259,6 @@ def test_a_refreshed_engine_holds_no_more_than_a_new_one(stage: int) -> None:
     assert found[0] == found[1]
 
 
-@on_ranks(2)
-def test_copies_in_memory_are_those_of_the_changed_model(tmp_path: Path) -> None:
-    engine = begin(2, checkpoint={"memory_copies": {"every": 3, "directory": str(tmp_path / "copies")}})
-    train(engine, 0, 3)
-    assert engine._faults.copies.last.steps == 3
-    unfreeze(engine.module)
-    engine.refresh()
-    digest = parameters_digest(engine.module)
-    assert engine._faults.copies.last.steps == 3
-    train(engine, 3, 1)
-    engine._step.rewinding = "as a test asks"
-    engine._faults.rewind()
-    assert parameters_digest(engine.module) == digest
-    engine.destroy()
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

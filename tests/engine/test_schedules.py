@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.schedules import OneCycle, names
-from tests.harness import run_ranks
+from tests.harness import on_ranks, thorough
 from tests.harness.training import engine_of
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -74,66 +74,50 @@ def whole(engine: Any) -> list[torch.Tensor]:
     return found
 
 
-def resume_all(path: str, stops: tuple[int, ...]) -> list[str]:
-    wrong = []
-    for number, name in enumerate(names()):
+@pytest.mark.parametrize("names", [names()[:4], thorough(names()[4:])], ids=["some", "others"])
+@on_ranks(1)
+def test_every_schedule_resumes_from_a_checkpoint(names: list[str], tmp_path: Path) -> None:
+    for number, name in enumerate(names):
         optimizer, stage = (("AdamW", 2), ("SGD", 0))[number % 2]
         straight = scheduled(name, optimizer, stage)
-        used = []
-        for step in range(9):
-            if step in stops:
-                straight.save_checkpoint(f"{path}/{name}", tag=str(step))
-            used += train(straight, step, step + 1)
+        used = train(straight, 0, 4)
+        straight.save_checkpoint(tmp_path / name, tag="4")
+        used += train(straight, 4, 9)
         end = whole(straight)
-        for stop in stops:
-            second = scheduled(name, optimizer, stage)
-            train(second, 0, 2)
-            second.load_checkpoint(f"{path}/{name}", tag=str(stop))
-            rest = train(second, stop, 9)
-            if used[:stop] + rest != used or not all(map(torch.equal, whole(second), end)):
-                wrong.append(f"{name} with {optimizer} at {stop}")
-    return wrong
+        second = scheduled(name, optimizer, stage)
+        train(second, 0, 2)
+        second.load_checkpoint(tmp_path / name, tag="4")
+        assert used[:4] + train(second, 4, 9) == used, name
+        assert all(map(torch.equal, whole(second), end)), name
 
 
-def test_every_schedule_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+def test_every_schedule_has_parameters_here() -> None:
     assert set(names()) == set(PARAMS)
-    (wrong,) = run_ranks(resume_all, 1, str(tmp_path), (0, 4))
-    assert wrong == []
 
 
-def cycle_everywhere() -> list[Any]:
-    found = []
-    for optimizer in ("AdamW", "SGD"):
-        for stage in range(4):
-            engine = scheduled("OneCycle", optimizer, stage)
-            used = train(engine, 0, 8)
-            found.append((optimizer, used, whole(engine)))
-    return found
-
-
-def test_momentum_and_rate_of_every_update_are_those_of_a_plain_loop() -> None:
-    (found, *_) = run_ranks(cycle_everywhere, 2)
-    for optimizer, used, parameters in found:
-        torch.manual_seed(3)
-        model = nn.Linear(5, 3)
-        plain = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, weight_decay=0.01)
-        schedule = OneCycle(plain, **PARAMS["OneCycle"])
-        expected = []
-        for step in range(8):
-            plain.zero_grad()
-            (sum(model(batch(step, rank)).square().mean() for rank in range(2)) / 2).backward()
-            expected.append(in_force(plain.param_groups[0]))
-            plain.step()
-            schedule.step()
-        assert used == expected
-        for mine, theirs in zip(parameters, model.parameters(), strict=True):
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@on_ranks(2)
+def test_momentum_and_rate_of_every_update_are_those_of_a_plain_loop(optimizer: str) -> None:
+    torch.manual_seed(3)
+    model = nn.Linear(5, 3)
+    plain = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, weight_decay=0.01)
+    schedule = OneCycle(plain, **PARAMS["OneCycle"])
+    expected = []
+    for step in range(8):
+        plain.zero_grad()
+        (sum(model(batch(step, rank)).square().mean() for rank in range(2)) / 2).backward()
+        expected.append(in_force(plain.param_groups[0]))
+        plain.step()
+        schedule.step()
+    for stage in (0, 3):
+        engine = scheduled("OneCycle", optimizer, stage)
+        assert train(engine, 0, 8) == expected
+        for mine, theirs in zip(whole(engine), model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    for start in (0, 4):
-        for _, _, parameters in found[start + 1 : start + 4]:
-            assert all(map(torch.equal, parameters, found[start][2]))
 
 
-def overflow() -> list[Any]:
+@on_ranks(1)
+def test_a_skipped_update_changes_neither_rate_nor_momentum() -> None:
     engine = scheduled("OneCycle", fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     seen = []
     for step in range(4):
@@ -142,11 +126,5 @@ def overflow() -> list[Any]:
         engine.step()
         seen.append((*in_force(engine.optimizer.param_groups[0]), engine.lr_scheduler.last_batch_iteration))
     engine.destroy()
-    return seen
-
-
-def test_a_skipped_update_changes_neither_rate_nor_momentum() -> None:
-    (seen,) = run_ranks(overflow, 1)
-    assert [step for _, _, step in seen] == [1, 1, 1, 2]
-    assert seen[0] == seen[1] == seen[2]
+    assert [step for _, _, step in seen] == [1, 1, 1, 2] and seen[0] == seen[1] == seen[2]
     assert seen[3][1][0] == pytest.approx(0.9 - 0.1 * 2 / 3)

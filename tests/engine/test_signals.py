@@ -5,10 +5,8 @@ from __future__ import annotations
 import doctest
 import os
 import signal
-import time
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -29,7 +27,6 @@ from shardwise.engine import (
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.harness import thorough
-from tests.harness.logs import logged
 
 END, GO_ON = "SIGTERM", "SIGUSR2"  # SIGUSR1 shows the stacks of the pool's processes
 
@@ -141,34 +138,6 @@ def failing_and_mistaken(root: str) -> None:
 
 def test_failures_and_mistakes(tmp_path: Path) -> None:
     on_ranks(failing_and_mistaken, 2, str(tmp_path))
-
-
-def nothing_is_saved(root: str) -> list[str]:
-    """Rank 0 is told to end, first where saving fails, then where no step comes to its end any more."""
-    rank = dist.get_rank()
-    with logged() as kept:
-        run = Run(config(1), seed=1)
-        run.engine.checkpoint_on_signal(f"{root}/runs")
-        run.engine.provide_client_state(lambda: {"state": 1 / 0})
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(ZeroDivisionError):
-            run.step()
-        # Not before: a machine in use takes longer for a step.
-        with mock.patch.object(signals, "WARN_AFTER_S", 0.1):
-            if rank == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.7)
-            run.engine.destroy()
-    return [line for line in kept.lines if "checkpoint" in line]
-
-
-def test_a_signal_for_which_nothing_is_saved_is_said(tmp_path: Path) -> None:
-    told, others = on_ranks(nothing_is_saved, 2, str(tmp_path))
-    assert "SIGTERM asked for a checkpoint, which could not be saved; the job ends WITHOUT it: division" in told[0]
-    assert all("NO checkpoint is saved yet" in line for line in told[1:-1]) and len(told) >= 3
-    assert "this process ends without having saved a checkpoint" in told[-1]
-    assert others == [] and not os.path.exists(tmp_path / "runs")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint as reentrant
 
 import shardwise
 from shardwise.recompute import checkpoint
-from tests.engine.late import late_reads
 from tests.engine.test_idle_steps import exchange_rank
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
@@ -199,31 +198,6 @@ def test_watching_keeps_no_activation_alive(recomputes: str) -> None:
     gc.enable()
     engine.destroy()
     assert outputs and not alive
-
-
-def late(stage: int) -> tuple[list[Any], list[Any]]:
-    """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
-    with logged() as kept, late_reads():
-        engine = build(stage, non_finite="warn", anomaly_watch={"enabled": True, "trace": "after", "trace_steps": 2})
-        watched = []
-        for how in ("", "input_gradient", "", "", "", "", ""):
-            window(engine, how)
-            watched.append(bool(engine._step._non_finite.tracer.handles))
-        engine.destroy()
-        hooks = [hook for module in engine.module.modules() for hook in module._forward_hooks]
-    return kept.events, [watched, hooks, [(one.kind, one.step) for one in engine.anomalies]]
-
-
-def test_late_and_only_afterwards() -> None:
-    """Of the first bad step nothing is known of modules; those after it are watched for two steps."""
-    (events, seen), (others, same) = run_ranks(late, 2, 3)
-    assert others == [] and seen == same
-    (event,) = events
-    assert (event["kind"], event["step"], event["rank"], event["module"]) == ("non_finite", 1, 1, None)
-    assert '"trace": "always"' in event["advice"] and event["phase"] == "backward"
-    watched, hooks, anomalies = seen
-    assert watched == [False, False, True, True, False, False, False] and hooks == []
-    assert anomalies == [("non_finite", 1)]
 
 
 def first_and_second(stage: int) -> list[Any]:

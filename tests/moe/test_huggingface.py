@@ -37,7 +37,8 @@ PRESETS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def made(family: str) -> Any:
-    model = build(family, 7, use_cache=False, noise=0.02, output_router_logits=False)
+    more = {"n_group": 2} if family == "deepseek_v3" else {}
+    model = build(family, 7, use_cache=False, output_router_logits=False, **more)
     return model.eval() if family == "phimoe" else model  # in training it draws the experts of each token
 
 

@@ -20,7 +20,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ConfigError, UsageError
 from shardwise.monitor import Event, Service, registry
-from tests.harness import run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, thorough
 
 Series = dict[str, list[tuple[int, float]]]
 
@@ -61,12 +61,14 @@ def read(directory: Path | str) -> Series:
     return found
 
 
-def training(root: str) -> tuple[list[tuple[float, float]], bool, bool]:
-    """Train two steps of two micro-batches, rank 1 with other data."""
-    rank = torch.distributed.get_rank()
-    engine = build(
-        csv_monitor=section(root), jsonl_monitor=section(root), gradient_accumulation_steps=2, gradient_clipping=1.0
+@on_ranks(2)
+def test_the_first_rank_writes_each_step_over_the_samples_of_all(tmp_path: Path) -> None:
+    """Two steps of two micro-batches, of which the second rank has other data."""
+    rank, sections = (
+        torch.distributed.get_rank(),
+        {"csv_monitor": section(tmp_path), "jsonl_monitor": section(tmp_path)},
     )
+    engine = build(**sections, gradient_accumulation_steps=2, gradient_clipping=1.0)
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("shardwise-monitor")]
     assert bool(threads) == (rank == 0)
     seen = []
@@ -74,14 +76,11 @@ def training(root: str) -> tuple[list[tuple[float, float]], bool, bool]:
         losses = [step(engine, 1.0 + rank + number + micro) for micro in range(2)]
         seen.append((sum(losses) / 2, float(engine.get_global_grad_norm())))
     engine.monitor.write_events([("Eval/perplexity", torch.tensor(3.5), 7)])
-    enabled, writes = engine.monitor.enabled, engine.monitor.writes
+    assert engine.monitor.enabled and engine.monitor.writes == (rank == 0)
+    both = of_all_ranks(seen)
     engine.destroy()
-    return seen, enabled, writes
-
-
-def test_the_first_rank_writes_each_step_over_the_samples_of_all(tmp_path: Path) -> None:
-    (seen, *first), (others, *second) = run_ranks(training, 2, str(tmp_path))
-    assert (first, second) == ([True, True], [True, False])
+    if rank:
+        return
     found = read(tmp_path)
     times = [found.pop(f"Train_Samples_{name}") for name in ("step_time_ms", "samples_per_second")]
     assert [[at for at, _ in series] for series in times] == [[16], [16]]
@@ -91,7 +90,7 @@ def test_the_first_rank_writes_each_step_over_the_samples_of_all(tmp_path: Path)
     for column, name in enumerate(["train_loss", "grad_norm"]):
         series = found.pop(f"Train_Samples_{name}")
         assert [at for at, _ in series] == [8, 16]
-        means = [(own[column] + other[column]) / 2 for own, other in zip(seen, others, strict=True)]
+        means = [(own[column] + other[column]) / 2 for own, other in zip(*both, strict=True)]
         assert [value for _, value in series] == pytest.approx(means)
     assert not found
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise
 from shardwise.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, thorough
 
 
 class Echo(nn.Module):
@@ -29,9 +29,11 @@ def distance(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (output - labels).abs().sum()
 
 
-def paired(source: str, seeded: bool) -> tuple[list[float], list[float]]:
-    """Train on pairs of equal inputs and labels; return losses and the samples that this rank has read."""
-    torch.manual_seed(dist.get_rank() if seeded else 0)
+@pytest.mark.parametrize("source", ["training_data", thorough("deepspeed_io")])
+@on_ranks(4)
+def test_labels_belong_to_inputs(source: str) -> None:
+    """deepspeedai/DeepSpeed#5729: outputs met labels of another batch. Here also if ranks have different seeds."""
+    torch.manual_seed(dist.get_rank())
     samples = [(torch.full((1,), float(n)), torch.full((1,), float(n))) for n in range(32)]
     model = PipelineModule([LayerSpec(Echo) for _ in range(4)], num_stages=2, loss_fn=distance)
     config = {
@@ -46,16 +48,7 @@ def paired(source: str, seeded: bool) -> tuple[list[float], list[float]]:
     seen: list[float] = []
     engine.set_batch_fn(lambda pair: (seen.extend(pair[0].flatten().tolist()), pair)[1])
     losses = [float(engine.train_batch()) for _ in range(6)]
-    losses += [float(engine.eval_batch())]
+    assert [*losses, float(engine.eval_batch())] == [0.0] * 7
     engine.destroy()
-    return losses, seen
-
-
-@pytest.mark.parametrize("source", ["training_data", thorough("deepspeed_io")])
-def test_labels_belong_to_inputs(source: str) -> None:
-    """deepspeedai/DeepSpeed#5729: outputs met labels of another batch. Here also if ranks have different seeds."""
-    found = run_ranks(paired, 4, source, True)
-    for losses, _ in found:
-        assert losses == [0.0] * 7
-    assert found[0][1] == found[2][1] and found[1][1] == found[3][1]
-    assert sorted(found[0][1][:16] + found[1][1][:16]) == list(range(32))
+    first, second, *others = of_all_ranks(seen)
+    assert others == [first, second] and sorted(first[:16] + second[:16]) == list(range(32))

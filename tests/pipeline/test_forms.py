@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.errors import ShardwiseError
 from shardwise.pipe import PipelineModule
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.pipeline.training import (
     WIDTH,
     WORDS,
@@ -89,15 +89,12 @@ def test_stages_that_the_client_has_built(stages: int, ranks: int, schedule: str
     check(runs, expected)
 
 
-def of_wrong_stages(count: int, schedule: str) -> None:
+@pytest.mark.parametrize(("count", "schedule"), [(1, "zbv"), (2, "1f1b")])
+@on_ranks(2)
+def test_a_wrong_number_of_stages_is_refused(count: int, schedule: str) -> None:
     model = PipelineModule.from_stages([Stage(Block(WIDTH)) for _ in range(count)], 2, loss_of)
     with pytest.raises(ShardwiseError, match=f"{count} modules were passed, and this rank has the stages"):
         engine_of(Setting(2, schedule, given=lambda _: {"model": model}))
-
-
-def test_a_wrong_number_of_stages_is_refused() -> None:
-    run_ranks(of_wrong_stages, 2, 1, "zbv")
-    run_ranks(of_wrong_stages, 2, 2, "1f1b")
 
 
 # -- an nn.Sequential, and a mesh with pipeline ranks ------------------------------------------------------------------
@@ -163,40 +160,33 @@ class Net(nn.Module):
         self.linear = nn.Linear(2, 2)
 
 
-def refused() -> list[str]:
-    found = []
-    for names, stages in ((("dp", "pp"), "auto"), (("pp", "dp"), 4), ((), 2)):
-        given = partial(with_mesh, sizes=(2, 2), names=names) if names else lambda _: {"model": Net()}
-        with pytest.raises(ShardwiseError) as error:
-            engine_of(Setting(2, given=given, config=in_stages(stages)))
-        found.append(str(error.value))
-    return found
-
-
-def test_meshes_that_contradict_and_other_models_are_refused_with_what_would_do() -> None:
-    for order, stages, other in run_ranks(refused, 4):
-        assert "init_device_mesh('cpu', (2, 2), mesh_dim_names=('pp', 'dp'))" in order
-        assert "pipeline.stages" in stages and "4" in stages
-        assert "PipelineModule([LayerSpec(...), ...]" in other and "PipelineModule.from_stages(module" in other
+@pytest.mark.parametrize(
+    ("names", "stages", "words"),
+    [
+        (("dp", "pp"), "auto", ["init_device_mesh('cpu', (2, 2), mesh_dim_names=('pp', 'dp'))"]),
+        (("pp", "dp"), 4, ["pipeline.stages", "4"]),
+        ((), 2, ["PipelineModule([LayerSpec(...), ...]", "PipelineModule.from_stages(module"]),
+    ],
+)
+@on_ranks(4)
+def test_meshes_that_contradict_and_other_models_are_refused_with_what_would_do(
+    names: tuple[str, ...], stages: Any, words: list[str]
+) -> None:
+    given = partial(with_mesh, sizes=(2, 2), names=names) if names else lambda _: {"model": Net()}
+    with pytest.raises(ShardwiseError) as error:
+        engine_of(Setting(2, given=given, config=in_stages(stages)))
+    assert all(word in str(error.value) for word in words)
 
 
 # -- DeepSpeed's names -------------------------------------------------------------------------------------------------
 
 
-def of_names() -> Any:
-    engine = engine_of(Setting(2, given=sequential, config=in_stages(2)))
-    grid = engine.grid
-    found = [grid.get_stage_id(), grid.get_data_parallel_id(), grid.pipe_parallel_size, grid.data_parallel_size]
-    groups = [grid.get_pipe_parallel_group(), grid.get_data_parallel_group()]
-    ranks = [dist.get_process_group_ranks(group) for group in groups]
-    engine.destroy()
-    return found, ranks
-
-
+@on_ranks(4)
 def test_the_grid_has_ranks_and_groups() -> None:
-    assert run_ranks(of_names, 4) == [
-        ([0, 0, 2, 2], [[0, 2], [0, 1]]),
-        ([0, 1, 2, 2], [[1, 3], [0, 1]]),
-        ([1, 0, 2, 2], [[0, 2], [2, 3]]),
-        ([1, 1, 2, 2], [[1, 3], [2, 3]]),
-    ]
+    engine = engine_of(Setting(2, given=sequential, config=in_stages(2)))
+    grid, (stage, place) = engine.grid, divmod(dist.get_rank(), 2)
+    assert (grid.get_stage_id(), grid.get_data_parallel_id()) == (stage, place)
+    assert (grid.pipe_parallel_size, grid.data_parallel_size) == (2, 2)
+    assert dist.get_process_group_ranks(grid.get_pipe_parallel_group()) == [place, place + 2]
+    assert dist.get_process_group_ranks(grid.get_data_parallel_group()) == [2 * stage, 2 * stage + 1]
+    engine.destroy()

@@ -7,21 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, thorough
 from tests.harness.garbage import tensors_in_cycles
 from tests.pipeline.training import Setting, data, engine_of
-
-
-def garbage_of_a_step(setting: Setting) -> list[str]:
-    """Return the tensors in reference cycles that the third step and an evaluation have left."""
-    engine = engine_of(setting)
-    for step in range(3):
-        batches: Any = list(data(setting, step))
-        with tensors_in_cycles() if step == 2 else contextlib.nullcontext() as found:
-            engine.train_batch(iter(batches))
-            engine.eval_batch(iter(batches))
-    engine.destroy()
-    return found or []
 
 
 @pytest.mark.parametrize(
@@ -34,6 +22,15 @@ def garbage_of_a_step(setting: Setting) -> list[str]:
         thorough("zb-h1", 1, {"activation_checkpoint_interval": 2}),
     ],
 )
+@on_ranks(2)
 def test_a_step_leaves_no_tensor_in_a_cycle(schedule: str, zero: int, options: dict[str, Any]) -> None:
     """Received activations of all micro-batches stayed until the garbage collector ran."""
-    assert run_ranks(garbage_of_a_step, 2, Setting(2, schedule, zero, options=options)) == [[], []]
+    setting = Setting(2, schedule, zero, options=options)
+    engine = engine_of(setting)
+    for step in range(3):
+        batches: Any = list(data(setting, step))
+        with tensors_in_cycles() if step == 2 else contextlib.nullcontext() as found:
+            engine.train_batch(iter(batches))
+            engine.eval_batch(iter(batches))
+    engine.destroy()
+    assert found == []

@@ -12,7 +12,7 @@ from tests.pipeline.families import Case, alone, check, train
     ("case", "ranks"),
     [
         (Case("t5", 3, steps=2), 3),
-        (Case("gpt2", 2, "zb-h1", 2, steps=2), 4),
+        thorough(Case("gpt2", 2, "zb-h1", 2, steps=2), 4),
         (Case("llama", 2, tensor=2, steps=2), 4),
         thorough(Case("llama", 2, "zbv", zero=3), 4),
         thorough(Case("t5", 4, zero=1), 8),

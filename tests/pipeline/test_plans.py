@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise
@@ -21,7 +22,7 @@ from shardwise.memory import Category, track_activations
 from shardwise.pipe import LayerSpec, PipelineModule, Schedule, TiedLayerSpec, Times, make_schedule, simulate
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import SCHEDULES, placement_of
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.models import Block
 from tests.pipeline.training import Setting, data, engine_of, head, model_of
 
@@ -197,24 +198,16 @@ def test_one_process_plans_all_positions_as_the_ranks_do() -> None:
     assert facts.idle_by_flops is not None and facts.idle_by_flops[1] < facts.idle[1] < facts.idle_by_flops[0]
 
 
-def limited() -> tuple[str, list[Any]]:
-    refused = ""
-    try:
-        engine_of(Setting(2, config={"memory_limits": {"device": "1KB"}}))
-    except shardwise.memory.OutOfMemoryError as error:
-        refused = str(error)
-    engine = engine_of(Setting(2))
-    plans = engine.memory_plans(Setting.batches(0, 0, 0), stages=[3], ranks=[1, 2])
-    engine.destroy()
-    return refused, [(plan.setting.stage, plan.setting.ranks, plan.position, plan.total) for plan in plans.plans]
-
-
+@on_ranks(2)
 def test_limits_and_other_settings() -> None:
     """Each rank of a pipeline is planned with the ranks of its own position."""
-    for rank, (refused, plans) in enumerate(run_ranks(limited, 2)):
-        assert "device: rank 0 needs" in refused and "1 rank at each of 2 positions of a pipeline" in refused
-        assert [plan[:3] for plan in plans] == [(3, 1, rank), (3, 2, rank)]
-        assert plans[0][3] > plans[1][3]
+    with pytest.raises(shardwise.memory.OutOfMemoryError, match=r"1 rank at each of 2 positions of a pipeline"):
+        engine_of(Setting(2, config={"memory_limits": {"device": "1KB"}}))
+    engine = engine_of(Setting(2))
+    one, two = engine.memory_plans(Setting.batches(0, 0, 0), stages=[3], ranks=[1, 2]).plans
+    assert [(plan.setting.ranks, plan.position) for plan in (one, two)] == [(n, dist.get_rank()) for n in (1, 2)]
+    assert one.total > two.total
+    engine.destroy()
 
 
 def large() -> list[Any]:

@@ -163,7 +163,6 @@ def test_stages_are_placed_in_a_loop_or_a_v() -> None:
     [
         (("1f1p", 2, 2), "pipeline schedule '1f1p' is unknown; did you mean '1f1b'?"),
         (("ZB_H1", 2, 2), "did you mean 'zb-h1'?"),
-        (("none", 2, 2), "known: naive, gpipe, 1f1b, interleaved"),
         (
             ("1f1b", 2, 2, 2),
             r"2 stages on each rank, expected 1 \(placement 'loop'\). Schedules for 2: naive, gpipe, int",
@@ -172,10 +171,7 @@ def test_stages_are_placed_in_a_loop_or_a_v() -> None:
         (("zbv", 2, 2, 3), r"3 stages on each rank, expected 2 \(placement 'v'\)"),
         (("zbv", 2, 2, 2, "loop"), "'zbv': placement is 'loop', expected 'v'"),
         (("1f1b", 2, 2, 1, "v"), "'1f1b': placement is 'v', expected 'loop'"),
-        (("naive", 2, 2, 2, "w"), "expected 'loop' or 'v'"),
         (("1f1b", 0, 2), "ranks is 0, expected a whole number from 1 on"),
-        (("1f1b", 2, 0), "micro_batches is 0"),
-        (("gpipe", 2, 2, 0), "chunks is 0"),
         (("1f1b", 2, 2.5), "micro_batches is 2.5"),
     ],
 )
@@ -201,15 +197,6 @@ FIRST, SECOND = (list(actions) for actions in SMALL.actions)
             changed(SMALL, 1, [*SECOND, Action(F, 0, 0)]),
             "rank 1: FORWARD of stage 0, micro-batch 0 is not needed there",
         ),
-        (changed(SMALL, 0, [*FIRST, Action(WEIGHT, 0, 0)]), "BACKWARD_WEIGHT of stage 0, micro-batch 0 is not needed"),
-        (
-            changed(SMALL, 0, [*FIRST, Action(Op.SEND_FORWARD, 0, 0)]),
-            "found 0 times, expected once: RECV_BACKWARD of stage 0, ",
-        ),
-        (
-            changed(SMALL, 0, [*FIRST, Action(Op.STEP)]),
-            r"rank 0: at the end stages \[\] are unsharded and stages \[\] reduced, expected \[\] and \[0\], then STEP",
-        ),
         (replace(SMALL, ranks=3), "ranks is 3, found actions or ranks for 2"),
         (replace(SMALL, rank_of=(0, 2)), r"rank_of is \(0, 2\), expected each rank below 2"),
     ],
@@ -227,11 +214,6 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         "schedule '1f1b' does not end; blocked: rank 0 before BACKWARD of stage 0, micro-batch 1; "
         "rank 1 before FORWARD of stage 1, micro-batch 1"
     )
-    lowered = with_communication(SMALL)
-    late = list(lowered.actions[1])
-    late[0], late[1] = late[1], late[0]
-    with pytest.raises(ScheduleError, match="rank 1 before FORWARD of stage 1, micro-batch 0"):
-        validate(changed(lowered, 1, late))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.memory import Category
 from shardwise.pipe import LayerSpec
 from tests.harness import run_ranks
-from tests.pipeline.training import MICRO_BATCHES, WORDS, Block, Setting, alone, data, engine_of, train_all
+from tests.pipeline.training import MICRO_BATCHES, WORDS, Block, Setting, data, engine_of, train_all
 
 WIDTH = 256
 
@@ -20,19 +20,6 @@ WIDTH = 256
 def wide() -> list[Any]:
     """Return layers that are large enough to be sharded: each block is a unit."""
     blocks = [LayerSpec(Block, WIDTH) for _ in range(8)]
-    return [LayerSpec(nn.Embedding, WORDS, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, WORDS, bias=False)]
-
-
-class Twice(nn.Linear):
-    """A layer whose weight is used by a linear function, whose gradient comes later, and by another one."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + self.weight.mean())
-
-
-def twice() -> list[Any]:
-    """Return layers that use weights twice."""
-    blocks = [LayerSpec(Twice, WIDTH, WIDTH) for _ in range(4)]
     return [LayerSpec(nn.Embedding, WORDS, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, WORDS, bias=False)]
 
 
@@ -100,13 +87,3 @@ def test_units_may_stay_unsharded_over_several_passes(schedule: str) -> None:
         for one in runs[:2]:
             assert one.losses == runs[2].losses
             assert all(torch.equal(one.parameters[name], runs[2].parameters[name]) for name in one.parameters)
-
-
-def test_weights_of_both_kinds_of_functions_get_the_sum() -> None:
-    settings = [Setting(2, "zbv", zero, made=twice, config={"pipeline": {"chunks": 2}}) for zero in (1, 3)]
-    expected = alone(settings[0], 2)
-    for runs in run_ranks(train_all, 4, settings):
-        for run in runs:
-            torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(expected.losses))
-            for name, values in run.parameters.items():
-                torch.testing.assert_close(values, expected.parameters[name], rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.errors import PeerLostError, UsageError
 from shardwise.pipe import LayerSpec, TiedLayerSpec
-from tests.harness import run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.pipeline.training import (
     ROWS,
     WIDTH,
@@ -204,30 +204,23 @@ def test_the_interval_of_recomputation_is_used() -> None:
         assert sum(calls for _, calls in found) == 6 * 4 * factor
 
 
-def evaluating(setting: Setting) -> tuple[list[float], list[float], list[int], bool]:
+@on_ranks(4)
+def test_evaluation_changes_nothing_and_gives_all_ranks_the_loss() -> None:
+    """pytorch/torchtitan#4742, #931: losses were missing, or -1, on ranks without the last stage."""
+    setting = Setting(2, "1f1b", 1)
     engine = engine_of(setting)
-    losses, evaluated, shapes = [], [], []
+    losses, evaluated = [], []
     for step in range(setting.steps):
         losses.append(float(engine.train_batch(data(setting, step))))
         evaluated.append(float(engine.eval_batch(data(setting, 90))))
         outputs = engine.inference_batch(data(setting, 90))
-        shapes = [] if outputs is None else [len(outputs), *outputs[0].shape]
         each = engine.eval_batch(data(setting, 90), reduce_output=None)
         assert len(each) == setting.micro_batches and engine.module.training
-    is_last = engine.is_last_stage()
+    torch.testing.assert_close(losses, alone(setting, 2).losses, rtol=1e-6, atol=1e-6)
+    assert of_all_ranks(evaluated) == [evaluated] * 4 and evaluated[0] != evaluated[1]
+    assert (outputs is not None) == engine.is_last_stage()
+    assert outputs is None or [len(outputs), *outputs[0].shape] == [4, 2, 5, WORDS]
     engine.destroy()
-    return losses, evaluated, shapes, is_last
-
-
-def test_evaluation_changes_nothing_and_gives_all_ranks_the_loss() -> None:
-    """pytorch/torchtitan#4742, #931: losses were missing, or -1, on ranks without the last stage."""
-    setting = Setting(2, "1f1b", 1)
-    expected = alone(setting, 2)
-    found = run_ranks(evaluating, 4, setting)
-    for losses, evaluated, shapes, is_last in found:
-        torch.testing.assert_close(losses, expected.losses, rtol=1e-6, atol=1e-6)
-        assert evaluated == found[0][1] and evaluated[0] != evaluated[1]
-        assert shapes == ([4, 2, 5, WORDS] if is_last else [])
 
 
 LAYOUTS = [(4, 2, "1f1b", 3), (1, 1, "1f1b", 0), (3, 3, "interleaved", 0)]
@@ -260,39 +253,32 @@ def dropping_out() -> list[Any]:
     return [*untied()[:2], LayerSpec(nn.Dropout, 0.2), *untied()[2:5], LayerSpec(nn.Dropout, 0.2), *untied()[5:]]
 
 
-def resumed(setting: Setting, directory: str) -> tuple[list[float], list[float]]:
+@pytest.mark.parametrize(("schedule", "zero"), [thorough("1f1b", 1), ("zbv", 3)])
+@on_ranks(4)
+def test_training_continues_from_a_checkpoint_bit_by_bit(tmp_path: Path, schedule: str, zero: int) -> None:
+    setting = Setting(2, schedule, zero, made=dropping_out)
     engine = engine_of(setting)
     torch.manual_seed(17 + dist.get_rank())
+    losses = []
     for step in range(4):
         if step == 2:
-            engine.save_checkpoint(directory)
-        losses = [float(engine.train_batch(data(setting, step)))]
+            engine.save_checkpoint(tmp_path)
+        losses.append(float(engine.train_batch(data(setting, step))))
     engine.destroy()
     engine = engine_of(setting)
-    engine.load_checkpoint(directory)
-    again = [float(engine.train_batch(data(setting, step))) for step in range(2, 4)]
+    engine.load_checkpoint(tmp_path)
+    assert [float(engine.train_batch(data(setting, step))) for step in range(2, 4)] == losses[2:]
     engine.destroy()
-    return losses, again[-1:]
 
 
-@pytest.mark.parametrize(("schedule", "zero"), [thorough("1f1b", 1), ("zbv", 3)])
-def test_training_continues_from_a_checkpoint_bit_by_bit(tmp_path: Path, schedule: str, zero: int) -> None:
-    for went_on, again in run_ranks(resumed, 4, Setting(2, schedule, zero, made=dropping_out), str(tmp_path)):
-        assert again == went_on
-
-
-def idle(setting: Setting) -> tuple[str, float, int, str]:
+@on_ranks(2)
+def test_idle_times_are_those_of_all_ranks() -> None:
+    setting = Setting(2, "1f1b")
     engine = engine_of(setting)
     engine.train_batch(data(setting, 0))
     with engine.record_idle() as times:
         engine.train_batch(data(setting, 1))
     engine.destroy()
-    return str(times), times.idle_share, len(times.spans), times.svg()
-
-
-def test_idle_times_are_those_of_all_ranks() -> None:
-    found = run_ranks(idle, 2, Setting(2, "1f1b"))
-    for text, share, spans, picture in found:
-        assert 0 < share < 1 and spans == 2 * 2 * 4
-        assert "idle share of all ranks" in text and picture.startswith("<svg")
-    assert found[0] == found[1]
+    assert 0 < times.idle_share < 1 and len(times.spans) == 2 * 2 * 4
+    assert "idle share of all ranks" in str(times) and times.svg().startswith("<svg")
+    assert of_all_ranks((str(times), times.idle_share)) == [(str(times), times.idle_share)] * 2

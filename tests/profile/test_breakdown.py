@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.config import resolve
-from tests.harness import run_ranks
+from shardwise.memory import Category
+from tests.harness import on_ranks
 from tests.harness.logs import logged
 from tests.profile.test_engine import engine_of, window
 
@@ -42,47 +43,40 @@ class Slow(nn.Module):
         return Sleeps.apply(x)  # type: ignore[no-any-return]
 
 
-def told(stage: int, accumulation: int) -> tuple[list[str], int]:
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (3, 2)])
+@on_ranks(2)
+def test_times_of_the_parts_on_two_ranks(stage: int, accumulation: int) -> None:
     engine = engine_of(stage, accumulation, **ON)
     engine.module.norm = nn.Sequential(Slow())
     with logged() as kept:
         for _ in range(4):
             window(engine, accumulation)
-    waited = len(engine._profiling._times._pending) if engine._profiling._times is not None else 0
-    engine.destroy()
-    return kept.lines, waited
-
-
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (3, 2)])
-def test_times_of_the_parts_on_two_ranks(stage: int, accumulation: int) -> None:
-    (lines, waited), (others, _) = run_ranks(told, 2, stage, accumulation)
-    found = times(lines)
-    assert len(found) == 2 and waited == 0 and not times(others)
-    assert [line.partition(" ")[0] for line in lines if "time (ms)" in line] == ["step=2", "step=4"]
-    for parts in found:
+    found = times(kept.lines)
+    assert len(found) == (2 if engine.global_rank == 0 else 0)
+    assert engine.global_rank or not engine._profiling._times._pending
+    for number, parts in enumerate(found):
+        assert any(line.startswith(f"step={2 * number + 2} ") for line in kept.lines)
         assert list(parts) == ["fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"]
         assert 30 * accumulation <= parts["fwd"] and 60 * accumulation <= parts["bwd_inner"]
         assert parts["bwd"] == pytest.approx(parts["bwd_inner"] + parts["bwd_allreduce"], abs=0.02)
         assert parts["bwd_allreduce"] > 0 and parts["step"] > 0
+    engine.destroy()
 
 
-def late(rank_that_sleeps: int) -> list[str]:
-    """One rank comes late to its backward pass, for which the other waits in a reduction."""
+@on_ranks(2)
+def test_waiting_for_another_rank_is_reduction() -> None:
+    """The second rank comes late to its backward pass, for which the first waits in a reduction."""
     engine = engine_of(1, **ON)
     with logged() as kept:
         for _ in range(2):
             loss = engine(torch.zeros(2, 8, dtype=torch.int64)).square().mean()
-            if engine.global_rank == rank_that_sleeps:
-                time.sleep(0.2)
+            time.sleep(0.2 * engine.global_rank)
             engine.backward(loss)
             engine.step()
+    for parts in times(kept.lines):
+        assert parts["bwd_allreduce"] > 150 > parts["bwd_inner"]
+    assert len(times(kept.lines)) == 1 - engine.global_rank
     engine.destroy()
-    return kept.lines
-
-
-def test_waiting_for_another_rank_is_reduction() -> None:
-    (parts,) = times(run_ranks(late, 2, 1)[0])
-    assert parts["bwd_allreduce"] > 150 > parts["bwd_inner"]
 
 
 def test_evaluation_and_other_engines_are_not_in_it() -> None:
@@ -128,31 +122,30 @@ def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
 # -- memory_breakdown --------------------------------------------------------------------------------------------------
 
 
-def held(stage: int) -> tuple[list[str], dict[str, Any]]:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_memory_at_the_phases_of_a_step(stage: int) -> None:
     engine = engine_of(stage, 2, memory_breakdown=True, steps_per_print=2)
     with logged() as kept:
         for _ in range(3):
             window(engine, 2)
     engine.sharded.finish_gathers()
-    live = {category.value: size for category, size in engine.accountant.live.items()}
+    held = engine.accountant.live[Category.OPTIMIZER]
+    first = engine.global_rank == 0
     engine.destroy()
-    return [line for line in kept.lines if "memory of rank" in line], live
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_memory_at_the_phases_of_a_step(stage: int) -> None:
-    (lines, live), (others, _) = run_ranks(held, 2, stage)
-    assert len(lines) == 1 and not others
-    head, columns, *rows = lines[0].splitlines()
-    assert head == "step=2 memory of rank 0"
-    titles = ["before forward", "after forward", "after backward", "after step", "peak"]
-    assert re.split(r"  +", columns.strip()) == titles
-    cells = {name: sizes for name, *sizes in (re.split(r"  +", row) for row in rows)}
-    assert {"parameters", "optimizer state", "gradients", "total"} <= set(cells)
-    assert cells["optimizer state"][-1] == cells["optimizer state"][0] == f"{live['optimizer state'] / 1024:.2f} KiB"
-    # The second micro-batch begins with the gradients of the first, and the step frees them.
-    assert cells["gradients"][0] != "-" and cells["gradients"][3] == "-"
-    assert cells["gradients"][2] != "-" and cells["gradients"][4] != "-"
+    lines = [line for line in kept.lines if "memory of rank" in line]
+    assert len(lines) == first
+    for line in lines:
+        head, columns, *rows = line.splitlines()
+        assert head == "step=2 memory of rank 0"
+        titles = ["before forward", "after forward", "after backward", "after step", "peak"]
+        assert re.split(r"  +", columns.strip()) == titles
+        cells = {name: sizes for name, *sizes in (re.split(r"  +", row) for row in rows)}
+        assert {"parameters", "optimizer state", "gradients", "total"} <= set(cells)
+        assert cells["optimizer state"][-1] == cells["optimizer state"][0] == f"{held / 1024:.2f} KiB"
+        # The second micro-batch begins with the gradients of the first, and the step frees them.
+        before, _, backward, step, peak = (cell != "-" for cell in cells["gradients"])
+        assert (before, backward, step, peak) == (True, True, False, True)
 
 
 def test_memory_on_tiers_and_of_a_step_without_engine_backward() -> None:

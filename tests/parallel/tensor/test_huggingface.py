@@ -77,7 +77,7 @@ def compare(found: list[Any], expected: Any, bound: float = 2e-5) -> float:
 
 
 FAMILIES = [
-    *("gpt2", "llama", "t5", "bloom", "mixtral", "qwen2_moe", "phi3"),
+    *("gpt2", "t5", "mixtral", "qwen2_moe", "phi3", "llama", "bloom"),
     *("qwen3", "t5 gated", "gpt_neox", "opt", "bert", "modernbert", "falcon", "falcon alibi", "mpt", "bigcode", "phi"),
     *("gemma2", "olmo2", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama untied", "falcon new"),
 ]
@@ -86,8 +86,8 @@ FAMILIES = [
 @pytest.mark.parametrize(
     ("family", "size", "stage", "steps"),
     [
-        *((family, 2, number % 4, 2) for number, family in enumerate(FAMILIES[:7])),
-        *(thorough(family, 4, number % 4, STEPS) for number, family in enumerate(FAMILIES[:6])),
+        *((family, 2, number % 4, 2) for number, family in enumerate(FAMILIES[:5])),
+        *(thorough(family, 4, number % 4, STEPS) for number, family in enumerate(FAMILIES[:7])),
         *(thorough(family, 2 + number % 2, 3 * (number % 2), 4) for number, family in enumerate(FAMILIES[7:-2])),
     ],
 )

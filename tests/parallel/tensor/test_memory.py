@@ -53,10 +53,10 @@ def test_the_dry_run_is_what_is_measured(kind: str, stage: int, norms: bool, wor
 
 
 def test_plans_for_ranks_that_there_are_not() -> None:
-    from shardwise.launch.architectures import SHAPES, Decoder
+    from shardwise.launch.architectures import Decoder, Shape
 
     with torch.device("meta"):
-        model = Decoder(SHAPES["llama-7b"])
+        model = Decoder(Shape(8, 2048, 16, 8000, inner=5504, llama=True))
     numel = sum(parameter.numel() for parameter in model.parameters())
     adam = {"type": "AdamW", "params": {"lr": 1e-4}}
     given = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": adam}

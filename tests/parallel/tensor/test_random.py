@@ -191,28 +191,6 @@ def test_without_dropout_nothing_is_watched() -> None:
     assert [found[4] for found in run_ranks(step, 2, False, "", 0.0)] == [False, False]
 
 
-def seeded_alike() -> Any:
-    """Two passes that a script seeds alike, of which the first has gone when the second is recomputed."""
-    engine = started(True, "halves")
-    losses = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        losses.append(engine(data(0, ROWS)))
-    for _ in range(2):
-        engine.backward(losses.pop(0))
-        engine.step()
-    seen = masks_of(engine)
-    engine.destroy()
-    return seen
-
-
-def test_passes_that_are_seeded_alike() -> None:
-    for masks in run_ranks(seeded_alike, 2):
-        for path, seen in masks.items():
-            assert len(seen) == (2 if path == "last" else 4)
-            assert all(torch.equal(mask, seen[0]) for mask in seen[1:]), path
-
-
 # -- adapters, and keys that ranks share -------------------------------------------------------------------------------
 
 

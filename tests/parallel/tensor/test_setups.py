@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise
 from shardwise.errors import ShardwiseError
@@ -31,20 +32,15 @@ def start(model: nn.Module | None = None, settings: Any = None, **more: Any) -> 
     return shardwise.initialize(model=model or decoder(), config=settings or config(), **more)[0]
 
 
-def sizes() -> None:
-    start(settings=config(3))
+def meshed(sizes: tuple[int, ...], names: tuple[str, ...], settings: Any = None, model: Any = None) -> None:
+    start(model, settings or config(None), mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
 def features() -> None:
-    rules = {"layer_specs": [{"patterns": [r"\.q\."], "partition_type": "column"}]}
     model = decoder()
     for block in model.blocks:
         block.q = nn.Linear(16, 1)
-    start(model, config(2, rules))
-
-
-def unknown() -> None:
-    start(settings=config(2, {"use_default_specs": False, "layer_specs": [{"patterns": ["no_such_layer"]}]}))
+    start(model, config(2, {"layer_specs": [{"patterns": [r"\.q\."], "partition_type": "column"}]}))
 
 
 def other_plans() -> None:
@@ -53,10 +49,10 @@ def other_plans() -> None:
     start(settings=config(2, {"layer_specs": own}))
 
 
-def other_inputs() -> None:
-    engine = start()
+def called(step: int, **more: Any) -> None:
+    engine = start(settings=config(2, **more))
     try:
-        engine(data(dist.get_rank(), ROWS))
+        engine(data(step, ROWS))
     finally:
         engine.destroy()
 
@@ -70,111 +66,85 @@ def divided_otherwise() -> None:
         end_tensors()
 
 
-def other_order() -> None:
-    start(settings=config(None), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")))
-
-
-def mesh_and_config() -> None:
-    start(settings=config(4), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-
-
-def mesh_of_unknown() -> None:
-    start(settings=config(None), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")))
-
-
 def after_the_end() -> None:
     model = decoder()
-    engine = start(model)
-    engine.destroy()
+    start(model).destroy()
     model(data(0, ROWS))
 
 
-def unmarked() -> None:
-    start(settings=config(None, RULES), mpu=Unit(2))
-
-
-def marked_without_dimension() -> None:
+def marked(change: Callable[[Any], None], data_group: bool = False) -> None:
+    """A client's layers, of which a mark is changed."""
     unit = Unit(2)
     model = megatron(unit)
-    model.blocks[1].o.weight.partition_dim = -1
+    change(model)
+    if data_group:
+        groups = [dist.new_group([rank]) for rank in range(4)]
+        unit.data = groups[dist.get_rank()]
     start(model, config(None), mpu=unit)
 
 
-def marked_otherwise() -> None:
-    unit = Unit(2)
-    model = megatron(unit)
+def without_dimension(model: Any) -> None:
+    model.blocks[1].o.weight.partition_dim = -1
+
+
+def on_some_ranks(model: Any) -> None:
     if dist.get_rank() % 2:
         model.blocks[0].up.bias.tensor_model_parallel = False
-    start(model, config(None), mpu=unit)
-
-
-def unit_with_another_dimension() -> None:
-    unit = Unit(2)
-    groups = [dist.new_group([rank]) for rank in range(4)]
-    unit.data = groups[dist.get_rank()]
-    start(megatron(unit), config(None), mpu=unit)
-
-
-def mesh_of_dtensors() -> None:
-    model = parallelized(decoder(), 2)
-    start(model, config(None), mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp")))
 
 
 def two_dimensions() -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     model = decoder()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0), Shard(1)]))
     start(model, config(None))
 
 
-def sequences_without_loader() -> None:
-    engine = start(settings=config(2, sequence_parallel_size=2))
-    try:
-        engine(data(0, ROWS))
-    finally:
-        engine.destroy()
-
-
-def rows_without_group() -> None:
-    shardwise.tp_model_init(decoder(), 3)
-
-
-CASES: dict[Callable[[], None], tuple[str, str]] = {
-    sizes: ("ConflictError", "tensor_parallel.autotp_size"),
-    features: ("ConfigError", "blocks.0.q"),
-    unknown: ("ConfigError", "layer_specs[0].patterns"),
-    other_plans: ("DesyncError", "tensor_parallel.partition_config.layer_specs"),
-    other_inputs: ("DesyncError", "have one copy of the model"),
-    divided_otherwise: ("ConflictError", "autotp_size"),
-    other_order: ("UsageError", "init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))"),
-    mesh_and_config: ("ConflictError", "autotp_size"),
-    mesh_of_unknown: ("UsageError", "'cp': 2"),
-    after_the_end: ("UsageError", "no engine"),
-    unmarked: ("UsageError", "parameter.tensor_model_parallel"),
-    marked_without_dimension: ("UsageError", "'blocks.1.o.weight'"),
-    marked_otherwise: ("UsageError", "'blocks.0.up.bias'"),
-    unit_with_another_dimension: ("UsageError", "get_data_parallel_group()"),
-    mesh_of_dtensors: ("ConflictError", "4 ranks"),
-    two_dimensions: ("UsageError", "'head.weight'"),
-    sequences_without_loader: ("UsageError", "exchange of heads"),
-    rows_without_group: ("ConflictError", "tp_size"),
+UNKNOWN = {"use_default_specs": False, "layer_specs": [{"patterns": ["no_such_layer"]}]}
+CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "sizes": (lambda: start(settings=config(3)), "ConflictError", "tensor_parallel.autotp_size"),
+    "features": (features, "ConfigError", "blocks.0.q"),
+    "unknown": (lambda: start(settings=config(2, UNKNOWN)), "ConfigError", "layer_specs[0].patterns"),
+    "other plans": (other_plans, "DesyncError", "tensor_parallel.partition_config.layer_specs"),
+    "other inputs": (lambda: called(dist.get_rank()), "DesyncError", "have one copy of the model"),
+    "divided otherwise": (divided_otherwise, "ConflictError", "autotp_size"),
+    "other order": (
+        lambda: meshed((2, 2), ("tp", "dp")),
+        "UsageError",
+        "init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
+    ),
+    "mesh and config": (lambda: meshed((2, 2), ("dp", "tp"), config(4)), "ConflictError", "autotp_size"),
+    "mesh of unknown": (lambda: meshed((2, 2), ("cp", "tp")), "UsageError", "'cp': 2"),
+    "after the end": (after_the_end, "UsageError", "no engine"),
+    "unmarked": (
+        lambda: start(settings=config(None), mpu=Unit(2)),
+        "UsageError",
+        "parameter.tensor_model_parallel",
+    ),
+    "without a dimension": (lambda: marked(without_dimension), "UsageError", "'blocks.1.o.weight'"),
+    "on some ranks": (lambda: marked(on_some_ranks), "UsageError", "'blocks.0.up.bias'"),
+    "another group": (lambda: marked(id, True), "UsageError", "get_data_parallel_group()"),
+    "mesh of DTensors": (
+        lambda: meshed((1, 4), ("dp", "tp"), model=parallelized(decoder(), 2)),
+        "ConflictError",
+        "4 ranks",
+    ),
+    "two dimensions": (two_dimensions, "UsageError", "'head.weight'"),
+    "sequences": (lambda: called(0, sequence_parallel_size=2), "UsageError", "exchange of heads"),
+    "rows without a group": (lambda: shardwise.tp_model_init(decoder(), 3), "ConflictError", "tp_size"),
 }
-"""Class of the error, and the key, name or value that the message has."""
+"""What is wrong, class of the error, and the key, name or value that the message has."""
 
 
-def wrong(number: int) -> tuple[str, str]:
+def wrong(name: str) -> tuple[str, str]:
     try:
-        list(CASES)[number]()
+        CASES[name][0]()
     except (ShardwiseError, TypeError, ValueError, RuntimeError) as error:
         return type(error).__name__, str(error)
     return "", ""
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_wrong_set_ups_say_what_to_do(case: Any) -> None:
-    found = run_ranks(wrong, 4, list(CASES).index(case))
-    kind, key = CASES[case]
-    assert all(name for name, _ in found)
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_set_ups_say_what_to_do(name: str) -> None:
+    found, (_, kind, key) = run_ranks(wrong, 4, name), CASES[name]
+    assert all(raised for raised, _ in found)
     assert found[0][0] == kind and key in found[0][1], found[0]

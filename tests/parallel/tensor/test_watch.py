@@ -16,8 +16,7 @@ import shardwise
 from shardwise.errors import ConfigError
 from shardwise.parallel.tensor.check import Comparison
 from tests.harness import on_ranks, run_ranks
-from tests.parallel.random_decoders import differing
-from tests.parallel.tensor.test_division import Refused, config, gradients
+from tests.parallel.tensor.test_division import Refused, alone, config, differing, gradients
 
 WIDTH = 8
 
@@ -182,12 +181,8 @@ def test_each_block_is_compared_that_runs_something_else() -> None:
             assert isinstance(told[kind], Refused) and words in told[kind], (kind, told[kind])
             assert told[kind].startswith("ConfigError: tensor parallelism: "), kind
         for kind in RIGHT:
-            whole = model(kind)
-            loss = whole(inputs())
-            loss.backward()
-            grads = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
             assert not isinstance(told[kind], Refused), (kind, told[kind])
-            assert differing(*told[kind], (loss.item(), grads)) == [], kind
+            assert differing(*told[kind], alone(model(kind), inputs())) == [], kind
 
 
 class Evaluated(MLP):
@@ -269,13 +264,10 @@ def divided_tokens() -> list[Any]:
 
 
 def test_norms_with_several_names_and_blocks_of_a_ranks_tokens() -> None:
-    whole = of_tokens(False)
-    loss = whole(inputs())
-    loss.backward()
-    grads = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    expected = alone(of_tokens(False), inputs())
     for shared, tail in run_ranks(divided_tokens, 2):
         assert not isinstance(shared, Refused), shared
-        assert differing(*shared, (loss.item(), grads)) == []
+        assert differing(*shared, expected) == []
         assert isinstance(tail, Refused) and "tail (MLP), divided over 2 ranks" in tail, tail
         assert "its input 0 of shape [2, 2, 8] differs between the ranks" in tail, tail
 
