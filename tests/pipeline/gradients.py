@@ -84,10 +84,11 @@ def gradients(setting: Setting, prepare: Callable[[Any], Any] = id) -> Gradients
     """Return the gradients of this rank's stages in one step, and their buffers after it; `prepare` gets the engine."""
     engine = engine_of(replace(setting, config={**PLAIN, **setting.config}))
     prepare(engine)
-    engine.train_batch(data(setting, 0))
-    found = momenta(engine) | {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    engine.destroy()
-    return found
+    try:
+        engine.train_batch(data(setting, 0))
+        return momenta(engine) | {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    finally:
+        engine.destroy()
 
 
 def gradients_of_all(settings: Sequence[Setting]) -> list[Gradients]:

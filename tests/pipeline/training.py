@@ -119,7 +119,11 @@ def whole_of(setting: Setting) -> nn.Module:
     """Return the model of one process."""
     if setting.whole is not None:
         return setting.whole(setting)
-    return model_of(1, setting.made, setting.loss, **setting.options)
+    options = {key: value for key, value in setting.options.items() if key != "partition_method"}
+    model = model_of(1, setting.made, setting.loss, **options)
+    if dist.is_initialized():
+        model.build([0], 1)
+    return model
 
 
 def alone(setting: Setting, places: int) -> Run:
