@@ -256,18 +256,6 @@ def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
     engine.destroy()
 
 
-@on_ranks(1)
-def test_a_model_names_the_modules_whose_buffers_stay_fp32() -> None:
-    model = SharedTable()
-    model._keep_in_fp32_modules = ["second"]  # as transformers' models do
-    model.second.table = torch.ones(3)
-    config = {"train_micro_batch_size_per_gpu": 2, "data_types": {"buffer_dtype": "fp16", "param_dtype": "fp32"}}
-    engine, *_ = shardwise.initialize(model=model, config=config)
-    engine.destroy()
-    dtypes = model.first.table.dtype, model.second.table.dtype, model.wide.table.dtype
-    assert dtypes == (torch.float16, torch.float32, torch.float16)
-
-
 def units_of(leaf: dict[str, Any]) -> tuple[list[str], int]:
     """Return what is logged of leaf modules, and the number of units."""
     zero = {"stage": 3, "reduce_bucket_size": 1, "leaf_module": leaf}

@@ -18,7 +18,7 @@ from shardwise.errors import PeerLostError, UsageError
 from shardwise.parallel import DistributedAttention, share_attention
 from shardwise.pipe import LayerSpec
 from tests.harness import run_ranks, thorough
-from tests.pipeline.families import model_of
+from tests.pipeline.families import called_with_inputs, model_of
 from tests.pipeline.gradients import close, gradients, gradients_alone
 from tests.pipeline.training import Setting
 
@@ -104,7 +104,7 @@ def check(setting: Setting, ranks: int) -> None:
     found = run_ranks(gradients, ranks, setting)
     assert {name for own in found for name in own} == set(expected)
     for own in found:
-        close(own, expected, rtol=1e-4, atol=1e-6)
+        close(own, expected, bound=1e-5)
 
 
 def refusal(setting: Setting) -> str:
@@ -134,11 +134,7 @@ def of_family(setting: Setting, family: str) -> dict[str, Any]:
 
 
 def whole(setting: Setting, family: str) -> Any:
-    """Return a model that is called with a dictionary, as a pipeline is."""
-    model = model_of(family)
-    forward = model.forward
-    model.forward = lambda inputs: forward(**inputs)
-    return model
+    return called_with_inputs(model_of(family))
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from shardwise.pipe import LayerSpec
-from tests.families import build
 from tests.harness import run_ranks, thorough
-from tests.pipeline import families
-from tests.pipeline.families import Case
-from tests.pipeline.gradients import compare
+from tests.pipeline.families import setting_of, with_lora
+from tests.pipeline.gradients import compare, gradients_alone
 from tests.pipeline.training import WIDTH, WORDS, Block, Logits, Setting, data, engine_of, untied
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0.3}
@@ -154,16 +151,25 @@ def test_adapters_and_frozen_stages_have_all_gradients(made: Any, stages: int, z
     compare([Setting(stages, name, zero, made=made, options=options) for name in schedules], stages)
 
 
-def with_lora(family: str) -> Any:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    return peft.inject_adapter_in_model(config, build(family))
+# -- models of transformers --------------------------------------------------------------------------------------------
 
 
-def train_lora(case: Case) -> families.Trained:
-    with mock.patch.object(families, "model_of", with_lora):
-        return families.train(case)
+@pytest.mark.parametrize(
+    ("setting", "ranks"),
+    [
+        (setting_of("t5", 3), 3),
+        (setting_of("llama", 2, tensor_parallel={"autotp_size": 2}), 4),
+        thorough(setting_of("gpt2", 2, "zb-h1", 2), 4),
+        thorough(setting_of("llama", 2, "zbv", 3), 4),
+        thorough(setting_of("t5", 4, zero=1), 8),
+        thorough(setting_of("bloom", 2, zero=1, tensor_parallel={"autotp_size": 2}), 8),
+        thorough(setting_of("llama", 2, "zb-h1", 3, tensor_parallel={"autotp_size": 2}), 8),
+    ],
+    ids=lambda value: None if isinstance(value, int) else f"{value.given.keywords['family']} {value.schedule}",
+)
+def test_models_of_transformers_have_all_gradients(setting: Setting, ranks: int) -> None:
+    size = setting.config.get("tensor_parallel", {}).get("autotp_size", 1)
+    compare([setting], ranks, places=ranks // setting.stages // size)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +177,9 @@ def train_lora(case: Case) -> families.Trained:
 )
 def test_lora_of_peft_trains_adapters_only(schedule: str, zero: int, ranks: int) -> None:
     pytest.importorskip("peft")
-    with mock.patch.object(families, "model_of", with_lora):
-        expected = families.alone("llama", 2, ranks // 2)
-    start = dict(with_lora("llama").named_parameters())
-    for found in run_ranks(train_lora, ranks, Case("llama", 2, schedule, zero)):
-        families.check(found, expected, f"{schedule}")
-        trained = {name for name, gradient in found.gradients.items() if bool(gradient.any())}
-        assert trained == {name for name in found.gradients if "lora_" in name}
-        assert all(torch.equal(v, start[name]) for name, v in found.values.items() if name not in trained)
+    setting = setting_of("llama", 2, schedule, zero, with_lora)
+    compare([setting], ranks)
+    assert all("lora_" in name for name in gradients_alone(setting, 1) if "inv_freq" not in name)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

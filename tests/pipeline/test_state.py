@@ -172,9 +172,9 @@ def test_state_of_single_parameters(zero: int) -> None:
 
 
 def exported(kind: str, stages: int, directory: str) -> dict[str, torch.Tensor]:
-    case = families.Case(kind, stages)
-    engine = families.engine_of(case)
-    engine.train_batch(iter(families.batches(case, 0, 0)))
+    setting = families.setting_of(kind, stages)
+    engine = engine_of(setting)
+    engine.train_batch(data(setting, 0))
     engine.export(directory)
     found = engine.module_state_dict()
     engine.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardwise
 from shardwise.errors import PeerLostError, UsageError
-from shardwise.pipe import LayerSpec, TiedLayerSpec
+from shardwise.pipe import LayerSpec, PipelineModule, TiedLayerSpec, make_schedule
+from shardwise.pipeline.idle import text_of
+from shardwise.pipeline.lowering import with_communication
+from shardwise.profile.trace import merge, read, summarize
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
+from tests.harness.garbage import tensors_in_cycles
 from tests.pipeline.training import (
+    MICRO_BATCHES,
     ROWS,
     WIDTH,
     WORDS,
@@ -282,3 +289,106 @@ def test_idle_times_are_those_of_all_ranks() -> None:
     assert 0 < times.idle_share < 1 and len(times.spans) == 2 * 2 * 4
     assert "idle share of all ranks" in str(times) and times.svg().startswith("<svg")
     assert of_all_ranks((str(times), times.idle_share)) == [(str(times), times.idle_share)] * 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "options"),
+    [
+        ("1f1b", 1, {}),
+        ("zbv", 3, {}),
+        *(thorough(name, zero, {}) for name in ("gpipe", "interleaved", "zb-h1", "dualpipe-v") for zero in (0, 2)),
+        thorough("1f1b", 3, {"activation_checkpoint_interval": 1}),
+        thorough("zb-h1", 1, {"activation_checkpoint_interval": 2}),
+    ],
+)
+@on_ranks(2)
+def test_a_step_leaves_no_tensor_in_a_cycle(schedule: str, zero: int, options: dict[str, Any]) -> None:
+    """Received activations of all micro-batches stayed until the garbage collector ran."""
+    setting = Setting(2, schedule, zero, options=options)
+    engine = engine_of(setting)
+    for step in range(3):
+        batches: Any = list(data(setting, step))
+        with tensors_in_cycles() if step == 2 else contextlib.nullcontext() as found:
+            engine.train_batch(iter(batches))
+            engine.eval_batch(iter(batches))
+    engine.destroy()
+    assert found == []
+
+
+class Echo(nn.Module):
+    """Returns its input, and has a parameter that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.0 * self.weight
+
+
+def distance(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (output - labels).abs().sum()
+
+
+@pytest.mark.parametrize("source", ["training_data", thorough("deepspeed_io")])
+@on_ranks(4)
+def test_labels_belong_to_inputs(source: str) -> None:
+    """deepspeedai/DeepSpeed#5729: outputs met labels of another batch. Here also if ranks have different seeds."""
+    torch.manual_seed(dist.get_rank())
+    samples = [(torch.full((1,), float(n)), torch.full((1,), float(n))) for n in range(32)]
+    model = PipelineModule([LayerSpec(Echo) for _ in range(4)], num_stages=2, loss_fn=distance)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+    }
+    data: Any = samples if source == "training_data" else None
+    engine, _, _, _ = shardwise.initialize(model=model, config=config, training_data=data)
+    if source == "deepspeed_io":
+        engine.set_dataloader(engine.deepspeed_io(samples))
+    seen: list[float] = []
+    engine.set_batch_fn(lambda pair: (seen.extend(pair[0].flatten().tolist()), pair)[1])
+    losses = [float(engine.train_batch()) for _ in range(6)]
+    assert [*losses, float(engine.eval_batch())] == [0.0] * 7
+    engine.destroy()
+    first, second, *others = of_all_ranks(seen)
+    assert others == [first, second] and sorted(first[:16] + second[:16]) == list(range(32))
+
+
+def recorded(setting: Setting, directory: str) -> None:
+    engine = engine_of(setting)
+    engine.train_batch(data(setting, 0))
+    with engine.record_timeline(directory):
+        engine.train_batch(data(setting, 1))
+    engine.destroy()
+
+
+def tracks(events: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the names of events in the order of time, by the name of the track, of tracks of stages."""
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    found: dict[str, list[str]] = {}
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"]):
+        if "stage" in event["args"]:
+            assert event["cat"] == ("stage" if event["name"][0] in "FBIW" else "message")
+            found.setdefault(names[event["pid"], event["tid"]], []).append(event["name"])
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_a_timeline_has_a_track_of_actions_for_each_stage(schedule: str, tmp_path: Path) -> None:
+    run_ranks(recorded, 2, Setting(2, schedule, options={"partition_method": "uniform"}), str(tmp_path))
+    made = with_communication(make_schedule(schedule, 2, MICRO_BATCHES))
+    expected: dict[int, list[str]] = {}
+    for action in made:
+        expected.setdefault(action.stage, []).append(text_of(action).rpartition(" stage ")[0])
+    timelines = read(tmp_path)
+    for rank, timeline in enumerate(timelines):
+        own = {stage for stage, of in enumerate(made.rank_of) if of == rank}
+        assert tracks(timeline.events) == {f"stage {stage}": expected[stage] for stage in own}
+        # Ranges of actions contain those of compute: the table of times counts neither twice.
+        times = summarize([timeline]).ranks[0]
+        assert sum(times.shares.values()) == pytest.approx(times.whole)
+    merged = merge(timelines)
+    assert tracks(merged) == {f"stage {n}, rank {made.rank_of[n]}": names for n, names in expected.items()}
+    processes = {e["pid"]: e["args"]["name"].split(" on ")[0] for e in merged if e["name"] == "process_name"}
+    assert processes == {0: "rank 0", 1: "rank 1", 2: "pipeline"}

@@ -108,17 +108,6 @@ def test_without_steps_per_print_each_step_is_printed(more: dict[str, Any]) -> N
     assert not found.no_effect and not found.warnings
 
 
-def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
-    engine = engine_of(0, **ON)
-    with pytest.raises(IndexError):
-        engine(torch.full((2, 8), 99))
-    with logged() as kept:
-        window(engine)
-        window(engine)
-    assert len(times(kept.lines)) == 1
-    engine.destroy()
-
-
 # -- memory_breakdown --------------------------------------------------------------------------------------------------
 
 

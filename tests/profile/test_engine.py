@@ -119,25 +119,6 @@ def test_backward_passes_that_the_engine_does_not_make_are_told(capsys: pytest.C
     engine.destroy()
 
 
-def test_a_step_that_has_passed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("shardwise.engine.profiling.warn_once", told.append)
-    engine = engine_of(0, flops_profiler={"enabled": True, "profile_step": 2})
-    engine.global_steps = 5  # as after a checkpoint has been loaded
-    window(engine)
-    window(engine)
-    assert len(told) == 1 and "profile_step 2: 5 steps have been taken" in told[0]
-    assert engine.last_profile is None
-    engine.destroy()
-
-
-def test_destroyed_in_the_middle_of_a_step() -> None:
-    engine = engine_of(0, flops_profiler={"enabled": True, "profile_step": 0})
-    engine(BATCH["tokens"])
-    engine.destroy()
-    assert hooks(engine) == 0
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_is_compiled_is_counted_as_written(whole: bool) -> None:
     engine = engine_of(0, flops_profiler={"enabled": True, "profile_step": 1})

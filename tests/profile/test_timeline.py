@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import json
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from shardwise.device import ranges
 from shardwise.errors import ConfigError, UsageError
 from shardwise.profile.timeline import TRACKS, Recorder, _blame_streams, file_of
-from shardwise.profile.trace import SHARES, Timeline, merge, read, summarize
+from shardwise.profile.trace import Timeline, read, summarize
 from tests.harness import run_ranks, thorough
 from tests.harness.logs import logged
 from tests.profile.test_engine import engine_of, hooks, window
@@ -161,24 +160,6 @@ def test_what_is_moved_is_shown(device: str, tmp_path: Path) -> None:
     times = summarize(timelines).ranks[0]
     assert (times.moved > 0) == (times.shares["moves"] > 0) == (device == "nvme")
     assert 0 <= times.moves_hidden <= times.moved
-
-
-def test_a_table_divides_the_time_of_each_rank(tmp_path: Path) -> None:
-    run_ranks(recorded, 2, 3, 1, str(tmp_path))
-    timelines = read(tmp_path)
-    summary = summarize(timelines)
-    for times in summary.ranks:
-        assert tuple(times.shares) == SHARES
-        assert sum(times.shares.values()) == pytest.approx(times.whole)
-        assert min(times.shares.values()) >= 0
-        assert times.shares["compute"] > 0 and times.shares["gather waits"] > 0
-        assert 0 < times.hidden < times.under_way <= times.whole
-    assert summary.stragglers.collectives > 10
-    assert json.loads(json.dumps(summary.as_dict()))["ranks"][1]["rank"] == 1
-    arrows = [event for event in merge(timelines) if event["ph"] in "sf"]
-    begins = {event["id"]: event for event in arrows if event["ph"] == "s"}
-    for event in arrows:
-        assert event["ph"] == "s" or event["pid"] != begins[event["id"]]["pid"]
 
 
 def span(cat: str, start: float, stop: float, tid: int = 0, **args: Any) -> dict[str, Any]:

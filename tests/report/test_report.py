@@ -17,9 +17,9 @@ import pytest
 from shardwise.errors import ReportError
 from shardwise.launch.cli import main
 from shardwise.report import reading, summing, write_report
-from shardwise.report.figures import MOST_IN_LANE, figures, window
+from shardwise.report.figures import figures
 from shardwise.report.page import render
-from shardwise.report.reading import Span, read_run
+from shardwise.report.reading import read_run
 from shardwise.report.rows import Row
 from shardwise.report.summing import Summary
 from shardwise.runfiles import FORMAT, RUN, events_file, steps_file
@@ -270,27 +270,6 @@ def test_long_runs_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     summary = Summary(run)
     assert summary.ranks[0].whole.seconds == pytest.approx(100)
     assert sum(one.skipped for one in rows) == 1
-
-
-def test_a_timeline_is_cut_to_what_can_be_seen(tmp_path: Path) -> None:
-    path = write(tmp_path / "run")
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1, "args": {"name": "main"}} for rank in range(2)
-    ]
-    events += [
-        {"name": "f", "cat": "compute", "ph": "X", "ts": 1000 * at, "dur": 500, "pid": rank, "tid": 1}
-        for at in range(2 * MOST_IN_LANE)
-        for rank in range(2)
-    ]
-    (path / "timeline-all.json").write_text(json.dumps(events))
-    run = read_run(path)
-    assert not run.notes and len(run.spans) == 4 * MOST_IN_LANE
-    seen = window(run.spans)
-    assert len(seen) == 2 * MOST_IN_LANE and seen[0].start == 1000 * MOST_IN_LANE / 2
-    figure = figures(Summary(run))["timeline"]
-    assert figure.layout["yaxis"]["ticktext"] == ["rank 1", "rank 0"]
-    assert figure.data[0]["base"][:2] == [0.0, 0.0] and figure.data[0]["x"][0] == 0.5
-    assert window([]) == [] and window([Span(0, "", "", "", 1, 2)])
 
 
 def test_figures_are_what_plotly_takes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shardwise_deepspeed import groups
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.parallel.tensor import models
 from tests.parallel.tensor.clients import Unit, megatron, parallelized
-from tests.parallel.tensor.models import ROWS, RULES, alone, data, decoder, trained
+from tests.parallel.tensor.models import ROWS, RULES, Decoder, alone, data, decoder, trained
 
 STEPS = 4
 SECTION = {"partition_config": RULES}
@@ -94,6 +94,41 @@ def test_a_model_is_divided_at_once() -> None:
     assert again == pytest.approx(again[:1] * 4, rel=1e-6)
     end_tensors()
     assert groups.get_model_parallel_group() is None
+
+
+# -- models that are not built plainly: no rank makes more of a divided tensor than its part ---------------------------
+
+
+def losses_of(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses of two steps, and the weights before them."""
+    section = {"autotp_size": 2, "partition_config": RULES}
+    engine, *_ = shardwise.initialize(model=model, config=config(3, tensor_parallel=section))
+    whole = {name: value.clone() for name, value in (engine.module_state_dict() or {}).items()}
+    losses = train(engine, 2)[0]
+    assert sum(tensor.numel for tensor in engine.sharded.registry) < 0.7 * sum(v.numel() for v in whole.values())
+    engine.destroy()
+    return losses, whole
+
+
+@on_ranks(2)
+def test_zero_init_gives_the_same_model() -> None:
+    torch.manual_seed(0)
+    with shardwise.zero.Init():
+        model = Decoder(True)
+    (losses, whole), (expected, plain) = losses_of(model), losses_of(decoder(True))
+    assert losses == expected
+    assert all(torch.equal(whole[name], value) for name, value in plain.items())
+
+
+@on_ranks(2)
+def test_models_on_the_meta_device_are_initialised_whole_and_divided() -> None:
+    with torch.device("meta"):
+        model = Decoder(True)
+    torch.manual_seed(0)
+    losses, whole = losses_of(model)
+    assert of_all_ranks(losses) == [losses] * 2
+    weight = whole["blocks.0.up.weight"]
+    assert weight.abs().max() <= 0.25 and weight[12:].std() > 0.1  # both halves are drawn, as those of 16 inputs are
 
 
 # -- a client's own layers ---------------------------------------------------------------------------------------------
