@@ -23,6 +23,7 @@ from shardwise.report.reading import read_run
 from shardwise.report.rows import Row
 from shardwise.report.summing import Summary
 from shardwise.runfiles import FORMAT, RUN, events_file, steps_file
+from tests.harness import thorough
 
 EVIL = "</script><img src=x onerror=alert(1)><script>alert(2)</script><a href='javascript:alert(3)'>&amp;\u2028"
 LIBRARY = "var Plotly = 1; // </script>"
@@ -238,7 +239,9 @@ def test_no_steps_yet(tmp_path: Path) -> None:
     assert "No steps yet" in page.text and page.figures == {}
 
 
-@pytest.mark.parametrize("wrong", [None, "x", [], {}, -1, True, 1e400, [1], {"a": {"b": []}}, "nan", 10**400])
+@pytest.mark.parametrize(
+    "wrong", [None, "x", [1], 1e400, *map(thorough, ([], {}, -1, True, {"a": {"b": []}}, "nan", 10**400))]
+)
 def test_any_value_may_be_anything(wrong: Any) -> None:
     for name in set(row(1)) - {"step"}:
         found = Row.of({**row(5), name: wrong})
