@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import RankFailure, RankTimeout, run_ranks, worker_pids
+from tests.harness import RankFailure, RankTimeout, run_ranks
 
 
 def rank_and_env(offset, scale=1):
@@ -74,12 +74,6 @@ def warn_future():
 def test_results_come_in_rank_order(world):
     results = run_ranks(rank_and_env, world, 10, scale=2)
     assert results == [(10 + 2 * r, [r, r, world, world], "127.0.0.1") for r in range(world)]
-
-
-def test_workers_are_reused():
-    first = run_ranks(process_id, 2)
-    assert run_ranks(process_id, 2) == first == worker_pids()[:2]
-    assert os.getpid() not in first
 
 
 def test_an_exception_names_the_rank_and_shows_its_traceback():

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from shardwise.config import resolve
-from shardwise.profile import rates as module
 from shardwise.profile.peaks import Peak, peak_of
-from shardwise.profile.rates import Rates, tokens_in
+from shardwise.profile.rates import tokens_in
 from tests.harness import on_ranks
 from tests.harness.logs import logged
 from tests.profile.test_engine import engine_of, window
@@ -37,38 +36,6 @@ IDS = torch.zeros(3, 4, dtype=torch.int64)
 )
 def test_tokens_of_a_call(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int | None) -> None:
     assert tokens_in(args, kwargs) == tokens
-
-
-class Clock:
-    """Stands in for the module `time`."""
-
-    now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def test_rates_by_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    rates = Rates(4, True, torch.device("cpu"), Peak(2.0, "a device, 16-bit"))
-    rates.saw((IDS,), {})
-    clock.now += 50
-    rates.stepped(12)  # the first is left out
-    assert rates.read(None) == ""
-    for _ in range(5):
-        rates.saw((IDS,), {})
-        clock.now += 2
-        rates.stepped(20)
-    assert rates.read(3 * 10**12) == (
-        "10 samples/s, 24 tokens/s, 1.5 TFLOP/s on each device, MFU 75.0% of 2 TFLOP/s (a device, 16-bit)"
-    )
-    rates.saw((torch.ones(2, 2),), {})
-    rates.saw((IDS,), {})
-    clock.now += 2
-    rates.stepped(20)
-    assert rates.read(None) == "10 samples/s"  # not all tokens are known
-    assert rates.read(None) == ""
 
 
 def test_peaks() -> None:

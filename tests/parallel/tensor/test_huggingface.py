@@ -307,9 +307,3 @@ def test_copies_of_divided_models_keep_what_they_have() -> None:
         assert torch.equal(attention.qkv_proj.weight, model.model.layers[0].self_attn.qkv_proj.weight)  # type: ignore[union-attr]
         with pytest.raises(UsageError, match="no engine"):
             one(**batch("phi3", 0, 1))
-
-
-def test_heads_of_keys_that_ranks_share() -> None:
-    found = planned("llama untied", 4).layers
-    assert found["model.layers.0.self_attn.q_proj"].runs == (((0, 8),), ((8, 16),), ((16, 24),), ((24, 32),))
-    assert found["model.layers.0.self_attn.k_proj"].runs == (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))

@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.config import resolve
 from shardwise.engine.mesh import RankGrid
 from shardwise.engine.parallel import exchanges_of
-from shardwise.errors import ConflictError
 from shardwise.parallel import RingAttention, mean_loss, split
 from shardwise.parallel.data import complete
 from shardwise.registry import part_of
@@ -266,18 +264,6 @@ def test_what_a_mesh_costs_is_said() -> None:
         "data-parallel size 2; tensor-parallel size 2: 5 all-gathers behind norms and 3 reduce-scatters of outputs "
         "forward, as many backward; expert-parallel size 2: 2 all-to-alls in each of 1 layers forward, 2 backward"
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"tensor_parallel": {"autotp_size": 3}}, "choose a divisor of 4, or start a multiple of 3"),
-        ({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 4}, "start a multiple of 8"),
-    ],
-)
-def test_impossible_sizes_name_those_that_would_do(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConflictError, match=message):
-        resolve({"train_micro_batch_size_per_gpu": 1, **given}, world_size=4)
 
 
 def in_half(mesh: Mesh, stage: int, precision: str) -> list[float]:
