@@ -38,7 +38,7 @@ PRESETS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 def made(family: str) -> Any:
     more = {"n_group": 2} if family == "deepseek_v3" else {}
-    model = build(family, 7, use_cache=False, output_router_logits=False, **more)
+    model = build(family, 7, noise=0.02, use_cache=False, output_router_logits=False, **more)
     return model.eval() if family == "phimoe" else model  # in training it draws the experts of each token
 
 
