@@ -39,27 +39,6 @@ def test_steps_happen_at_boundaries_only() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), 3])
-@on_ranks(2)
-def test_declared_boundaries_override_counting_and_hold_until_changed(stage: int) -> None:
-    """Also declared only after the last backward pass: what was added up locally is reduced by the step."""
-    weights = []
-    for late in (False, True):
-        engine = build(stage, gradient_accumulation_steps=2)
-        for boundary in (False, True, False, True):
-            engine.set_gradient_accumulation_boundary(boundary and not late)
-            one(engine, 1.0 + boundary + engine.global_rank)
-            engine.set_gradient_accumulation_boundary(boundary)
-            if boundary:
-                engine.step()
-                assert engine.was_step_applied()
-        engine.set_gradient_accumulation_boundary(None)
-        engine.destroy()
-        weights.append(engine.module.weight.detach().clone())
-        assert torch.equal(*of_all_ranks(weights[-1]))
-    assert torch.allclose(*weights, atol=1e-7)
-
-
 @on_ranks(2)
 def test_a_step_reports_norm_clipping_and_lr() -> None:
     engine = build(gradient_clipping=0.5)

@@ -127,38 +127,6 @@ def test_a_window_without_any_backward_pass_changes_nothing(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "managed"), [(0, True), (1, False)])
-@on_ranks(2)
-def test_a_rank_may_leave_out_a_backward_pass_where_gradients_are_added_up_locally(stage: int, managed: bool) -> None:
-    """Rank 1 runs one backward pass of a window of three, first, second or third."""
-    config = {"gradient_accumulation_steps": 3} if managed else {"managed_gradient_accumulation": False}
-    engine = build(stage, config, True)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for place in range(3):
-        x = torch.full((2, 4), 0.1 * (place + 1))
-        for number in range(3):
-            if not managed:
-                engine.set_gradient_accumulation_boundary(number == 2)
-            loss = engine(x + exchange_rank()).square().mean()
-            if not (exchange_rank() == 1 and number != place):
-                engine.backward(loss)
-            if managed or number == 2:
-                engine.step()
-            for rank in range(2):
-                if not (rank == 1 and number != place):
-                    (model(x + rank).square().mean() / (6 if managed else 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    assert engine.global_steps == 3
-    for ours, plain in zip(engine.module.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
-    engine.destroy()
-
-
 def test_a_closure_is_refused() -> None:
     """It would be left out: step() takes a scheduler's arguments."""
     engine = build(0, {}, False)
