@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.harness.pool import RankFailure, RankTimeout, close_pool, of_all_ranks, on_ranks, run_ranks, worker_pids
+from tests.harness.pool import RankFailure, RankTimeout, close_pool, of_all_ranks, on_ranks, run_ranks
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 """A case of `parametrize` that `make exhaustive` runs and `make test` leaves out."""
@@ -17,5 +17,4 @@ __all__ = [
     "on_ranks",
     "run_ranks",
     "thorough",
-    "worker_pids",
 ]

@@ -97,10 +97,6 @@ class Pool:
             self.kill()
             raise
 
-    def pids(self) -> list[int]:
-        """Process ids of the running workers, by rank."""
-        return [w.process.pid or 0 for w in self._workers]
-
     def close(self) -> None:
         """Let the workers leave, kill those that do not, and remove the pool's files."""
         for w in self._workers:
@@ -286,11 +282,6 @@ def of_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def worker_pids() -> list[int]:
-    """Process ids of the running workers, by rank."""
-    return _pool.pids() if _pool else []
 
 
 def close_pool() -> None:

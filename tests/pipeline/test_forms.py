@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.errors import ShardwiseError
 from shardwise.pipe import PipelineModule
 from tests.harness import on_ranks, run_ranks, thorough
+from tests.pipeline.gradients import compare
 from tests.pipeline.training import (
     WIDTH,
     WORDS,
@@ -23,7 +24,6 @@ from tests.pipeline.training import (
     Setting,
     alone,
     check,
-    compare_training,
     engine_of,
     loss_of,
     train,
@@ -131,7 +131,7 @@ def in_stages(stages: int | str) -> dict[str, Any]:
 def test_a_sequential_is_divided_by_the_configuration_and_keeps_its_names(
     stages: int, ranks: int, schedule: str
 ) -> None:
-    compare_training([Setting(stages, schedule, 1, given=sequential, whole=named, config=in_stages(stages))], ranks)
+    compare([Setting(stages, schedule, 1, given=sequential, whole=named, config=in_stages(stages))], ranks)
 
 
 def with_mesh(setting: Setting, sizes: tuple[int, ...], names: tuple[str, ...]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def with_mesh(setting: Setting, sizes: tuple[int, ...], names: tuple[str, ...]) 
 )
 def test_a_mesh_may_have_a_pipeline_dimension(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
     given = partial(with_mesh, sizes=sizes, names=names)
-    compare_training([Setting(2, zero=1, given=given, whole=named)], torch.Size(sizes).numel())
+    compare([Setting(2, zero=1, given=given, whole=named)], torch.Size(sizes).numel())
 
 
 class Net(nn.Module):
