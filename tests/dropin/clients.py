@@ -6,7 +6,10 @@ pool of ranks of their own, in which shardwise takes DeepSpeed's place before an
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -17,11 +20,41 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+from shardwise_deepspeed import attributes, parameters
+from shardwise_deepspeed.modules import Finder
 from tests.harness.pool import Pool
 
 MISSING = [name for name in ("transformers", "accelerate", "peft") if find_spec(name) is None]
 
 Ranks = Callable[..., list[Any]]
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Put sys.meta_path, sys.modules and the log level back afterwards."""
+    path, level = list(sys.meta_path), logging.getLogger("shardwise").level
+    assert not _imported() and not any(isinstance(finder, Finder) for finder in path)
+    try:
+        yield
+    finally:
+        sys.meta_path[:] = path
+        logging.getLogger("shardwise").setLevel(level)
+        parameters.detach()
+        attributes.detach()
+        for name in _imported():
+            del sys.modules[name]
+
+
+def _imported() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
+
+
+@contextlib.contextmanager
+def drop_in() -> Iterator[None]:
+    """`import deepspeed` gives shardwise in the block, or in a function that this decorates."""
+    with plainly():
+        shardwise.install_as_deepspeed()
+        yield
 
 
 @pytest.fixture(scope="package")
@@ -51,8 +84,8 @@ def as_deepspeed(fn: Callable[..., Any], *args: Any) -> Any:
     shardwise.install_as_deepspeed()
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    # What they call of one another's is not the tests' concern.
-    warnings.filterwarnings("default", category=FutureWarning, module=r"(transformers|accelerate|peft)\.")
+    # Calls between these libraries, and from them to torch, are outside of these tests.
+    warnings.filterwarnings("default", category=FutureWarning, module=r"(transformers|accelerate|peft|lightning)\.")
     forget()
     return fn(*args)
 

@@ -68,7 +68,6 @@ _ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weigh
 
 ALL = {
     "CIFAR tutorial": Program("cifar.py", "--moe-param-group"),
-    "HelloDeepSpeed": Program("bert.py", "--checkpoint_dir {out}", needs=("transformers",)),
     "nanoGPT": Program("nanogpt.py"),
     "run_clm, from scratch": Program(
         "clm.py",
@@ -106,7 +105,6 @@ ALL = {
             }
         ),
     ),
-    "nlp_example": Program("nlp.py", "--model {here}/bert", "accelerate", _HF),
     "TRL SFT, LoRA": Program(
         "sft.py",
         "--model_name_or_path {here}/gpt2 --dataset_name {here}/text.txt --use_peft "
@@ -123,14 +121,10 @@ class Place:
 
     Args:
         directory: empty.
-
-    Attributes:
-        last: the directory of the last run.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.last = directory
         self._runs = 0
         self.site = package(directory / "site", VERSION, (DIRECTORY / "deepspeed" / "__init__.py").read_text())
         if find_spec("transformers"):
@@ -182,8 +176,6 @@ class Place:
             return file, ["--plain=True", f"--dtype={'bfloat16' if precision == 'bf16' else 'float32'}"]
         if program.script == "clm_no_trainer.py":
             return file, [*arguments, "--plain", precision]
-        if program.script == "nlp.py":
-            return file, [*arguments, "--cpu", "--mixed_precision", "bf16" if precision == "bf16" else "no"]
         if program.style == "native":
             return file, [*arguments, "--plain", "--dtype", precision]
         if program.script == "clm.py" and stage == 3:
@@ -192,9 +184,9 @@ class Place:
 
     def _out(self) -> Path:
         self._runs += 1
-        self.last = self.directory / f"run{self._runs}"
-        self.last.mkdir()
-        return self.last
+        out = self.directory / f"run{self._runs}"
+        out.mkdir()
+        return out
 
     def _arguments(self, program: Program, out: Path) -> list[str]:
         return program.arguments.format(here=self.directory, out=out).split()
@@ -255,7 +247,7 @@ def _save_models(directory: Path) -> None:
     """Write a tokenizer, tiny models, and a text."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel
     from transformers import PreTrainedTokenizerFast as Fast
 
     words = ["[PAD]", "[UNK]", "[EOS]", *(f"w{number}" for number in range(61))]
@@ -268,18 +260,6 @@ def _save_models(directory: Path) -> None:
     sizes = {"vocab_size": 64, "n_positions": 24, "n_embd": 16, "n_layer": 2, "n_head": 2}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=2, eos_token_id=2)).save_pretrained(directory / "gpt2")
-    bert = BertConfig(
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertForSequenceClassification(bert).save_pretrained(directory / "bert")
-    for name in ("gpt2", "bert"):
-        tokenizer.save_pretrained(directory / name)
+    tokenizer.save_pretrained(directory / "gpt2")
     text = (" ".join(words[3 + (start * 7 + place * 3) % 61] for place in range(16)) for start in range(40))
     (directory / "text.txt").write_text("\n".join(text) + "\n")

@@ -1,4 +1,4 @@
-"""What else an Accelerator does with a DeepSpeedPlugin: schedules, clipping, saving, fp16, experts, compilation."""
+"""What else an Accelerator does with a DeepSpeedPlugin: schedules, clipping, saving, fp16."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_saving_and_gathering(ranks: Ranks, tmp_path: Path) -> None:
         assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-5)
 
 
-# -- fp16, experts, compilation --------------------------------------------------
+# -- fp16 --------------------------------------------------
 
 
 def half() -> tuple[list[bool], list[float], list[float]]:
@@ -219,74 +219,3 @@ def test_steps_that_overflow(ranks: Ranks) -> None:
         assert skipped == [True] * taken + [False] * (len(skipped) - taken) and 0 < taken < 12
         assert rates == pytest.approx([0.01] * taken + [0.01 / (1 + 2 * n) for n in range(1, 1 + len(rates) - taken)])
         assert losses[-1] < losses[0]
-
-
-def mixtral() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    experts = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 1}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **experts, max_position_embeddings=16))
-
-
-def routed(stage: int | None, leaf: str | None = None) -> tuple[list[float], set[tuple[int, int]]]:
-    """Losses where each rank has tokens of its own kind, and the (block, expert) pairs that it uses."""
-    acc = accelerator(None if stage is None else plugin_of(stage) | {"transformer_moe_cls_names": leaf})
-    model = mixtral()
-    used: set[tuple[int, int]] = set()
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.register_forward_hook(
-            lambda gate, given, found, number=number: used.update((number, i) for i in found[-1].flatten().tolist())
-        )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows = torch.stack([torch.full((16,), 3 + 7 * (i // 2 % 2)) + torch.arange(16) % 3 for i in range(32)])
-    data = torch.utils.data.DataLoader(rows, batch_size=2)
-    model, optimizer, data = acc.prepare(model, optimizer, data)
-    losses = train(acc, model, optimizer, data)
-    if stage is not None:
-        blocks = [m for m in model.module.modules() if type(m).__name__ == "MixtralSparseMoeBlock"]
-        # Also without the option: a default of the configuration has this class.
-        assert [getattr(block, "_z3_leaf", False) for block in blocks] == [True] * 2
-        model.destroy()
-    return losses, used
-
-
-def experts() -> list[tuple[list[float], set[tuple[int, int]]]]:
-    return [routed(None), routed(2), routed(3), routed(3, "MixtralSparseMoeBlock")]
-
-
-def test_experts(ranks: Ranks) -> None:
-    first, second = ranks(experts, 2)
-    for plain, *others in (first, second):
-        assert len({tuple(losses) for losses, _ in others}) == 1
-        assert others[0][0] == pytest.approx(plain[0], rel=1e-5)
-    for (_, by_first), (_, by_second) in zip(first, second, strict=True):
-        assert by_first - by_second and by_second - by_first
-
-
-def compiled(stage: int, backend: str | None) -> list[float]:
-    from accelerate.utils import TorchDynamoPlugin
-
-    options = {} if backend is None else {"dynamo_plugin": TorchDynamoPlugin(backend=backend)}
-    acc = accelerator(plugin_of(stage), **options)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, data = acc.prepare(model, optimizer, loader())
-    assert model.is_compiled == (backend is not None) and isinstance(model, shardwise.Engine)
-    losses = train(acc, model, optimizer, data)
-    model.destroy()
-    torch._dynamo.reset()
-    return losses
-
-
-def compilation() -> list[list[float]]:
-    return [compiled(2, None), compiled(2, "eager"), compiled(3, "eager"), compiled(3, "aot_eager")]
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_compilation(ranks: Ranks) -> None:
-    for found in ranks(compilation, 2):
-        for losses in found:
-            assert losses == pytest.approx(found[0], rel=1e-6)

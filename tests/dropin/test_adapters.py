@@ -28,7 +28,6 @@ from shardwise_deepspeed import (
     building,
     collectives,
     configuration,
-    engine_optimizer,
     estimates,
     groups,
     helpers,
@@ -37,7 +36,8 @@ from shardwise_deepspeed import (
     optimizers,
     parameters,
 )
-from tests.harness import run_ranks
+from tests.harness import of_all_ranks, on_ranks
+from tests.harness.logs import logged
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -61,23 +61,12 @@ def test_there_is_one_logger(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_messages_reach_the_librarys_handlers() -> None:
-    records: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    handler = Keep()
-    ours.addHandler(handler)
-    try:
+    with logged() as log:
         logs.logger.warning("a %s", "b")
-        logs.logger.warning_once("once")
-        logs.logger.warning_once("once")
-        logs.log_dist_once("told", [-1])
-        logs.log_dist_once("told", [-1])
-    finally:
-        ours.removeHandler(handler)
-    assert records[:2] == ["a b", "once"] and len(records) == 3 and records[2].endswith("told")
+        for _ in range(2):
+            logs.logger.warning_once("once")
+            logs.log_dist_once("told", [-1])
+    assert log.lines[:2] == ["a b", "once"] and len(log.lines) == 3 and log.lines[2].endswith("told")
 
 
 def test_printing_and_making_loggers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -166,33 +155,11 @@ def test_constructors_are_left_alone() -> None:
     assert building._orig_torch_arange is torch.arange
 
 
-def released_and_gathered() -> list[Any]:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    engine = shardwise.initialize(model=model, config={**config, "optimizer": {"type": "AdamW"}})[0]
-    found = [p for p in model.parameters() if hasattr(p, "ds_id")]
-    assert found and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in found)
-    assert all(p.ds_numel == p.numel() and p.ds_shape == p.shape for p in found)
-    assert len({p.ds_id for p in found}) == len(found)
-    assert all(building.is_zero_param(p) for p in found) and not building.is_zero_param(torch.ones(1))
-    with GatheredParameters(found):
-        inside = [hasattr(p, "ds_id") for p in found]
-    with building.unwrap_model_for_generation(engine) as module:
-        whole = module(torch.ones(1, 8)).shape
-    belongs = isinstance(engine.optimizer, engine_optimizer.DeepSpeedOptimizer)
-    engine.destroy()
-    return [any(inside), tuple(whole), belongs, isinstance(engine.optimizer, engine_optimizer.DeepSpeedOptimizer)]
-
-
-def test_released_parameters_are_found_by_scripts() -> None:
-    assert run_ranks(released_and_gathered, 2) == [[False, (1, 8), True, False]] * 2
-
-
-def described() -> list[Any]:
-    """What the parameters of an engine say with the drop-in in place, released, gathered and kept whole."""
+@on_ranks(2)
+def test_parameters_of_stage_3_say_how_large_they_are() -> None:
+    """With the drop-in in place: released, gathered and kept whole."""
     plain = nn.Parameter(torch.ones(2))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
-    found: list[Any] = []
     parameters.attach()
     try:
         for stage, persistent in ((1, 0), (3, 0), (3, 1000)):
@@ -210,45 +177,31 @@ def described() -> list[Any]:
                 with GatheredParameters(own):
                     assert all(p.ds_status is ZeroParamStatus.AVAILABLE for p in own)
                     assert [p.partition_numel() for p in own] == kept
-                found.append(kept)
+                sizes = [sum(each) for each in zip(*of_all_ranks(kept), strict=True)]
+                assert sizes == [(2 if persistent else 1) * p.numel() for p in own]
             engine.destroy()
             assert not any(hasattr(p, "ds_id") for p in [*own, plain]) and not hasattr(nn.Parameter, "ds_id")
     finally:
         parameters.detach()
-    return found
 
 
-def test_parameters_of_stage_3_say_how_large_they_are() -> None:
-    (first, whole), (second, also) = run_ranks(described, 2)
-    sizes = [64, 8, 24, 3]
-    assert [a + b for a, b in zip(first, second, strict=True)] == sizes and whole == also == sizes
-
-
-def moved() -> tuple[bool, list[str]]:
+@on_ranks(2)
+def test_sharded_parameters_stay_where_they_are() -> None:
     """Lightning moves the module, not the engine, when it is done."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = {"train_batch_size": 2, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
     engine = shardwise.initialize(model=model, config=config)[0]
-    warnings: list[str] = []
-    ours.addFilter(lambda record: warnings.append(record.getMessage()) is not None)
-    try:
-        model.to(torch.device("cpu", 0))
-        model.to(torch.device("cpu", 0))
-    finally:
-        ours.filters.clear()
+    with logged(logging.WARNING) as log:
+        for _ in range(2):
+            model.to(torch.device("cpu", 0))
+    assert len(log.lines) == 1 and "Sequential is moved to cpu: parameters that are sharded stay" in log.lines[0]
     with pytest.raises(ReleasedParameterError, match=r"double: the values of parameter '0\.weight'"):
         model.double()
     engine.backward(engine(torch.ones(1, 8)).mean())
     engine.step()
     engine.destroy()
-    return all(torch.isfinite(p).all() for p in model.parameters()), warnings
-
-
-def test_sharded_parameters_stay_where_they_are() -> None:
-    for finite, warnings in run_ranks(moved, 2):
-        assert finite and len(warnings) == 1
-        assert "Sequential is moved to cpu: parameters that are sharded stay on cpu" in warnings[0]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 class Inner(nn.Module):
@@ -322,38 +275,11 @@ def test_options_without_a_meaning_are_refused() -> None:
         optimizers.DeepSpeedCPULion([weight, narrow], fp32_optimizer_states=False)
 
 
-def trained(optimizer: str) -> list[float]:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    chosen = getattr(optimizers, optimizer)(model.parameters(), lr=1e-2)
-    config = {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
-    engine = shardwise.initialize(model=model, optimizer=chosen, config=config)[0]
-    losses = []
-    for _ in range(3):
-        loss = engine(torch.ones(2, 4)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return losses
-
-
-@pytest.mark.parametrize("optimizer", ["FusedAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"])
-def test_optimizers_are_sharded_by_an_engine(optimizer: str) -> None:
-    first, *others = run_ranks(trained, 2, optimizer)
-    assert first[0] > first[1] > first[2] and others == [first]
-
-
-def test_most_optimizers_can_be_sharded() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    assert engine_optimizer.is_zero_supported_optimizer(torch.optim.SGD([parameter]))
-    assert not engine_optimizer.is_zero_supported_optimizer(torch.optim.LBFGS([parameter]))
-
-
 # -- collectives and groups -------------------------------------------------------------------------------------------
 
 
-def collected() -> list[Any]:
+@on_ranks(2)
+def test_collectives_with_other_names() -> None:
     rank = shardwise.comm.get_rank()
     mine, whole = torch.full((2,), float(rank)), torch.empty(4)
     collectives.allgather_fn(whole, mine)
@@ -365,19 +291,11 @@ def collected() -> list[Any]:
     collectives.all_gather_coalesced(outputs, [mine, mine[:1]], async_op=True).wait()
     assert collectives.all_reduce_coalesced(sums) is None
     _, fast, bus = collectives.calc_bw_log("all_gather", 10**6, 1.0)
-    return [
-        whole.tolist(), part.tolist(), added.tolist(), outputs[1].tolist(), sums[1].tolist(), round(fast), round(bus),
-        groups.get_data_parallel_world_size(), groups.get_data_parallel_rank(),
-        groups._get_sequence_data_parallel_world_size(), groups._get_sequence_parallel_world_size(),
-        groups.get_model_parallel_rank(), groups._get_sequence_parallel_group(),
-    ]  # fmt: skip
-
-
-def test_collectives_with_other_names() -> None:
-    for rank, found in enumerate(run_ranks(collected, 2)):
-        assert found[:5] == [[0, 0, 1, 1], [[0, 2], [4, 6]][rank], [2], [0, 1], [2, 2]]
-        assert found[5:7] == [16, 8]
-        assert found[7:] == [2, rank, 2, 1, 0, None]
+    assert (whole.tolist(), part.tolist(), added.tolist()) == ([0, 0, 1, 1], [[0, 2], [4, 6]][rank], [2])
+    assert (outputs[1].tolist(), sums[1].tolist(), round(fast), round(bus)) == ([0, 1], [2, 2], 16, 8)
+    assert (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()) == (2, rank)
+    assert (groups._get_sequence_data_parallel_world_size(), groups._get_sequence_parallel_world_size()) == (2, 1)
+    assert groups.get_model_parallel_rank() == 0 and groups._get_sequence_parallel_group() is None
     assert collectives.has_all_gather_into_tensor() and not collectives.has_coalescing_manager()
 
 

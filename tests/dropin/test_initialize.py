@@ -11,19 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.errors import ConfigError, LaunchError, UsageError
-from tests.dropin.clients import Ranks
+from tests.dropin.clients import drop_in
+from tests.harness import on_ranks
 
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-
-
-def built(arguments: dict[str, Any]) -> int:
-    import deepspeed
-
-    engine, optimizer, loader, scheduler = deepspeed.initialize(model=nn.Linear(2, 1), **arguments)
-    assert type(engine) is deepspeed.DeepSpeedEngine and optimizer is engine.optimizer and loader is scheduler is None
-    size = engine.train_batch_size()
-    engine.destroy()
-    return size
 
 
 @pytest.mark.parametrize(
@@ -37,8 +28,15 @@ def built(arguments: dict[str, Any]) -> int:
         {"config": CONFIG, "dist_init_required": True, "distributed_port": 29501},
     ],
 )
-def test_the_configuration_is_found(ranks: Ranks, arguments: dict[str, Any]) -> None:
-    assert ranks(built, 1, arguments) == [2]
+@on_ranks(1)
+@drop_in()
+def test_the_configuration_is_found(arguments: dict[str, Any]) -> None:
+    import deepspeed
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=nn.Linear(2, 1), **arguments)
+    assert type(engine) is deepspeed.DeepSpeedEngine and optimizer is engine.optimizer and loader is scheduler is None
+    assert engine.train_batch_size() == 2
+    engine.destroy()
 
 
 @pytest.mark.usefixtures("installed")

@@ -114,15 +114,6 @@ def test_each_kind_of_stub(path: str, name: str, kind: str) -> None:
             _ = found.attribute
 
 
-def test_the_check_of_signatures_sees_differences() -> None:
-    def target(a: int, b: int = 1, *, c: int = 2) -> None: ...
-
-    assert problem("(a, b=1, c=2)", target) is None
-    assert problem("(a, b=..., c=2)", target) is None
-    for wrong in ("(a, b=2)", "(a, d=1)", "(a=...)", "(b=1, a=...)"):
-        assert problem(wrong, target) is not None, wrong
-
-
 def test_a_name_comes_before_a_module_of_its_name() -> None:
     """The import system assigns a module to its parent when it has imported it."""
     both = {(path, name) for path, entries in TABLE.items() for name in entries if f"{path}.{name}" in PATHS}

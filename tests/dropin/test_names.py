@@ -1,7 +1,8 @@
-"""What small names answer: questions about experts, keys of formats, leaf modules, versions, dotted names."""
+"""What small names answer: questions about experts, leaf modules, dotted names, devices."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import shardwise
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad, safe_update_full_grad_vectorized
 from shardwise.zero.units import leaves
-from tests.harness import run_ranks
+from tests.harness import on_ranks
+from tests.harness.training import engine_of
 
 
 def model() -> nn.Sequential:
@@ -113,14 +115,9 @@ def test_the_configuration_marks_leaf_modules() -> None:
     engine.destroy()
 
 
-def updated(stage: int) -> None:
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-    }
-    engine = shardwise.initialize(model=model(), config=config)[0]
+@on_ranks(2)
+def test_gradients_of_several_parameters_are_updated() -> None:
+    engine = engine_of(model(), 3, {"type": "SGD", "params": {"lr": 0.5}})
     parameters = [*engine.module.parameters(), torch.nn.Parameter(torch.ones(1))]
     safe_update_full_grad_vectorized(parameters, lambda gradient, parameter: gradient)  # there is none yet
     engine.backward(engine(torch.ones(1, 8)).sum())
@@ -129,48 +126,6 @@ def updated(stage: int) -> None:
     for parameter, gradient in zip(parameters[:-1], before, strict=False):
         assert torch.equal(safe_get_full_grad(parameter), gradient * parameter.dim())
     engine.destroy()
-
-
-def test_gradients_of_several_parameters_are_updated() -> None:
-    run_ranks(updated, 2, 3)
-
-
-@pytest.mark.usefixtures("installed")
-def test_words_of_formats() -> None:
-    import deepspeed
-    from deepspeed.checkpoint import constants as checkpoint
-    from deepspeed.git_version_info import compatible_ops, installed_ops, torch_info
-    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, GDSBuilder
-    from deepspeed.runtime import constants, lr_schedules
-    from deepspeed.runtime.config import get_gradient_clipping
-    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys, get_scalar_param
-    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
-    from deepspeed.runtime.zero import leaf_module_config
-
-    from shardwise.config.schema.schedules import NATIVE_SCHEDULES
-
-    flags = {name for model in NATIVE_SCHEDULES.values() for name in model.model_fields} - {"last_batch_iteration"}
-    for name in flags:
-        assert getattr(lr_schedules, name.upper()) == name
-    assert {lr_schedules.LR_RANGE_TEST, lr_schedules.ONE_CYCLE, lr_schedules.WARMUP_COSINE_LR} < set(NATIVE_SCHEDULES)
-    assert (lr_schedules.WARMUP_LOG_RATE, lr_schedules.WARMUP_LINEAR_RATE) == ("log", "linear")
-    assert get_gradient_clipping({}) == constants.GRADIENT_CLIPPING_DEFAULT == 0.0
-    assert get_gradient_clipping({constants.GRADIENT_CLIPPING: 2.0}) == 2.0
-    assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled and not get_bfloat16_config({}).enabled
-    assert get_float16_config({"fp16": {"enabled": True}}).initial_scale_power == 16
-    assert get_scalar_param({"a": 1}, "b", 2) == 2
-    assert dict_raise_error_on_duplicate_keys([("a", 1)]) == {"a": 1}
-    with pytest.raises(ValueError, match="occur twice: a"):
-        dict_raise_error_on_duplicate_keys([("a", 1), ("a", 2)])
-    assert (
-        leaf_module_config.DeepSpeedZeroLeafModuleConfig().classes
-    ) == leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES
-    assert checkpoint.FP32_FLAT_GROUPS == "fp32_flat_groups"
-    assert installed_ops == compatible_ops == deepspeed.ops.__compatible_ops__
-    assert compatible_ops[CPUAdamBuilder.NAME] and compatible_ops[AsyncIOBuilder.NAME]
-    assert not compatible_ops[GDSBuilder.NAME]
-    assert torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
-    assert deepspeed.is_compile_supported()
 
 
 @pytest.mark.usefixtures("installed")
@@ -189,20 +144,9 @@ def test_dotted_names_decorators_and_model_parallel_units() -> None:
         return 2 * value
 
     assert double(2) == 4 and double.__name__ == "double"
-
-    class Unit:
-        def get_model_parallel_rank(self) -> int:
-            return 3
-
-        def get_model_parallel_world_size(self) -> int:
-            return 4
-
-        def get_pipe_parallel_world_size(self) -> int:
-            return 2
-
-    assert bwc.bwc_tensor_model_parallel_rank(None) == 0 and bwc.bwc_tensor_model_parallel_world_size() == 1
-    assert bwc.bwc_tensor_model_parallel_rank(Unit()) == 3 and bwc.bwc_tensor_model_parallel_world_size(Unit()) == 4
-    assert bwc.bwc_pipeline_parallel_world_size(Unit()) == 2 and bwc.bwc_pipeline_parallel_group(Unit()) is None
+    unit = SimpleNamespace(get_model_parallel_rank=lambda: 3, get_pipe_parallel_world_size=lambda: 2)
+    assert bwc.bwc_tensor_model_parallel_rank(None) == 0 and bwc.bwc_tensor_model_parallel_rank(unit) == 3
+    assert bwc.bwc_pipeline_parallel_world_size(unit) == 2 and bwc.bwc_pipeline_parallel_group(unit) is None
 
 
 @pytest.mark.usefixtures("installed")

@@ -103,14 +103,3 @@ def test_members_of_the_loader_and_names_of_saving(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match=r"engine\.grid is not in .*only the engine of a pipeline"):
         _ = engine.grid
     engine.destroy()
-
-
-def test_constants_of_checkpoints_and_a_question_to_builders() -> None:
-    from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, VOCABULARY_PARAMETER_PATTERNS
-    from deepspeed.ops.op_builder import OpBuilder
-    from deepspeed.runtime.constants import ZERO_ALLOW_UNTESTED_OPTIMIZER
-
-    assert VOCABULARY_PARAMETER_PATTERNS == "vocabulary_parameter_patterns"
-    assert UNIVERSAL_CHECKPOINT_INFO == "universal_checkpoint_info"
-    assert ZERO_ALLOW_UNTESTED_OPTIMIZER == "zero_allow_untested_optimizer"
-    assert OpBuilder.is_rocm_pytorch() is (torch.version.hip is not None)

@@ -59,21 +59,6 @@ def own_optimizer(directory: str, stage: int | None) -> Logged:
     return found
 
 
-def mixed(directory: str, stage: int | None) -> Logged:
-    """The engine's optimizer with a schedule that the Trainer makes."""
-    given = None if stage is None else {key: value for key, value in config(stage).items() if key != "scheduler"}
-    ran = trainer(directory, given, gpt2, lr_scheduler_type="linear", **QUICK)
-    ran.train()
-    return finished(ran)
-
-
-def by_the_trainer(directory: str, stage: int | None) -> Logged:
-    """An optimizer and a schedule that the Trainer makes."""
-    ran = trainer(directory, plainly(stage), gpt2, **QUICK)
-    ran.train()
-    return finished(ran)
-
-
 def short_window(directory: str, stage: int | None) -> Logged:
     """One epoch of 12 micro-batches a rank in windows of 5: the last one has two."""
     changes = QUICK | {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5}
@@ -116,10 +101,7 @@ def only_the_model(directory: str, stage: int | None) -> Logged:
     return found
 
 
-CASES = {
-    case.__name__: case
-    for case in (recomputed, own_optimizer, mixed, by_the_trainer, short_window, best, only_the_model)
-}
+CASES = {case.__name__: case for case in (recomputed, own_optimizer, short_window, best, only_the_model)}
 
 
 def at_stages(name: str, directory: str) -> list[Logged]:
