@@ -5,11 +5,9 @@ from __future__ import annotations
 import doctest
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardwise.comm import environment
-from shardwise.comm.environment import RankPlace, discover, first_slurm_host, is_loopback
+from shardwise.comm.environment import RankPlace, discover
 from shardwise.errors import LaunchError
 
 TORCHRUN = {
@@ -91,27 +89,6 @@ def test_local_rank_is_known_where_only_one_machine_is_possible() -> None:
     assert discover(lightning).local_world_size is None and not discover(lightning).single_machine
 
 
-@given(st.integers(1, 64).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n), st.integers(1, n))))
-def test_every_valid_place_is_understood(numbers: tuple[int, int, int]) -> None:
-    rank, world, local = numbers
-    env = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank % local),
-        "LOCAL_SIZE": str(local),
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    place = discover(env)
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (
-        rank,
-        world,
-        rank % local,
-        local,
-    )
-    assert place.single_machine is (world == local)
-
-
 def test_local_size_may_be_the_number_of_devices() -> None:
     """Scripts set it to what the machine has, and start fewer processes."""
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -159,33 +136,3 @@ def test_contradictions_name_the_variables(changes: dict[str, str], message: str
 def test_unclear_environments(env: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         discover(env)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("a", "a"),
-        ("a,b", "a"),
-        ("a[1-3]", "a1"),
-        ("a[01,03]-b[2-4],c", "a01-b2"),
-        ("a1.x.org,a2", "a1.x.org"),
-    ],
-)
-def test_first_slurm_host(nodes: str, first: str) -> None:
-    assert first_slurm_host(nodes) == first
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.3.2.1", True),
-        ("::1", True),
-        ("localhost", True),
-        ("10.0.0.1", False),
-        ("host", False),
-        ("", False),
-    ],
-)
-def test_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected

@@ -15,7 +15,7 @@ from shardwise.comm.stall_watchdog import EXIT_CODE
 from tests.harness import thorough
 
 SCRIPT = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 import torch
 import shardwise
 fault, ranks = sys.argv[1], int(os.environ["WORLD_SIZE"])
@@ -25,21 +25,6 @@ layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
 def own(place):
     if fault == place and step == 2 and rank == 0:
         torch.distributed.all_reduce(torch.zeros(7))  # OWN PLACE
-    if fault == place + " async" and step == 2 and rank == 0:
-        torch.distributed.all_reduce(torch.zeros(7), async_op=True).wait()  # OWN WORK
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        own("function")
-        return gradient
-layers[2].register_forward_hook(lambda *_: own("hook"))
-def in_thread():
-    thread = threading.Thread(target=own, args=("thread",))
-    thread.start()
-    thread.join()
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -49,15 +34,13 @@ class Model(torch.nn.Module):
             x = self.layers[index](x)  # LAYER
             if fault == "forward" and step == 2 and rank == 0 and index == 1:
                 shardwise.comm.all_reduce(torch.zeros(7))  # FORWARD
-        in_thread()
-        x = Own.apply(x)
         if x.requires_grad:
             x.register_hook(lambda _: own("gradient"))
         return x
 config = {
     "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "stall_limit": 1.0,
-    "strict_sync": fault in ("skips", "swaps", "shape"),
+    "strict_sync": fault in ("skips", "shape"),
 }
 engine, *_ = shardwise.initialize(model=Model(), config=config)
 rank = torch.distributed.get_rank()
@@ -69,7 +52,6 @@ class Slow(torch.utils.data.Dataset):
         return index
 def train(order):
     loss = engine(torch.ones(2, 16), order).sum()  # FIRST
-    own("metric")
     engine.backward(loss)  # TRAIN
     engine.step()
 for step in range(3 if fault == "uneven" and rank == 1 else 4):
@@ -77,28 +59,18 @@ for step in range(3 if fault == "uneven" and rank == 1 else 4):
     if step == 2 and rank == 1:
         if fault == "extra":
             engine.eval(); engine(torch.ones(2, 16), order); engine.train()  # EXTRA
-        elif fault == "own":
-            torch.distributed.all_reduce(torch.ones(3))  # OWN
         elif fault == "root":
             torch.distributed.broadcast(torch.ones(3), 1)  # ROOT
         elif fault == "save":
             engine.save_checkpoint("saved")  # SAVE
-        elif fault == "sleeps":
-            time.sleep(6)  # SLEEP
         elif fault == "loader":
             list(torch.utils.data.DataLoader(Slow()))
         elif fault == "stopped":
             if not os.fork():  # lets it go on again
                 parent = os.getppid(); time.sleep(12); os.kill(parent, signal.SIGCONT); os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault == "raises":
-            raise ValueError("seeded")  # RAISE
-        elif fault == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "skips":
             order = [0, 1, 3]
-        elif fault == "swaps":
-            order = [1, 0, 2, 3]
     elif step == 2 and fault == "root":
         torch.distributed.broadcast(torch.ones(3), 0)  # OTHER ROOT
     if fault == "shape" and step == 2:
@@ -128,7 +100,6 @@ class Fault:
 STUCK = "the ranks wait for each other in different collectives"
 FAULTS = {
     "extra": Fault(EXIT_CODE, (STUCK, r"They part here:\n.*rank 0: .*@FIRST\n.*rank 1: .*@EXTRA")),
-    "own": Fault(EXIT_CODE, (STUCK, r"torch\.distributed\.all_reduce\(\) has been called by rank 1 at .*@OWN")),
     "forward": Fault(
         EXIT_CODE,
         (
@@ -137,21 +108,12 @@ FAULTS = {
             r"ranks? 1.*: waits in all_gather .* for \d+ s, in a forward pass at .*@LAYER",
         ),
     ),
-    **{
-        place: Fault(
-            EXIT_CODE, (STUCK, rf"rank 0: waits in torch\.distributed\.all_reduce\(\) for \d+ s{doing} at .*@OWN PLACE")
-        )
-        for place, doing in {
-            "hook": ", in a forward pass",
-            "thread": ", in a forward pass",
-            "metric": "",
-            "function": r", in engine\.backward\(\)",
-            "gradient": r", in engine\.backward\(\)",
-        }.items()
-    },
-    "hook async": Fault(
+    "gradient": Fault(
         EXIT_CODE,
-        (STUCK, r"rank 0: waits in torch\.distributed\.Work\.wait\(\) for \d+ s, in a forward pass at .*@OWN WORK"),
+        (
+            STUCK,
+            r"rank 0: waits in torch\.distributed\.all_reduce\(\) for \d+ s, in engine\.backward\(\) at .*@OWN PLACE",
+        ),
     ),
     "root": Fault(
         EXIT_CODE,
@@ -171,11 +133,7 @@ FAULTS = {
         ),
     ),
     "skips": Fault(1, (r"strict_sync: ranks \[1\].*'layers\.2'.*rank 1 \['layers\.0', 'layers\.1', 'layers\.3'\]",)),
-    "swaps": Fault(1, (r"DesyncError: strict_sync: ranks \[1\].*rank 1 \['layers\.1', 'layers\.0'",)),
-    "raises": Fault(1, (r"ValueError: seeded", r"rank 1 failed first.*: exit code 1")),
-    "killed": Fault(137, (r"rank 1 failed first.*: killed by SIGKILL",)),
     "stopped": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: has not answered for \d+ s: its process \(\d+\) is stopped",)),
-    "sleeps": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: is outside of collectives at .*@SLEEP",)),
     "loader": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: is in its data loader at .*@SLOW LOADER",)),
 }
 
@@ -210,41 +168,3 @@ def test_faults(tmp_path: Path, fault: str, ranks: int) -> None:
     if not expected.code:
         assert job.stdout.count("is done") == ranks
     assert not [path for path in Path("/proc").glob("[0-9]*") if runs_in(path, tmp_path)]
-
-
-SLOW = """
-import random, sys, time
-import torch
-import shardwise
-shardwise.init_distributed()
-torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
-config = {
-    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": int(sys.argv[1])}, "stall_limit": 0.5,
-}
-engine, *_ = shardwise.initialize(model=model, config=config)
-chance = random.Random(100 * int(sys.argv[2]) + torch.distributed.get_rank())
-for step in range(6):
-    for _ in range(3):
-        if chance.random() < 0.2:
-            time.sleep(chance.uniform(0.2, 2.0))  # four times the limit
-    engine.backward(engine(torch.ones(2, 16)).sum())
-    if chance.random() < 0.2:
-        time.sleep(chance.uniform(0.2, 2.0))
-    engine.step()
-engine.destroy()
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(6))
-def test_slow_jobs_are_left_alone(tmp_path: Path, seed: int) -> None:
-    (tmp_path / "train.py").write_text(SLOW)
-    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", str(2 + seed % 3), "train.py"]
-    job = subprocess.run(
-        [*command, str(seed % 4), str(seed)], cwd=tmp_path, capture_output=True, text=True, timeout=280
-    )
-    assert job.returncode == 0, job.stderr
-    assert STUCK not in job.stderr

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
-import threading
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,19 +65,6 @@ def test_after_some_attempts_it_is_an_error_on_all_ranks() -> None:
         assert "a process group of 2 ranks was made 5 times" in str(found) and attempts == 5
 
 
-def listening(pids: list[int]) -> set[int]:
-    """Return the TCP ports on which processes listen."""
-    inodes = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-            except OSError:
-                continue
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
-
-
 class Options:
     """Those of NCCL's groups, as torch has them."""
 
@@ -127,48 +109,3 @@ def test_collectives_of_devices_go_before_what_is_queued(monkeypatch: pytest.Mon
     assert asked["bound"] is not None  # all ranks are here: it may be split
     assert asked["options"].is_high_priority_stream
     assert asked["options"]._timeout == timedelta(minutes=3)
-
-
-def process_id() -> int:
-    return os.getpid()
-
-
-def many_groups(count: int) -> int:
-    groups._LIMIT, before = timedelta(seconds=1), groups._LIMIT
-    try:
-        for _ in range(count):
-            comm = Communicator(None, Ledger(), CPU)
-            assert works(comm)
-            comm.destroy()
-    finally:
-        groups._LIMIT = before
-    return os.getpid()
-
-
-@pytest.mark.thorough
-def test_a_stranger_who_says_a_ranks_number_first_is_not_taken_for_it() -> None:
-    pids, held, stop = run_ranks(process_id, 2), [], threading.Event()
-
-    def call() -> None:
-        known = listening(pids)
-        while not stop.is_set():
-            ports = listening(pids)
-            for port in ports - known:
-                for number in (0, 1):
-                    try:
-                        held.append(socket.create_connection(("127.0.0.1", port), 1))
-                        held[-1].sendall(struct.pack("<Q", number))
-                    except OSError:
-                        continue
-            known = ports
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    try:
-        assert run_ranks(many_groups, 2, 40) == pids
-    finally:
-        stop.set()
-        thread.join()
-        for connection in held:
-            connection.close()
-    assert held

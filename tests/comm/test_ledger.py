@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.comm.ledger import Ledger, Record, user_line
-from shardwise.comm.logger import CommsLogger, bandwidths, trimmed_mean
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.logger import CommsLogger, bandwidths
 from shardwise.errors import UsageError
 
 
@@ -31,21 +31,6 @@ def test_records_are_written_before_launch_and_closed_after_waiting() -> None:
     assert ledger.open("x", "dp", 0, 0, "").sequence == 4
 
 
-def test_several_are_told_of_what_has_been_waited_for() -> None:
-    ledger = Ledger()
-    seen: list[tuple[str, int]] = []
-    for name in ("first", "second", "third"):
-        ledger.listen(lambda record, name=name: seen.append((name, record.sequence)))  # type: ignore[misc]
-    ledger.close(ledger.open("all_gather", "dp", 100, 50, "block.0"), 0.25)
-    assert seen == [("first", 0), ("second", 0), ("third", 0)]
-
-
-def test_the_users_line_is_found() -> None:
-    assert "test_ledger.py:" in user_line()
-    assert "test_ledger.py:" in Ledger().open("x", "dp", 0, 0, "").line
-    assert Ledger(record_lines=False).open("x", "dp", 0, 0, "").line == ""
-
-
 def test_bandwidth_conventions() -> None:
     one_gbit = 125_000_000
     assert bandwidths("all_reduce", one_gbit, 1.0, 4) == (pytest.approx(2.0), pytest.approx(1.5))
@@ -53,12 +38,6 @@ def test_bandwidth_conventions() -> None:
     assert bandwidths("all_to_all_single", one_gbit, 1.0, 4) == (pytest.approx(1.0), pytest.approx(0.75))
     assert bandwidths("broadcast", one_gbit, 1.0, 4) == (pytest.approx(1.0), pytest.approx(1.0))
     assert bandwidths("broadcast", one_gbit, 0.0, 4) == (0.0, 0.0)
-
-
-def test_averages_leave_out_the_extremes() -> None:
-    assert trimmed_mean([1.0] * 9 + [100.0]) == 1.0
-    assert trimmed_mean([2.0, 4.0]) == 3.0
-    assert trimmed_mean([]) == 0.0
 
 
 def test_the_log_records_what_it_is_asked_to() -> None:
@@ -104,24 +83,3 @@ def test_what_is_recorded_can_be_chosen_as_it_goes(capsys: pytest.CaptureFixture
     assert "all_reduce" in capsys.readouterr().out
     with pytest.raises(UsageError, match="on every rank"):
         log.log_all(show_straggler=True)
-
-
-def test_a_watcher_is_told_of_the_beginning_and_the_end() -> None:
-    class Told:
-        def __init__(self) -> None:
-            self.heard: list[tuple[str, int, bool]] = []
-
-        def opened(self, record: Record) -> None:
-            self.heard.append(("opened", record.sequence, record.finished is not None))
-
-        def closed(self, record: Record) -> None:
-            self.heard.append(("closed", record.sequence, record.finished is not None))
-
-    told, ledger = Told(), Ledger()
-    before = ledger.open("all_gather", "dp", 8, 4, "a")
-    ledger.watcher = told
-    ledger.close(ledger.open("all_gather", "dp", 8, 4, "b"), 0.1)
-    ledger.close(before, 0.1)
-    ledger.watcher = None
-    ledger.close(ledger.open("all_gather", "dp", 8, 4, "c"), 0.1)
-    assert told.heard == [("opened", 1, False), ("closed", 1, True), ("closed", 0, True)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ import shardwise
 from shardwise.comm import communicator, native
 from shardwise.comm.ledger import followed
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import Here
 from shardwise.compat import all_gather_single
 from shardwise.engine.parallel import SharedSequences
 from tests.device.recorded import imagined
@@ -145,29 +142,6 @@ def test_updated_parameters_are_all_that_stays_of_an_all_gather(
     assert watched == [(whole, 0)] * 3 and most <= whole + 512 * world
 
 
-def keeps_works(kept: list[Any]) -> Callable[..., None]:
-    """Return `Handle.wait` of a watchdog that keeps the collective instead of an event behind it."""
-    wait = communicator.Handle.wait
-
-    def waited(self: communicator.Handle) -> None:
-        works = getattr(self._pending, "_works", None)
-        wait(self)
-        if followed() is not None:
-            kept.append(works)
-
-    return waited
-
-
-def test_an_observer_that_keeps_works_keeps_their_outputs(tmp_path: Path) -> None:
-    """The test above would find one."""
-    with mock.patch.object(communicator.Handle, "wait", keeps_works([])):
-        bare, *_ = alive_after_steps("gpt", 2, 3, (("stall_limit", 0),))
-        watched, most, (sharded, _) = alive_after_steps("gpt", 2, 3, observers(tmp_path))
-    assert bare == [(0, 0)] * 3
-    assert [gathered for gathered, _ in watched] == sorted({gathered for gathered, _ in watched})
-    assert watched[0][0] >= sharded and most > sharded
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_no_activation_that_ranks_exchange_outlives_its_last_reader(stage: int, tmp_path: Path) -> None:
     """Outputs of collectives of tensor, sequence and expert parallelism."""
@@ -195,14 +169,3 @@ def test_no_activation_that_ranks_exchange_outlives_its_last_reader(stage: int, 
         engine.destroy()
     comms_logger.configure(enabled=False, path="")
     assert alive == [(whole, 0)] * 3
-
-
-def test_a_look_at_the_stack_keeps_no_local_variable_alive() -> None:
-    """The watchdog looks while the script waits in a join, whose callers' frames are examined."""
-    values, main = torch.ones(3), threading.get_ident()
-    alive = weakref.ref(values)
-    looks = threading.Thread(target=lambda: [Here(thread=main)() for _ in range(3)])
-    looks.start()
-    looks.join()
-    del values
-    assert alive() is None

@@ -35,20 +35,6 @@ def test_what_was_not_measured_is_counted_without_times(capsys: pytest.CaptureFi
     assert log.get_total_operations() == 3
 
 
-def test_of_many_calls_the_newest_times_are_kept_and_the_total_is_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logger, "_KEPT", 10)
-    log = CommsLogger()
-    log.configure(enabled=True)
-    for number in range(105):
-        log.append("all_reduce", 8, number / 1e3, 2)
-    count, latencies, algorithm, bus = log.comms_dict["all_reduce"][8]
-    assert count == 105 and len(latencies) == len(algorithm) == len(bus) <= 20 and latencies[-1] == 104
-    assert log.summary()["all_reduce"][8]["total_latency_ms"] == pytest.approx(sum(range(105)))
-    log.comms_dict = {"all_reduce": {8: [1, [2.0], [1.0], [1.0]]}}  # as a script may put it there
-    log.append("all_reduce", 8, 1.0, 2)
-    assert log.comms_dict["all_reduce"][8][0] == 1
-
-
 class Mark:
     """A place of a device that gets there when it is told to."""
 
@@ -134,37 +120,3 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"comms_logger\.path: .*file/rank_0\.jsonl cannot be written"):
         log.configure(path=str(tmp_path / "file"))
     assert log.file is None
-
-
-def test_what_comes_faster_than_it_can_be_written_is_dropped_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger, "_MOST_LINES", 3)
-    monkeypatch.setattr(logger, "_EVERY_S", 60.0)
-    log = CommsLogger()
-    log.configure(enabled=True, path=str(tmp_path))
-    file = log.file
-    assert file is not None
-    for number in range(5):
-        log.append("all_reduce", number, None, 2)
-    assert log.get_total_operations() == 5 and file.dropped == 2
-    log.configure(path="")
-    assert log.file is None and not file._thread.is_alive()
-    assert [json.loads(text)["bytes"] for text in file.path.read_text().splitlines()] == [0, 1, 2]
-
-
-def test_a_disk_that_fails_stops_the_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logger, "_EVERY_S", 60.0)
-
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    log = CommsLogger()
-    log.configure(enabled=True, path=str(tmp_path))
-    log.append("all_reduce", 8, None, 2)
-    with monkeypatch.context() as patched:
-        patched.setattr(logger.os, "write", full)
-        log.settle()
-        log.append("all_reduce", 8, None, 2)
-        log.configure(path="")
-    assert log.comms_dict["all_reduce"][8][0] == 2

@@ -198,26 +198,6 @@ def test_a_rank_that_is_somebody_else_is_not_believed() -> None:
         assert "has not answered rank" in str(error)
 
 
-def ask_once(member: Any) -> None:
-    """Rank 1 is there and does not answer."""
-    with selectors.DefaultSelector() as selector:
-        own = p2p.P2PConnections(member, selector, lambda rank, connection: None)
-        try:
-            if member.rank == 0:
-                with p2p.reaching(member, 1, "the time", time.monotonic()):
-                    own.to(1, time.monotonic() + 0.5)
-        finally:
-            member.barrier("end")
-            own.close()
-
-
-def test_a_rank_that_does_not_answer_is_named() -> None:
-    error, nothing = Group(2).run(ask_once)
-    assert nothing is None and isinstance(error, PeerLostError)
-    assert (error.peer, error.timed_out) == (1, True)
-    assert str(error) == "rank 1 has not answered rank 0: the time"
-
-
 # -- where -------------------------------------------------------------------------------------------------------------
 
 
@@ -275,28 +255,3 @@ def test_ranks_announce_their_own_addresses_to_other_machines() -> None:
         {"127.0.0.2", "127.0.0.4"},
         {"127.0.0.2", "127.0.0.3"},
     ]
-
-
-def test_the_own_address_is_the_near_end_of_the_way_to_the_meeting_place(monkeypatch) -> None:
-    def address(meeting: str | None) -> str:
-        monkeypatch.setattr(rendezvous, "store_host", lambda: meeting)
-        return rendezvous.own_address()
-
-    assert address(None) == address("127.0.0.1") == address("localhost") == socket.gethostname()
-    here = socket.gethostbyname(socket.gethostname())
-    if not here.startswith("127."):
-        assert address(here) == here
-    # A name that leads back to loopback, or nowhere, is still the one that the others know.
-    found = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert address("node0") == "node0"
-
-    def unknown(*_: Any, **__: Any) -> Any:
-        raise socket.gaierror("no such name")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert address("node0") == "node0"
-
-
-def test_processes_of_one_machine_know_each_other() -> None:
-    assert len({*run_ranks(rendezvous.machine, 2), rendezvous.machine()}) == 1

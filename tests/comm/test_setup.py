@@ -8,7 +8,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from shardwise.comm import setup
 from shardwise.comm.api import get_local_rank
 from shardwise.comm.environment import RankPlace
-from shardwise.comm.rendezvous import private_keys, serve
+from shardwise.comm.rendezvous import serve
 from shardwise.comm.setup import destroy, init_distributed, is_initialized, local_rank, timeout_from_environment
 from shardwise.device import choose_device
 from shardwise.errors import LaunchError
@@ -62,12 +61,6 @@ def test_single_process_without_a_launcher(alone) -> None:
     init_distributed()  # again: nothing happens
     init_distributed(rank=0, world_size=1)
     assert dist.group.WORLD is group
-
-
-def test_interface_of_the_user_is_kept(alone, monkeypatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
-    setup._keep_gloo_on_loopback()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo,eth0"
 
 
 def _free_port() -> int:
@@ -168,14 +161,6 @@ def test_a_served_store_listens_on_loopback_only_and_refuses_a_taken_port() -> N
         serve("127.0.0.1", store.port, timedelta(seconds=5))
 
 
-def test_keys_of_attempts_and_groups_do_not_meet() -> None:
-    store = dist.HashStore()
-    views = [private_keys(store, {"TORCHELASTIC_RESTART_COUNT": count}) for count in ("0", "0", "1")]
-    for number, view in enumerate(views):
-        view.set("address", str(number))
-    assert [view.get("address") for view in views] == [b"0", b"1", b"2"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -257,28 +242,3 @@ def test_a_rank_on_nccl_has_its_device_before_its_first_tensor(
     device = setup._take_own_device(RankPlace(3, 4, 3, 4, "127.0.0.1", 1, "a test"))
     assert taken == chosen
     assert device == (torch.device("cuda", chosen[0]) if chosen else None)
-
-
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_the_default_group_knows_its_device(backend: str, monkeypatch) -> None:
-    """Also where NCCL is one of several backends: else each rank's first CUDA tensor lies on device 0."""
-    given: list[Any] = []
-
-    class Started(Exception):
-        pass
-
-    def start(name: str, **how: Any) -> None:
-        given.append((name, how["device_id"]))
-        raise Started
-
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(dist, "init_process_group", start)
-    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
-    monkeypatch.setattr(setup, "_check_own_device", lambda store, place: None)
-    monkeypatch.setattr(setup, "_take_own_device", lambda place: torch.device("cuda", place.local_rank))
-    with pytest.raises(Started):
-        init_distributed(backend, rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{_free_port()}")
-    assert given == [(backend, torch.device("cuda", 0))]
-    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"

@@ -34,22 +34,6 @@ def test_blocked_time_before_the_last_rank_came_is_waiting_and_the_rest_is_trans
     assert found.collectives == 1
 
 
-def test_what_is_launched_early_and_waited_for_nowhere_costs_nothing() -> None:
-    found = blame({0: [part(0.0, 0.0, 9.0)], 1: [part(8.0, 0.5, 9.0)]})
-    assert found.ranks == {0: Shares(), 1: Shares(transfer=0.5)}
-
-
-def test_what_has_ended_before_the_last_rank_came_is_waited_for_no_longer_than_that() -> None:
-    # A broadcast's source goes on before the others have come.
-    found = blame({0: [part(0.0, 1.0, 1.0)], 1: [part(5.0, 0.0, 5.0)]})
-    assert found.ranks[0] == Shares(waited=1.0)
-
-
-def test_only_collectives_that_several_ranks_have_are_compared() -> None:
-    found = blame({0: [part(0.0, 3.0, 3.0)], 1: [part(2.0, 1.0, 3.0, key="gather:1@dp:0")]})
-    assert found.collectives == 0 and found.ranks == {0: Shares(), 1: Shares()}
-
-
 def test_records_without_an_order_or_an_end_have_no_part() -> None:
     ended = Record(0, "all_gather", "dp", 8, 4, "a", "", 1.0, 0.5, 2.0, kind="gather", ranks=2, turn=3)
     others = [
@@ -131,12 +115,3 @@ def test_the_log_names_it_too() -> None:
     assert len(logged["straggler_analysis"]) == 2
     first = steps[0][0]
     assert json.loads(json.dumps(first.as_dict()))["ranks"]["0"]["waited"] == first.ranks[0].waited
-
-
-def test_one_rank_waits_for_nobody() -> None:
-    engine = engine_of(3)
-    window(engine)
-    found = engine.stragglers()
-    engine.destroy()
-    assert found.ranks == {0: Shares()} and found.collectives == 0
-    assert found.table().splitlines()[1].split() == ["0", "0.0", "0.0", "0.0"]

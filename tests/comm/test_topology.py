@@ -82,9 +82,3 @@ def test_a_grid_creates_a_group_at_its_first_use() -> None:
     assert grid.stage_to_global(0, data=1, model=0) == 2
     assert grid.get_global_rank() == 5
     assert grid.topology().world_size() == 8
-
-
-def test_a_grid_without_tensor_parallelism_has_a_group_of_one() -> None:
-    grid = PipelineParallelGrid(PipeDataParallelTopology(2, 2), 3, lambda ranks: ranks)
-    assert grid.get_model_parallel_world_size() == 1
-    assert grid.get_model_parallel_group() == (3,)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import shardwise
-from shardwise.comm import desync, rank_status
+from shardwise.comm import desync
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.groups import PURPOSES
 from shardwise.comm.intra_node_transport import IntraNodeTransport
@@ -105,62 +103,6 @@ def test_ranks_in_different_collectives_are_compared(same_kind: bool) -> None:
         assert "`with engine.gathered():`" in message
 
 
-def same_name() -> Told:
-    """A pass gathers a unit on rank 0, and rank 1 gathers it outside of passes."""
-    comm = Communicator(None, Ledger(), CPU)
-    comm.barrier()
-    full, kind = torch.zeros(8), ("gather", "explicit")[comm.rank]
-    limit(comm)
-    return tell(lambda: comm.all_gather([(full, torch.zeros(4))], "blocks.1", kind=kind).wait())
-
-
-def test_collectives_of_one_name_in_different_places_are_told_apart() -> None:
-    for kind, message, _ in run_ranks(same_name, 2):
-        assert kind == "DesyncError", message
-        assert "wait for each other in different collectives" in message
-
-
-def planted() -> list[str]:
-    """Somebody has written into the store what no rank has."""
-    rank, store = dist.get_rank(), desync.default_store()
-    assert store is not None
-    dist.barrier()
-    found = []
-    words = ["not json", "7", "[]", "{}", "[" * 100_000, '{"state": "ends", "text": 7}', '{"state": [], "text": "x"}']
-    places: list[Any] = [7, {"x": 1}, {"what": "x", "seconds": "a"}, {"seconds": 1}]
-    words += [json.dumps({"state": "waits", "text": "", "place": place}) for place in places]
-    for word in words:
-        store.set(desync._state_key(rank), word)
-        found += [str(word) for word in desync.read_states([rank], 0.0).values()]
-    return found
-
-
-def test_what_is_no_word_of_a_rank_is_passed_over() -> None:
-    assert run_ranks(planted, 2) == [[], []]
-
-
-def many_late(late_s: float) -> Told | None:
-    """Each of the ranks 1 and 2 is late by less than the limit, but rank 2 only answers after it."""
-    comm = Communicator(None, Ledger(), CPU)
-    limit(comm)
-    full = torch.zeros(3)
-    comm.all_gather([(full, full[comm.rank : comm.rank + 1])], "first").wait()
-    if comm.rank:
-        time.sleep(late_s * comm.rank)
-    begin = time.monotonic()
-    try:
-        comm.all_gather([(full, full[comm.rank : comm.rank + 1])], "second").wait()
-    except ShardwiseError as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return None
-
-
-def test_all_messages_of_a_collective_share_one_limit() -> None:
-    told = run_ranks(many_late, 3, 0.8 * LIMIT_S)[0]
-    assert told is not None
-    assert re.search(r"has waited \d+\.\d s for rank 2 in all_gather 'second'", told[1])
-
-
 def leave_or_wait() -> str:
     comm = Communicator(None, Ledger(), CPU)
     comm.barrier()
@@ -210,8 +152,3 @@ def test_an_engine_on_other_ways_than_the_others_says_where_each_rank_is(how: st
     assert own in messages[0]
     assert "all_gather '" in messages[0]
     assert messages[0].count("test_whereabouts.py:") == 2
-
-
-def test_the_files_whose_frames_are_methods_of_the_engine_exist() -> None:
-    root = Path(shardwise.__file__).parents[1]
-    assert all((root / file).is_file() for file in (*rank_status._ENGINE, rank_status._API))
