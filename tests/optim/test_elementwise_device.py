@@ -1,4 +1,4 @@
-"""Segments of any length, of any dtype and with any factor: the bits do not depend on the cut."""
+"""Steps of several tensors of any dtype and with any factor: each has its own bits, and all are one kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.optim import AdamW, ElementwiseOptimizer, elementwise
+from shardwise.optim import AdamW
 from tests.optim.reference import step_with
 from tests.optim.test_elementwise import OPTIONS, VARIANTS, some
 
@@ -29,51 +29,6 @@ class Calls(TorchDispatchMode):
         if not any(alias.alias_info and not alias.alias_info.is_write for alias in func._schema.returns):
             self.seen[func._schema.name.removeprefix("aten::")] += 1
         return func(*args, **kwargs or {})
-
-
-def step(
-    cls: Any,
-    options: dict[str, Any],
-    bounds: list[int],
-    factor: float | torch.Tensor,
-    *,
-    dtype: torch.dtype = FP32,
-    gradient_dtype: torch.dtype = FP32,
-    steps: int = 3,
-) -> dict[str, torch.Tensor]:
-    """Step a tensor in segments; return values, copies and states."""
-    start, gradients = some(bounds[-1], steps)
-    optimizer: ElementwiseOptimizer
-    parts = [torch.nn.Parameter(start[a:b].to(dtype)) for a, b in pairwise(bounds)]
-    optimizer = cls(parts, **options)
-    outputs = [(p, torch.empty(p.numel(), dtype=BF16)) for p in parts]
-    for gradient in gradients:
-        pieces = [(p, gradient[a:b].to(gradient_dtype)) for p, (a, b) in zip(parts, pairwise(bounds), strict=True)]
-        step_with(optimizer, factor=factor, gradients=pieces, outputs=outputs)
-    found = {"values": parts, "copies": [o for _, o in outputs]}
-    found |= {name: [optimizer.state[p][name] for p in parts] for name in cls.state_names}
-    return {name: torch.cat([tensor.detach() for tensor in tensors]) for name, tensors in found.items()}
-
-
-def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-
-
-@pytest.mark.parametrize(
-    "how",
-    [{}, {"dtype": FP64, "gradient_dtype": FP64}, {"gradient_dtype": BF16}, {"dtype": BF16}],
-    ids=["fp32", "fp64", "g", "p"],
-)
-@pytest.mark.parametrize("factor", [1.0, 0.3, torch.tensor(0.3), torch.tensor(0.3, dtype=FP64)], ids=str)
-@pytest.mark.parametrize(("cls", "options"), VARIANTS)
-def test_the_bits_are_those_of_chunks_in_any_cut(
-    cls: Any, options: dict[str, Any], factor: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = step(cls, options, CUTS, factor, **how)
-    assert_same(found, step(cls, options, [0, CUTS[-1]], factor, **how))
-    monkeypatch.setattr(elementwise, "LEAST_CHUNK", 1 << 12)
-    assert_same(found, step(cls, options, CUTS, factor, **how))
 
 
 @pytest.mark.parametrize(("cls", "options"), VARIANTS)

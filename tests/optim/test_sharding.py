@@ -92,13 +92,6 @@ def test_a_range_without_elements_steps(cls: type[torch.optim.Optimizer], option
     assert not torch.equal(other.detach(), torch.ones(3))
 
 
-@pytest.mark.parametrize("cls", sorted(_ELEMENTWISE, key=lambda cls: cls.__name__))
-def test_elementwise_classes(cls: type[torch.optim.Optimizer]) -> None:
-    kind, reason = sharding_of(cls([torch.zeros(2)]))
-    assert kind is Sharding.ELEMENTWISE
-    assert cls.__name__ in reason
-
-
 def test_whole_and_refused_classes() -> None:
     matrix = torch.zeros(2, 2)
     for cls in (torch.optim.Adafactor, torch.optim.Muon):
@@ -109,20 +102,6 @@ def test_whole_and_refused_classes() -> None:
     kind, reason = sharding_of(torch.optim.SparseAdam([matrix]))
     assert kind is Sharding.REFUSED
     assert "sparse gradients only" in reason
-
-
-def test_whole_is_needed_for_the_classes_that_say_so() -> None:
-    """Adafactor and Muon differ on ranges: the table is not merely cautious."""
-    gradient = torch.arange(64.0).view(8, 8).sin()
-    for cls in (torch.optim.Adafactor, torch.optim.Muon):
-        whole = torch.ones(8, 8, requires_grad=True)
-        parts = [torch.ones(4, 8, requires_grad=True) for _ in range(2)]
-        optimizer, on_parts = cls([whole]), cls(parts)
-        whole.grad = gradient.clone()
-        parts[0].grad, parts[1].grad = gradient[:4].clone(), gradient[4:].clone()
-        optimizer.step()
-        on_parts.step()
-        assert not torch.allclose(torch.cat([part.detach() for part in parts]), whole.detach(), rtol=1e-6, atol=0)
 
 
 def test_every_torch_optimizer_is_in_the_table() -> None:
