@@ -60,29 +60,6 @@ def test_solved_exactly_or_refused(train: Any, micro: Any, steps: Any, world: in
     assert numbers.items() <= found.items()
 
 
-@given(
-    keys=st.dictionaries(st.sampled_from([TRAIN, MICRO, STEPS]), st.just("auto") | st.integers(1, 64)),
-    micro=st.integers(1, 8),
-    steps=st.integers(1, 8),
-    world=st.integers(1, 4),
-)
-def test_facts_fill_what_is_open_and_overrule_nothing(keys: dict[str, Any], micro: int, steps: int, world: int) -> None:
-    facts = Facts(micro_batch_size=micro, gradient_accumulation_steps=steps)
-    numbers = {name: value for name, value in keys.items() if value != "auto"}
-    try:
-        config = resolve(keys, world_size=world, facts=facts).config
-    except BatchSizeError:
-        assert TRAIN in numbers
-        return
-    found = {TRAIN: config.train_batch_size, MICRO: config.train_micro_batch_size_per_gpu}
-    found[STEPS] = config.gradient_accumulation_steps
-    assert numbers.items() <= found.items()
-    assert found[TRAIN] == found[MICRO] * found[STEPS] * world
-    if not numbers:
-        assert found[MICRO] == micro
-        assert found[STEPS] == (steps if keys.get(STEPS) == "auto" else 1)
-
-
 def test_nothing_given() -> None:
     for source in ({}, {STEPS: 4}, {TRAIN: "auto"}, {MICRO: "auto", STEPS: 2}):
         with pytest.raises(BatchSizeError, match=MICRO):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from shardwise.config import resolve
-from shardwise.errors import ConfigError, ConflictError
 
 
 def with_checkpoint(**keys: Any) -> dict[str, Any]:
@@ -28,6 +27,15 @@ def test_either_key_means_saves_in_the_background(keys: dict[str, Any], expected
     assert resolve(with_checkpoint(**keys)).config.checkpoint.in_background is expected
 
 
+def test_signals_and_copies_are_off_unless_asked_for() -> None:
+    found = resolve(with_checkpoint()).config.checkpoint
+    assert found.on_signal is None and found.memory_copies is None
+    asked = with_checkpoint(on_signal={"save_dir": "runs"}, memory_copies={})
+    found = resolve(asked).config.checkpoint
+    assert (found.on_signal.exit_on, found.on_signal.save_on) == (["SIGTERM"], ["SIGUSR1"])
+    assert (found.memory_copies.every, found.memory_copies.replicas) == (10, 1)
+
+
 def test_hints_for_other_writers_are_accepted_and_listed() -> None:
     writer = {
         "type": "python",
@@ -42,27 +50,3 @@ def test_hints_for_other_writers_are_accepted_and_listed() -> None:
     without = {"io_buffer_size", "io_buffer_double", "data_parallel", "io_multiplier"}
     expected = {f"checkpoint.writer.{name}" for name in without} | {"checkpoint.parallel_write.pipeline_stage"}
     assert {note.path for note in found} == expected
-
-
-@pytest.mark.parametrize(
-    ("keys", "path", "message"),
-    [
-        ({"writer": {"type": "MOCK"}}, "checkpoint.writer.type", "writes nothing"),
-        ({"writer": {"decoupled": True}, "async_save": False}, "checkpoint.writer.decoupled", "async_save` is false"),
-        ({"keep_every": 5}, "checkpoint.keep_every", "keep_last"),
-        ({"keep_last": 0}, "checkpoint.keep_last", "an integer > 0"),
-        ({"keep_last": "two"}, "checkpoint.keep_last", "integer"),
-        ({"keep_last": 1, "keep_every": -1}, "checkpoint.keep_every", "an integer > 0"),
-        ({"keeplast": 1}, "checkpoint.keeplast", "keep_last"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(keys: dict[str, Any], path: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve(with_checkpoint(**keys))
-    assert any(problem.path == path for problem in caught.value.problems)
-    assert message in str(caught.value)
-
-
-def test_a_contradiction_is_a_conflict() -> None:
-    with pytest.raises(ConflictError):
-        resolve(with_checkpoint(keep_every=5))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import math
-import warnings
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.config import Facts, accept, describe, effective, resolve
 from shardwise.config.export import without_secrets
 from shardwise.config.schema_index import walk
-from shardwise.errors import BatchSizeError, ConfigError, NotBuiltError
+from shardwise.errors import BatchSizeError, ConfigError
 from shardwise.memory.places import Where
 from shardwise.zero.units.plan import where_of
 
@@ -62,7 +62,12 @@ TRAINER: dict[str, Any] = {
 
 
 def test_autos_of_a_trainer_are_filled_from_facts() -> None:
-    config = resolve(TRAINER, world_size=8, facts=FACTS).config
+    resolution = resolve(TRAINER, world_size=8, facts=FACTS)
+    notes, config = {note.path: note.reason for note in resolution.notes}, resolution.config
+    for path in ("gradient_clipping", "optimizer.params.eps", "scheduler.params.warmup_max_lr", "fp16.enabled"):
+        assert notes[path], path
+    assert notes["optimizer.params.lr"] == "the caller's lr"
+    assert notes["train_batch_size"] == "derived: 64 = 4 x 2 x 8 ranks"
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (64, 4)
     assert config.gradient_accumulation_steps == 2
     assert config.gradient_clipping == 0.5
@@ -79,24 +84,6 @@ def test_autos_of_a_trainer_are_filled_from_facts() -> None:
     assert zero.stage3_prefetch_bucket_size is None
     assert zero.stage3_param_persistence_threshold is None
     assert config.steps_per_print is None
-
-
-def test_every_auto_has_a_note_with_a_reason() -> None:
-    resolution = resolve(TRAINER, world_size=8, facts=FACTS)
-    notes = {note.path: note for note in resolution.notes}
-    autos = [
-        *(key for key, value in TRAINER.items() if value == "auto"),
-        *(f"optimizer.params.{key}" for key in TRAINER["optimizer"]["params"]),
-        *(f"scheduler.params.{key}" for key in TRAINER["scheduler"]["params"]),
-        "fp16.enabled",
-        "bf16.enabled",
-        "zero_optimization.reduce_bucket_size",
-    ]
-    for path in autos:
-        assert notes[path].reason, path
-    assert notes["optimizer.params.lr"].reason == "the caller's lr"
-    assert "model's blocks" in notes["zero_optimization.reduce_bucket_size"].reason
-    assert notes["train_batch_size"].reason == "derived: 64 = 4 x 2 x 8 ranks"
 
 
 def test_autos_without_facts_take_the_default() -> None:
@@ -117,12 +104,6 @@ def test_auto_that_needs_a_fact_is_an_error_that_names_it() -> None:
         resolve({**TRAINER, "train_micro_batch_size_per_gpu": 1})
     assert [problem.path for problem in caught.value.problems] == ["scheduler.params.total_num_steps"]
     assert "total_num_steps, a fact that the caller has not given" in str(caught.value)
-
-
-def test_peak_of_the_warmup_without_an_optimizer_is_left_to_the_callers() -> None:
-    source = {"train_batch_size": 1, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
-    assert resolve(source).config.scheduler.params == {}
-    assert resolve(source, facts=Facts(lr=0.25)).config.scheduler.params == {"warmup_max_lr": 0.25}
 
 
 def test_auto_arguments_of_torch_classes() -> None:
@@ -209,18 +190,6 @@ def offloading(stage: int, **keys: Any) -> Any:
     return resolve({"train_batch_size": 1, "zero_optimization": {"stage": stage, **keys}}).config.zero_optimization
 
 
-def test_old_forms_of_offload() -> None:
-    for stage, keys, where in (
-        (2, {"cpu_offload": True}, Where("host", "host")),
-        (1, {"cpu_offload": True, "cpu_offload_use_pin_memory": False}, Where("host", "pageable")),
-        (3, {"cpu_offload": True, "cpu_offload_params": True}, Where("host", "host", "host")),
-        (2, {"cpu_offload": False}, Where()),
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert where_of(offloading(stage, **keys)) == where
-
-
 def test_where_state_is_to_live() -> None:
     host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/fast"}
     for optimizer, parameters, where in (
@@ -237,48 +206,6 @@ def test_where_state_is_to_live() -> None:
         assert where_of(offloading(3, offload_optimizer=optimizer, offload_param=parameters)) == where
 
 
-@pytest.mark.parametrize(
-    ("stage", "keys", "path", "told"),
-    [
-        (0, {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer.device", "needs .* 1 or more, found 0"),
-        (2, {"offload_param": {"device": "cpu"}}, "offload_param.device", "needs .* 3, found 2"),
-        (1, {"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.nvme_path", "is not set"),
-        (1, {"offload_optimizer": {"device": "cpu", "gradients": "nvme"}}, "offload_optimizer.nvme_path", "gradients"),
-        (3, {"offload_param": {"device": "nvme", "nvme_path": "none"}}, "offload_param.nvme_path", "is not set"),
-        (3, {"offload_param": {"device": "disk"}}, "offload_param.device", 'one of "none", "cpu", "nvme"'),
-        (3, {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "offload_optimizer.ratio", "<= 1"),
-        (2, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio", "needs .* 3, found 2"),
-        (3, {"zenflow": {}}, "zenflow", "offload_optimizer"),
-    ],
-)
-def test_offload_that_cannot_be(stage: int, keys: dict[str, Any], path: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
-        offloading(stage, **keys)
-    assert [problem.path for problem in caught.value.problems] == [f"zero_optimization.{path}"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "path"),
-    [
-        ({"aio": {"use_gds": True}}, "aio.use_gds"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
-        ({"tensor_parallel": {"kernel_inject": True}}, "tensor_parallel.kernel_inject"),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
-            "zero_optimization.offload_optimizer.super_offload",
-        ),
-    ],
-)
-def test_features_that_change_only_the_speed_are_warned_of_in_deepspeeds_files(keys: dict[str, Any], path: str) -> None:
-    config = {"train_batch_size": 1, **keys}
-    found = resolve(accept(config))
-    (note,) = [note for note in found.ignored if note.path == path]
-    assert "results are the same" in note.reason and f"`{path}`" in found.log_messages()[0]
-    with pytest.raises(NotBuiltError) as caught:
-        resolve(config)
-    assert [problem.path for problem in caught.value.problems] == [path]
-
-
 def test_a_missing_batch_size_names_the_keys_that_were_left_out() -> None:
     config = {"train_micro_batch_size": 2, "gradient_accumulation": 4}
     with pytest.raises(BatchSizeError, match=r"Keys without effect.*`gradient_accumulation`, `train_micro_batch_size`"):
@@ -287,25 +214,6 @@ def test_a_missing_batch_size_names_the_keys_that_were_left_out() -> None:
     assert "did you mean `train_micro_batch_size_per_gpu`?" in reasons["train_micro_batch_size"]
     assert "did you mean `gradient_accumulation_steps`?" in reasons["gradient_accumulation"]
     assert "did you mean" not in reasons["moe"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "advice"),
-    [
-        ({"zero_optimization": 2}, 'Write {"stage": 2}'),
-        ({"zero_optimization": {"stage": 3, "offload_param": True}}, 'Write {"device": "cpu"}'),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": "cpu"}}, 'Write {"device": "cpu"}'),
-        ({"optimizer": "AdamW"}, 'Write {"type": "AdamW"}'),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}},
-            "it belongs to WarmupDecayLR and WarmupCosineLR",
-        ),
-    ],
-)
-def test_advice_on_a_section_of_another_form(keys: dict[str, Any], advice: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve({"train_batch_size": 1, **keys})
-    assert advice in str(caught.value)
 
 
 def test_every_spelling_reaches_the_same_key() -> None:
@@ -321,28 +229,10 @@ def test_every_spelling_reaches_the_same_key() -> None:
     assert offloaded is not None and offloaded.device == "cpu"
 
 
-@pytest.mark.parametrize("written", ["bf16", "bfloat16", "BFloat16", "torch.bfloat16"])
-def test_spellings_of_types(written: str) -> None:
-    assert resolve({"train_batch_size": 1, "communication_data_type": written}).config.communication_data_type == "bf16"
-
-
-def test_types_of_torch_itself() -> None:
-    import torch
-
-    source = {"train_batch_size": 1, "communication_data_type": torch.float16}
-    assert resolve(source).config.communication_data_type == "fp16"
-
-
-def test_names_of_optimizers_are_canonical() -> None:
-    def name(written: str) -> str | None:
-        return resolve({"train_batch_size": 1, "optimizer": {"type": written}}).config.optimizer.type
-
-    assert [name(written) for written in ("Adam", "ADAMW", "adagrad", "SGD", "sgd", "rmsPROP")] == [
-        "adam", "adamw", "adagrad", "SGD", "SGD", "RMSprop",
-    ]  # fmt: skip
-
-
-def test_integral_floats_and_tuples() -> None:
+def test_integral_floats_tuples_and_types() -> None:
+    for written in ("bf16", "bfloat16", "BFloat16", "torch.bfloat16", torch.bfloat16):
+        found = resolve({"train_batch_size": 1, "communication_data_type": written}).config
+        assert found.communication_data_type == "bf16"
     source = {
         "train_batch_size": 8.0,
         "zero_optimization": {"sub_group_size": 1e12, "leaf_module": {"classes": ("A", "B"), "names": "c"}},
@@ -361,6 +251,21 @@ def test_integral_floats_and_tuples() -> None:
 def test_null_sections_are_absent_sections() -> None:
     source = {"train_batch_size": 1, "fp16": None, "zero_optimization": {"offload_param": None, "leaf_module": None}}
     assert resolve(source).config == resolve({"train_batch_size": 1}).config
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"prescale_gradients": True, "gradient_predivide_factor": 8}, "gradient_predivide_factor"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "zero_optimization.mics_shard_size"),
+        ({"sparse_attention": {"mode": "dense"}}, "sparse_attention"),
+        ({"compile": {"deepcompile": False, "passes": ["z3"]}}, "compile"),
+        ({"fp16": {"enabled": False, "min_loss_scale": 2}}, "fp16"),
+    ],
+)
+def test_keys_that_another_overrules_are_listed(config: dict[str, Any], path: str) -> None:
+    (note,) = resolve({"train_batch_size": 1, **config}).no_effect
+    assert note.path == path and note.reason
 
 
 def test_what_does_nothing_is_listed_with_the_reason() -> None:
@@ -394,16 +299,6 @@ def test_what_does_nothing_is_listed_with_the_reason() -> None:
     assert all(listed.values())
 
 
-def test_keys_of_sections_that_hold_although_they_are_off_are_not_listed() -> None:
-    half = {"fp16": {"enabled": False, "min_loss_scale": 2}}
-    for source, listed in (
-        ({**half, "torch_autocast": {"enabled": True, "dtype": "fp16"}}, []),
-        ({**half, "torch_autocast": {"enabled": True, "dtype": "bf16"}}, ["fp16"]),
-        ({"bf16": {"enabled": False, "check_grad_overflow": True}}, []),
-    ):
-        assert [note.path for note in resolve({"train_batch_size": 1, **source}).no_effect] == listed
-
-
 def test_warnings_for_what_is_probably_not_meant() -> None:
     warnings = resolve(
         {
@@ -415,20 +310,6 @@ def test_warnings_for_what_is_probably_not_meant() -> None:
     assert len(warnings) == 2
     assert warnings[0].startswith("vocabulary_size: 50257") and "50264" in warnings[0]
     assert warnings[1].startswith("scheduler.params.total_num_steps: 10")
-
-
-def test_defaults_do_nothing_unasked() -> None:
-    config = resolve({"train_batch_size": 1}).config
-    assert config.gradient_clipping == 0
-    assert config.bf16.check_grad_overflow is False
-    assert config.steps_per_print is None
-    assert config.comms_logger.enabled is False
-    offloads = resolve(
-        {"train_batch_size": 1, "zero_optimization": {"offload_param": {}, "offload_optimizer": {}}}
-    ).config.zero_optimization
-    for offload in (offloads.offload_param, offloads.offload_optimizer):
-        assert offload is not None and offload.device == "none" and offload.pin_memory is True
-    assert not resolve({"train_batch_size": 1, "comms_logger": {"verbose": True}}).config.comms_logger.enabled
 
 
 EFFECTIVE = [
@@ -480,44 +361,6 @@ def test_assignment_is_validated() -> None:
     assert config.gradient_accumulation_steps == 2
 
 
-@pytest.mark.parametrize(
-    ("config", "path", "why"),
-    [
-        (
-            {"prescale_gradients": True, "gradient_predivide_factor": 8},
-            "gradient_predivide_factor",
-            "`prescale_gradients`",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}},
-            "zero_optimization.mics_hierarchical_params_gather",
-            "`zero_optimization.mics_shard_size`",
-        ),
-        ({"sparse_attention": {"mode": "dense"}}, "sparse_attention", "ordinary attention"),
-        (
-            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
-            "zero_optimization.mics_shard_size",
-            "one group of all",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "ratio": 0.3}}},
-            "zero_optimization.offload_optimizer",
-            "switched off",
-        ),
-        ({"compile": {"deepcompile": False, "passes": ["z3"]}}, "compile", "switched off"),
-    ],
-)
-def test_keys_that_another_overrules_are_listed(config: dict[str, Any], path: str, why: str) -> None:
-    (note,) = resolve({"train_batch_size": 1, **config}).no_effect
-    assert note.path == path and why in note.reason
-
-
-def test_groups_of_all_ranks_and_of_fewer() -> None:
-    config = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}
-    assert [note.path for note in resolve(config, world_size=2).no_effect] == ["zero_optimization.mics_shard_size"]
-    assert not resolve(config, world_size=4).no_effect
-
-
 def test_keys_with_dots_are_taken_to_their_sections() -> None:
     given = {
         "train_batch_size": 1,
@@ -543,20 +386,6 @@ def test_keys_with_dots_are_taken_to_their_sections() -> None:
     assert "section `zero_optimization` says 7" in said[2]
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"zero_optimization.stag": 3}, "zero_optimization.stag: unknown key"),
-        ({"zero_optimization.reduce_bucket_size": "x"}, "expected an integer > 0"),
-        ({"zero_optimization.reduce_bucket_size": 0.5}, "expected an integer > 0, found 0"),
-        ({"zero_optimization": 3, "zero_optimization.stage": 3}, "zero_optimization"),
-    ],
-)
-def test_keys_with_dots_are_checked(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve({"train_batch_size": 1} | extra)
-
-
 LAX = [
     ("zero_allow_untested_optimizer", 1, True, "read from 1"),
     ("zero_optimization.overlap_comm", 0, False, "read from 0"),
@@ -579,18 +408,6 @@ def test_what_is_meant_without_a_doubt_is_read_and_shown(path: str, written: Any
     row = next(row for row in describe(resolution) if row.path == path)
     assert (row.value, row.source, row.reason) == (value, "given", reason)
     assert type(row.value) is type(value)
-
-
-def test_numbers_stand_for_booleans_among_arguments_too() -> None:
-    source = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"amsgrad": 0, "adam_w_mode": 1}}}
-    assert resolve(source).config.optimizer.params == {"amsgrad": False, "adam_w_mode": True}
-    assert resolve(source).config.optimizer.params["adam_w_mode"] is True
-
-
-def test_numbers_of_arguments_stay_as_they_are_written() -> None:
-    params = {"lr": 1, "betas": [0, 0.5], "weight_decay": 0}
-    found = resolve({"train_batch_size": 8, "optimizer": {"type": "Adam", "params": params}}).config.optimizer.params
-    assert [(value, type(value)) for value in found.values()] == [(1, int), ([0, 0.5], list), (0, int)]
 
 
 def test_secrets_are_neither_shown_nor_stored() -> None:
