@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,8 @@ import torch
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
-from shardwise.launch import commbench
 from shardwise.launch.comm_measure import OPS, Exchange, Plan, measure
 from shardwise.launch.commbench import CommWanted, link_speed, share_of_link, show, verdicts
-from shardwise.launch.interfaces import interfaces
 from tests.harness import run_ranks, thorough
 
 CPU = torch.device("cpu")
@@ -109,12 +105,6 @@ def found_by(**links: Any) -> dict[str, Any]:
     return {**facts, "links": told, "rows": [row]}
 
 
-def on_two_machines(speeds: dict[str, float | None], used: str) -> dict[str, Any]:
-    up = {name: {"speed": speed, "loopback": name == "lo"} for name, speed in speeds.items()}
-    ends = [{"host": host, "named": used, "used": used, "up": up} for host in "aabb"]
-    return found_by(transport="messages", machines=[0, 0, 2, 2], interfaces=ends)
-
-
 def test_without_trouble_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     found = found_by()
     assert verdicts(found) == [] and share_of_link(found["rows"][0], found) == pytest.approx(0.5)
@@ -134,70 +124,6 @@ def test_a_wrong_result_is_named_and_is_the_exit_code(capsys: pytest.CaptureFixt
     assert told["right"] is False and "element 5" in told["verdicts"][0]
 
 
-@pytest.mark.parametrize(
-    ("links", "said"),
-    [
-        ({"copy": [10e9, 10e9, 2e9, 10e9]}, "rank 2 (a) is slow: it copies memory at 2.00 GB/s, the others 10.00"),
-        ({"compute_ms": [1.0, 1.0, 1.0, 3.0]}, "rank 3 (a) is slow: it takes for the same computation 3.00 ms"),
-        (
-            {
-                "streams": [
-                    {"ranks": [0, peer], "there": speed, "back": 2e9, "trip_us": 1.0}
-                    for peer, speed in ((1, 2e9), (2, 2e8), (3, 2e9))
-                ]
-            },
-            "the way to rank 2 (a) is slow: 0.20 GB/s from and to rank 0, 2.00 to the others",
-        ),
-    ],
-)
-def test_who_is_slower_than_the_others_is_named(links: dict[str, Any], said: str) -> None:
-    (verdict,) = [line for line in verdicts(found_by(**links)) if "slow" in line]
-    assert verdict.startswith(said)
-
-
-def test_messages_of_one_machine_that_leave_it() -> None:
-    found = found_by(transport="messages")
-    for one in found["links"]["interfaces"]:
-        one |= {"named": "eth0", "used": "eth0", "up": {"eth0": {"speed": 1.25e9, "loopback": False}}}
-    assert [line for line in verdicts(found) if "eth0" in line] == [
-        "all ranks are on one machine, and their messages go through eth0: unset GLOO_SOCKET_IFNAME, or set it to lo."
-    ]
-
-
-def test_the_slower_of_two_interfaces_between_machines() -> None:
-    found = on_two_machines({"eth0": 1.25e8, "ib0": 1.25e10}, "eth0")
-    assert link_speed(found) == (1.25e8, "the slowest interface between the machines")
-    said = [line for line in verdicts(found) if "ib0" in line]
-    assert [line.partition(" uses")[0] for line in said] == ["rank 0 (a)", "rank 2 (b)"]
-    assert all("eth0 (1 Gbit/s), and ib0 has 100" in line for line in said)
-    assert all("set GLOO_SOCKET_IFNAME=ib0" in line for line in said)
-    fast = on_two_machines({"eth0": 1.25e8, "ib0": 1.25e10}, "ib0")
-    assert link_speed(fast) == (2e9, "the slowest stream between two machines") and not verdicts(fast)[1:]
-    assert link_speed(on_two_machines({"eth0": None}, "eth0"))[0] == 2e9
-
-
-def test_low_bandwidth_and_what_torch_does_better() -> None:
-    found = found_by()
-    found["rows"][0] |= {"ours": figures(1000.0, 4.0), "times_torch": 0.2}
-    poor, behind = verdicts(found)
-    assert "all_gather 5%" in poor and "more ranks than cores" in poor
-    assert behind == "torch's own collective is faster than the engine's here: all_gather of 4194304 bytes (5.0 times)."
-    found["links"]["transport"] = "messages"
-    assert "SHARDWISE_TRANSPORT" in verdicts(found)[0]
-    found["rows"][0]["bytes"] = 4096
-    assert verdicts(found) == []
-
-
-def test_interfaces_of_this_machine(tmp_path: Path) -> None:
-    (lo,) = [one for one in interfaces() if one.loopback]
-    assert lo.address == "127.0.0.1"
-    (tmp_path / lo.name).mkdir()
-    (tmp_path / lo.name / "speed").write_text("10000\n")
-    assert interfaces(tmp_path) == [lo._replace(speed=1.25e9)]
-    (tmp_path / lo.name / "speed").write_text("-1\n")
-    assert interfaces(tmp_path) == [lo]
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -205,39 +131,3 @@ def test_an_interface_that_is_not_there(call: Callable[..., tuple[int, str, str]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     code, _, error = call("bench", "comm")
     assert code == 2 and "GLOO_SOCKET_IFNAME=eth77" in error
-
-
-def test_a_share_of_the_memory_is_one_size() -> None:
-    wanted = CommWanted(sizes=(1 << 20,), share=0.3)
-    assert commbench._fitting(wanted, 2).sizes == (1 << 20,)
-    (size,) = commbench._fitting(CommWanted(sizes=(1 << 60,), share=0.01), 2).sizes
-    assert 1024 <= size < 1 << 40 and size & (size - 1) == 0
-
-
-def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    ran = [sys.executable, "-m", "shardwise.launch", "bench", "comm", "--nproc", "2", "--trials", "1", *arguments]
-    return subprocess.run(ran, capture_output=True, text=True, timeout=120, env={**os.environ, **env})
-
-
-@pytest.mark.thorough
-def test_from_outside(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    done = command("--ops", "all_gather,pt2pt", "--sizes", "4K", "--warmups", "0", "--json", str(file))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "2 ranks on 1 machine, gloo, cpu" in done.stdout and "Results are right on all ranks." in done.stdout
-    told = json.loads(file.read_text())
-    assert [row["op"] for row in told["rows"]] == ["all_gather", "pt2pt"] and told["right"]
-    assert all(row["link_share"] > 0 for row in told["rows"])
-
-
-@pytest.mark.thorough
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, threading\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    from shardwise.launch import comm_measure as measure\n"
-        "    measure._streams = lambda comm: os._exit(7)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = command("--sizes", "4K", PYTHONPATH=path)
-    assert done.returncode == 7 and "rank 1" in done.stderr and "Results are right" not in done.stdout

@@ -115,15 +115,6 @@ def test_pipelines_that_cannot_be_planned_exit_with_1(call, args: list[str], wor
     assert (code, shown) == (1, "") and words in error
 
 
-def test_several_machines_are_not_built(call, tmp_path) -> None:
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("worker-1.invalid slots=1\nworker-2.invalid slots=1\n")
-    for args in (["--num_nodes", "2"], ["--hostfile", str(hostfile), "--master_addr=localhost"]):
-        code, _, error = call("run", *args, __file__)
-        assert code == 1
-        assert error.startswith("shardwise: error: ") and "torchrun --nnodes" in error
-
-
 def test_check_explains(call, tmp_path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"train_batch_size": 16, "gradient_accumulation_steps": 2}')
@@ -164,28 +155,6 @@ def test_check_stands_in_for_the_trainer(call, tmp_path) -> None:
     }
     config.write_text(json.dumps({"train_batch_size": 8}))
     assert json.loads(call("check", str(config), "--world", "4", "--json")[1])["assumed"] == []
-
-
-def test_check_shows_what_clients_fill_in_and_read(call, tmp_path) -> None:
-    config = tmp_path / "config.json"
-    auto = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    gather = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
-    source = {"train_batch_size": 8, "gradient_clipping": "auto", "optimizer": auto, "zero_optimization": gather}
-    config.write_text(json.dumps(source))
-    code, shown, _ = call("check", str(config))
-    lines = shown.splitlines()
-    row = next(line for line in lines if line.lstrip().startswith("gradient_clipping"))
-    assert code == 0 and " 1.0 " in row and "filled by the client. Trainer: max_grad_norm (default 1.0)" in row
-    assert next(line for line in lines if "optimizer.params.lr" in line).split()[1] == "5e-05"
-    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    assert not [line for line in lines if line.startswith("no effect")]
-    assert any(line.startswith(f"read by clients: {key} = false: Accelerate (get_state_dict") for line in lines)
-    told = json.loads(call("check", str(config), "--json")[1])
-    assert told["read_by_clients"][0]["path"] == key and told["not_json"] is None
-    config.write_text('{"train_batch_size": 8, # samples\n}')
-    code, shown, _ = call("check", str(config))
-    said = "not plain JSON: a comment (line 1), a trailing comma (line 1). It is read here"
-    assert code == 0 and any(line.startswith(said) for line in shown.splitlines())
 
 
 def test_check_refuses(call, tmp_path) -> None:
@@ -235,15 +204,6 @@ for line in sys.argv[2:]:
     told = [line for line in done.stderr.splitlines() if line.endswith(("True", "False"))]
     expected = [2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1]
     assert told == [f"{line} {code} False" for line, code in zip(wrong, expected, strict=True)]
-
-
-def test_what_is_missing_is_named_and_summaries_are_whole(call) -> None:
-    code, _, error = call("check")
-    assert code == 2 and "Missing argument 'CONFIG'" in error
-    code, shown, _ = call("--help")
-    words = " ".join(shown.split())
-    assert code == 0 and "..." not in words.replace("COMMAND [ARGS]...", "")
-    assert "Check CONFIG; print each given or chosen value with the reason, and warnings." in words
 
 
 def test_only_a_like_name_is_proposed(call, tmp_path, monkeypatch) -> None:

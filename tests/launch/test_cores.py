@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import CommandLineError, LaunchError
+from shardwise.errors import CommandLineError
 from shardwise.launch import cores
-from shardwise_deepspeed.launcher import job_of
 
 TELL = """
 import json, os, threading
@@ -114,11 +113,6 @@ def test_nodes_of_gpus(
     assert cores.nodes_of_gpus(names, {}, driver=tmp_path / "none") is None
 
 
-def test_too_few_cores_are_refused() -> None:
-    with pytest.raises(CommandLineError, match=r"Binding 3 processes to cores: this machine gives 2 cores \(0, 1, 5\)"):
-        cores.deal(((0, 5), (1,)), 3)
-
-
 @pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "1;2", "-1", "1,,2"])
 def test_lists_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(CommandLineError, match="neither a number nor a range"):
@@ -127,12 +121,6 @@ def test_lists_that_are_none_are_refused(text: str) -> None:
 
 def test_lists() -> None:
     assert cores.parse_list(" 4-6, 0,5", "--core-list") == (4, 5, 6, 0)
-
-
-def test_a_system_without_binding_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity")
-    with pytest.raises(LaunchError, match="cannot be bound to cores on this system"):
-        cores.available()
 
 
 def test_the_launcher_stays_where_it_was() -> None:
@@ -170,10 +158,3 @@ def test_processes_and_their_threads_stay_on_their_cores(tmp_path: Path) -> None
     first, second = usable[1][0], usable[0][0]
     found, _ = run("--core-list", f"{first},{second}")
     assert found == [[0, [first], [first], "1"], [1, [second], [second], "1"]]
-
-
-def test_deepspeeds_options() -> None:
-    job = job_of(["--num_gpus", "2", "--bind_cores_to_rank", "train.py"])
-    assert job.bind_cores and job.core_list is None
-    job = job_of(["--bind_core_list", "0,2-4", "train.py"])
-    assert job.core_list == "0,2-4"

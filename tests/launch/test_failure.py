@@ -63,25 +63,6 @@ def test_one_that_raised_and_was_stopped_has_the_code_of_an_exception(tmp_path) 
     assert (failure.exit.rank, failure.exit_code, failure.failed) == (0, 1, 1)
 
 
-def test_abort_of_a_process_group_that_was_not_ended_is_explained() -> None:
-    message = _first(
-        [Exit(0, 10, -6, 109.0, False)], {0: _error("terminate called without an active exception\n")}
-    ).message()
-    assert "killed by SIGABRT (signal 6)" in message and "destroy_process_group()" in message
-
-
-def test_a_rank_whose_checkpoint_failed_on_another_one_comes_after_that_one() -> None:
-    text = BUG.replace("ValueError: bad batch", "shardwise.errors.CheckpointError: {}saving: {}No space left on device")
-    # In the foreground the guilty rank has an error of its own; in the background all ranks raise the same.
-    for own in ("", "failed on rank 1: "):
-        errors = {
-            0: _error(text.format("", "failed on rank 1: "), 107.0),
-            1: _error(text.format("", own), 108.0),
-        }
-        failure = _first([Exit(0, 10, 1, 107.5, False), Exit(1, 11, 1, 108.5, False)], errors)
-        assert failure.exit.rank == 1
-
-
 def test_a_lost_peer_is_a_consequence() -> None:
     # The kernel had closed rank 1's connections before it reported its end.
     exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, -9, 109.0, False)]
@@ -126,60 +107,6 @@ def test_the_rank_whose_disk_has_failed_is_named_whichever_ends_first() -> None:
     save = others.replace("engine.step(): on", "saving checkpoint 'a': failed on")
     found = _first([exits[0], Exit(1, 11, -15, 115.0, True)], {0: _error(save, 107.9)})
     assert found.message().startswith("shardwise run: rank 1 has failed, as the other ranks say. Without it rank 0")
-
-
-def test_those_that_the_launcher_stopped_do_not_count() -> None:
-    exits = [Exit(0, 10, 1, 109.0, False), Exit(1, 11, -9, 111.0, True), Exit(2, 12, 7, 110.5, True)]
-    failure = _first(exits, {0: _error(BUG, 108.0)})
-    assert (failure.exit.rank, failure.failed) == (0, 1)
-
-
-def test_error_file_of_record(tmp_path) -> None:
-    file = tmp_path / "error.json"
-    content = {"message": {"message": "x", "extraInfo": {"py_callstack": BUG, "timestamp": "104"}}}
-    file.write_text(json.dumps(content))
-    os.utime(file, (104.5, 104.5))
-    exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, 1, 109.0, False)]
-    failure = _first(exits, {0: _error(BUG.replace("bad", "other"), 107.0)}, {1: file})
-    assert (failure.exit.rank, failure.elapsed) == (1, pytest.approx(4.5))
-    assert failure.message().endswith("ValueError: bad batch")
-    file.write_text("[1")
-    assert _first(exits, {0: _error(BUG, 107.0)}, {1: file}).exit.rank == 0
-
-
-def test_message_names_the_rank_and_ends_with_the_traceback() -> None:
-    exits = [Exit(0, 10, 1, 109.0, False), Exit(1, 11, 3, 108.0, False)]
-    message = _first(exits, {1: _error("epoch 1\n" + BUG, 107.0)}).message()
-    first, _, rest = message.partition("\n")
-    assert "rank 1 failed first (2 of 2 ranks failed): exit code 3, pid 11 on " in first
-    assert "7.0 s after the start" in first
-    assert rest == BUG.rstrip()
-
-
-def test_message_of_a_killed_rank_has_a_hint_on_memory() -> None:
-    message = _first([Exit(0, 10, -9, 109.0, False)], {0: _error("loading\n")}).message()
-    assert "killed by SIGKILL (signal 9)" in message
-    assert "memory ran out" in message and "disk" not in message
-    assert message.endswith("the last lines of its standard error:\nloading")
-    assert _first([Exit(0, 10, -9, 109.0, False)], {}).message().endswith("nothing on its standard error.")
-
-
-@pytest.mark.parametrize(
-    ("code", "cause", "exit_code"),
-    [(2, "exit code 2", 2), (-11, "killed by SIGSEGV", 139), (-int(signal.SIGRTMIN + 1), "signal 35", 163)],
-)
-def test_exit_codes(code: int, cause: str, exit_code: int) -> None:
-    failure = _first([Exit(0, 10, code, 109.0, False)], {})
-    assert cause in failure.cause()
-    assert failure.exit_code == exit_code
-
-
-def test_last_traceback_keeps_the_chain_and_drops_what_was_before() -> None:
-    handled = BUG.replace("bad batch", "handled")
-    chained = BUG + "\nDuring handling of the above exception, another exception occurred:\n\n" + LOST
-    text, found = last_traceback(handled + "goes on\n" + chained + "bye\n")
-    assert found and "handled" not in text.replace("During handling", "")
-    assert text.startswith("Traceback") and "bad batch" in text and text.endswith("bye")
 
 
 def test_without_a_traceback_the_last_lines() -> None:

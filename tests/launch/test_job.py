@@ -11,7 +11,6 @@ import pytest
 
 from shardwise.comm.environment import PROGRESS
 from shardwise.errors import CommandLineError
-from shardwise.launch.cli import main
 from shardwise.launch.job import Job, check, command, run_job, worker_environment
 from shardwise.launch.placement import Placement, Resources
 
@@ -55,16 +54,6 @@ def test_no_more_processes_than_there_are_can_be_kept(folder, monkeypatch) -> No
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(CommandLineError, match="has only 2 processes"):
         run_job(Job("train.py", resources=Resources(nproc=2), max_restarts=1, min_nproc=3))
-
-
-def test_right_jobs_are_not(folder) -> None:
-    check(Job("train.py", master_addr="localhost", log_dir="logs"))
-    check(Job("some.module", module=True))
-    (folder / "package" / "__main__.py").write_text("")
-    check(Job("package"))
-    os.chmod(folder / "tool", 0o755)
-    check(Job("./tool", no_python=True))
-    check(Job("true", no_python=True))
 
 
 def test_commands(folder) -> None:
@@ -111,12 +100,3 @@ def test_a_quiet_run_logs_warnings_and_errors_only() -> None:
         env = {**os.environ, "SHARDWISE_LOG_LEVEL": name}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert int(done.stdout) == expected
-
-
-@pytest.mark.parametrize(("options", "told"), [([], "auto"), (["-q"], "off")])
-def test_a_quiet_run_has_no_progress(options: list[str], told: str, folder, monkeypatch) -> None:
-    jobs: list[Job] = []
-    monkeypatch.setattr("shardwise.launch.commands.run.run_job", lambda job: jobs.append(job) or 0)
-    with pytest.raises(SystemExit) as ended:
-        main(["run", *options, "train.py"])
-    assert ended.value.code == 0 and [job.progress for job in jobs] == [told]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
-import time
-from typing import BinaryIO, cast
 
 import pytest
 from hypothesis import given
@@ -59,16 +56,6 @@ def test_every_line_gets_the_prefix() -> None:
     assert prefix("never", 1, 2) == b""
 
 
-def test_torch_prefix_is_replaced_by_ours() -> None:
-    file, channel = _channel(prefix=b"[rank 1] ")
-    channel.feed(b"[rank1]: mine\n[rank2]: quoted\n")
-    assert file.getvalue() == b"[rank 1] mine\n[rank 1] [rank2]: quoted\n"
-    assert channel.text() == "mine\n[rank2]: quoted"
-    bare, channel = _channel()
-    channel.feed(b"[rank1]: mine\n")
-    assert bare.getvalue() == b"[rank1]: mine\n"
-
-
 def test_progress_bar_as_lines(monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
@@ -104,50 +91,6 @@ def test_lines_take_the_place_of_a_progress_bar_and_go_below_an_unfinished_line(
     assert terminal.getvalue() == b"\r 50%\r\x1b[2K[rank 1] x\n[rank 1] y\n\r 60%\nname: \n[rank 1] z\n"
 
 
-def test_begin_of_the_last_traceback_is_known() -> None:
-    _, channel = _channel()
-    channel.feed(b"fine\n")
-    assert channel.traceback_at is None
-    before = time.time()
-    channel.feed(b"[rank1]: " + TRACEBACK)
-    assert channel.traceback_at is not None and before <= channel.traceback_at <= time.time()
-
-
-def test_a_line_without_end_does_not_grow_for_ever(monkeypatch) -> None:
-    monkeypatch.setattr(output, "LONGEST_LINE", 10)
-    file, channel = _channel()
-    channel.feed(b"x" * 25)
-    channel.feed(b"y\n")
-    assert file.getvalue() == b"x" * 25 + b"\ny\n"
-
-
-class _Full(io.RawIOBase):
-    """A file on a full disk."""
-
-    name = "rank_1.out"
-
-    def write(self, data: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_full_disk_does_not_stop_the_output() -> None:
-    file, channel = _channel(log=cast(BinaryIO, _Full()))
-    channel.feed(b"one\n")
-    channel.feed(b"two\n")
-    assert file.getvalue() == b"shardwise run: no longer writing rank_1.out: No space left on device\none\ntwo\n"
-
-
-def test_a_lost_reader_does_not_stop_the_output(tmp_path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "wb", buffering=0) as broken:
-        channel = OutputChannel(0, Terminal(cast(BinaryIO, broken)), log=open_log(tmp_path, 0, "out"))
-        channel.feed(b"one\n")
-        channel.feed(b"two\n")
-        channel.close()
-    assert (tmp_path / "rank_0.out").read_bytes() == b"one\ntwo\n"
-
-
 def test_logs_are_appended_to(tmp_path) -> None:
     for line in (b"first\n", b"second\r\n"):
         _, channel = _channel(log=open_log(tmp_path, 3, "err"))
@@ -160,28 +103,6 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path) -> None:
     (tmp_path / "rank_3.err").mkdir()
     with pytest.raises(LaunchError, match=r"--log-dir: cannot write .*rank_3\.err: Is a directory"):
         open_log(tmp_path, 3, "err")
-
-
-def test_pump_reads_pipes_to_their_end() -> None:
-    pump = OutputReader()
-    files, writers, channels = [], [], []
-    for rank in range(3):
-        reader, writer = open_pipe(None)
-        file, channel = _channel(rank)
-        pump.add(reader, channel)
-        files.append(file)
-        writers.append(writer)
-        channels.append(channel)
-    for rank, writer in enumerate(writers):
-        os.write(writer, b"from %d\n" % rank)
-    for writer in writers[:2]:
-        os.close(writer)
-    assert all(channel.closed.wait(5) for channel in channels[:2])
-    assert not channels[2].closed.is_set()
-    pump.stop()  # gives up the one that is still held open
-    os.close(writers[2])
-    assert channels[2].closed.is_set()
-    assert [file.getvalue() for file in files] == [b"from 0\n", b"from 1\n", b"from 2\n"]
 
 
 def test_pseudo_terminal_looks_like_the_real_one() -> None:

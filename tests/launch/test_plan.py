@@ -141,21 +141,3 @@ def test_a_named_model_as_a_pipeline(shown: Shown) -> None:
             counts = json.loads(text)[name]["schedule"]["parameters"]
             tied = SHAPES[name].vocabulary * SHAPES[name].width
             assert sum(counts) == sum(p.numel() for p in whole.parameters()) + (copies - 1) * tied
-
-
-def test_the_check_of_a_pipeline(shown: Shown, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    for enabled, off in (({}, False), ({"enabled": False}, True)):
-        config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2, **enabled}}))
-        assert ("the section is switched off" in shown("check", config, "--world", "2")) is off
-
-
-def test_the_check_shows_the_costs_of_unsharding(shown: Shown, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    given = {"stages": 4, "schedule": "interleaved", "unsharded_for": "step"}
-    keys = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
-    for stage, listed in ((3, True), (2, False)):
-        config.write_text(json.dumps({**keys, "zero_optimization": {"stage": stage}, "pipeline": given}))
-        text = shown("check", config, "--world", "8")
-        assert ("unsharded_for pass: 16 x the bytes of its parameters; two units at a time\n" in text) is listed
-        assert ("unsharded_for step: 1 x the bytes of its parameters; all 2 stages of a rank (config" in text) is listed

@@ -19,7 +19,6 @@ from shardwise.launch.processes import Streams, Worker, WorkerGroup
 
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN)\n"
 DEAF_CHILD = DEAF + "print('up', flush=True); time.sleep(600)"
-READY = DEAF + "print('ready', flush=True); time.sleep(600)"
 FAMILY = f"""
 {DEAF}
 import os, subprocess, sys
@@ -83,21 +82,6 @@ def _read_until(reader: int, word: bytes) -> bytes:
     return text
 
 
-def test_exit_codes_and_their_order() -> None:
-    kill = "import os, time; time.sleep(0.4); os.kill(os.getpid(), 11)"
-    with _gang("pass", "import sys; sys.exit(3)", kill) as (gang, _):
-        _wait(gang)
-        assert gang.failed()
-        ends = gang.exits
-        assert [ends[rank].code for rank in range(3)] == [0, 3, -11]
-        assert ends[2].at > ends[1].at
-        assert not any(end.stopped for end in ends.values())
-        # Zombies until the gang is stopped: nobody else can get their ids.
-        assert all(Path(f"/proc/{pid}").exists() for pid in gang.pids().values())
-        pids = gang.pids().values()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
 def test_stop_ends_those_that_do_not_listen_and_their_children() -> None:
     with _gang(FAMILY, FAMILY) as (gang, readers):
         pids = list(gang.pids().values())
@@ -110,14 +94,6 @@ def test_stop_ends_those_that_do_not_listen_and_their_children() -> None:
         assert not any(map(_alive, pids))
         assert all(end.code == -9 and end.stopped for end in gang.exits.values())
         assert gang.stop(signal.SIGTERM, 5) == []  # nothing left to do
-
-
-def test_stop_gives_time_to_end() -> None:
-    polite = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.3), sys.exit(0)))"
-    with _gang(polite + "\nprint('ready', flush=True); time.sleep(600)") as (gang, (reader,)):
-        _read_until(reader, b"ready")
-        gang.stop(signal.SIGTERM, 5)
-        assert gang.exits[0].code == 0 and gang.exits[0].stopped
 
 
 SAVING = """
@@ -149,28 +125,6 @@ def test_children_are_told_after_a_worker_that_handles_the_signal() -> None:
         assert (gang.exits[0].code, gang.exits[1].code) == (0, -15)
 
 
-def test_hurry_ends_the_grace_period() -> None:
-    with _gang(READY) as (gang, (reader,)):
-        _read_until(reader, b"ready")
-        gang.skip_grace_period = True
-        began = time.monotonic()
-        gang.stop(signal.SIGTERM, 60)
-        assert time.monotonic() - began < 30  # half of the grace period
-
-
-def test_a_worker_that_is_killed_while_others_are_stopped_is_told_apart() -> None:
-    with _gang("import time; time.sleep(600)", READY) as (
-        gang,
-        pipes,
-    ):
-        _read_until(pipes[1], b"ready")
-        gang.stop_began = time.time()
-        os.kill(gang.pids()[0], signal.SIGBUS)
-        gang.stop(signal.SIGTERM, 0.2)
-        assert (gang.exits[0].code, gang.exits[0].stopped) == (-7, False)
-        assert (gang.exits[1].code, gang.exits[1].stopped) == (-9, True)
-
-
 def test_children_left_by_a_worker_that_has_ended_are_found() -> None:
     leave = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with _gang(leave + "\nprint(p.pid, 'ready', flush=True)") as (gang, (reader,)):
@@ -191,24 +145,6 @@ def test_a_program_that_cannot_be_started_fails_alone() -> None:
     assert b"cannot start /nonexistent/program: No such file" in os.read(reader, 4096)
     gang.stop(signal.SIGTERM, 1)
     os.close(reader)
-
-
-def test_no_process_can_be_started(monkeypatch) -> None:
-    real = subprocess.Popen
-    started: list[subprocess.Popen[bytes]] = []
-
-    def refuse_the_second(*args, **kwargs):
-        if started:
-            raise OSError(11, "Resource temporarily unavailable")
-        started.append(real(*args, **kwargs))
-        return started[0]
-
-    monkeypatch.setattr(processes.subprocess, "Popen", refuse_the_second)
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    gang = WorkerGroup([Worker(rank, sleep, dict(os.environ)) for rank in range(2)])
-    with pytest.raises(LaunchError, match=r"Cannot start rank 1 .*temporarily unavailable"):
-        gang.start({rank: Streams(0, 1, 2) for rank in range(2)})
-    assert not _alive(started[0].pid)
 
 
 def test_other_systems_are_refused(monkeypatch) -> None:

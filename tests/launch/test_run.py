@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,22 +34,16 @@ print("to standard error", file=sys.stderr)
 COLLECTIVE = """
 import os, sys, torch
 import torch.distributed as dist
-if sys.argv[1] == "torch":
-    dist.init_process_group("gloo")
-else:
-    from shardwise.comm.setup import init_distributed
-    init_distributed()
+from shardwise.comm.setup import init_distributed
+init_distributed()
 x, y = torch.ones(1), torch.ones(1)
 dist.all_reduce(x)
 if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    if sys.argv[1] == "shardwise":
-        dist.all_reduce(y, async_op=True)
+    dist.all_reduce(y, async_op=True)
     raise ValueError("bad batch")
 dist.all_reduce(x)
 dist.all_reduce(y)
 sys.stdout.write(f"sum {int(x)} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n")
-if sys.argv[1] == "torch":
-    dist.destroy_process_group()
 """
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -147,23 +139,20 @@ def test_exit_code_of_a_killed_rank(tmp_path) -> None:
     assert "memory ran out" in done.stderr
 
 
-@pytest.mark.parametrize("how", [thorough("torch"), "shardwise"])
-def test_collective_with_a_failed_peer_and_restart(tmp_path, how: str) -> None:
+def test_collective_with_a_failed_peer_and_restart(tmp_path) -> None:
     script = _script(tmp_path, COLLECTIVE)
     # The collective itself would wait for ten minutes or more.
-    done = _run("--nproc", "2", "--max-restarts", "1", script, how)
+    done = _run("--nproc", "2", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] sum 4 attempt 1", "[rank 1] sum 4 attempt 1"]
-    # Without destroy_process_group torch itself may abort after the traceback.
-    cause = "exit code 1" if how == "shardwise" else "(exit code 1|killed by SIGABRT .signal 6.)"
-    assert re.search(f"rank 1 failed first .{cause}.; starting all 2 processes again .restart 1 of 1.", done.stderr)
+    assert "rank 1 failed first (exit code 1); starting all 2 processes again (restart 1 of 1)" in done.stderr
     assert "[rank 1] ValueError: bad batch" in done.stderr
 
 
 @pytest.mark.thorough
 def test_restart_by_torchrun_which_keeps_its_store(tmp_path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    argv = [*torchrun, f"--master-port={_free_port()}", str(_script(tmp_path, COLLECTIVE)), "shardwise"]
+    argv = [*torchrun, f"--master-port={_free_port()}", str(_script(tmp_path, COLLECTIVE))]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=_environment(), check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["sum 4 attempt 1", "sum 4 attempt 1"]
@@ -174,26 +163,6 @@ def test_restarts_run_out(tmp_path) -> None:
     done = _run("--max-restarts", "2", _script(tmp_path, text))
     assert done.returncode == 5
     assert done.stdout.splitlines() == [f"[rank 0] attempt {number}" for number in range(3)]
-
-
-@pytest.mark.thorough
-def test_a_rank_that_has_recorded_an_exception_need_not_end_by_itself(tmp_path) -> None:
-    text = """
-import sys, time
-from torch.distributed.elastic.multiprocessing.errors import record
-@record
-def main():
-    raise KeyError("recorded")
-sys.stderr = open("/dev/null", "w")
-try:
-    main()
-finally:
-    time.sleep(600)  # as if a collective were in flight
-"""
-    done = _run("--nproc", "1", _script(tmp_path, text))
-    assert done.returncode == 1
-    assert "rank 0 failed first" in done.stderr
-    assert done.stderr.rstrip().endswith("KeyError: 'recorded'")
 
 
 @pytest.mark.parametrize(("sig", "code"), [thorough(signal.SIGINT, 130), (signal.SIGTERM, 137)])
@@ -260,84 +229,6 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_named(tmp_path, monkeypatch
         assert word not in done.stderr
 
 
-LOOP = """
-import os, sys, torch
-import torch.distributed as dist
-from shardwise.comm.setup import init_distributed
-init_distributed()
-while True:
-    dist.all_reduce(torch.ones(1))
-    print("going", flush=True)
-"""
-
-
-@pytest.mark.thorough
-def test_an_interruption_ends_all_ranks(tmp_path) -> None:
-    script = _script(tmp_path, LOOP)
-    argv = [*SHARDWISE, "run", "--nproc", "2", "--log-dir", str(tmp_path), str(script)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    launcher = subprocess.Popen(argv, env=_environment(), **pipes)
-    assert launcher.stdout is not None
-    launcher.stdout.readline()
-    launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 130
-    assert errors.splitlines()[-1] == "shardwise run: received SIGINT; all processes have ended."
-    assert "Traceback" in (tmp_path / "rank_0.err").read_text()
-
-
-STOPS = """
-import os, signal
-if os.environ["RANK"] == "0":
-    os.kill(os.getpid(), signal.SIGSTOP)
-"""
-SOON = """
-from shardwise.launch import agent
-from shardwise.launch.cli import main
-agent.LATE_STOPPED_S = 0.5
-main()
-"""
-
-
-def test_a_rank_that_is_stopped_while_the_others_end_is_named(tmp_path) -> None:
-    script, launch = _script(tmp_path, STOPS), tmp_path / "launch.py"
-    launch.write_text(SOON)
-    argv = [sys.executable, str(launch), "run", "--nproc", "2", str(script)]
-    launcher = subprocess.Popen(argv, env=_environment(), stderr=subprocess.PIPE, text=True)
-    assert launcher.stderr is not None
-    line = next(line for line in launcher.stderr if "still runs" in line)
-    found = re.search(r"rank 0 still runs, \d+ s after rank 1 ended .*: `kill -CONT (\d+)` lets it go on", line)
-    assert found
-    os.kill(int(found[1]), signal.SIGCONT)
-    assert launcher.wait(timeout=60) == 0
-
-
-@pytest.mark.thorough
-def test_without_a_launcher_a_lost_rank_0_is_told_shortly(tmp_path) -> None:
-    steps = "for _ in range(3): engine.backward(engine(torch.ones(1, 3)).sum()), engine.step()"
-    text = "import os, signal\n" + NO_DESTROY.replace(
-        "time.sleep(abs(engine.global_rank - int(sys.argv[1])))",
-        f"if engine.global_rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n{steps}",
-    )
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(_script(tmp_path, text))],
-            env={**_environment(), **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    _, errors = ranks[1].communicate(timeout=120)
-    ranks[0].communicate(timeout=10)
-    assert ranks[1].returncode == 1
-    assert "PeerLostError: rank 1 of 2 has lost rank 0" in errors
-    for word in ("frame #", "TCPStore"):
-        assert word not in errors
-
-
 def test_a_taken_port_is_named(tmp_path, taken_port: int) -> None:
     done = _run("--master_port", str(taken_port), _script(tmp_path, "print('started')"))
     assert done.returncode == 1
@@ -345,20 +236,6 @@ def test_a_taken_port_is_named(tmp_path, taken_port: int) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"shardwise: error: Port {taken_port} on 127.0.0.1 is taken by another program or job.")
     assert "--master_port" in line and "finds a free one itself" in line
-
-
-def test_two_jobs_at_once_find_ports_of_their_own(tmp_path) -> None:
-    text = "import os, time; print(os.environ['MASTER_PORT'], flush=True); time.sleep(600)"
-    argv = [*SHARDWISE, "run", "-q", str(_script(tmp_path, text))]
-    jobs = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=_environment()) for _ in range(2)]
-    ports = []
-    for job in jobs:
-        assert job.stdout is not None
-        ports.append(job.stdout.readline().split()[-1])
-    for job in jobs:
-        job.terminate()
-        job.communicate(timeout=20)
-    assert ports[0] != ports[1]
 
 
 def test_a_program_and_standard_input(tmp_path) -> None:
@@ -371,55 +248,6 @@ def test_a_program_and_standard_input(tmp_path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 got typed a b", "[rank 1] 1 got  a b"]
 
 
-def _on_a_terminal(argv: Sequence[str]) -> tuple[int, bytes]:
-    """Run a command on a pseudo-terminal; its exit code and all that appeared."""
-    screen, terminal = os.openpty()
-    process = subprocess.Popen(argv, stdin=terminal, stdout=terminal, stderr=terminal, env=_environment())
-    os.close(terminal)
-    seen = b""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if not select.select([screen], [], [], 0.1)[0]:
-            continue
-        try:
-            data = os.read(screen, 4096)
-        except OSError:
-            break  # everybody has closed it
-        seen += data
-    os.close(screen)
-    return process.wait(timeout=10), seen
-
-
-def test_rank_0_keeps_the_terminal(tmp_path) -> None:
-    text = r"""
-import os, pathlib, sys, time
-begun, said = pathlib.Path(sys.argv[1], "begun"), pathlib.Path(sys.argv[1], "said")
-if os.environ["RANK"] == "0":
-    assert sys.stdout.isatty() and sys.stderr.isatty()
-    sys.stderr.write("\r 50%"); sys.stderr.flush()
-    time.sleep(0.5)  # until the launcher has passed it on
-    begun.touch()
-    while not said.exists():
-        time.sleep(0.01)
-    time.sleep(1.0)  # the same
-    sys.stderr.write("\r100%\n")
-    raise SystemExit("stopped on purpose")
-else:
-    assert not sys.stdout.isatty()
-    while not begun.exists():
-        time.sleep(0.01)
-    print("hello", flush=True)
-    said.touch()
-    time.sleep(600)
-"""
-    code, seen = _on_a_terminal([*SHARDWISE, "run", "-q", "--nproc", "2", str(_script(tmp_path, text)), str(tmp_path)])
-    assert code == 1
-    live, _, report = seen.partition(b"shardwise run: ")
-    assert live == b"\r 50%\r\x1b[2K[rank 1] hello\r\n\r100%\r\nstopped on purpose\r\n"
-    assert report.startswith(b"rank 0 failed first: exit code 1")
-    assert report.rstrip().endswith(b"stopped on purpose")
-
-
 THREADS_AT_THE_END = """
 import atexit, pathlib, sys, threading
 def tell():
@@ -427,25 +255,21 @@ def tell():
     print("of Gloo", [name for name in names if "gloo" in name], "of ours", threading.enumerate()[1:])
 atexit.register(tell)
 import torch, torch.distributed as dist, shardwise
-if sys.argv[1] != "own":
-    dist.init_process_group("gloo")
+dist.init_process_group("gloo")
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
           "zero_optimization": {"stage": 3}}
 engine, *_ = shardwise.initialize(model=torch.nn.Linear(3, 3), config=config)
-if sys.argv[1] == "raises":
-    raise RuntimeError("on all ranks")
 engine.destroy()
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("case", ["adopted", thorough("own"), thorough("raises")])
-def test_no_thread_is_left_when_the_interpreter_ends(tmp_path, case: str) -> None:
+def test_no_thread_is_left_when_the_interpreter_ends(tmp_path) -> None:
     """Where one is inside of torch, or belongs to a group that torch has kept, the process aborts now and then."""
-    done = _run("--nproc", "2", _script(tmp_path, THREADS_AT_THE_END), case)
-    assert done.returncode == (1 if case == "raises" else 0), done.stderr
+    done = _run("--nproc", "2", _script(tmp_path, THREADS_AT_THE_END))
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("of ours []") == 2, done.stdout
-    assert case == "raises" or done.stdout.count("of Gloo []") == 2, done.stdout
+    assert done.stdout.count("of Gloo []") == 2, done.stdout
 
 
 NO_DESTROY = """

