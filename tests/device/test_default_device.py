@@ -58,31 +58,6 @@ def test_every_tensor_that_is_made_says_where() -> None:
     assert silent == []
 
 
-WAITING = {
-    "checkpoint/agree.py",  # at a load
-    "checkpoint/collect.py",  # at a save
-    "comm/communicator.py",  # set-up
-    "comm/compression/onebit.py",  # once an engine
-    "launch/comm_measure.py",
-    "engine/faults.py",  # reads them at once
-    "optim/onebit.py",  # once, where compression begins
-    "precision/norms.py",  # once an engine
-    "precision/tensornorms.py",
-    "zero/access.py",
-}
-"""Modules in which `torch.tensor(..., device=...)` may wait for the device."""
-
-
-def test_no_numbers_are_sent_to_a_device_that_is_waited_for() -> None:
-    found = {
-        str(path.relative_to(ROOT))
-        for path, call in calls()
-        if call.func.attr in ("tensor", "as_tensor")
-        and any(k.arg == "device" and ast.unparse(k.value) not in ("'cpu'", "CPU") for k in call.keywords)
-    }
-    assert found - {"checkpoint/load.py"} == WAITING
-
-
 @pytest.mark.usefixtures("elsewhere")
 def test_norms_of_what_lives_on_the_host() -> None:
     values = torch.ones(SMALL + 1, device=CPU)

@@ -96,11 +96,6 @@ def test_where_it_cannot_be_locked_it_is_torchs(log: list[Any], monkeypatch: pyt
     assert log == ["torch 10"]
 
 
-def test_what_need_not_be_locked_is_not(log: list[Any]) -> None:
-    assert HostMemory(Device(log), 10, locked=False).bytes.numel() == 10
-    assert log == []
-
-
 def test_a_place_on_the_host_keeps_no_more_than_the_values(log: list[Any]) -> None:
     with mock.patch("shardwise.offload.host.copy_stream", lambda device: Device(log)):
         home = HostPlace(torch.device("cuda", 0))

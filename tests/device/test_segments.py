@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import compat
 from shardwise.device.segments import VARIABLES, let_segments_grow
 from tests.device.recorded import imagined
 from tests.harness.training import Setting, start
@@ -52,21 +51,6 @@ def test_what_a_script_has_set_stays(asked: list[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "garbage_collection_threshold:0.8")
     assert not let_segments_grow(CUDA, {})
     assert asked == []
-
-
-def test_a_torch_that_cannot_goes_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(settings: str) -> None:
-        raise RuntimeError("Unrecognized key")
-
-    monkeypatch.setattr(compat, "allocator_settings", lambda: "")
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
-    assert not let_segments_grow(CUDA, {})
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
-    assert not let_segments_grow(CUDA, {})
-    old: list[str] = []
-    name = "_cuda_cudaCachingAllocator_set_allocator_settings"
-    monkeypatch.setattr(torch._C, name, old.append, raising=False)
-    assert let_segments_grow(CUDA, {}) and old == ["expandable_segments:True"]
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from unittest import mock
-
 import pytest
 import torch
 
-from shardwise.comm.collective_queue import CollectiveQueue
-from shardwise.device import staging
 from shardwise.device.staging import Staging
-from shardwise.device.streams import CudaStreams
 from tests.device.streams import far
 
 CPU = torch.device("cpu")
@@ -58,11 +52,6 @@ def test_the_next_bytes_are_on_their_way_while_the_host_reads() -> None:
         coming.close()
         assert streams[0].log[10:] == ["host waits"]
         assert streams[0].done == 3
-
-
-def test_nothing_to_fetch() -> None:
-    with far():
-        assert list(Staging(CPU, 0).to_host([])) == list(Staging(CPU, 0).to_host([torch.zeros(0)])) == []
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
@@ -116,46 +105,3 @@ def test_without_streams_the_same() -> None:
     out = torch.zeros(50)
     Staging(CPU, 200, 64).to_device(out, lambda part, first: part.fill_(first))
     assert out.tolist() == [float(place // 16 * 16) for place in range(50)]
-
-
-def test_cuda_is_asked_for_what_a_copy_stream_promises() -> None:
-    """Without a device: which functions of torch are called, with what."""
-    device, cuda = torch.device("cuda", 1), mock.MagicMock()
-    with mock.patch("torch.cuda", cuda), mock.patch("torch.empty") as empty:
-        stream = staging.copy_stream(device)
-        # Not one of those on which collectives run, of which torch has 32: one is made for each file that is read.
-        cuda.Stream.assert_called_once_with(device, priority=0)
-        stream.host_bytes(64)
-        assert empty.call_args.kwargs["pin_memory"] and empty.call_args.kwargs["device"] == "cpu"
-        cuda.device.assert_called_with(device)  # not on the first one
-        own, computing = cuda.Stream.return_value, cuda.current_stream.return_value
-        launched, copied = mock.MagicMock(), mock.MagicMock()
-        cuda.Event.side_effect = [launched, copied]
-        stream.follow()
-        launched.record.assert_called_once_with(computing)
-        own.wait_event.assert_called_once_with(launched)
-        target, source = mock.MagicMock(), mock.MagicMock()
-        stream.copy(target, source)
-        cuda.stream.assert_called_once_with(own)
-        target.copy_.assert_called_once_with(source, non_blocking=True)
-        source.device = device
-        stream.keep(source)
-        source.record_stream.assert_called_once()
-        mark = stream.mark()
-        # Copied on a stream that is the current one meanwhile.
-        assert cuda.stream.call_args_list == [mock.call(own)] * 3
-        copied.record.assert_called_once()
-        cuda.current_stream.return_value = later = mock.MagicMock()
-        mark.wait()
-        later.wait_event.assert_called_once_with(copied)
-        copied.query.assert_not_called()  # by the host
-        mark.synchronize()
-        copied.synchronize.assert_called_once_with()  # no polling
-        assert all(call == mock.call(blocking=True) for call in cuda.Event.call_args_list)
-
-
-def test_collectives_run_on_streams_of_high_priority() -> None:
-    device = torch.device("cuda", 1)
-    with mock.patch("torch.cuda.Stream") as made:
-        CollectiveQueue(CudaStreams(device), waits_on_host=False, name="gathers", limit=timedelta(minutes=1))
-    made.assert_called_once_with(device, priority=-1)

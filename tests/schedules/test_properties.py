@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -192,17 +191,3 @@ def test_each_group_is_scheduled_as_if_it_were_alone(chosen: Drawn, step: int) -
         assert isinstance(schedule, StepSchedule)
         assert schedule.lr(step) == together.lr(step)[index : index + 1]
         assert schedule.momentum(step) == together.momentum(step)[index : index + 1]
-
-
-@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
-def test_the_whole_interface_is_there(name: str) -> None:
-    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2} if name == "OneCycle" else {}
-    if name in ("WarmupDecayLR", "WarmupCosineLR"):
-        params = {"total_num_steps": 9}
-    schedule = build(name, optimizer(), params)
-    schedule.step()
-    assert schedule.get_lr() == schedule.get_last_lr() == schedule.lr(1)  # type: ignore[attr-defined]
-    schedule.load_state_dict(schedule.state_dict())
-    for wrong in (-1, "1"):
-        with pytest.raises(ValueError):
-            schedule.step(wrong)  # type: ignore[arg-type]
