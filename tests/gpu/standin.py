@@ -1,9 +1,8 @@
 """A CUDA device that is not there: what these tests do on one is tried on the CPU.
 
 Memory of the device is memory of the CPU with a label. Tensors that lie in it say "cuda:0" of themselves; what is
-computed from them lies there too; an operation on tensors of the host and of the device fails as on a device. Streams
-and events are those of a recorded device (`tests.device.recording`): nothing runs late, but a test that leaves a
-use of memory without order fails when it ends. NCCL is Gloo.
+computed from them lies there too; an operation on tensors of the host and of the device fails as on a device. Nothing
+runs late on its streams: tests/device checks the order of uses of memory. NCCL is Gloo.
 
 What the stand-in has no answer for (bytes that the allocator has reserved, names of kernels, times) tests leave out
 with `rehearsing()`; what cannot be tried at all (Triton, `torch.compile`) they skip with `needs_device`.
@@ -32,20 +31,15 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import compat
-from shardwise.comm import native
 from shardwise.device import streams
 from shardwise.zero.units import released  # noqa: F401 - it looks at methods of tensors, and must see torch's own
-from tests.device.checking import check_order
-from tests.device.recording import STREAMS, Recorder, name_of, waits
-from tests.device.recording import Event as Written
+from tests.device.recording import waits
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-HOST = "host"
-"""The stream on which the trace has what the host does with pinned memory."""
 
 _TOTAL = 80 << 30
 _original: dict[str, Any] = {}
-_state = types.SimpleNamespace(installed=False, sync="default", peak=0, recorder=None)
+_state = types.SimpleNamespace(installed=False, sync="default", peak=0)
 _local = threading.local()
 _live: dict[int, weakref.ref[Any]] = {}
 _registered: dict[int, int] = {}
@@ -89,9 +83,6 @@ def _put(tensor: torch.Tensor, place: torch.device | None, *, anew: bool = False
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
     _storage(tensor).standin_pinned = True
-    if _state.recorder is not None:
-        with _state.recorder.on_host():  # torch gives it out again when copies that it knows of have been made
-            _state.recorder.span(tensor)
     return _put(tensor, CPU, anew=True)
 
 
@@ -116,7 +107,6 @@ def _waits(what: str) -> None:
         raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
     if _state.sync == "warn":
         warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2)
-    _read()
 
 
 _MIXING = {"copy_", "_foreach_copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "index_put", "set_"}
@@ -132,7 +122,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _Places(TorchDispatchMode):
-    """Labels what operations make, refuses those that no device would do, and writes down who uses which memory."""
+    """Labels what operations make, and refuses those that no device would do."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -166,7 +156,6 @@ class _Places(TorchDispatchMode):
             _put(tensor, place)
             if place == CUDA:
                 _count(tensor)
-        _write_down(func, name, args, kwargs, given, result)
         return result
 
 
@@ -186,64 +175,6 @@ def memory_allocated(device: Any = None) -> int:
     """Bytes of the device that tensors hold."""
     found = [reference() for reference in list(_live.values())]
     return sum(s.nbytes() for s in found if s is not None and s.standin_place == CUDA)
-
-
-# -- the trace ---------------------------------------------------------------------------------------------------------
-
-
-def _write_down(
-    func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[torch.Tensor], result: Any
-) -> None:
-    recorder = _state.recorder
-    if recorder is None or func.is_view or name == "set_" or getattr(_local, "silent", False):
-        return
-    reads: list[torch.Tensor] = []
-    writes: list[torch.Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if written else reads).extend(_tensors(value))
-    known = {id(_storage(tensor)) for tensor in given}
-    made = [tensor for tensor in _tensors(result) if id(_storage(tensor)) not in known]
-    if name.removeprefix("new_").startswith("empty"):
-        for tensor in filter(_noted, made):
-            recorder.span(tensor)
-        return
-    on_device = any(place_of(tensor) == CUDA for tensor in [*given, *made])
-    reads, writes = [list(filter(_noted, tensors)) for tensors in (reads, [*writes, *made])]
-    if not (reads or writes):
-        return
-    if on_device:
-        recorder.kernel(name, reads, writes)
-        return
-    with recorder.using(HOST):
-        recorder.kernel(name, reads, writes)
-    recorder.add(Written("read", stream=HOST))
-
-
-def _noted(tensor: torch.Tensor) -> bool:
-    """Whether it lies where a device reads and writes beside the host."""
-    return tensor.layout is torch.strided and (place_of(tensor) == CUDA or _is_pinned(tensor))
-
-
-def _read(stream: str | None = None) -> None:
-    """The host waits for everything on a stream."""
-    if _state.recorder is not None:
-        name = stream or _state.recorder.stream
-        _state.recorder.add(Written("read", stream=name))
-        _state.recorder.learn(name)
-
-
-@contextlib.contextmanager
-def checked() -> Iterator[None]:
-    """Write down what the device does inside of the block, and check the order of all uses of memory at its end."""
-    _state.recorder = recorder = _Recorder()
-    try:
-        yield
-    finally:
-        _state.recorder = None
-    problems = check_order(recorder.trace)
-    assert not problems, "\n".join(map(str, problems[:8]))
 
 
 # -- torch's functions -------------------------------------------------------------------------------------------------
@@ -273,18 +204,12 @@ def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
         if pinned:
             return _pin(function(*args, **kwargs))
         place = device if device is not None else CPU if like is None else None
-        with _unwritten():
-            made = function(*args, **kwargs)
+        made = function(*args, **kwargs)
         if place is not None and place.type == "cuda":
             _put(made, CUDA, anew=True)
             _count(made)
         else:
             _put(made, place, anew=device is not None)
-        if _state.recorder is not None and isinstance(made, torch.Tensor) and place_of(made) == CUDA:
-            if function.__name__.startswith("empty"):
-                _state.recorder.span(made)
-            else:
-                _state.recorder.kernel(function.__name__, [], [made])
         return made
 
     return make
@@ -293,16 +218,6 @@ def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
 def _of_host(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A function that makes tensors of memory of the host."""
     return functools.wraps(function)(lambda *args, **kwargs: _put(function(*args, **kwargs), CPU, anew=True))
-
-
-@contextlib.contextmanager
-def _unwritten() -> Iterator[None]:
-    """Write down inside of the block nothing of what operations do: somebody else does."""
-    before, _local.silent = getattr(_local, "silent", False), True
-    try:
-        yield
-    finally:
-        _local.silent = before
 
 
 def _method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -352,14 +267,10 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not kwargs.get("non_blocking"):
         _waits(f"to {device}")
     dtype = kwargs.get("dtype") or self.dtype
-    with _unwritten():
-        made = _base.to(self, dtype=dtype, copy=True, memory_format=kwargs.get("memory_format", torch.preserve_format))
+    made = _base.to(self, dtype=dtype, copy=True, memory_format=kwargs.get("memory_format", torch.preserve_format))
     _put(made, CUDA if device.type == "cuda" else CPU, anew=True)
     if device.type == "cuda":
         _count(made)
-    if _state.recorder is not None and made.layout is torch.strided:
-        tensors = [tensor for tensor in (self, made) if _noted(tensor)]
-        _state.recorder.kernel("to", [t for t in tensors if t is not made], [t for t in tensors if t is made])
     return made
 
 
@@ -395,13 +306,6 @@ def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
     return self if _is_pinned(self) else _pin(self.detach().clone())
 
 
-def _record_stream(self: torch.Tensor, stream: Any) -> None:
-    """The allocator gives the memory out again only when the stream has done with it."""
-    del stream
-    if _state.recorder is not None:
-        _state.recorder.kept.add(id(_storage(self)))
-
-
 _METHODS: dict[str, Callable[..., Any]] = {
     "to": _to,
     "cuda": lambda self, device=None, non_blocking=False, memory_format=torch.preserve_format: _to(
@@ -411,7 +315,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "get_device": lambda self: 0 if _device(self).type == "cuda" else -1,
     "pin_memory": _pin_memory,
     "is_pinned": lambda self, device=None: _is_pinned(self),
-    "record_stream": _record_stream,
+    "record_stream": lambda self, stream: None,
     "tolist": _tolist,
     "numpy": _numpy,
     **{name: _made_on_own(name) for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")},
@@ -427,37 +331,24 @@ _GETTERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class Stream:
-    """See `torch.cuda.Stream`; its name is that in the trace."""
+    """See `torch.cuda.Stream`."""
 
-    _numbers: ClassVar[dict[int, Iterator[int]]] = {}
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
 
-    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "stream", new: bool = True) -> None:
-        # There are a few of each priority, which torch gives out in turn.
-        number = next(self._numbers.setdefault(priority, itertools.count())) % STREAMS + 1 if new else 0
-        number -= priority * STREAMS if new else 0
-        self.name = f"{name} {number}" if new else name
-        self.device, self.priority, self.cuda_stream, self.stream_id = CUDA, priority, number, number
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device, self.priority = CUDA, priority
+        self.cuda_stream = self.stream_id = next(self._numbers)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.name == self.name
+    def wait_event(self, event: Event) -> None: ...
 
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def wait_event(self, event: Event) -> None:
-        if event.mark is not None and _state.recorder is not None:
-            _state.recorder.add(Written("wait", stream=self.name, number=event.mark))
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
+    def wait_stream(self, other: Stream) -> None: ...
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        _read(self.name)
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -467,36 +358,23 @@ class Event:
     """See `torch.cuda.Event`."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.mark: int | None = None
-        self._time, self._stream = 0.0, ""
-        self.device = CUDA
+        self._time, self.device = 0.0, CUDA
 
     def record(self, stream: Stream | None = None) -> None:
         self._time = time.perf_counter()
-        if _state.recorder is not None:
-            self._stream = (stream or current_stream()).name
-            with _state.recorder.using(self._stream):
-                self.mark = _state.recorder.mark().number
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or current_stream()).wait_event(self)
+    def wait(self, stream: Stream | None = None) -> None: ...
 
     def query(self) -> bool:
-        """Not before the host has waited for it, or for something behind it on its stream."""
-        if self.mark is None or _state.recorder is None:
-            return True
-        return bool(_state.recorder.known.get(self._stream, -1) >= self.mark)
+        return True
 
-    def synchronize(self) -> None:
-        if self.mark is not None and _state.recorder is not None:
-            _state.recorder.add(Written("block", number=self.mark))
-            _state.recorder.learn(self._stream, self.mark)
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: Event) -> float:
         return max(1e-6, 1e3 * (end._time - self._time))
 
 
-_DEFAULT = Stream(name="compute", new=False)
+_DEFAULT = Stream()
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -519,39 +397,6 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 def set_stream(stream: Stream) -> None:
     """See `torch.cuda.set_stream`."""
     _local.stream = stream
-
-
-class _Recorder(Recorder):
-    """Streams are those of `torch.cuda`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[str, int] = {}  # the last mark of each stream that the host knows to be reached
-        self._last: dict[str, int] = {}
-
-    def mark(self) -> Any:
-        """See `Recorder.mark`."""
-        mark: Any = super().mark()
-        self._last[self.stream] = mark.number
-        return mark
-
-    def learn(self, stream: str, mark: int | None = None) -> None:
-        """The host has waited for a mark; None: for everything on the stream."""
-        reached = self._last.get(stream, -1) if mark is None else mark
-        self.known[stream] = max(reached, self.known.get(stream, -1))
-
-    @property
-    def stream(self) -> str:
-        """See `Recorder.stream`."""
-        return current_stream().name
-
-    def using(self, name: str) -> Any:
-        """See `Recorder.using`."""
-        return on_stream(Stream(name=name, new=False))
-
-    def names(self) -> set[str]:
-        """Streams that have been used so far."""
-        return {event.stream for event in self.trace.events if event.stream}
 
 
 class _Device(contextlib.AbstractContextManager[None]):
@@ -627,7 +472,6 @@ _CUDA: dict[str, Any] = {
     "default_stream": lambda device=None: _DEFAULT,
     "stream": on_stream,
     "set_stream": set_stream,
-    "synchronize": lambda device=None: [_read(name) for name in _state.recorder.names()] if _state.recorder else None,
     "device": _Device,
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: ["default", "warn", "error"].index(_state.sync),
@@ -637,35 +481,13 @@ _CUDA: dict[str, Any] = {
     "initial_seed": torch.initial_seed,
     "default_generators": (torch.default_generator,),
     **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed),
-    **dict.fromkeys(("init", "_lazy_init", "set_device", "_sleep", "empty_cache", "ipc_collect"), _nothing),
+    **dict.fromkeys(
+        ("init", "_lazy_init", "set_device", "synchronize", "_sleep", "empty_cache", "ipc_collect"), _nothing
+    ),
 }
 
 
 # -- torch.distributed -------------------------------------------------------------------------------------------------
-
-
-class _Work:
-    """A collective of Gloo that has a place in the trace."""
-
-    def __init__(self, works: list[Any], launched: Any) -> None:
-        self.works, self._launched = works, launched
-
-    def wait(self) -> None:
-        with _unwritten():
-            for work in self.works:
-                work.wait()
-        self._launched.wait()
-
-
-def _launch(
-    op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup, *, async_op: bool
-) -> list[Any]:
-    with _unwritten():
-        works = compat.launch_together(op, pairs, group)
-    if _state.recorder is None or not pairs:
-        return works
-    name = name_of(group.group_name, dist.get_process_group_ranks(group))
-    return [_Work(works, _state.recorder.collective(getattr(op, "__name__", "exchange"), pairs, name, lambda: None))]
 
 
 def _grouped(function: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -784,8 +606,7 @@ def install() -> None:
         return make_group(ranks, name, timeout, str(_backends(backend)), None, None)
 
     compat.make_group = grouped
-    native.launch_together = _launch
-    streams.CudaStreams.make = lambda self, name, **_: streams._CudaStream(Stream(name=name))  # type: ignore[method-assign, arg-type]
+    streams.CudaStreams.make = lambda self, name, **_: streams._CudaStream(Stream())  # type: ignore[method-assign, arg-type]
     threading.Thread._bootstrap_inner = _in_thread(threading.Thread._bootstrap_inner)  # type: ignore[attr-defined]
     _Places().__enter__()
 
