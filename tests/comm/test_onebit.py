@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -61,69 +60,18 @@ def several_turns(scale: Any, joined: bool, turns: int) -> Any:
     return results, *reduction.errors.values(), sent, reduction.message_bytes
 
 
-def compressed(values: list[float], runs: list[list[int]], scale: str) -> list[float]:
-    """What a message says of some values: slowly, number by number."""
-    said = [0.0] * len(values)
-    for run in runs:
-        if scale == "norm":
-            size = math.sqrt(sum(values[at] ** 2 for at in run) / len(run))
-        else:
-            size = sum(abs(values[at]) for at in run) / len(run)
-        size = float(torch.tensor(size, dtype=torch.float32))
-        for at in run:
-            said[at] = size if values[at] >= 0 else -size
-    return said
-
-
-def reference(world: int, scale: str, joined: bool, turns: int) -> Any:
-    """All ranks in one process, with lists."""
-    shard = numel(world) // world
-    runs_of = []
-    for rank in range(world):
-        inside = range(rank * shard, (rank + 1) * shard)
-        runs = [[at - rank * shard for at in range(*run) if at in inside] for run in RUNS]
-        runs = [run for run in runs if run]
-        runs_of.append([[at for run in runs for at in run]] if joined and runs else runs)
-    worker = [[0.0] * numel(world) for _ in range(world)]
-    server = [[0.0] * shard for _ in range(world)]
-    results = []
-    for turn in range(turns):
-        sums = [[0.0] * shard for _ in range(world)]
-        for rank in range(world):
-            said = [a + b for a, b in zip(worker[rank], values_of(rank, turn, world).tolist(), strict=True)]
-            for owner in range(world):
-                part = said[owner * shard : (owner + 1) * shard]
-                message = compressed(part, runs_of[owner], scale)
-                sums[owner] = [a + b for a, b in zip(sums[owner], message, strict=True)]
-                worker[rank][owner * shard : (owner + 1) * shard] = [a - b for a, b in zip(part, message, strict=True)]
-        result: list[float] = []
-        for owner in range(world):
-            part = [error + total / world for error, total in zip(server[owner], sums[owner], strict=True)]
-            message = compressed(part, runs_of[owner], scale)
-            server[owner] = [a - b for a, b in zip(part, message, strict=True)]
-            result += message
-        results.append(result)
-    return results, worker, server
-
-
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("scale", "joined"), [("norm", False), ("mean", False), ("norm", True)])
-def test_it_is_that_of_a_slow_reference(world: int, scale: str, joined: bool) -> None:
-    turns = 4
+def test_ranks_have_the_same_bits_and_nothing_is_lost(scale: str, joined: bool) -> None:
+    """The values of messages are checked in tests/optim/test_onebit.py."""
+    world, turns = 3, 4
     found = run_ranks(several_turns, world, scale, joined, turns)
-    results, worker, server = reference(world, scale, joined, turns)
-    for rank, (own, worker_error, server_error, sent, size) in enumerate(found):
-        for mine, first, expected in zip(own, found[0][0], results, strict=True):
-            assert torch.equal(mine, first)  # the same bits on all ranks
-            assert torch.allclose(mine, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-12)
-            padding = [at for at in range(numel(world)) if not any(at in range(*run) for run in RUNS)]
-            assert not mine[padding].any()
-        assert torch.allclose(worker_error, torch.tensor(worker[rank], dtype=torch.float64), rtol=1e-5, atol=1e-7)
-        assert torch.allclose(server_error, torch.tensor(server[rank], dtype=torch.float64), rtol=1e-5, atol=1e-7)
+    padding = [at for at in range(numel(world)) if not any(at in range(*run) for run in RUNS)]
+    for own, _, _, sent, size in found:
+        for mine, first in zip(own, found[0][0], strict=True):
+            assert torch.equal(mine, first) and not mine[padding].any()
         assert sent == {op: turns * (world - 1) * size for op in ("all_to_all", "all_gather")}
         scales = 1 if joined else 4
         assert size == message_bytes(48, scales) == 4 * scales + 8
-    # Nothing is lost: what was to be said is what was said and what is still to be said.
     meant = sum(values_of(rank, turn, world) for rank in range(world) for turn in range(turns)) / world
     unsaid = sum(worker_error for _, worker_error, _, _, _ in found) / world
     unsaid = unsaid + torch.cat([server_error for _, _, server_error, _, _ in found])

@@ -1,4 +1,4 @@
-"""Quantisation in blocks: bounds of the error, what is not finite, sizes, and that no cut changes a bit.
+"""Quantisation in blocks: bounds of the error, what is not finite, and sizes.
 
 Reductions of quantised blocks, in one hop and in two, against the same arithmetic in one process.
 """
