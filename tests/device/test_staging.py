@@ -83,25 +83,3 @@ def test_a_failure_leaves_nothing_on_its_way() -> None:
             Staging(CPU, 400, 64).to_device(out, fill)
         assert streams[0].done == 2
     assert out.sum() == 32
-
-
-def test_a_buffer_is_filled_again_when_all_that_was_sent_from_it_has_arrived() -> None:
-    out = torch.zeros(48)
-    with far() as streams:
-        buffers = Staging(CPU, 64)
-        for first in range(0, 48, 16):
-            room = buffers.free().view(torch.float32)
-            room.copy_(torch.arange(float(first), first + 16))
-            buffers.send(out[first : first + 4], room[:4])
-            buffers.send(out[first + 4 : first + 16], room[4:])
-            assert streams[0].done == max(0, first - 16) // 8
-        buffers.drain()
-    assert torch.equal(out, torch.arange(48.0))
-
-
-def test_without_streams_the_same() -> None:
-    parts = [bytes(part.tolist()) for part in Staging(CPU, 10_000, 64).to_host(TENSORS)]
-    assert b"".join(parts) == content(TENSORS)
-    out = torch.zeros(50)
-    Staging(CPU, 200, 64).to_device(out, lambda part, first: part.fill_(first))
-    assert out.tolist() == [float(place // 16 * 16) for place in range(50)]

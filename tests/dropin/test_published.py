@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +20,9 @@ from shardwise.errors import ConfigError, NotBuiltError
 from shardwise.launch.cli import app
 from shardwise.monitor import Service, registry
 from shardwise.monitor import monitor as monitors
-from shardwise.schedules import build as build_schedule
-from tests.dropin.clients import MISSING, Ranks, forget, mean_over_ranks, ranks
+from tests.dropin.clients import MISSING, Ranks, forget, mean_over_ranks
 from tests.dropin.published import DIRECTORY, WORLD, Published, facts_of, published, update
 
-__all__ = ["ranks"]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "published-configs.md"
 FILES = published()
 STEPS = 2
@@ -231,84 +229,6 @@ def test_the_check_says_the_same(entry: Published, ran: dict[str, dict[str, Any]
             assert {
                 name: told["effective"][name] for name in entry.starts if name.startswith(("train", "gradient"))
             } == {name: value for name, value in entry.starts.items() if name.startswith(("train", "gradient"))}
-
-
-def equivalent(raw: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
-    """The optimizer of torch that does what the configuration asks for, if there is one."""
-    section = raw.get("optimizer")
-    if section is None:
-        return lambda parameters: torch.optim.AdamW(parameters, lr=PLAIN_LR)
-    params = dict(section["params"])
-    decoupled = params.pop("adam_w_mode", True)
-    params.pop("torch_adam", None)
-    kinds: dict[str, type[torch.optim.Optimizer]] = {
-        "adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-        "sgd": torch.optim.SGD,
-    }
-    kind = kinds.get(section["type"].lower())
-    if kind is None or params.pop("bias_correction", True) is False:
-        return None
-    if kind is torch.optim.AdamW:
-        params.setdefault("weight_decay", 0.0)
-    return lambda parameters: kind(parameters, **params)
-
-
-def reference(entry: Published, raw: dict[str, Any]) -> list[float]:
-    """The same steps by plain torch, in one process over the batches of all ranks."""
-    assert entry.starts is not None
-    model = tiny({key: value for key, value in raw.items() if key != "sparse_gradients"})
-    make = equivalent(raw)
-    assert make is not None
-    optimizer = make(model.parameters())
-    schedule = raw.get("scheduler")
-    scheduler = build_schedule(schedule["type"], optimizer, schedule["params"]) if schedule is not None else None
-    rows, count = (entry.starts[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    losses = []
-    for step in range(STEPS):
-        total = 0.0
-        for micro in range(count):
-            for rank in range(WORLD):
-                loss = model(micro_batch(step, micro, rank, rows)) / (count * WORLD)
-                loss.backward()
-                total += loss.item()
-        if raw.get("gradient_clipping"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), raw["gradient_clipping"])
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(total)
-    with torch.no_grad():
-        losses.append(model(micro_batch(STEPS, 0, 0, 8)).item())
-    return losses
-
-
-def exact(entry: Published) -> bool:
-    """Whether plain torch does the same in fp32."""
-    if entry.starts is None or entry.starts["precision"] != "fp32":
-        return False
-    raw = (
-        resolve(accept(entry.path), world_size=WORLD).raw
-        if not entry.through_trainer
-        else json.loads(entry.path.read_text())
-    )
-    return equivalent(raw) is not None and not raw.get("torch_autocast", {}).get("enabled")
-
-
-EXACT = [entry for entry in FILES if exact(entry)]
-
-
-def test_many_files_are_compared_with_plain_torch() -> None:
-    assert len(EXACT) >= 15 and {entry.starts["stage"] for entry in EXACT if entry.starts} == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("entry", EXACT, ids=lambda entry: entry.name)
-def test_losses_are_those_of_plain_torch(entry: Published, ran: dict[str, dict[str, Any]]) -> None:
-    found = got(ran, entry)
-    handed = found["handed"]
-    raw = handed if isinstance(handed, dict) else resolve(accept(handed), world_size=WORLD).raw
-    assert found["losses"] == pytest.approx(reference(entry, raw), rel=1e-5)
 
 
 def test_the_page_is_up_to_date() -> None:
