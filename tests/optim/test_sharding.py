@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.optim import Sharding, sharding_of
 from shardwise.optim.sharding import _ELEMENTWISE
+from tests.harness import thorough
 
 ALIGNMENT = 16
 """Elements between the places where a range may begin: 64 bytes of fp32."""
@@ -42,11 +43,11 @@ def variants() -> list[Any]:
     cases = []
     for cls, options in OPTIONS.items():
         for number, option in enumerate(options):
-            kinds = [{"foreach": False}, {"foreach": True}]
-            kinds += [{"fused": True}] if cls in FUSED else []
-            for kind in kinds:
-                label = f"{cls.__name__}-{number}-{next(iter(kind))}={next(iter(kind.values()))}"
-                cases.append(pytest.param(cls, {**option, **kind}, id=label))
+            kinds = {"for each": {"foreach": True}, "one by one": {"foreach": False}}
+            kinds |= {"fused": {"fused": True}} if cls in FUSED else {}
+            for name, kind in kinds.items():
+                case = thorough if name == "one by one" else pytest.param
+                cases.append(case(cls, {**option, **kind}, id=f"{cls.__name__}-{number}-{name}"))
     return cases
 
 
