@@ -7,6 +7,8 @@ pool of ranks of their own, in which shardwise takes DeepSpeed's place before an
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import os
 import sys
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise_deepspeed import attributes, parameters
 from shardwise_deepspeed.modules import Finder
+from tests.harness import worker
 from tests.harness.pool import Pool
 
 MISSING = [name for name in ("transformers", "accelerate", "peft") if find_spec(name) is None]
@@ -77,6 +80,25 @@ def own_ranks(prepared: Callable[..., Any]) -> Iterator[Ranks]:
         yield run
     finally:
         pool.close()
+
+
+def on_clients(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test whose body runs on each of `world` ranks that see shardwise as DeepSpeed."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: Ranks | None = None, **given: Any) -> None:
+            if worker.serving or ranks is None:
+                body(**given)
+            else:
+                ranks(functools.partial(test, **given), world)
+
+        own = inspect.signature(body)
+        fixture = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = own.replace(parameters=[*own.parameters.values(), fixture])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def as_deepspeed(fn: Callable[..., Any], *args: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise
-from tests.dropin.clients import MISSING, Ranks, forget, gpt2, mean_over_ranks, tokens
+from tests.dropin.clients import MISSING, forget, gpt2, mean_over_ranks, on_clients, tokens
 from tests.harness import thorough
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -57,69 +57,47 @@ def plugin_of(stage: int) -> dict[str, Any]:
     }
 
 
-def stages(directory: str, chosen: tuple[int, ...]) -> tuple[list[float], dict[int, Any]]:
-    """Losses without DeepSpeed, and by stage: losses, those after going on from save_state, and a difference."""
+@pytest.mark.parametrize("chosen", [(1, 3), thorough((0, 2))], ids=str)
+@on_clients(2)
+def test_stages(tmp_path: Path, chosen: tuple[int, ...]) -> None:
     plain = accelerator(None)
     model, optimizer, loader = prepared(plain)
     without = train(plain, model, optimizer, loader)
+    assert len(without) == 8 and without[-1] < without[0]
     weights = {name: value.clone() for name, value in plain.unwrap_model(model).state_dict().items()}
-    found = {}
     for stage in chosen:
         acc = accelerator(plugin_of(stage))
         model, optimizer, loader = prepared(acc)
         assert isinstance(model, shardwise.Engine) and acc.num_processes == 2
         losses = train(acc, model, optimizer, loader)
-        acc.save_state(f"{directory}/{stage}")
+        assert losses == pytest.approx(without, rel=1e-5)
+        acc.save_state(f"{tmp_path}/{stage}")
         state = acc.get_state_dict(model)
         # Stage 3 gives the state to the first rank.
-        difference = max((float((state[name] - weights[name]).abs().max()) for name in state or ()), default=0.0)
         assert set(state or weights) == set(weights)
+        assert all(torch.allclose(state[name], weights[name], rtol=0, atol=1e-4) for name in state or ())
         after = train(acc, model, optimizer, loader)
-        acc.load_state(f"{directory}/{stage}")
-        again = train(acc, model, optimizer, loader)
+        acc.load_state(f"{tmp_path}/{stage}")
+        assert train(acc, model, optimizer, loader) == after != losses
         assert type(acc.unwrap_model(model)).__name__ == "GPT2LMHeadModel"
-        found[stage] = (losses, difference, after, again)
         model.destroy()
-    return without, found
 
 
-@pytest.mark.parametrize("chosen", [(1, 3), thorough((0, 2))], ids=str)
-def test_stages(ranks: Ranks, tmp_path: Path, chosen: tuple[int, ...]) -> None:
-    for without, found in ranks(stages, 2, str(tmp_path), chosen):
-        assert len(without) == 8 and without[-1] < without[0]
-        for losses, difference, after, again in found.values():
-            assert losses == pytest.approx(without, rel=1e-5) and difference < 1e-4
-            assert after == again and after != losses
-
-
-def offloaded() -> list[list[float]]:
-    """Losses at stage 3 without offload, and with it."""
+@on_clients(2)
+def test_offload() -> None:
     found = []
     for places in ({}, {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}):
         acc = accelerator({**plugin_of(3), **places})
         model, optimizer, loader = prepared(acc)
         found.append(train(acc, model, optimizer, loader))
         model.destroy()
-    return found
+    # Where the optimizer is offloaded, Accelerate takes DeepSpeed's own instead of torch's.
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[1][-1] < found[1][0]
 
 
-def test_offload(ranks: Ranks) -> None:
-    for plain, moved in ranks(offloaded, 2):
-        # Where the optimizer is offloaded, Accelerate takes DeepSpeed's own instead of torch's.
-        assert moved == pytest.approx(plain, rel=1e-5) and moved[-1] < moved[0]
-
-
-def from_file(path: str) -> tuple[list[float], str]:
+@on_clients(2)
+def test_a_file(tmp_path: Path) -> None:
     """A configuration from a file with "auto" values and bf16."""
-    acc = accelerator({"hf_ds_config": path}, mixed_precision="bf16")
-    model, optimizer, loader = prepared(acc)
-    losses = train(acc, model, optimizer, loader)
-    dtype = str(next(iter(acc.unwrap_model(model).parameters())).dtype)
-    model.destroy()
-    return losses, dtype
-
-
-def test_a_file(ranks: Ranks, tmp_path: Path) -> None:
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -128,17 +106,20 @@ def test_a_file(ranks: Ranks, tmp_path: Path) -> None:
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": 2},
     }
-    path = tmp_path / "config.json"
+    path = tmp_path / f"{torch.distributed.get_rank()}.json"
     path.write_text(json.dumps(config))
-    first, second = ranks(from_file, 2, str(path))
-    assert first == second and first[0][-1] < first[0][0] and first[1] == "torch.bfloat16"
+    acc = accelerator({"hf_ds_config": str(path)}, mixed_precision="bf16")
+    model, optimizer, loader = prepared(acc)
+    losses = train(acc, model, optimizer, loader)
+    assert losses[-1] < losses[0] and next(acc.unwrap_model(model).parameters()).dtype is torch.bfloat16
+    model.destroy()
 
 
-def two_models() -> list[list[float]]:
+@on_clients(2)
+def test_two_models() -> None:
     """Two engines in one process, of different stages, by two plugins of one Accelerator."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    forget()
     plugins = {"first": DeepSpeedPlugin(**plugin_of(2)), "second": DeepSpeedPlugin(**plugin_of(3))}
     acc = Accelerator(deepspeed_plugins=plugins)
     one, first, loader = prepared(acc)
@@ -147,12 +128,7 @@ def two_models() -> list[list[float]]:
     other = Accelerator()
     two, second, more = prepared(other)
     assert (one.zero_optimization_stage(), two.zero_optimization_stage()) == (2, 3)
-    losses = [train(acc, one, first, loader), train(other, two, second, more)]
+    losses = train(acc, one, first, loader)
+    assert losses == train(other, two, second, more) and losses[-1] < losses[0]
     one.destroy()
     two.destroy()
-    return losses
-
-
-def test_two_models(ranks: Ranks) -> None:
-    for first, second in ranks(two_models, 2):
-        assert first == second and first[-1] < first[0]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from tests.dropin.clients import MISSING, Ranks, forget, gpt2, mean_over_ranks, tokens
+from tests.dropin.clients import MISSING, forget, gpt2, mean_over_ranks, on_clients, tokens
 from tests.dropin.test_accelerate import accelerator, plugin_of, train
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -99,7 +99,8 @@ def with_dummies(config: dict[str, Any], own: bool) -> dict[str, list[float]]:
     return found
 
 
-def schedules() -> list[Any]:
+@on_clients(2)
+def test_schedules_and_norms() -> None:
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 2,
@@ -109,34 +110,30 @@ def schedules() -> list[Any]:
     }
     params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
     decay = {"type": "WarmupDecayLR", "params": params | {"total_num_steps": "auto"}}
-    stages = [with_torch_schedule(stage) for stage in (None, 0, 2, 3)]
-    return [*stages, with_dummies(config | {"scheduler": decay}, False), with_dummies(config, True)]
-
-
-def test_schedules_and_norms(ranks: Ranks) -> None:
-    for plain, *by_stage, warmed, own in ranks(schedules, 2):
-        assert plain["lr"] == pytest.approx([0.01 / n for n in (1, 3, 3, 5, 5, 7, 7, 9)])
-        for found in by_stage:
-            assert found["lr"] == plain["lr"]
-        for found in (*by_stage, own):
-            assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-            assert found["norm"] == pytest.approx(plain["norm"], rel=1e-4)
-        # The rates that the engine's schedule gives to the following steps.
-        assert warmed["lr"] == pytest.approx([0.0, 0.0025, 0.0025, 0.005, 0.005, 0.0075, 0.0075, 0.01])
-        assert warmed["loss"][:2] == pytest.approx(plain["loss"][:2], rel=1e-5) and warmed["loss"] != plain["loss"]
+    plain, *by_stage = (with_torch_schedule(stage) for stage in (None, 0, 2, 3))
+    warmed, own = with_dummies(config | {"scheduler": decay}, False), with_dummies(config, True)
+    assert plain["lr"] == pytest.approx([0.01 / n for n in (1, 3, 3, 5, 5, 7, 7, 9)])
+    for found in by_stage:
+        assert found["lr"] == plain["lr"]
+    for found in (*by_stage, own):
+        assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert found["norm"] == pytest.approx(plain["norm"], rel=1e-4)
+    # The rates that the engine's schedule gives to the following steps.
+    assert warmed["lr"] == pytest.approx([0.0, 0.0025, 0.0025, 0.005, 0.005, 0.0075, 0.0075, 0.01])
+    assert warmed["loss"][:2] == pytest.approx(plain["loss"][:2], rel=1e-5) and warmed["loss"] != plain["loss"]
 
 
 # -- saving, gathering --------------------------------------------------
 
 
-def saved(directory: str, stage: int) -> dict[str, Any]:
+def saved(directory: Path, stage: int) -> list[float]:
     """`save_model`, `unwrap_model`, `gather_for_metrics` with a short last batch."""
     from safetensors.torch import load_file
     from transformers import GPT2LMHeadModel
 
     from shardwise.zero.units.released import is_released
 
-    place = f"{directory}/{stage}"
+    place = directory / str(stage)
     if dist.get_rank() == 0:
         gpt2(seed=7).save_pretrained(f"{place}/given")
     dist.barrier()
@@ -168,27 +165,23 @@ def saved(directory: str, stage: int) -> dict[str, Any]:
     other = gpt2()
     missing = other.load_state_dict(load_file(f"{place}/plain/model.safetensors"), strict=False)
     assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
-    differences = [abs(m.eval()(input_ids=given, labels=given).loss.item() - ours) for m in (loaded, other)]
-    return {"losses": losses, "seen": torch.cat(seen).tolist(), "differences": differences}
+    for made in (loaded, other):
+        assert made.eval()(input_ids=given, labels=given).loss.item() == pytest.approx(ours, abs=1e-6)
+    assert sorted(torch.cat(seen).tolist()) == sorted(tokens(7).tolist())
+    return losses
 
 
-def saving(directory: str) -> list[Any]:
-    return [saved(directory, stage) for stage in (2, 3)]
-
-
-def test_saving_and_gathering(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(saving, 2, str(tmp_path)):
-        for one in found:
-            assert sorted(one["seen"]) == sorted(tokens(7).tolist())
-            assert max(one["differences"]) < 1e-6
-        assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-5)
+@on_clients(2)
+def test_saving_and_gathering(tmp_path: Path) -> None:
+    assert saved(tmp_path, 2) == pytest.approx(saved(tmp_path, 3), rel=1e-5)
 
 
 # -- fp16 --------------------------------------------------
 
 
-def half() -> tuple[list[bool], list[float], list[float]]:
-    """fp16 with a loss scale that overflows at first."""
+@on_clients(2)
+def test_steps_that_overflow() -> None:
+    """fp16 with a loss scale that is too large at first."""
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 1,
@@ -210,12 +203,7 @@ def half() -> tuple[list[bool], list[float], list[float]]:
         losses.append(mean_over_ranks(loss))
     assert sum(skipped) == model.skipped_steps
     model.destroy()
-    return skipped, rates, losses
-
-
-def test_steps_that_overflow(ranks: Ranks) -> None:
-    for skipped, rates, losses in ranks(half, 2):
-        taken = skipped.index(False)
-        assert skipped == [True] * taken + [False] * (len(skipped) - taken) and 0 < taken < 12
-        assert rates == pytest.approx([0.01] * taken + [0.01 / (1 + 2 * n) for n in range(1, 1 + len(rates) - taken)])
-        assert losses[-1] < losses[0]
+    taken = skipped.index(False)
+    assert skipped == [True] * taken + [False] * (len(skipped) - taken) and 0 < taken < 12
+    assert rates == pytest.approx([0.01] * taken + [0.01 / (1 + 2 * n) for n in range(1, 1 + len(rates) - taken)])
+    assert losses[-1] < losses[0]

@@ -18,7 +18,7 @@ from torch import nn
 import shardwise
 from shardwise.checkpoint import Checkpoint
 from shardwise.zero.units.released import is_released
-from tests.dropin.clients import MISSING, Ranks, mean_over_ranks
+from tests.dropin.clients import MISSING, Ranks, mean_over_ranks, on_clients
 from tests.harness import thorough
 from tests.harness.pool import RankFailure
 
@@ -144,9 +144,10 @@ def test_fabric(ranks: Ranks, tmp_path: Path, micro: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", thorough("bf16-mixed")])
-def test_fabric_in_bf16(ranks: Ranks, tmp_path: Path, precision: str) -> None:
-    for first, after, again in ranks(with_fabric, 2, str(tmp_path), 3, precision):
-        assert after == again and after[-1] < first[0]
+@on_clients(2)
+def test_fabric_in_bf16(tmp_path: Path, precision: str) -> None:
+    first, after, again = with_fabric(str(tmp_path), 3, precision)
+    assert after == again and after[-1] < first[0]
 
 
 # -- Trainer -----------------------------------------------------------------------------------------------------------
@@ -330,9 +331,10 @@ def test_model_summary(ranks: Ranks) -> None:
     assert first[0] < total and second[0] < total and first[0] + second[0] == total
 
 
-def with_offload(directory: str) -> dict[str, list[float]]:
+@on_clients(2)
+def test_offload(tmp_path: Path) -> None:
     """Losses without offload, and with each kind that the strategy has arguments for; the second epoch is resumed."""
-    disk = {"offload_optimizer_device": "nvme", "offload_params_device": "nvme", "nvme_path": directory}
+    disk = {"offload_optimizer_device": "nvme", "offload_params_device": "nvme", "nvme_path": str(tmp_path)}
     both = {"offload_optimizer": True, "offload_parameters": True}
     kinds: dict[str, tuple[int, dict[str, Any]]] = {
         "2": (2, {}),
@@ -343,23 +345,17 @@ def with_offload(directory: str) -> dict[str, list[float]]:
     }
     found = {}
     for name, (stage, options) in kinds.items():
-        ran, fitted = trainer(f"{directory}/{name}", stage, **options), module()
+        ran, fitted = trainer(f"{tmp_path}/{name}", stage, **options), module()
         ran.fit_loop.max_epochs = 1
         ran.strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # none is kept whole
         ran.fit(fitted, loader(32))
         leave(ran)
-        again, resumed = trainer(f"{directory}/{name}", stage, **options), module()
-        again.fit(resumed, loader(32), ckpt_path=f"{directory}/{name}/epoch=0.ckpt")
+        again, resumed = trainer(f"{tmp_path}/{name}", stage, **options), module()
+        again.fit(resumed, loader(32), ckpt_path=f"{tmp_path}/{name}/epoch=0.ckpt")
         leave(again)
         found[name] = [*fitted.losses, *resumed.losses]
-    return found
-
-
-def test_offload(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(with_offload, 2, str(tmp_path)):
-        assert len(found["2"]) == 8
-        assert found["2, optimizer"] == found["2"]
-        assert found["3, both"] == found["3, disk"] == found["3"]
+    assert len(found["2"]) == 8 and found["2, optimizer"] == found["2"]
+    assert found["3, both"] == found["3, disk"] == found["3"]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise
-from tests.dropin.clients import MISSING, Ranks, forget, gpt2, tokens
+from tests.dropin.clients import MISSING, forget, gpt2, on_clients, tokens
 from tests.harness import thorough
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -129,52 +129,43 @@ def trained(directory: str, stage: int | None) -> tuple[Logged, float, Logged]:
     return first, difference, second
 
 
-def stages(directory: str, chosen: tuple[int, ...]) -> dict[int | None, Any]:
-    return {stage: trained(f"{directory}/{stage}", stage) for stage in (None, *chosen)}
-
-
-def offloaded(directory: str) -> list[Logged]:
+@on_clients(2)
+def test_offload(tmp_path: Path) -> None:
     """Two steps without offload, and with it."""
     found = []
     for number, places in enumerate(((), ("offload_optimizer",), ("offload_optimizer", "offload_param"))):
         given = config(3)
         given["zero_optimization"] |= {place: {"device": "cpu", "pin_memory": True} for place in places}
-        ran = trainer(f"{directory}/{number}", given, gpt2, max_steps=2, eval_strategy="no", save_strategy="no")
+        ran = trainer(f"{tmp_path}/{number}", given, gpt2, max_steps=2, eval_strategy="no", save_strategy="no")
         ran.train()
         found.append(logged(ran))
         ran.deepspeed.destroy()
-    return found
-
-
-def test_offload(ranks: Ranks, tmp_path: Path) -> None:
-    for plain, *moved in ranks(offloaded, 2, str(tmp_path)):
-        assert len(plain["loss"]) == 2
-        assert all(logs == plain for logs in moved)
+    assert len(found[0]["loss"]) == 2 and found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [(1, 3), thorough((0, 2))], ids=str)
-def test_stages(ranks: Ranks, tmp_path: Path, chosen: tuple[int, ...]) -> None:
-    for found in ranks(stages, 2, str(tmp_path), chosen):
-        plain = found[None][0]
-        assert len(plain["loss"]) == 6 and len(plain["eval_loss"]) == 2
-        for stage in chosen:
-            first, difference, second = found[stage]
-            assert first["loss"] == pytest.approx(plain["loss"], rel=1e-4)
-            assert first["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-4)
-            assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
-            assert difference < 1e-6
-            assert second == first
+@on_clients(2)
+def test_stages(tmp_path: Path, chosen: tuple[int, ...]) -> None:
+    plain = trained(f"{tmp_path}/plain", None)[0]
+    assert len(plain["loss"]) == 6 and len(plain["eval_loss"]) == 2
+    for stage in chosen:
+        first, difference, second = trained(f"{tmp_path}/{stage}", stage)
+        assert first["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+        assert first["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-4)
+        assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+        assert difference < 1e-6 and second == first
 
 
-def from_weights(directory: str) -> tuple[Logged, Logged]:
+@on_clients(2)
+def test_from_pretrained_at_stage_3(tmp_path: Path) -> None:
     """Stage 3 from `from_pretrained`, which builds the model sharded, and from the same weights in memory."""
     from transformers import GPT2LMHeadModel
 
     from shardwise.zero.units.released import is_released
 
     if torch.distributed.get_rank() == 0:
-        gpt2(seed=7).save_pretrained(f"{directory}/given")
+        gpt2(seed=7).save_pretrained(f"{tmp_path}/given")
     torch.distributed.barrier()
     found = []
     for sharded in (True, False):
@@ -182,20 +173,15 @@ def from_weights(directory: str) -> tuple[Logged, Logged]:
         def model(sharded: bool = sharded) -> Any:
             if not sharded:
                 return gpt2(seed=7)
-            made = GPT2LMHeadModel.from_pretrained(f"{directory}/given")
+            made = GPT2LMHeadModel.from_pretrained(f"{tmp_path}/given")
             assert all(is_released(parameter) for parameter in made.parameters())
             return made
 
-        ran = trainer(f"{directory}/{sharded}", config(3), model)
+        ran = trainer(f"{tmp_path}/{sharded}", config(3), model)
         ran.train()
         found.append(logged(ran))
         ran.deepspeed.destroy()
-    return found[0], found[1]
-
-
-def test_from_pretrained_at_stage_3(ranks: Ranks, tmp_path: Path) -> None:
-    for sharded, whole in ranks(from_weights, 2, str(tmp_path)):
-        assert sharded == whole
+    assert found[0] == found[1]
 
 
 def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
@@ -227,12 +213,9 @@ def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
     return logged(ran), abs(loaded(input_ids=given, labels=given).loss.item() - ours)
 
 
-def adapters(directory: str) -> dict[int | None, Any]:
-    return {stage: adapted(f"{directory}/{stage}", stage) for stage in (None, 0, 1, 2, 3)}
-
-
-def test_lora(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(adapters, 2, str(tmp_path)):
-        for stage in range(4):
-            assert found[stage][0]["loss"] == pytest.approx(found[None][0]["loss"], rel=1e-4)
-            assert found[stage][1] < 1e-6
+@on_clients(2)
+def test_lora(tmp_path: Path) -> None:
+    plain = adapted(f"{tmp_path}/plain", None)[0]
+    for stage in range(4):
+        found, difference = adapted(f"{tmp_path}/{stage}", stage)
+        assert found["loss"] == pytest.approx(plain["loss"], rel=1e-4) and difference < 1e-6

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dropin.clients import MISSING, Ranks, forget, gpt2, tokens
+from tests.dropin.clients import MISSING, forget, gpt2, on_clients, tokens
 from tests.dropin.test_trainer import Logged, config, logged, trainer
 from tests.harness import thorough
 
@@ -104,23 +104,21 @@ def only_the_model(directory: str, stage: int | None) -> Logged:
 CASES = {case.__name__: case for case in (recomputed, own_optimizer, short_window, best, only_the_model)}
 
 
-def at_stages(name: str, directory: str) -> list[Logged]:
-    return [CASES[name](f"{directory}/{stage}", stage) for stage in (None, 2, 3)]
-
-
 @pytest.mark.parametrize("name", [*map(thorough, list(CASES)[:-1]), "only_the_model"])
-def test_options(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    for plain, second, third in ranks(at_stages, 2, name, str(tmp_path)):
-        assert second == third
-        for key in plain.keys() - {"grad_norm"}:
-            assert second[key] == pytest.approx(plain[key], rel=1e-4)
-        assert second["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+@on_clients(2)
+def test_options(name: str, tmp_path: Path) -> None:
+    plain, second, third = (CASES[name](f"{tmp_path}/{stage}", stage) for stage in (None, 2, 3))
+    assert second == third
+    for key in plain.keys() - {"grad_norm"}:
+        assert second[key] == pytest.approx(plain[key], rel=1e-4)
+    assert second["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
 
 
 # -- models that are changed before training --------------------------------------------------
 
 
-def resized(directory: str) -> list[Logged]:
+@on_clients(2)
+def test_resized_embeddings(tmp_path: Path) -> None:
     """A vocabulary that grows before training: of a sharded model, and of a whole one."""
     from transformers import GPT2LMHeadModel
     from transformers.trainer_pt_utils import get_model_param_count
@@ -128,13 +126,13 @@ def resized(directory: str) -> list[Logged]:
     from shardwise.zero.units.released import is_released
 
     if dist.get_rank() == 0:
-        gpt2(seed=7).save_pretrained(f"{directory}/given")
+        gpt2(seed=7).save_pretrained(f"{tmp_path}/given")
     dist.barrier()
     found = []
     for sharded in (True, False):
 
         def model(sharded: bool = sharded) -> Any:
-            made = GPT2LMHeadModel.from_pretrained(f"{directory}/given") if sharded else gpt2(seed=7)
+            made = GPT2LMHeadModel.from_pretrained(f"{tmp_path}/given") if sharded else gpt2(seed=7)
             assert is_released(made.transformer.wte.weight) == sharded
             torch.manual_seed(11)
             made.resize_token_embeddings(72, mean_resizing=False)
@@ -142,34 +140,30 @@ def resized(directory: str) -> list[Logged]:
             assert made.transformer.wte.weight is made.lm_head.weight
             return made
 
-        ran = trainer(f"{directory}/{sharded}", config(3), model, **QUICK)
+        ran = trainer(f"{tmp_path}/{sharded}", config(3), model, **QUICK)
         count = sum(p.numel() for p in gpt2().parameters()) + 8 * 16
         assert get_model_param_count(ran.model) == count == get_model_param_count(ran.model, trainable_only=True)
         ran.train()
         assert get_model_param_count(ran.model_wrapped) == count
-        ran.save_model(f"{directory}/{sharded}/final")
+        ran.save_model(f"{tmp_path}/{sharded}/final")
         found.append(finished(ran))
         forget()
         dist.barrier()
-        assert GPT2LMHeadModel.from_pretrained(f"{directory}/{sharded}/final").lm_head.weight.shape == (72, 16)
-    return found
-
-
-def test_resized_embeddings(ranks: Ranks, tmp_path: Path) -> None:
-    for sharded, whole in ranks(resized, 2, str(tmp_path)):
-        assert len(sharded["loss"]) == 3 and sharded == whole
+        assert GPT2LMHeadModel.from_pretrained(f"{tmp_path}/{sharded}/final").lm_head.weight.shape == (72, 16)
+    assert len(found[0]["loss"]) == 3 and found[0] == found[1]
 
 
 # -- bf16 -------------------------------------------------------------------------------------
 
 
-def in_bf16(directory: str) -> dict[int | None, Logged]:
+@on_clients(2)
+def test_bf16(tmp_path: Path) -> None:
     """`bf16=True`: 16-bit weights with fp32 masters by the engine; without DeepSpeed, autocast on fp32 weights."""
     from transformers import GPT2LMHeadModel
 
     found = {}
     for stage in (None, 1, 3):
-        place = f"{directory}/{stage}"
+        place = f"{tmp_path}/{stage}"
         # transformers asks for use_cpu where there is no graphics card; the engine is there all the same.
         changes = {"bf16": True, "use_cpu": True, "eval_steps": 2, "save_steps": 2, "max_steps": 4}
         given = None if stage is None else config(stage)
@@ -187,13 +181,7 @@ def in_bf16(directory: str) -> dict[int | None, Logged]:
             again = trainer(place, config(stage), lambda: gpt2(seed=5), **changes)
             again.train(resume_from_checkpoint=f"{place}/checkpoint-2")
             assert finished(again) == found[stage]
-    return found
-
-
-def test_bf16(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(in_bf16, 2, str(tmp_path)):
-        plain = found[None]
-        assert len(plain["loss"]) == 4 and len(plain["eval_loss"]) == 2
-        for stage in (1, 3):
-            assert found[stage]["loss"] == pytest.approx(plain["loss"], rel=1e-2)
-            assert found[stage]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-2)
+    assert len(found[None]["loss"]) == 4 and len(found[None]["eval_loss"]) == 2
+    for stage in (1, 3):
+        for key in ("loss", "eval_loss"):
+            assert found[stage][key] == pytest.approx(found[None][key], rel=1e-2)
