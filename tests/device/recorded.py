@@ -19,9 +19,6 @@ from tests.models import Case
 ANSWERS = "answers"
 """The stream on which helpers copy shards."""
 
-PARKS = True
-"""Whether hosts that wait say that helpers may launch gathers meanwhile."""
-
 Loss = Callable[[Any, int, int], torch.Tensor]
 """Of an engine, the number of the micro-batch, and the rank."""
 
@@ -70,8 +67,7 @@ def _noted(recorder: Recorder) -> Iterator[None]:
 
     @contextlib.contextmanager
     def noted_park(self: Unsharder) -> Iterator[None]:
-        if PARKS:
-            recorder.say("park", self._backward_passes if self.order.phase.value == "backward" else 0)
+        recorder.say("park", self._backward_passes if self.order.phase.value == "backward" else 0)
         with parked(self):
             yield
         recorder.say("unpark")
