@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from shardwise.comm.desync import Confirmation, Position, Positions, Report, judge, order_of, seal
 from shardwise.comm.ledger import Ledger, follow, follow_devices, followed
@@ -174,78 +173,10 @@ class Place(Here):
         return self._place()
 
 
-class Ranks:
-    """Watches of several imagined ranks in this process."""
-
-    def __init__(self, places: list[Callable[[], Position] | None], limit: float) -> None:
-        self.store = store = dist.HashStore()
-        self.ended: dict[int, int] = {}
-        self.watches = [
-            StallWatch(
-                range(len(places)),
-                rank,
-                limit,
-                SECRET,
-                store=store,
-                here=Place(where),
-                end=lambda code, rank=rank: self._end(rank, code),  # type: ignore[misc]
-            )
-            for rank, where in enumerate(places)
-            if where is not None
-        ]
-
-    def _end(self, rank: int, code: int) -> None:
-        self.ended[rank] = code
-
-    def __enter__(self) -> Ranks:
-        for one in self.watches:
-            one.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one in self.watches:
-            one.close()
-
-    def wait(self, enough: Callable[[], bool], seconds: float = 30.0) -> bool:
-        until = time.monotonic() + seconds
-        while not enough() and time.monotonic() < until:
-            time.sleep(0.02)
-        return enough()
-
-
-def growing(place: Position) -> Callable[[], Position]:
-    begin = time.monotonic()
-    return lambda: replace(place, seconds=time.monotonic() - begin)
-
-
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
     with logged() as kept:
         yield kept.lines
-
-
-def test_ranks_that_wait_for_each_other_end(capfd: pytest.CaptureFixture[str]) -> None:
-    with Ranks([growing(GATHER), growing(REDUCE), growing(GATHER)], 0.4) as ranks:
-        assert ranks.wait(lambda: len(ranks.ended) == 3)
-    assert ranks.ended == dict.fromkeys(range(3), EXIT_CODE)
-    said = capfd.readouterr().err
-    assert said.count("DesyncError: the ranks wait for each other in different collectives") == 3
-    assert "rank 1: waits in reduce_scatter 'layers.3' #2" in said and "at train.py:12" in said
-
-
-def test_a_rank_that_waits_on_a_device_ends_when_another_has_raised(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardwise.comm.stall_watchdog._AFTER_FAILURE_S", 1.0)
-    key = "shardwise/failed/0"
-    with Ranks([growing(GATHER)], 6.0) as ranks:
-        ranks.store.set(key, "a stranger's text")
-        time.sleep(0.5)
-        ranks.store.set(key, seal("rank 1 has ended with ValueError: seeded. Its traceback:\nTraceback", SECRET, key))
-        assert ranks.wait(lambda: bool(ranks.ended))
-    assert ranks.ended == {0: 1}
-    assert "PeerLostError: it waits in all_gather 'layers.0' #7 for" in (said := capfd.readouterr().err)
-    assert "ValueError: seeded. Its traceback:" in said
 
 
 # -- many ranks, by one clock ------------------------------------------------------------------------------------------
@@ -397,6 +328,20 @@ def test_a_rank_that_has_ended_is_named(warnings: list[str]) -> None:
     job.gone.add(5)
     job.run(55.0)
     assert len(warnings) == 1 and ", for rank 5:" in warnings[0] and "rank 5: has not answered for 14 s" in warnings[0]
+
+
+def test_a_rank_that_waits_on_a_device_ends_when_another_has_raised(capfd: pytest.CaptureFixture[str]) -> None:
+    job, key = Job([waiting(GATHER)]), "shardwise/failed/0"
+    job.store.values[key] = b"a stranger's text"
+    job.run(25.0)
+    assert not job.ended
+    job.store.values[key] = seal(
+        "rank 1 has ended with ValueError: seeded. Its traceback:\nTraceback", SECRET, key
+    ).encode()
+    job.run(25.0)
+    assert job.ended[0][0] == 1
+    assert "PeerLostError: it waits in all_gather 'layers.0' #7 for" in (said := capfd.readouterr().err)
+    assert "ValueError: seeded. Its traceback:" in said
 
 
 def test_values_of_strangers_are_ignored() -> None:
