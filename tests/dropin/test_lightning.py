@@ -277,20 +277,19 @@ def taken_out(directory: str, stage: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_trainer(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks(with_trainer, 2, f"{tmp_path}/ddp", None)
-    for plain in expected:
-        assert len(plain["losses"]) == 12 and plain["rates"][-1] < plain["rates"][0]
-        assert plain["validated"] == plain["fitted"] and plain["loaded"] == plain["tested"]
-    for stage in (1, 3):
-        for ours, plain in zip(ranks(with_trainer, 2, f"{tmp_path}/{stage}", stage), expected, strict=True):
-            assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5) and ours["rates"] == plain["rates"]
-            for metric in ("fitted", "validated", "tested", "loaded"):
-                assert ours[metric] == pytest.approx(plain[metric], rel=1e-5)
-            assert ours["loaded"] == ours["tested"] and ours["validated"] == ours["fitted"]
-            assert ours["resumed"] == (ours["losses"][6:], ours["rates"][6:])
-            assert ours["elsewhere"] == pytest.approx(ours["tested"], rel=1e-6)
-            assert ours["single"] == pytest.approx([ours["tested"]] * len(ours["single"]), rel=1e-6)
+@pytest.mark.parametrize("stage", [thorough(1), 3])
+@on_clients(2)
+def test_trainer(tmp_path: Path, stage: int) -> None:
+    plain, ours = with_trainer(f"{tmp_path}/ddp", None), with_trainer(f"{tmp_path}/ours", stage)
+    assert len(plain["losses"]) == 12 and plain["rates"][-1] < plain["rates"][0]
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5) and ours["rates"] == plain["rates"]
+    for metric in ("fitted", "validated", "tested", "loaded"):
+        assert ours[metric] == pytest.approx(plain[metric], rel=1e-5)
+    for found in (plain, ours):
+        assert found["loaded"] == found["tested"] and found["validated"] == found["fitted"]
+    assert ours["resumed"] == (ours["losses"][6:], ours["rates"][6:])
+    assert ours["elsewhere"] == pytest.approx(ours["tested"], rel=1e-6)
+    assert ours["single"] == pytest.approx([ours["tested"]] * len(ours["single"]), rel=1e-6)
 
 
 def summary() -> tuple[list[int], int, int]:
@@ -331,20 +330,26 @@ def test_model_summary(ranks: Ranks) -> None:
     assert first[0] < total and second[0] < total and first[0] + second[0] == total
 
 
+BOTH = {"offload_optimizer": True, "offload_parameters": True}
+DISK = {"offload_optimizer_device": "nvme", "offload_params_device": "nvme", "nvme_path": "the test's directory"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kinds"),
+    [
+        thorough(2, [{}, {"offload_optimizer": True}]),
+        thorough(3, [{}, {**BOTH, "remote_device": "cpu"}]),
+        (3, [{}, {**BOTH, **DISK, "remote_device": "nvme"}]),
+    ],
+    ids=["optimizer", "both", "disk"],
+)
 @on_clients(2)
-def test_offload(tmp_path: Path) -> None:
-    """Losses without offload, and with each kind that the strategy has arguments for; the second epoch is resumed."""
-    disk = {"offload_optimizer_device": "nvme", "offload_params_device": "nvme", "nvme_path": str(tmp_path)}
-    both = {"offload_optimizer": True, "offload_parameters": True}
-    kinds: dict[str, tuple[int, dict[str, Any]]] = {
-        "2": (2, {}),
-        "2, optimizer": (2, {"offload_optimizer": True}),
-        "3": (3, {}),
-        "3, both": (3, {**both, "remote_device": "cpu"}),
-        "3, disk": (3, {**both, **disk, "remote_device": "nvme"}),
-    }
-    found = {}
-    for name, (stage, options) in kinds.items():
+def test_offload(tmp_path: Path, stage: int, kinds: list[dict[str, Any]]) -> None:
+    """Losses without offload and with it; the second epoch is resumed."""
+    found = []
+    for name, options in enumerate(kinds):
+        if "nvme_path" in options:
+            options["nvme_path"] = str(tmp_path)
         ran, fitted = trainer(f"{tmp_path}/{name}", stage, **options), module()
         ran.fit_loop.max_epochs = 1
         ran.strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # none is kept whole
@@ -353,9 +358,8 @@ def test_offload(tmp_path: Path) -> None:
         again, resumed = trainer(f"{tmp_path}/{name}", stage, **options), module()
         again.fit(resumed, loader(32), ckpt_path=f"{tmp_path}/{name}/epoch=0.ckpt")
         leave(again)
-        found[name] = [*fitted.losses, *resumed.losses]
-    assert len(found["2"]) == 8 and found["2, optimizer"] == found["2"]
-    assert found["3, both"] == found["3, disk"] == found["3"]
+        found.append([*fitted.losses, *resumed.losses])
+    assert len(found[0]) == 8 and found[0] == found[1]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
