@@ -306,9 +306,8 @@ def unawaited() -> Iterator[None]:
     wait = _RecordedMark.wait
 
     def waited(self: _RecordedMark) -> None:
-        events = reversed(self._recorder.trace.events)
-        mark = next(event for event in events if event.kind == "mark" and event.number == self.number)
-        if not mark.stream.startswith(("gathers", "reductions")):
+        marks = {event.number: event.stream for event in self._recorder.trace.events if event.kind == "mark"}
+        if not marks.get(self.number, "").startswith(("gathers", "reductions")):
             wait(self)
 
     with mock.patch.object(_RecordedMark, "wait", waited):
