@@ -16,21 +16,10 @@ from tests.device.recorded import imagined
 from tests.device.recording import recording
 from tests.engine.late import late_reads
 from tests.engine.test_idle_steps import exchange_rank, known, same
+from tests.engine.test_tracing import BadGradient
 from tests.harness import on_ranks, run_ranks
 from tests.harness.logs import logged
 from tests.harness.training import engine_of
-
-
-class Bad(torch.autograd.Function):
-    """Passes values on, and makes their gradient NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * float("nan")
 
 
 class Net(nn.Module):
@@ -43,7 +32,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.low(x)
-        return self.high(Bad.apply(x) if self.spoilt else x)
+        return self.high(BadGradient.apply(x, float("nan")) if self.spoilt else x)
 
 
 def build(stage: int, **config: Any) -> Any:

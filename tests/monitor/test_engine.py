@@ -248,21 +248,6 @@ def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> Non
     assert (tmp_path / "run").read_text() == "a file"
 
 
-@pytest.mark.parametrize(
-    ("keys", "path"),
-    [
-        ({"jsonl_monitor": {"file": "x"}}, "jsonl_monitor.file"),
-        ({"mlflow": {"experiment": ""}}, "mlflow.experiment"),
-        ({"mlflow": {"tracking_uri": 3}}, "mlflow.tracking_uri"),
-        ({"comet": {"mode": "new"}}, "comet.mode"),
-    ],
-)
-def test_keys_of_monitors_are_checked(keys: dict[str, Any], path: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(**keys)
-    assert [problem.path for problem in caught.value.problems] == [path]
-
-
 def test_names_of_the_drop_in(tmp_path: Path) -> None:
     from shardwise_deepspeed import monitors
 

@@ -6,8 +6,6 @@ import csv
 import doctest
 import json
 import math
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +15,9 @@ import pytest
 import torch
 
 from shardwise.errors import UsageError
-from shardwise.monitor import Event, Monitor, Service, monitor, pending
+from shardwise.monitor import Event, Monitor, monitor, pending
 from shardwise.monitor.files import CSVFiles, JSONLines, append
 from shardwise.monitor.pending import Pending
-from shardwise.monitor.worker import Worker
 
 
 def section(path: Path) -> Any:
@@ -104,34 +101,6 @@ def test_values_of_every_usual_kind() -> None:
     assert [event.value for event in found] == [1.0, 1.0, 0.5, 3.0, 2.0, 4.0, 0.25, 7.0]
     assert all(type(event.value) is float and type(event.step) is int for event in found)
     assert Pending([("x", 1, 5.0)]).read()[0].step == 5
-
-
-def test_values_on_a_device_are_read_by_the_service_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[Any] = []
-
-    class OnTheWay:
-        def __init__(self, values: torch.Tensor) -> None:
-            self.values = values
-            copies.append(self)
-
-        def read(self) -> list[float]:
-            self.by = threading.current_thread().name
-            return [0.5] * self.values.numel()
-
-    class Keeping(Service):
-        found: list[Any] = []  # noqa: RUF012
-
-        def log(self, events: Sequence[Event]) -> None:
-            self.found += [event[:3] for event in events]
-
-    monkeypatch.setattr(pending, "Later", OnTheWay)
-    there = torch.ones((), device="meta")  # has no values that anybody could read
-    worker = Worker("keeping", Keeping())
-    worker.put(Pending([("a", there, 1), ("b", 2.0, 1), ("c", there.half().reshape(1, 1), 2)]))
-    worker.close()
-    assert Keeping.found == [("a", 0.5, 1), ("b", 2.0, 1), ("c", 0.5, 2)]
-    [copy] = copies
-    assert copy.values.dtype is torch.float64 and copy.by == "shardwise-monitor-keeping"
 
 
 @pytest.mark.parametrize(

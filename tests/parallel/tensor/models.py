@@ -49,15 +49,6 @@ class Decoder(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
-RULES = {
-    "layer_specs": [
-        {"patterns": [r"\.(q|k|v|up)\.weight$"], "partition_type": "column"},
-        {"patterns": [r"\.(o|down)\.weight$"], "partition_type": "row"},
-        {"patterns": [r"^head\.weight$"], "partition_type": "column", "gather_output": True},
-    ]
-}
-
-
 def decoder(tied: bool = False, seed: int = 0) -> Decoder:
     torch.manual_seed(seed)
     return Decoder(tied)

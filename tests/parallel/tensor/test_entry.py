@@ -18,7 +18,8 @@ from shardwise_deepspeed import groups
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.parallel.tensor import models
 from tests.parallel.tensor.clients import Unit, megatron, parallelized
-from tests.parallel.tensor.models import ROWS, RULES, Decoder, alone, data, decoder, trained
+from tests.parallel.tensor.models import ROWS, Decoder, alone, data, decoder, trained
+from tests.parallel.tensor.together import RULES
 
 STEPS = 4
 SECTION = {"partition_config": RULES}

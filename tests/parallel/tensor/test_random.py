@@ -20,7 +20,8 @@ from shardwise.recompute import partitioned
 from shardwise.utils import safe_get_full_grad
 from tests.families import build
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.parallel.tensor.models import ROWS, RULES, TOKENS, WIDTH, Block, Decoder, data
+from tests.parallel.tensor.models import ROWS, TOKENS, WIDTH, Block, Decoder, data
+from tests.parallel.tensor.together import RULES
 
 
 class Recomputed(nn.Module):

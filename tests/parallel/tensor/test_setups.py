@@ -16,7 +16,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.parallel import end_tensors
 from tests.harness import run_ranks
 from tests.parallel.tensor.clients import Unit, megatron, parallelized
-from tests.parallel.tensor.models import ROWS, RULES, data, decoder
+from tests.parallel.tensor.models import ROWS, data, decoder
+from tests.parallel.tensor.together import RULES
 
 
 def config(size: int | None = 2, rules: Any = RULES, **more: Any) -> dict[str, Any]:
