@@ -223,7 +223,10 @@ def test_a_crash_loses_nothing_that_was_written(how: str, code: int, tmp_path: P
         [sys.executable, "-c", ENDING, str(tmp_path), how], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == code, done.stderr
-    steps = [at for at, _ in read(tmp_path)["Train_Samples_lr"]]
+    files = {path.name: path.read_text() for path in Path(tmp_path, "run").iterdir()}
+    assert all(text.endswith("\n") for text in files.values())
+    assert json.loads(files["events.jsonl"].splitlines()[-1])["step"] >= (200 if how == "raises" else 100)
+    steps = [int(row[0]) for row in list(csv.reader(files["Train_Samples_lr.csv"].splitlines()))[1:]]
     assert len(steps) >= (100 if how == "raises" else 50) and steps == list(range(2, 2 * len(steps) + 1, 2))
 
 
