@@ -49,22 +49,6 @@ def test_reshuffles_a_distributed_sampler_of_a_plain_loader() -> None:
     assert list(islice(repeating, 12)) == expected
 
 
-def test_a_sampler_that_does_not_tell_its_epoch() -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.epochs: list[int] = []
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epochs.append(epoch)
-
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            return iter([1])
-
-    recorder = Recorder()
-    assert list(islice(RepeatingLoader(recorder), 4)) == [1] * 4
-    assert recorder.epochs == [1, 2, 3]
-
-
 def test_a_loader_without_batches_is_an_error() -> None:
     for loader in ([], iter([1])):
         repeating = RepeatingLoader(loader)

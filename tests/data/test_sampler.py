@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from hypothesis import given
@@ -43,34 +41,6 @@ def test_equals_torch_from_any_start(
         ours.set_epoch(epoch, start)
         assert len(ours) == len(theirs)
         assert list(ours) == list(theirs)[start:]
-
-
-@given(**SIZES)
-def test_ranks_share_an_epoch(count: int, world: int, shuffle: bool, drop_last: bool, seed: int, epoch: int) -> None:
-    samplers = [
-        ResumableDistributedSampler(
-            range(count), rank=rank, world_size=world, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
-        for rank in range(world)
-    ]
-    shares = [sampler.order(epoch).tolist() for sampler in samplers]
-    assert len({len(share) for share in shares}) == 1
-    seen = Counter(index for share in shares for index in share)
-    if drop_last:
-        assert set(seen.values()) <= {1}
-        assert count - len(seen) < world
-    else:
-        assert set(seen) == set(range(count))
-        assert sum(seen.values()) - count < world
-
-
-def test_epochs_and_seeds_differ() -> None:
-    orders = {
-        tuple(ResumableDistributedSampler(range(20), seed=seed).order(epoch).tolist())
-        for seed in (0, 10)
-        for epoch in range(3)
-    }
-    assert len(orders) == 6
 
 
 def test_rank_outside_the_world() -> None:

@@ -22,62 +22,36 @@ TOLERANCE = 2e-6
 SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BLOCKS = SMALL | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "share_att_key": True}
 
 
-def bloom() -> Any:
-    config = transformers.BloomConfig(**SMALL, hidden_size=32, n_layer=2, n_head=4)
-    return transformers.BloomForCausalLM(config)
+def family(name: str, head: str, **options: Any) -> Callable[[], Any]:
+    """Return what makes a tiny model of a family."""
+    config, model = getattr(transformers, f"{name}Config"), getattr(transformers, name + head)
+    return lambda: model(config(**options))
 
 
-def opt() -> Any:
-    size = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 64,
-        "word_embed_proj_dim": 32,
-    }
-    return transformers.OPTForCausalLM(transformers.OPTConfig(**SMALL, **size, max_position_embeddings=64, dropout=0.0))
-
-
-def gpt2() -> Any:
-    calm = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(**SMALL, n_embd=32, n_layer=2, n_head=4, n_positions=64, **calm)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**BLOCKS, max_position_embeddings=64))
-
-
-def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**BLOCKS, **CALM))
-
-
-def deberta() -> Any:
-    relative = {
-        "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_buckets": 8,
-        "share_att_key": True,
-    }
-    return transformers.DebertaV2ForMaskedLM(
-        transformers.DebertaV2Config(**BLOCKS, **CALM, **relative, norm_rel_ebd="layer_norm")
-    )
-
-
-def t5() -> Any:
-    size = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8}
-    config = transformers.T5Config(vocab_size=VOCABULARY, **size, dropout_rate=0.0, decoder_start_token_id=0)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def mixtral() -> Any:
-    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**BLOCKS, **experts, max_position_embeddings=64))
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bloom, opt, gpt2, llama, bert, deberta, t5, mixtral)}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "bloom": family("Bloom", "ForCausalLM", **SMALL, hidden_size=32, n_layer=2, n_head=4),
+    "opt": family(
+        "OPT", "ForCausalLM", **BLOCKS, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.0
+    ),
+    "gpt2": family(
+        "GPT2", "LMHeadModel", **SMALL, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+    "llama": family("Llama", "ForCausalLM", **BLOCKS, max_position_embeddings=64),
+    "bert": family("Bert", "ForMaskedLM", **BLOCKS, **CALM),
+    "deberta": family("DebertaV2", "ForMaskedLM", **BLOCKS, **CALM, **RELATIVE, norm_rel_ebd="layer_norm"),
+    "t5": family(
+        "T5", "ForConditionalGeneration", vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, d_ff=64, d_kv=8,
+        dropout_rate=0.0, decoder_start_token_id=0,
+    ),
+    "mixtral": family(
+        "Mixtral", "ForCausalLM", **BLOCKS, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64,
+    ),
+}  # fmt: skip
 
 
 def make(family: str, checkpointing: str = "") -> Any:
@@ -141,29 +115,26 @@ def train(family: str, stage: int, built_sharded: bool = False, checkpointing: s
     return losses
 
 
-def every_stage(family: str) -> dict[str, list[float]]:
+def in_every_way(family: str, checkpointing: str) -> dict[str, list[float]]:
+    if checkpointing:
+        return {f"stage {stage}": train(family, stage, checkpointing=checkpointing) for stage in (0, 3)}
     found = {f"stage {stage}": train(family, stage) for stage in range(4)}
     return found | {"built sharded": train(family, 3, built_sharded=True)}
 
 
-@pytest.mark.parametrize("family", [*(thorough(name) for name in FAMILIES if name != "mixtral"), "mixtral"])
-def test_every_stage_trains_like_plain_pytorch(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [
+        *(thorough(name, "") for name in FAMILIES if name != "mixtral"),
+        ("mixtral", ""),
+        thorough("llama", "reentrant"),
+        thorough("t5", "reentrant"),
+        ("t5", "not reentrant"),
+    ],
+)
+def test_every_stage_trains_like_plain_pytorch(family: str, checkpointing: str) -> None:
     expected = plain(family, 2)
     assert expected[-1] != expected[0]
-    for rank, found in enumerate(run_ranks(every_stage, 2, family)):
+    for rank, found in enumerate(run_ranks(in_every_way, 2, family, checkpointing)):
         for how, losses in found.items():
             assert losses == pytest.approx([row[rank] for row in expected], abs=TOLERANCE), (how, rank)
-
-
-def with_checkpointing(family: str, how: str) -> list[list[float]]:
-    return [train(family, stage, checkpointing=how) for stage in (0, 3)]
-
-
-@pytest.mark.parametrize(
-    ("family", "how"), [thorough("llama", "reentrant"), thorough("t5", "reentrant"), ("t5", "not reentrant")]
-)
-def test_gradient_checkpointing_changes_nothing(family: str, how: str) -> None:
-    expected = plain(family, 2)
-    for rank, found in enumerate(run_ranks(with_checkpointing, 2, family, how)):
-        for losses in found:
-            assert losses == pytest.approx([row[rank] for row in expected], abs=TOLERANCE)

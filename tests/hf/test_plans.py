@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise
 from shardwise.memory import Category, track_activations
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, thorough
+from tests.harness.training import engine_of
 
 WORDS, LENGTH = 32, 64
 
 
-def activations(attention: str, kind: str) -> tuple[float, int]:
-    """Most bytes of activations of a step, as planned and as measured."""
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("ids", "sdpa"), ("whole", "eager"), ("padded", "sdpa"), thorough("padded", "eager")]
+)
+@on_ranks(1)
+def test_masks_are_planned_where_they_are_made(attention: str, kind: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -24,8 +27,7 @@ def activations(attention: str, kind: str) -> tuple[float, int]:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=WORDS, **shape, **heads, use_cache=False, attn_implementation=attention)
     )
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine = engine_of(model, 0, {"type": "SGD", "params": {"lr": 0.1}})
     ids = torch.randint(WORDS, (2, LENGTH))
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if kind != "ids":
@@ -40,14 +42,6 @@ def activations(attention: str, kind: str) -> tuple[float, int]:
             del loss
             engine.step()
     measured = engine.accountant.peak[Category.ACTIVATIONS]
-    report = engine.memory_report(batch)
+    planned = engine.memory_report(batch).row(Category.ACTIVATIONS).planned
     engine.destroy()
-    return next(row.planned for row in report.rows if row.name == "activations"), measured
-
-
-@pytest.mark.parametrize(
-    ("kind", "attention"), [("ids", "sdpa"), ("whole", "eager"), ("padded", "sdpa"), thorough("padded", "eager")]
-)
-def test_masks_are_planned_where_they_are_made(attention: str, kind: str) -> None:
-    ((planned, measured),) = run_ranks(activations, 1, attention, kind)
     assert planned == pytest.approx(measured, rel=0.03)

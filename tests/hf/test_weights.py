@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import shardwise
-from tests.harness import run_ranks, thorough
+from shardwise.errors import CheckpointError
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.hf.test_families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -102,37 +103,24 @@ def test_the_configuration_is_beside_whole_weights(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "strange").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def adapted(path: str) -> None:
-    import peft
-
+@on_ranks(1)
+def test_weights_under_other_names_have_no_configuration(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model = peft.get_peft_model(FAMILIES["llama"](), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     engine, *_ = shardwise.initialize(model=model, config=settings(1))
-    engine.export(path)
+    engine.export(str(tmp_path / "out"))
     engine.destroy()
-
-
-def test_weights_under_other_names_have_no_configuration(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run_ranks(adapted, 1, str(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
-def unwritable(path: str) -> str:
+@on_ranks(2)
+def test_a_configuration_that_cannot_be_written_is_told_before_anything_is(tmp_path: Path) -> None:
     model = FAMILIES["llama"]()
     engine, *_ = shardwise.initialize(model=model, config=settings(1))
     model.config.strange = object()
-    try:
-        engine.export(path)
-    except shardwise.errors.CheckpointError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-    return "nothing"
-
-
-def test_a_configuration_that_cannot_be_written_is_told_before_anything_is(tmp_path: Path) -> None:
-    for said in run_ranks(unwritable, 2, str(tmp_path / "out")):
-        assert "the model's config cannot be written by transformers: TypeError" in said
+    with pytest.raises(CheckpointError, match="the model's config cannot be written by transformers: TypeError"):
+        engine.export(str(tmp_path / "out"))
+    engine.destroy()
     assert not (tmp_path / "out").exists()

@@ -21,11 +21,9 @@ from shardwise.memory import (
     MemoryLimit,
     OutOfMemoryError,
     limits,
-    memory_limit,
     oom,
-    resident_bytes,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 CPU_ERROR = (
     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -133,26 +131,6 @@ def _raiser(error: Exception) -> Callable[..., None]:
     return step
 
 
-@pytest.mark.parametrize("always_call", [False, True])
-def test_calls_of_modules_with_hooks_let_go_of_their_arguments(always_call: bool) -> None:
-    outer, failing = nn.Sequential(nn.Linear(4, 4), Failing()), None
-    for module in outer.modules():
-        module.register_forward_pre_hook(lambda *_: None)
-        module.register_forward_hook(lambda *_: None, always_call=always_call)
-    failing = outer[1]
-    assert isinstance(failing, Failing)
-    failing.forward_error = MemoryError()
-    seen: list[weakref.ref[torch.Tensor]] = []
-    outer[0].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
-    try:
-        outer(torch.ones(2, 4))
-    except MemoryError as error:
-        oom.clear_frames(error)
-        assert seen[0]() is None
-    failing.forward_error = None
-    assert outer(torch.ones(2, 4)).shape == (2, 4)
-
-
 def test_other_errors_pass_as_they_are() -> None:
     engine, failing = build()
     failing.forward_error = RuntimeError("shapes differ")
@@ -190,41 +168,23 @@ def test_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "run out of memory in initialize()" in text and "Held when it happened: parameters" in text
 
 
-def fails_on_one_rank(stage: int) -> str:
-    engine, failing = build(stage)
+@on_ranks(2)
+def test_no_rank_waits_for_the_one_that_explains() -> None:
+    """The other rank's pass ends; nothing in the explanation is a collective."""
+    engine, failing = build(3)
     x = torch.randn(64, 64)
     engine.backward(engine(x).square().mean())
     engine.step()
-    if torch.distributed.get_rank() == 1:
-        failing.forward_error = RuntimeError(CPU_ERROR)
-    try:
+    if torch.distributed.get_rank() == 0:
         engine(x)
-    except OutOfMemoryError as error:
-        failing.forward_error = None
-        return str(error)
-    return ""
-
-
-def test_no_rank_waits_for_the_one_that_explains() -> None:
-    """The other rank's pass ends; nothing in the explanation is a collective."""
-    text, told = run_ranks(fails_on_one_rank, 2, 3)
-    assert text == "" and told.startswith("rank 1 has run out of memory")
+        return
+    failing.forward_error = RuntimeError(CPU_ERROR)
+    with pytest.raises(OutOfMemoryError, match="rank 1 has run out of memory"):
+        engine(x)
+    failing.forward_error = None
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_share_of_a_limit() -> None:
-    assert MemoryLimit("x", total=100, used=60, own=20, sharers=2).share == 20 + 20
-    assert MemoryLimit("x", total=100, used=130, own=20).share == 20
-
-
-def test_limits_of_this_process() -> None:
-    found, resident = memory_limit(torch.device("cpu")), resident_bytes()
-    assert found is not None and resident is not None
-    assert 0 < found.own <= found.used and found.share <= found.total
-    halved = memory_limit(torch.device("cpu"), processes=2)
-    assert halved is not None and halved.share <= found.share + MIB * 64
 
 
 def test_control_groups(tmp_path: Path) -> None:

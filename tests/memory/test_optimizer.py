@@ -50,11 +50,6 @@ def test_state_is_exact(name: str, shapes: list[tuple[int, ...]]) -> None:
     assert planned == [0, *(sum(v.nbytes for v in values) for values in kept or [()] * len(shapes))]
 
 
-def test_muon_steps_matrices() -> None:
-    found = memory_sources(torch.nn.Linear(24, 40, bias=False), optimizer=torch.optim.Muon)
-    assert (found.optimizer, found.optimizer_counters) == (40 * 24 * 4, 0)
-
-
 def wide() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(60, 300, bias=False), torch.nn.Linear(300, 40, bias=False))
 
@@ -114,26 +109,6 @@ def test_both_kinds_of_stepping_are_told(stage: int, world: int) -> None:
     assert planned is not None and floor is not None
     assert abs(planned - measured) <= 0.03 * measured
     assert 0.9 * planned <= floor <= planned
-
-
-def test_options_of_the_group_are_asked() -> None:
-    lists = [torch.nn.ParameterList([torch.zeros(1000)]) for _ in range(2)]
-    groups = [{"params": list(one), "momentum": momentum} for one, momentum in zip(lists, (0.0, 0.9), strict=True)]
-    found = memory_sources(torch.nn.ModuleList(lists), optimizer=torch.optim.SGD(groups, lr=0.1))
-    assert [one.optimizer for one in found.modules] == [0, 0, 4000]
-
-
-def test_schedules_and_hooks_of_the_real_optimizer_see_nothing() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.Adam([parameter], lr=0.5)
-    calls: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the instance's step()
-    assert memory_sources(torch.nn.ParameterList([parameter]), optimizer=optimizer).optimizer == 2 * 3 * 4 + 4
-    assert not calls and not optimizer.state
-    assert torch.equal(parameter, torch.ones(3))
-    optimizer.step()
-    assert calls == [1]
 
 
 class Rebinding(torch.optim.Optimizer):

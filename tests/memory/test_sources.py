@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.errors import UsageError
-from shardwise.memory import (
-    memory_sources,
-    transformer_activation_bytes,
-    transformer_model_bytes,
-)
-from tests.harness import on_ranks
+from shardwise.memory import memory_sources, transformer_activation_bytes, transformer_model_bytes
+from tests.harness import on_ranks, thorough
 
 
 def dense() -> nn.Sequential:
@@ -36,14 +29,9 @@ MODEL, ACTIVATIONS = 12_597_248, 65_536  # of the dense network, as it is known 
 @pytest.mark.parametrize(
     ("optimizer", "copies", "counters"),
     [
-        ("SGD", 0, 0),
         (partial(torch.optim.SGD, momentum=0.9), 1, 0),
         ("adam", 2, 8 * 4),
-        (torch.optim.AdamW, 2, 8 * 4),
-        (partial(torch.optim.Adam, amsgrad=True), 3, 8 * 4),
-        (partial(torch.optim.AdamW, fused=True), 2, 8 * 4),
-        ("RMSprop", 1, 8 * 4),
-        ("Adagrad", 1, 8 * 4),
+        (partial(torch.optim.AdamW, fused=True, amsgrad=True), 3, 8 * 4),
     ],
 )
 def test_a_dense_network(optimizer: Any, copies: int, counters: int, dry_run: bool) -> None:
@@ -74,18 +62,19 @@ def test_an_instance_of_the_optimizer_and_its_real_state_after_a_step() -> None:
         assert found.activation_outputs is None and found.activation_saved is None
 
 
-def test_optimizers_that_cannot_be_asked() -> None:
-    net = nn.Linear(3, 3)
-    with pytest.raises(UsageError, match=r"expected the name of a class in torch.optim .*AdamW.*shardwise\.optim"):
-        memory_sources(net, optimizer="Adamm")
-    with pytest.raises(UsageError, match="none of the module's parameters"):
-        memory_sources(net, optimizer=torch.optim.SGD([torch.zeros(3, requires_grad=True)]))
-    with pytest.raises(UsageError, match=r"state of LBFGS is unknown, because a step on fake tensors raises"):
-        memory_sources(net, optimizer="lbfgs")
-    with pytest.raises(UsageError, match="the callable returned list"):
-        memory_sources(net, optimizer=list)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="2 parameters have no shape yet"):
-        memory_sources(nn.LazyLinear(3))
+@pytest.mark.parametrize(
+    ("module", "optimizer", "words"),
+    [
+        (nn.Linear(3, 3), "Adamm", "expected the name of a class in torch.optim"),
+        (nn.Linear(3, 3), torch.optim.SGD([torch.zeros(3, requires_grad=True)]), "none of the module's parameters"),
+        (nn.Linear(3, 3), "lbfgs", "state of LBFGS is unknown"),
+        (nn.Linear(3, 3), list, "the callable returned list"),
+        (nn.LazyLinear(3), None, "2 parameters have no shape yet"),
+    ],
+)
+def test_optimizers_that_cannot_be_asked(module: nn.Module, optimizer: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        memory_sources(module, optimizer=optimizer)
 
 
 def test_tied_frozen_and_shared() -> None:
@@ -115,67 +104,20 @@ def test_tied_frozen_and_shared() -> None:
     assert found.activation_saved == 40 + 3 * 5 * 6 * 4
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_outputs() -> None:
-    class Sparse(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            indices, rows = torch.arange(4), torch.arange(5)
-            return (
-                torch.sparse_coo_tensor(torch.stack([indices, indices]), x.diag()),
-                torch.sparse_csr_tensor(rows, indices, x.diag()),
-                torch.sparse_csc_tensor(rows.clone(), indices.clone(), x.diag()),
-            )
-
-    found = memory_sources(nn.Sequential(Sparse()), torch.eye(4))
-    assert found.activation_outputs == 4 * 4 * 4 + (2 * 4 * 8 + 16) + 2 * (5 * 8 + 4 * 8 + 16)
-
-
 @dataclass
 class Pair:
     left: torch.Tensor
     right: torch.Tensor
 
 
-FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "tuple": lambda x: (x * 2, (x * 3,)),
-    "dict": lambda x: {"a": x * 2, "b": [x * 3]},
-    "dataclass": lambda x: Pair(x * 2, x * 3),
-}
-
-
-@pytest.mark.parametrize("form", list(FORMS))
-def test_outputs_of_any_form(form: str) -> None:
+def test_outputs_of_any_form() -> None:
     class Leaf(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
-            return FORMS[form](x)
+            return {"a": Pair(x * 2, x * 3), "b": [(x * 4,)]}
 
     found = memory_sources(nn.Sequential(Leaf()), torch.ones(4, 8))
-    assert found.activation_outputs == (1 + 2) * 4 * 8 * 4
+    assert found.activation_outputs == (1 + 3) * 4 * 8 * 4
     assert found.model == 0
-
-
-def test_views_and_changes_in_place_are_no_new_memory() -> None:
-    net = nn.Sequential(
-        nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Unflatten(1, (2, 4)), nn.Flatten(), nn.Identity(), nn.Linear(8, 2)
-    )
-    found = memory_sources(net, torch.ones(3, 6))
-    assert [found.under(str(place)).outputs for place in range(6)] == [96, 0, 0, 0, 0, 24]
-    assert found.activation_saved == 3 * 6 * 4 + 96
-
-
-def test_values_of_parameters_and_buffers_are_not_activations() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 6))
-            self.register_buffer("scale", torch.ones(3, 4))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return (x @ self.weight.t()) * self.scale, self.weight.t()
-
-    found = memory_sources(Odd(), torch.ones(3, 6, requires_grad=True))
-    assert (found.activation_saved, found.activation_outputs) == (3 * 6 * 4, 3 * 6 * 4 + 3 * 4 * 4)
-    assert found.buffers == 48
 
 
 class Inner(nn.Module):
@@ -203,36 +145,7 @@ def test_recomputed_activations_are_not_saved(kind: str, dry_run: bool) -> None:
     assert memory_sources(Inner(kind), x, dry_run=dry_run).activation_saved == 4 * 8 * 16 * 4  # the blocks' inputs
     assert saved is not None and saved > 4 * 8 * 16 * 4 * 8
 
-
-def test_grad_mode_and_evaluation() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
-    training = memory_sources(net, torch.ones(2, 8)).activation_saved
-    evaluating = memory_sources(net.eval(), torch.ones(2, 8)).activation_saved
-    assert training == evaluating + 64  # type: ignore[operator]  # what dropout has set to zero
-    with torch.no_grad():
-        found = memory_sources(net, torch.ones(2, 8))
-    assert (found.activation_saved, found.activation_outputs) == (0, 3 * 64)
-    assert not net.training
-
-
-def test_the_loss_counts_if_it_is_given() -> None:
-    net, x = nn.Linear(8, 5), torch.ones(2, 8)
-    without = memory_sources(net, x).activation_saved
-    found = memory_sources(net, x, loss=lambda y: F.cross_entropy(y, torch.zeros(2, dtype=torch.int64)))
-    assert found.activation_saved == without + 2 * 5 * 4 + 2 * 8 + 4  # type: ignore[operator]
     # The logarithms of the probabilities, the targets, and the total weight.
-
-
-def test_graphs_that_are_dropped_on_the_way_are_not_kept() -> None:
-    class Detaching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 64), nn.Linear(64, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(torch.sin(self.first(x)).detach())
-
-    assert memory_sources(Detaching(), torch.ones(2, 4)).activation_saved == 2 * 64 * 4
 
 
 class Disturbing(nn.Module):
@@ -307,7 +220,7 @@ def test_meta_and_fake_modules_take_no_memory() -> None:
     assert mode is not None
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 @on_ranks(2)
 def test_a_module_that_belongs_to_an_engine(stage: int) -> None:
     torch.manual_seed(0)
@@ -338,10 +251,7 @@ def test_a_module_that_belongs_to_an_engine(stage: int) -> None:
 
 def test_rendering_and_plain_values() -> None:
     found = memory_sources(dense(), torch.randn(4, 512), optimizer="adam")
-    text = found.render()
-    for word in ("12,597,248", "65,536", "12.01 MiB", "saved by autograd", "3 (Linear)"):
-        assert word in text
-    assert "Linear" not in found.render(depth=0)
+    assert "12,597,248" in found.render() and "Linear" not in found.render(depth=0)
     values = found.as_dict()
     assert values["model"] == MODEL and values["total"] == found.total and values["modules"][1]["name"] == "0"
     with pytest.raises(UsageError, match="no module of this name"):
@@ -349,73 +259,7 @@ def test_rendering_and_plain_values() -> None:
     assert "-" in memory_sources(dense()).render()
 
 
-# -- the formulas for transformers -------------------------------------------------------------------------------------
-
-
-class NativeDropout(nn.Module):
-    """Dropout as accelerators compute it: with a mask of one byte a value (PyTorch's on a CPU keeps fp32 factors)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.native_dropout(x, 0.1, True)[0]
-
-
-class MatMul(nn.Module):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x @ y
-
-
-class Layer(nn.Module):
-    """A transformer's layer (pre-norm, four times as wide inside, dropout in three places), all of modules."""
-
-    def __init__(self, hidden: int, heads: int, dropout: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
-        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
-        self.scores, self.attention = MatMul(), MatMul()
-        self.softmax = nn.Softmax(dim=-1)
-        self.up, self.activation, self.down = nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
-        self.drops = nn.ModuleList(dropout() for _ in range(3))
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norms[0](x)
-        q, k, v = self.split(self.query(y)), self.split(self.key(y)), self.split(self.value(y))
-        weights = self.drops[0](self.softmax(self.scores(q / math.sqrt(q.shape[-1]), k.transpose(-1, -2))))
-        x = x + self.drops[1](self.out(self.attention(weights, v).transpose(1, 2).flatten(2)))
-        return x + self.drops[2](self.down(self.activation(self.up(self.norms[1](x)))))
-
-
-SIZES = [(2, 64, 4, 2, 32), (3, 128, 8, 4, 64), (1, 96, 3, 5, 128)]
-"""Layers, hidden size, heads, batch, length."""
-
-
-@pytest.mark.parametrize(("n", "h", "m", "b", "length"), SIZES)
-def test_formulas_for_transformers(n: int, h: int, m: int, b: int, length: int) -> None:
-    net = nn.Sequential(*(Layer(h, m, NativeDropout) for _ in range(n)))
-    found = memory_sources(net, torch.randn(b, length, h))
-    assert found.model == transformer_model_bytes(n, h)
-    # Korthikanti et al. in fp32, and what they leave out as small: mean and deviation of each norm.
-    exact = n * b * length * (66 * h + 9 * m * length)
-    norms = n * 2 * b * length * 2 * 4
-    assert found.activation_saved == exact + norms
-    formula = transformer_activation_bytes(n, h, m, b, length)
-    assert formula - exact == n * b * length * h
-    assert abs(formula - found.activation_saved) <= 0.02 * found.activation_saved
-    # Hooks see all outputs of layers, saved or not: 18 of width h, and 3 of attention weights.
-    assert found.activation_outputs == n * b * length * 4 * (18 * h + 3 * m * length) + b * length * h * 4
-
-
-def test_dropout_on_a_cpu_keeps_four_bytes_a_value() -> None:
-    n, h, m, b, length = SIZES[0]
-    net = nn.Sequential(*(Layer(h, m, lambda: nn.Dropout(0.1)) for _ in range(n)))
-    saved = memory_sources(net, torch.randn(b, length, h)).activation_saved
-    assert saved == n * b * length * (72 * h + 12 * m * length + 16)
-
-
-def test_torchs_own_layer() -> None:
+def test_formulas_for_transformers() -> None:
     """Without dropout in attention the scores are not formed: what is saved no longer grows with their square."""
     n, h, m, b = 2, 64, 4, 2
 
@@ -428,6 +272,6 @@ def test_torchs_own_layer() -> None:
 
     for length in (32, 128):
         formula = transformer_activation_bytes(n, h, m, b, length)
+        assert formula == n * b * length * (67 * h + 9 * m * length)  # Korthikanti et al. in fp32
         assert 0.9 * formula <= saved(0.1, length) <= 1.45 * formula
     assert saved(0.0, 128) <= 1.02 * 4 * saved(0.0, 32)
-    assert saved(0.0, 128) <= 0.6 * transformer_activation_bytes(n, h, m, b, 128)

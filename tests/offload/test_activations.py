@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,15 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import checkpointing, offload_activations
-from shardwise.device.staging import Copied, CopyStream
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import ConfigError
 from shardwise.memory import Accountant, Category, Tier, track_activations
 from shardwise.offload import ActivationOffload
-from tests.device import checking, recording
+from tests.device import checking
 from tests.device.recorded import record_all
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import Outcome, Setting, assert_identical, start, train
-from tests.memory import test_report as reports
 from tests.models import CASES, GPT, Batch, Case, language, language_loss
 
 LEAST = 64
@@ -103,8 +100,7 @@ def gradients(model: nn.Module, around: AbstractContextManager[Any], x: torch.Te
     return list(torch.autograd.grad(loss, [*model.parameters(), x]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("least", [0, 300, 4000, 1 << 20])
+@pytest.mark.parametrize(("least", "dtype"), [(0, torch.float32), (300, torch.float64), (1 << 20, torch.float32)])
 def test_views_and_dtypes(least: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     model, x = Wide().to(dtype), torch.randn(3, 10, 24, dtype=dtype, requires_grad=True)
@@ -216,51 +212,14 @@ def test_graphs_that_are_used_twice() -> None:
     assert all(torch.equal(one, other) for one, other in zip(kept, moved, strict=True))
 
 
-def test_a_part_of_a_graph() -> None:
-    """What is brought back for nodes that do not run does not stay."""
-    offload = offload_activations(min_bytes=LEAST)
-    x = torch.randn(64, 64, requires_grad=True)
-    with offload:
-        layers = [x * 1.0]
-        for _ in range(8):
-            layers.append(layers[-1].sin().exp())
-    for _ in range(2):
-        torch.autograd.grad(layers[-1].sum(), layers[4], retain_graph=True)
-        assert offload.held == 0
-    gradient = torch.autograd.grad(layers[-1].sum(), x)[0]
-    y = x.detach().clone().requires_grad_()
-    again = y * 1.0
-    for _ in range(8):
-        again = again.sin().exp()
-    assert torch.equal(gradient, torch.autograd.grad(again.sum(), y)[0])
-    del layers
-    assert offload.held == 0 and not offload._known
-
-
 def test_changes_after_saving_are_errors() -> None:
-    for least in (0, 1 << 20):
-        x = torch.randn(32, 32, requires_grad=True)
-        with offload_activations(min_bytes=least):
-            y = x * 2
-            z = y.sin()
-            y.add_(1)
-        with pytest.raises(
-            RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
-        ):
-            z.sum().backward()
-
-
-def test_values_after_a_change_are_saved_anew() -> None:
-    def value(around: AbstractContextManager[Any]) -> torch.Tensor:
-        x = torch.arange(1024.0, requires_grad=True)
-        with around:
-            y = x * 1e-3
-            first = (y.detach().clone() * x).sum()
-            y.add_(1)
-            second = (y * y).sum()
-        return torch.autograd.grad(first + second, x)[0]
-
-    assert torch.equal(value(nullcontext()), value(offload_activations(min_bytes=0)))
+    x = torch.randn(32, 32, requires_grad=True)
+    with offload_activations(min_bytes=0):
+        y = x * 2
+        z = y.sin()
+        y.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+        z.sum().backward()
 
 
 class Failing(torch.autograd.Function):
@@ -293,44 +252,6 @@ def test_errors_leave_nothing_behind() -> None:
         loss = (x * 2).sin().sum()
     loss.backward()
     assert x.grad is not None and torch.equal(x.grad, 2 * (x.detach() * 2).cos())
-
-
-def test_blocks_inside_of_others() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    outer, inner = (offload_activations(min_bytes=LEAST, accountant=Accountant()) for _ in range(2))
-
-    def run(y: torch.Tensor) -> torch.Tensor:
-        with inner:
-            return y.sin().exp()
-
-    with outer, outer, inner:
-        y = (x * 2).sin()
-    with torch.autograd.graph.save_on_cpu(), outer:  # somebody else's hooks are in force: they do what they do
-        y = y.exp()
-    z = checkpoint(run, y, use_reentrant=False).sum()
-    held = [part.accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] for part in (outer, inner) if part.accountant]
-    assert held == [0, x.nbytes]
-    z.backward()
-
-
-def test_several_threads() -> None:
-    offload = offload_activations(min_bytes=LEAST)
-
-    def gradient(seed: int, around: AbstractContextManager[Any]) -> torch.Tensor:
-        x = torch.full((32, 32), 0.1 * seed, requires_grad=True)
-        for _ in range(20):
-            with around:
-                y = x * 1.0
-                for _ in range(5):
-                    y = y.sin()
-            y.sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda seed: gradient(seed, offload), range(8)))
-    assert all(torch.equal(one, gradient(seed, nullcontext())) for seed, one in enumerate(found))
-    assert offload.held == 0 and not offload._known
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -376,36 +297,6 @@ def test_memory_of_the_host_is_used_again() -> None:
     assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] == 0
 
 
-class Deep(reports.GPT):
-    """Blocks are computed again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=4)
-        for block in self.blocks:
-            block.forward = partial(checkpointing.checkpoint, block.forward)
-
-
-def planned_and_measured(stage: int, recompute: bool, moves: bool) -> Any:
-    model = Deep if recompute else partial(reports.GPT, layers=4)
-    before, after = reports.report(stage, "bf16", accumulation=2, model=model, more=dict(MOVED if moves else ()))
-    reports.check(before, after, f"stage {stage}, {recompute=}, {moves=}")
-    return before, after
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_plans_are_the_measurements_in_each_tier(stage: int, recompute: bool) -> None:
-    kept = run_ranks(planned_and_measured, 2, stage, recompute, False)
-    moved = run_ranks(planned_and_measured, 2, stage, recompute, True)
-    for (_, there), (before, after) in zip(kept, moved, strict=True):
-        assert not there.elsewhere
-        ((planned,), (measured,)) = before.elsewhere, after.elsewhere
-        assert planned.name == measured.name == "host" and reports.close(planned.planned, measured.measured)
-        ours, theirs = (report.row(Category.ACTIVATIONS).measured for report in (after, there))
-        assert ours is not None and theirs is not None and ours < (0.95 if recompute else 0.5) * theirs
-
-
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
@@ -423,22 +314,6 @@ def test_streams_are_in_order(stage: int, form: str) -> None:
     copies = [e for e in traces[0].events if e.kind == "kernel" and e.stream.startswith("copies")]
     assert {event.stream for event in copies} >= {"copies", "copies.2"}
     assert [str(problem) for problem in checking.check(traces)] == []
-
-
-@pytest.mark.parametrize(("home", "mistake"), [(CopyStream, "follow"), (Copied, "hold_up"), (Copied, "wait")])
-def test_missing_waits_are_found(home: type, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, mistake, lambda *_: None)
-    with recording.recording() as recorder:
-        offload = offload_activations(min_bytes=LEAST)
-        x = torch.randn(64, 64, requires_grad=True)
-        for _ in range(2):
-            with offload:
-                y = x * 1.0
-                for _ in range(6):
-                    y = y.sin()
-            y.sum().backward()
-            del y
-    assert checking.check_order(recorder.trace)
 
 
 # -- the configuration -------------------------------------------------------------------------------------------------
@@ -468,12 +343,6 @@ def test_what_the_configuration_asks_for() -> None:
         small(activation_offload={"min_bytes": -1})
     with pytest.raises(ConfigError, match=r"activation_offload\.enable\b.*did you mean"):
         small(activation_offload={"enable": True})
-
-
-def test_bad_input() -> None:
-    for least in (-1, 1.5, True, "1"):
-        with pytest.raises(UsageError, match=r"offload_activations\(min_bytes=.*expected a number of bytes"):
-            offload_activations(min_bytes=least)  # type: ignore[arg-type]
 
 
 def test_compiled_models() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -15,8 +14,7 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError, OffloadError
-from shardwise.offload.files import SwapFile
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import Outcome, Setting, assert_identical, digest, masters, start
 from tests.models import CASES
 from tests.offload.settings import offload
@@ -39,59 +37,36 @@ def steps(engine: Any, first: int, last: int) -> None:
             engine.step()
 
 
-def swap_file(engine: Any) -> SwapFile:
-    file = engine.sharded.homes.optimizer._file
-    assert isinstance(file, SwapFile)
-    return file
-
-
-def spoiled(directory: str, how: str) -> str:
-    engine = made(offload("optimizer on disk", directory))
+@pytest.mark.parametrize("how", ["damaged", "truncated"])
+@on_ranks(1)
+def test_a_swap_file_that_is_not_what_was_written_is_named(tmp_path: Path, how: str) -> None:
+    engine = made(offload("optimizer on disk", str(tmp_path)))
     steps(engine, 0, 1)
-    file = swap_file(engine)
+    descriptor = engine.sharded.homes.optimizer._file.threads.file.descriptor
     if how == "damaged":
         # Not past the page cache, which asks for more.
-        with open(f"/proc/self/fd/{file.threads.file.descriptor}", "r+b") as other:
+        with open(f"/proc/self/fd/{descriptor}", "r+b") as other:
             other.seek(8192)
             other.write(b"\x55" * 4096)
     else:
-        os.ftruncate(file.threads.file.descriptor, 4096)
-    with pytest.raises(OffloadError) as error:
+        os.ftruncate(descriptor, 4096)
+    with pytest.raises(OffloadError, match=rf"rank 0's swap file in {tmp_path}: .*Restart the job from the last"):
         steps(engine, 1, 2)
     engine.destroy()
-    return str(error.value)
 
 
-@pytest.mark.parametrize(("how", "told"), [("damaged", "damaged"), ("truncated", "end")])
-def test_a_swap_file_that_is_not_what_was_written_is_named(tmp_path: Path, how: str, told: str) -> None:
-    (said,) = run_ranks(spoiled, 1, str(tmp_path), how)
-    assert said.startswith(f"rank 0's swap file in {tmp_path}: ") and told in said
-    assert said.endswith("Restart the job from the last checkpoint")
-
-
-def refused(zero: dict[str, Any], full: bool = False) -> str:
-    error = OSError(28, "No space left on device")
-    there = mock.patch("os.posix_fallocate", side_effect=error) if full else contextlib.nullcontext()
-    with there, pytest.raises((OffloadError, ConfigError)) as caught:
-        made(zero)
-    return str(caught.value)
-
-
-def test_a_disk_that_is_full_says_so_before_training(tmp_path: Path) -> None:
-    (said,) = run_ranks(refused, 1, offload("optimizer on disk", str(tmp_path)), full=True)
-    assert "No space left" in said and str(tmp_path) in said and "nvme_path" in said and "are free" in said
-
-
-@pytest.mark.parametrize("place", ["optimizer on disk", "parameters on disk"])
-def test_a_place_that_is_no_directory(tmp_path: Path, place: str) -> None:
+@on_ranks(1)
+def test_disks_that_cannot_be_used_are_told_before_training(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    assert str(file) in run_ranks(refused, 1, offload(place, str(file / "swap")))[0]
-
-
-def test_a_disk_without_a_directory_is_refused_when_the_engine_is_made() -> None:
-    (said,) = run_ranks(refused, 1, {"offload_optimizer": {"device": "nvme"}})
-    assert "offload_optimizer.nvme_path" in said and "name a directory" in said
+    for place in ("optimizer on disk", "parameters on disk"):
+        with pytest.raises(OffloadError, match=str(file)):
+            made(offload(place, str(file / "swap")))
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.nvme_path"):
+        made({"offload_optimizer": {"device": "nvme"}})
+    full = mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OffloadError, match=rf"{tmp_path}.*No space left.*nvme_path"):
+        made(offload("optimizer on disk", str(tmp_path)))
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
@@ -123,13 +98,6 @@ def test_checkpoints_go_from_any_place_into_any_other(
     run_ranks(trained, world, keys(before), str(tmp_path / "saved"), 0, 2)
     moved = run_ranks(trained, world, keys(after), str(tmp_path / "saved"), 2, 4)[0]
     assert_identical(moved, whole, f"{before} -> {after}")
-
-
-def test_a_checkpoint_of_offloaded_state_fits_another_number_of_ranks(tmp_path: Path) -> None:
-    zero = offload("all on disk", str(tmp_path / "swap"))
-    first = run_ranks(trained, 2, zero, str(tmp_path / "saved"), 0, 2)[0]
-    second = run_ranks(trained, 1, zero, str(tmp_path / "saved"), 2, 2)[0]
-    assert_identical(second, first, "2 ranks -> 1")
 
 
 KILLED = """

@@ -6,7 +6,6 @@ import errno
 import gc
 import itertools
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import OffloadError, ShardwiseError
+from shardwise.errors import OffloadError
 from shardwise.offload import tmpfile
 from shardwise.offload.files import DiskOptions, Extent, SwapFile
 from shardwise.offload.tmpfile import ALIGNMENT, paged
@@ -68,8 +67,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-disk")]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("offset", [0, 1, 64])
+@pytest.mark.parametrize(("size", "offset"), [(0, 0), (1, 1), (4097, 0), (5 * BLOCK + 4099, 1)])
 def test_what_is_read_is_what_was_written(file: SwapFile, size: int, offset: int) -> None:
     beside = file.reserve(10)
     file.write(beside, torch.arange(10, dtype=torch.uint8)).wait()
@@ -87,16 +85,6 @@ def test_what_is_read_is_what_was_written(file: SwapFile, size: int, offset: int
     assert (file.threads.bytes_written, file.threads.bytes_read) == (2 * size + 10, 2 * size + 10)
 
 
-def test_memory_that_the_disk_takes_as_it_is(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    extent = file.reserve(4 * BLOCK)
-    values, memory = (torch.from_numpy(paged(4 * BLOCK)) for _ in range(2))
-    values[:] = random(4 * BLOCK)
-    monkeypatch.setattr("shardwise.offload.transfers.padded", None)  # no buffer in between
-    file.write(extent, values).wait()
-    file.read(extent, memory).wait()
-    assert torch.equal(memory, values)
-
-
 def test_much(tmp_path: Path) -> None:
     file = SwapFile(tmp_path, DiskOptions(), label="it")
     values = torch.randint(2**62, ((64 << 20) // 8 + 1,)).view(torch.uint8)[:-3]
@@ -104,128 +92,6 @@ def test_much(tmp_path: Path) -> None:
     file.write(extent, values)
     assert torch.equal(back(file, extent, values.numel()), values)
     file.close()
-
-
-def test_fewer_bytes_than_were_reserved(file: SwapFile) -> None:
-    extent = file.reserve(2 * BLOCK)
-    file.write(extent, random(2 * BLOCK)).wait()
-    values = random(BLOCK + 5)
-    file.write(extent, values).wait()
-    assert torch.equal(back(file, extent, BLOCK + 5), values)
-    with pytest.raises(OffloadError, match=f"1 bytes are to be read at offset 0, where {BLOCK + 5} bytes have been"):
-        back(file, extent, 1)
-    with pytest.raises(OffloadError, match="where nothing has been written"):
-        back(file, file.reserve(5), 5)
-
-
-def test_transfers_of_one_extent_keep_their_order(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.pwritev
-
-    def slowly(*arguments: Any) -> int:
-        time.sleep(0.005)
-        return write(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", slowly)
-    extents = [file.reserve(3 * BLOCK) for _ in range(3)]
-    wanted, found = [], []
-    for turn in range(5):
-        for extent in extents:
-            values = random(3 * BLOCK - turn)
-            memory = torch.empty_like(values)
-            file.write(extent, values)
-            found.append((memory, file.read(extent, memory)))
-            wanted.append(values)
-    for values, (memory, transfer) in zip(wanted, found, strict=True):
-        transfer.wait()
-        assert torch.equal(memory, values)
-
-
-def test_many_at_the_same_time(file: SwapFile) -> None:
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            generator = torch.Generator().manual_seed(seed)
-            for _ in range(20):
-                size = int(torch.randint(4 * BLOCK, (), generator=generator))
-                values = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
-                extent = file.reserve(size)
-                file.write(extent, values)
-                assert torch.equal(back(file, extent, size), values)
-                extent.free()
-        except BaseException as error:
-            failures.append(error)
-
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures
-    assert file.size == 0  # everything was given back
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_reading_and_writing_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    moves: list[str] = []
-    asked = threading.Event()
-    calls = {"w": os.pwritev, "r": os.preadv}
-    file = SwapFile(tmp_path, DiskOptions(BLOCK, count), label="it")
-    first, second = file.reserve(8 * BLOCK), file.reserve(8 * BLOCK)
-    file.write(first, random(8 * BLOCK)).wait()
-
-    def noted(kind: str) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            asked.wait()
-            moves.append(kind)
-            return calls[kind](*arguments)
-
-        return call
-
-    monkeypatch.setattr(os, "pwritev", noted("w"))
-    monkeypatch.setattr(os, "preadv", noted("r"))
-    transfers = [file.write(second, random(8 * BLOCK)), file.read(first, random(8 * BLOCK))]
-    asked.set()
-    for transfer in transfers:
-        transfer.wait()
-    assert sorted(moves) == 8 * ["r"] + 8 * ["w"]
-    assert all(abs(moves[:place].count("r") - moves[:place].count("w")) <= 2 * count for place in range(len(moves)))
-    file.close()
-
-
-def test_requests_that_end_together_are_not_followed_by_as_many_of_one_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight requests at a time begin and end together, of which half read and half write."""
-    count, moves = 8, list[str]()
-    together = threading.Barrier(count, timeout=60)
-    asked = threading.Event()  # both transfers are queued
-    calls = {"w": os.pwritev, "r": os.preadv}
-    file = SwapFile(tmp_path, DiskOptions(BLOCK, count), label="it")
-    first, second = file.reserve(4 * count * BLOCK), file.reserve(4 * count * BLOCK)
-    file.write(first, random(4 * count * BLOCK)).wait()
-
-    def noted(kind: str) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            moves.append(kind)
-            asked.wait()
-            together.wait()
-            return calls[kind](*arguments)
-
-        return call
-
-    monkeypatch.setattr(os, "pwritev", noted("w"))
-    monkeypatch.setattr(os, "preadv", noted("r"))
-    values = random(4 * count * BLOCK)
-    transfers = [file.write(second, values), file.read(first, torch.empty_like(values))]
-    asked.set()
-    for transfer in transfers:
-        transfer.wait()
-    file.close()
-    assert len(moves) == 8 * count
-    # There may have been nothing to read for the first ones, and so nothing to write for the last ones.
-    rounds = [moves[place : place + count] for place in range(count, 7 * count, count)]
-    assert [found.count("r") for found in rounds] == [count // 2] * 6
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["write", "read", "free"]), st.sampled_from(SIZES))))
@@ -313,15 +179,6 @@ def test_memory_that_is_none(file: SwapFile, memory: torch.Tensor) -> None:
         file.write(file.reserve(64), random(65))
 
 
-def test_several_dimensions(file: SwapFile) -> None:
-    values = random(60).view(3, 4, 5)
-    extent = file.reserve(60)
-    file.write(extent, values)
-    memory = torch.empty(5, 12, dtype=torch.uint8)
-    file.read(extent, memory).wait()
-    assert torch.equal(memory.view(-1), values.view(-1))
-
-
 def failing(number: int) -> Callable[..., int]:
     def fail(*arguments: Any) -> int:
         raise OSError(number, os.strerror(number))
@@ -329,31 +186,20 @@ def failing(number: int) -> Callable[..., int]:
     return fail
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_found_when_space_is_taken(
-    file: SwapFile, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    file: SwapFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file.reserve(1)
-    monkeypatch.setattr(os, "posix_fallocate", failing(number))
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     with pytest.raises(OffloadError) as raised:
         file.reserve(10 * ALIGNMENT - 1)
     text = str(raised.value)
-    assert isinstance(raised.value, ShardwiseError) and isinstance(raised.value, RuntimeError)
-    assert text.startswith(f"rank 3's swap file in {tmp_path}: no space") and os.strerror(number) in text
+    assert text.startswith(f"rank 3's swap file in {tmp_path}: no space") and "nvme_path" in text
     assert f"{10 * ALIGNMENT} bytes more are needed" in text and "bytes are free" in text
-    assert "nvme_path" in text and '"device": "cpu"' in text
     assert file.size == ALIGNMENT
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO))
     with pytest.raises(OffloadError, match=r"Input/output error$"):
         file.reserve(10)
-
-
-def test_more_than_the_disk_has(file: SwapFile) -> None:
-    with pytest.raises(OffloadError, match="are needed"):
-        file.reserve(1 << 60)
-    extent = file.reserve(5)
-    file.write(extent, torch.arange(5, dtype=torch.uint8))
-    assert back(file, extent, 5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_space_that_cannot_be_taken_beforehand(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,20 +213,7 @@ def test_space_that_cannot_be_taken_beforehand(file: SwapFile, monkeypatch: pyte
         file.reserve(BLOCK)
 
 
-def test_a_limit_of_the_process(tmp_path: Path) -> None:
-    program = (
-        "import resource, sys; from pathlib import Path\n"
-        "from shardwise.offload.files import DiskOptions, SwapFile\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, 1 << 22))\n"
-        "SwapFile(Path(sys.argv[1]), DiskOptions(), label='it').reserve(1 << 23)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "OffloadError: it in" in done.stderr and "File too large" in done.stderr
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-
-
-@pytest.mark.parametrize("call", ["pwritev", "preadv"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize(("call", "number"), [("pwritev", errno.ENOSPC), ("preadv", errno.EIO)])
 def test_a_disk_that_fails(
     file: SwapFile, call: str, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -426,15 +259,6 @@ def test_transfers_behind_one_that_fails_fail_too(file: SwapFile, monkeypatch: p
             transfer.wait()
 
 
-def test_what_is_no_error_of_the_system(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> int:
-        raise MemoryError("none left")
-
-    monkeypatch.setattr(os, "pwritev", fail)
-    with pytest.raises(OffloadError, match=r"writing 1 bytes at offset 0: MemoryError\('none left'\)"):
-        file.write(file.reserve(1), random(1)).wait()
-
-
 def test_calls_that_move_only_a_part(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("preadv", "pwritev"):
         moving = getattr(os, name)
@@ -460,7 +284,7 @@ def test_a_file_that_was_cut_short(file: SwapFile) -> None:
     assert "cut short" in str(raised.value) and f"of {BLOCK} bytes at offset" in str(raised.value)
 
 
-@pytest.mark.parametrize("place", [0, BLOCK + 5000, 3 * BLOCK + 6])
+@pytest.mark.parametrize("place", [BLOCK + 5000, 3 * BLOCK + 6])
 def test_damage_is_found(file: SwapFile, place: int, tmp_path: Path) -> None:
     values = random(3 * BLOCK + 7)
     file.reserve(1)
@@ -520,35 +344,6 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
             SwapFile(directory, SMALL, label="it")
 
 
-def test_a_disk_that_says_yes_and_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwritev", failing(errno.EINVAL))
-    file = SwapFile(tmp_path, SMALL, label="it")
-    assert not file.direct
-    monkeypatch.undo()
-    values = random(BLOCK + 1)
-    extent = file.reserve(values.numel())
-    file.write(extent, values)
-    assert torch.equal(back(file, extent, values.numel()), values)
-    file.close()
-
-
-def test_memory_at_the_alignment_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.pwritev
-
-    def only_pages(where: int, memory: list[Any], place: int) -> int:
-        if memory[0].__array_interface__["data"][0] % ALIGNMENT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return write(where, memory, place)
-
-    monkeypatch.setattr(os, "pwritev", only_pages)
-    file = SwapFile(tmp_path, SMALL, label="it")
-    values = random(3 * BLOCK, 64)
-    extent = file.reserve(values.numel())
-    file.write(extent, values)
-    assert torch.equal(back(file, extent, values.numel()), values)
-    file.close()
-
-
 def test_no_threads_before_the_first_and_none_after_the_last(tmp_path: Path) -> None:
     others = set(threads())
     file = SwapFile(tmp_path, SMALL, label="it")
@@ -568,13 +363,11 @@ def test_no_threads_before_the_first_and_none_after_the_last(tmp_path: Path) -> 
     extent.free()
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_a_file_that_is_forgotten(tmp_path: Path, used: bool) -> None:
+def test_a_file_that_is_forgotten(tmp_path: Path) -> None:
     others = set(threads())
     file = SwapFile(tmp_path, SMALL, label="it")
     where = os.fstat(descriptor(file)).st_ino
-    if used:
-        file.write(file.reserve(10), random(10))
+    file.write(file.reserve(10), random(10))
     mine = set(threads()) - others
     del file
     gc.collect()
@@ -594,11 +387,10 @@ def inodes() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_closing_ends_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_closing_ends_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *arguments: time.sleep(0.02) or write(*arguments))
-    file = SwapFile(tmp_path, DiskOptions(BLOCK, count), label="it")
+    file = SwapFile(tmp_path, DiskOptions(BLOCK, 4), label="it")
     extent = file.reserve(100 * BLOCK)
     transfers = [file.write(extent, random(100 * BLOCK)) for _ in range(3)]
     transfers.append(file.write(extent, random(0)))
@@ -609,20 +401,15 @@ def test_closing_ends_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.Mon
             transfer.wait()
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise SystemError"])
-def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, torch; from pathlib import Path\n"
         "from shardwise.offload.files import DiskOptions, SwapFile\n"
         "file = SwapFile(Path(sys.argv[1]), DiskOptions(), label='it')\n"
         "extent = file.reserve(64 << 20)\n"
         "file.write(extent, torch.ones(64 << 20, dtype=torch.uint8))\n"
-        f"{end}\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    codes = {"os.": -signal.SIGKILL, "rai": 1}
-    assert done.returncode == codes[end[:3]], done.stderr
-    assert "swap" not in done.stderr and "Fatal" not in done.stderr
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(tmp_path.iterdir()) == []
-    assert time.monotonic() - begun < 60

@@ -17,7 +17,6 @@ from shardwise.errors import OffloadError, UsageError
 from shardwise.memory import OutOfMemoryError, Tier
 from shardwise.offload import disk
 from tests.harness import on_ranks, run_ranks
-from tests.harness.training import Setting, start
 from tests.offload.settings import offload
 from tests.offload.test_faults import CASE, made, masters_digest, steps
 
@@ -103,7 +102,6 @@ def undisturbed(place: str, directory: str) -> str:
 
 FAULTS = [
     pytest.param("optimizer on disk", "preadv", errno.EIO, 7, "step", id="later-read"),
-    pytest.param("optimizer on disk", "pwritev", errno.ENOSPC, 2, "step", id="write"),
     pytest.param("gradients on disk", "preadv", errno.EIO, 0, "step", id="norm"),
     pytest.param("all on disk", "preadv", errno.EIO, 1, "backward", id="backward"),
 ]
@@ -121,52 +119,6 @@ def test_after_an_error_of_a_disk_the_engine_refuses_to_go_on(
         assert "a disk has failed before" in refusal and refusal.endswith(said)
     assert refusals[2].startswith("engine.step():") and refusals[3].startswith("engine.save_checkpoint():")
     assert restarted == whole
-
-
-KINDS = [
-    pytest.param("Lamb", "optimizer on disk", "preadv", 3, id="lamb-read"),
-    pytest.param("Lamb", "all on disk", "pwritev", 2, id="lamb-write"),
-    pytest.param("Muon", "optimizer on disk", "preadv", 3, id="muon-read"),
-    pytest.param("norms", "all on disk", "pwritev", 1, id="foreign-write"),
-    pytest.param("Muon", "all on disk", "posix_fallocate", 0, id="space"),
-]
-
-
-@pytest.mark.parametrize(("kind", "place", "call", "after"), KINDS)
-@on_ranks(1)
-def test_optimizers_of_any_kind(tmp_path: Path, kind: str, place: str, call: str, after: int) -> None:
-    directory = str(tmp_path)
-    zero = tuple(offload(place, directory).items())
-    engine = start(CASE, Setting(3, precision="bf16", clip=0.5, optimizer=kind, lr=1e-2, zero=zero))
-    backward(engine, 0)
-    with failing(engine, call, errno.EIO, after), pytest.raises(OffloadError) as error:
-        engine.step()
-    assert engine.global_steps == 0 and all(str(error.value) in refusal for refusal in refused(engine))
-    engine.destroy()
-    said = str(error.value)
-    assert "rank 0's swap file" in said and os.strerror(errno.EIO) in said and said.endswith(RESTART)
-
-
-def on_one_of_two(directory: str) -> str:
-    engine = made(offload("optimizer on disk", directory))
-    steps(engine, 0, 1)
-    rank = torch.distributed.get_rank()
-    backward(engine, 1)
-    said = ""
-    try:
-        with failing(engine, "preadv", errno.EIO, 0 if rank else 1 << 30):
-            engine.step()
-    except OffloadError as error:
-        said = str(error)
-    torch.distributed.barrier()  # a launcher would end the other rank
-    engine.sharded.failed = engine.sharded.failed or "the other rank has failed"
-    engine.destroy()
-    return said
-
-
-def test_the_error_names_the_rank(tmp_path: Path) -> None:
-    healthy, said = run_ranks(on_one_of_two, 2, str(tmp_path))
-    assert not healthy and said.startswith(f"rank 1's swap file in {tmp_path}: ") and said.endswith(RESTART)
 
 
 @contextlib.contextmanager

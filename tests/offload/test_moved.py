@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.memory import Category, Tier
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.offload.settings import offload
 from tests.offload.test_faults import made, steps
 from tests.offload.test_interrupted import backward
@@ -28,8 +28,12 @@ def read_and_written(engine: Any) -> tuple[int, int]:
     return read, written
 
 
-def stepped(directory: str) -> tuple[int, ...]:
-    """Return bytes of masters and state, and of shards, and what a step moves of them."""
+@pytest.mark.parametrize("world", [1, thorough(2)])
+def test_a_step_does_not_read_the_shards_that_it_overwrites(tmp_path: Path, world: int) -> None:
+    run_ranks(stepped, world, str(tmp_path))
+
+
+def stepped(directory: str) -> None:
     zero = offload("some parameters near", directory)
     zero["offload_param"]["max_in_cpu"] = 0
     engine = made(zero)
@@ -41,30 +45,18 @@ def stepped(directory: str) -> tuple[int, ...]:
     state = on_disk(engine, Category.MASTER, Category.OPTIMIZER)
     shards = on_disk(engine, Category.PARAMETERS)
     engine.destroy()
-    return state, shards, after[0] - before[0], after[1] - before[1]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_does_not_read_the_shards_that_it_overwrites(tmp_path: Path, world: int) -> None:
-    for state, shards, read, written in run_ranks(stepped, world, str(tmp_path)):
-        assert state > 0 and shards > 0
-        assert (read, written) == (state, state + shards)
-
-
-def saved(directory: str, way: str) -> tuple[int, int]:
-    """Return bytes of state on the disk, and how many of them a save reads."""
-    engine = made(offload("optimizer on disk", directory))
-    steps(engine, 0, 2)
-    before = read_and_written(engine)
-    engine.save_checkpoint(f"{directory}/saved", asynchronous=way == "async")
-    engine.wait_for_checkpoint()
-    read = read_and_written(engine)[0] - before[0]
-    found = on_disk(engine, Category.MASTER, Category.OPTIMIZER), read
-    engine.destroy()
-    return found
+    assert state > 0 and shards > 0
+    assert (after[0] - before[0], after[1] - before[1]) == (state, state + shards)
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
+@on_ranks(1)
 def test_a_save_reads_the_state_once(tmp_path: Path, way: str) -> None:
-    ((state, read),) = run_ranks(saved, 1, str(tmp_path), way)
-    assert 0 < read <= state
+    engine = made(offload("optimizer on disk", str(tmp_path)))
+    steps(engine, 0, 2)
+    before = read_and_written(engine)
+    engine.save_checkpoint(tmp_path / "saved", asynchronous=way == "async")
+    engine.wait_for_checkpoint()
+    read = read_and_written(engine)[0] - before[0]
+    assert 0 < read <= on_disk(engine, Category.MASTER, Category.OPTIMIZER)
+    engine.destroy()

@@ -15,7 +15,7 @@ from shardwise.engine.states import get_state_devices
 from shardwise.errors import UsageError
 from shardwise.memory import Category, Tier
 from shardwise.zero import OffloadStateTypeEnum as Kind
-from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness import on_ranks, thorough
 from tests.harness.training import (
     DTYPES,
     Outcome,
@@ -25,7 +25,6 @@ from tests.harness.training import (
     gradients,
     masters,
     parameters_digest,
-    ranks_agree,
     start,
 )
 from tests.models import CASES
@@ -68,40 +67,31 @@ def train(setting: Setting, between: Callable[[Any], None] | None) -> Outcome:
     outcome.parameters = parameters_digest(model)
     outcome.buffers = digest(list(model.buffers()))
     engine.destroy()
-    if dist.get_rank():
-        seen = digest([*outcome.masters.values(), *(g for grads in outcome.gradients for g in grads.values())])
-        outcome.masters = {"digest": torch.frombuffer(bytearray.fromhex(seen), dtype=torch.uint8)}
-        outcome.gradients = []
     return outcome
 
 
-def with_and_without(settings: Sequence[Setting]) -> list[Outcome]:
-    return [train(setting, between) for setting in settings for between in (None, away_and_back)]
+def compare(settings: Sequence[Setting]) -> None:
+    for setting in settings:
+        assert_identical(train(setting, away_and_back), train(setting, None), str(setting))
 
 
-def compare(world: int, settings: Sequence[Setting]) -> None:
-    outcomes = ranks_agree(run_ranks(with_and_without, world, settings))
-    for setting, plain, moved in zip(settings, outcomes[::2], outcomes[1::2], strict=True):
-        assert_identical(moved, plain, str(setting))
-
-
-def test_the_same_bits_at_every_stage() -> None:
+@on_ranks(2)
+def test_the_same_bits_at_every_stage_also_where_tensors_are_stepped_whole_or_measured() -> None:
     setting = Setting(precision="bf16", accumulation=2, clip=0.5, optimizer="AdamW", lr=1e-2)
-    compare(2, [setting.with_stage(stage) for stage in range(4)])
-
-
-def test_the_same_bits_where_tensors_are_stepped_whole_or_measured() -> None:
     muon, lamb = (Setting(optimizer=name, lr=1e-2) for name in ("Muon", "Lamb"))
-    compare(2, [muon.with_stage(0), lamb.with_stage(1, precision="bf16"), muon.with_stage(3)])
+    others = [lamb.with_stage(1, precision="bf16"), muon.with_stage(3)]
+    compare([*(setting.with_stage(stage) for stage in range(4)), *others])
 
 
+@on_ranks(2)
 def test_the_same_bits_where_some_units_stay_whole_and_some_state_is_elsewhere(tmp_path: Path) -> None:
     places = ("half of the optimizer on host", "parameters on host", "all on disk")
     zero = [tuple(offload(place, str(tmp_path)).items()) for place in places]
     whole = Setting(3, precision="bf16", optimizer="AdamW", keep=2000)
-    compare(2, [whole, *(whole.with_stage(3, keep=0, zero=keys) for keys in zero)])
+    compare([whole, *(whole.with_stage(3, keep=0, zero=keys) for keys in zero)])
 
 
+@on_ranks(4)
 def test_the_same_bits_among_groups_of_ranks_and_beside_gathers_as_codes() -> None:
     setting = Setting(3, precision="bf16", optimizer="AdamW")
     settings = [
@@ -109,65 +99,50 @@ def test_the_same_bits_among_groups_of_ranks_and_beside_gathers_as_codes() -> No
         setting.with_stage(2, accumulation=2, zero=(("mics_shard_size", 2),)),
         setting.with_stage(3, zero=(("zero_quantized_weights", True),)),
     ]
-    compare(4, settings)
+    compare(settings)
 
 
-def bytes_held(stage: int, precision: str, include: Sequence[Any] | None) -> dict[str, Any]:
-    """Bytes by tier before, while and after state is away, in the middle of a window and after a step."""
-    setting = Setting(stage, precision=precision, optimizer="AdamW", accumulation=2)
-    engine = start(CASE, setting)
-    account = engine.accountant
-
-    def counts() -> tuple[dict[Category, int], dict[Category, int]]:
-        return account.live_in(Tier.DEVICE), account.live_in(Tier.HOST)
-
-    found = {}
-    for micro in range(4):
-        engine.backward(CASE.loss(engine, CASE.data(0, micro, dist.get_rank(), DTYPES[precision])))
-        engine.step()
-        before = counts()
-        engine.offload_states(include)
-        away = counts()
-        devices = {kind.value: get_state_devices(engine, kind) for kind in Kind}
-        engine.reload_states()
-        found[f"micro {micro}"] = (before, away, counts(), devices)
-    engine.destroy()
-    assert not any(account.live_in(Tier.HOST).values())
-    return found
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), thorough(0, "fp32"), thorough(1, "bf16")])
-def test_the_device_is_free_meanwhile(stage: int, precision: str) -> None:
-    for found in run_ranks(bytes_held, 2, stage, precision, None):
-        for when, (before, away, after, _) in found.items():
-            assert away[0][Category.OPTIMIZER] < 1000, when  # counts of steps
-            for category in (Category.PARAMETERS, Category.MASTER, Category.GRADIENTS, Category.GATHERED):
-                assert not away[0][category], (when, category)
-            assert not any(before[1].values()) and not any(after[1].values())
-            spent = Category.GRADIENTS if when != "micro 2" else None  # kept for the next window only
-            for category in (Category.PARAMETERS, Category.MASTER, Category.OPTIMIZER, Category.GRADIENTS):
-                if category is not spent:
-                    assert away[1][category] >= 0.98 * before[0][category] - 500, (when, category)
-                    assert after[0][category] == before[0][category], (when, category)
+MOVABLE = (Category.PARAMETERS, Category.MASTER, Category.OPTIMIZER, Category.GRADIENTS)
 
 
 @pytest.mark.parametrize(
     ("include", "moved"),
     [
+        (None, set(MOVABLE)),
         ([Kind.hp_params, "optim_states"], {Category.MASTER, Category.OPTIMIZER}),
         ([Kind.lp_params], {Category.PARAMETERS}),
     ],
 )
-def test_what_is_included_is_moved_and_nothing_else(include: list[Any], moved: set[Category]) -> None:
-    for found in run_ranks(bytes_held, 2, 3, "bf16", include):
-        before, away, after, devices = found["micro 3"]
-        for category in (Category.PARAMETERS, Category.MASTER, Category.OPTIMIZER):
-            gone = category in moved
-            assert (away[0][category] < 0.05 * before[0][category]) == gone, category
-            assert (away[1][category] > 0) == gone, category
-            assert after[0][category] == before[0][category]
-        assert devices["optim_states"] == {torch.device("cpu")}  # both tiers are the processor here
-        assert not any(after[1].values())
+@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), thorough(0, "fp32"), thorough(1, "bf16")])
+@on_ranks(2)
+def test_the_device_is_free_of_what_is_included_meanwhile(
+    include: list[Any] | None, moved: set[Category], stage: int, precision: str
+) -> None:
+    """In the middle of a window and after a step."""
+    engine = start(CASE, Setting(stage, precision=precision, optimizer="AdamW", accumulation=2))
+    account = engine.accountant
+    for micro in range(4):
+        engine.backward(CASE.loss(engine, CASE.data(0, micro, dist.get_rank(), DTYPES[precision])))
+        engine.step()
+        before = account.live_in(Tier.DEVICE)
+        assert not any(account.live_in(Tier.HOST).values())
+        engine.offload_states(include)
+        away, host = account.live_in(Tier.DEVICE), account.live_in(Tier.HOST)
+        assert get_state_devices(engine, Kind.optim_states) == ({torch.device("cpu")} if micro else set())
+        engine.reload_states()
+        after = account.live_in(Tier.DEVICE)
+        assert not any(account.live_in(Tier.HOST).values())
+        assert include is not None or not away[Category.GATHERED]
+        spent = Category.GRADIENTS if micro != 2 else None  # kept for the next window only
+        for category in (category for category in MOVABLE if category is not spent):
+            assert after[category] == before[category], (micro, category)
+            if category in moved:
+                assert away[category] < 1000, (micro, category)  # counts of steps
+                assert host[category] >= 0.98 * before[category] - 500, (micro, category)
+            elif category is not Category.GRADIENTS:
+                assert away[category] == before[category] and not host[category], (micro, category)
+    engine.destroy()
+    assert not any(account.live_in(Tier.HOST).values())
 
 
 @pytest.mark.parametrize("stage", [thorough(0), 3])

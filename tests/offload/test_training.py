@@ -12,14 +12,24 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.errors import ConflictError
 from shardwise.memory import Category, Tier
-from shardwise.optim import AdamW
+from shardwise.optim import AdamW, OnebitAdam
+from shardwise.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import (
     Outcome,
     Setting,
     assert_identical,
-    digest,
+    bits,
+    engine_of,
     masters,
     ranks_agree,
     start,
@@ -33,27 +43,71 @@ from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
 
 def train_at(name: str, setting: Setting, zero: Sequence[dict[str, Any]], far: bool) -> list[Outcome]:
     with played_device() if far else contextlib.nullcontext():
-        return train_all(name, [setting.with_stage(setting.stage, zero=tuple(keys.items())) for keys in zero])
+        settings = [setting.with_stage(setting.stage, zero=(*setting.zero, *keys.items())) for keys in zero]
+        return train_all(name, settings, 2)
+
+
+ADAMW = Setting(accumulation=2, clip=0.5, optimizer="AdamW", lr=1e-2, precision="bf16")
+PAIRS = (("mics_shard_size", 2),)
+CODES = (("zero_hpz_partition_size", 2), ("zero_quantized_weights", True))
+FEW = ("all on disk", "parameters on host")
 
 
 @pytest.mark.parametrize(
-    ("world", "precision", "stage", "accumulation", "far"),
+    ("name", "world", "setting", "places", "far"),
     [
-        (2, "bf16", 2, 2, True),
-        thorough(2, "bf16", 3, 2, True),
-        thorough(1, "fp32", 3, 1, False),
-        thorough(4, "fp16", 3, 2, False),
-        thorough(2, "fp16", 1, 1, False),
+        ("gpt", 2, ADAMW.with_stage(2), FROM_STAGE_1, True),
+        thorough("gpt", 2, ADAMW.with_stage(3), tuple(PLACES), True),
+        thorough("gpt", 1, ADAMW.with_stage(3, precision="fp32", accumulation=1), tuple(PLACES), False),
+        thorough("gpt", 4, ADAMW.with_stage(3, precision="fp16"), tuple(PLACES), False),
+        thorough("gpt", 2, ADAMW.with_stage(1, precision="fp16", accumulation=1), FROM_STAGE_1, False),
+        # Branches and shared parameters; groups of ranks; optimizers of whole tensors.
+        ("router", 2, ADAMW.with_stage(3, precision="fp32", optimizer="momentum"), FEW, True),
+        *(
+            thorough(name, 2, ADAMW.with_stage(3, precision="fp32", optimizer="momentum"), FEW, True)
+            for name in ("borrower", "mixed_types", "lora")
+        ),
+        ("gpt", 4, ADAMW.with_stage(3, zero=PAIRS), FEW, True),
+        thorough("gpt", 4, ADAMW.with_stage(3, zero=CODES), FEW, True),
+        ("gpt_groups", 2, ADAMW.with_stage(1, optimizer="subclass"), FROM_STAGE_1, True),
+        *(thorough("gpt_groups", 2, ADAMW.with_stage(3, optimizer=k), FEW, True) for k in ("Lamb", "Muon", "Lion")),
     ],
 )
-def test_the_same_bits(tmp_path: Path, world: int, precision: str, stage: int, accumulation: int, far: bool) -> None:
-    setting = Setting(stage, precision=precision, accumulation=accumulation, clip=0.5, optimizer="AdamW", lr=1e-2)
-    places = tuple(PLACES) if stage == 3 else FROM_STAGE_1
+def test_the_same_bits(
+    tmp_path: Path, name: str, world: int, setting: Setting, places: tuple[str, ...], far: bool
+) -> None:
     zero = [offload(place, str(tmp_path)) for place in places]
-    outcomes = ranks_agree(run_ranks(train_at, world, "gpt", setting, [{}, *zero], far))
-    for name, outcome in zip(places, outcomes[1:], strict=True):
-        assert_identical(outcome, outcomes[0], name)
+    outcomes = ranks_agree(run_ranks(train_at, world, name, setting, [{}, *zero], far))
+    for place, outcome in zip(places, outcomes[1:], strict=True):
+        assert_identical(outcome, outcomes[0], place)
     assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_single_tensors_are_read_and_set(tmp_path: Path) -> None:
+    """Gradients, optimizer state and values, between passes and steps."""
+    case, found = CASES["gpt"], []
+    for zero in ({}, offload("all on disk", str(tmp_path))):
+        engine = start(case, ADAMW.with_stage(3, accumulation=1, zero=tuple(zero.items())))
+        weight = engine.module.get_parameter("blocks.1.up.weight")
+        for step in range(2):
+            engine.backward(case.loss(engine, case.data(step, 0, engine.global_rank, torch.bfloat16)))
+            safe_set_full_grad(weight, 2 * safe_get_full_grad(weight))
+            if step:
+                state = safe_get_full_optimizer_state(weight, "exp_avg")
+                safe_set_full_optimizer_state(weight, state + 0.25, "exp_avg")
+            engine.step()
+            safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight) + 0.125)
+        found.append(bits(engine))
+        engine.destroy()
+    assert found[0] == found[1]
+
+
+@on_ranks(1)
+def test_an_optimizer_that_communicates_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConflictError, match="elsewhere than on the device"):
+        engine_of(model, 1, OnebitAdam(model.parameters(), lr=1e-3), zero={"offload_optimizer": {"device": "cpu"}})
 
 
 def held(zero: dict[str, Any]) -> dict[Tier, dict[Category, int]]:
@@ -72,13 +126,7 @@ OPTIMIZER, PARAMETERS = (Category.MASTER, Category.OPTIMIZER), (Category.PARAMET
 
 @pytest.mark.parametrize(
     ("place", "tiers"),
-    [
-        ("optimizer on host", {Tier.HOST: OPTIMIZER}),
-        ("optimizer on disk", {Tier.DISK: OPTIMIZER}),
-        ("parameters on host", {Tier.HOST: PARAMETERS}),
-        ("all on host", {Tier.HOST: OPTIMIZER + PARAMETERS}),
-        ("all on disk", {Tier.DISK: OPTIMIZER + PARAMETERS}),
-    ],
+    [("all on host", {Tier.HOST: OPTIMIZER + PARAMETERS}), ("optimizer on disk", {Tier.DISK: OPTIMIZER})],
 )
 def test_what_is_elsewhere_is_not_on_the_device(
     tmp_path: Path, place: str, tiers: dict[Tier, tuple[Category, ...]]
@@ -92,46 +140,13 @@ def test_what_is_elsewhere_is_not_on_the_device(
             assert away[tier][category] >= 0.98 * whole - 200, category
 
 
-def reported(zero: dict[str, Any], stage: int, accumulation: int, far: bool) -> Any:
-    with played_device() if far else contextlib.nullcontext():
-        before, after = reports.report(stage, "bf16", keep=0, accumulation=accumulation, zero=zero)
-    reports.check(before, after, f"stage {stage}")
-    return before.elsewhere, after.elsewhere
-
-
 @pytest.mark.parametrize("place", [p if p == "some parameters near" else thorough(p) for p in PLACES])
 def test_plans_are_the_measurements_in_each_tier(tmp_path: Path, place: str) -> None:
-    far = place != "all on host"
-    for before, after in run_ranks(reported, 2, offload(place, str(tmp_path)), 3, 2, far):
-        assert [row.name for row in before] == [row.name for row in after]
-        assert {row.name for row in before} >= ({"disk"} if "disk" in place else {"host"})
-        for planned, measured in zip(before, after, strict=True):
-            assert reports.close(planned.planned, measured.measured), planned.name
-
-
-def rounded(rounding: str, places: Sequence[dict[str, Any]], far: bool) -> None:
-    """Without fp32 masters what the host has stepped is, bit for bit, what the device computes with."""
-    extra = (("bf16", {"enabled": True, "master_weights": "none", "rounding": rounding}),)
-    found = []
-    for zero in places:
-        with played_device() if far else contextlib.nullcontext():
-            case = CASES["gpt"]
-            model = case.make()
-            setting = Setting(2, precision="bf16", zero=tuple(zero.items()), extra=extra)
-            engine = start(case, setting, model, AdamW(case.groups(model), lr=1e-2))
-            take_steps(engine, case, range(3), rank=0)
-            stepped = masters(model)
-            for name, parameter in model.named_parameters():
-                assert torch.equal(parameter.float(), stepped[name]), name
-            found.append(digest(list(stepped.values())))
-            engine.destroy()
-    assert len(set(found)) == 1
-
-
-@pytest.mark.parametrize(("rounding", "far"), [("stochastic", True), thorough("kahan", False)])
-def test_the_same_bits_without_masters(tmp_path: Path, rounding: str, far: bool) -> None:
-    places = [{}, *(offload(place, str(tmp_path)) for place in FROM_STAGE_1)]
-    run_ranks(rounded, 2, rounding, places, far)
+    within = contextlib.nullcontext if place == "all on host" else played_device
+    keys = {"stage": 3, "precision": "bf16", "keep": 0, "accumulation": 2, "zero": offload(place, str(tmp_path))}
+    for before, after in run_ranks(reports.reported, 2, within, keys):
+        reports.check(before, after, place)
+        assert {row.name for row in before.elsewhere} >= ({"disk"} if "disk" in place else {"host"})
 
 
 def shared(
@@ -185,30 +200,18 @@ def test_without_masters_the_host_steps_what_it_lends(tmp_path: Path, optimizer:
         assert on_host[Category.MASTER] == 0
 
 
-class Spoilt(nn.Module):
-    """A layer whose weight's gradient is infinite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.layer.weight.register_hook(lambda gradient: gradient * torch.inf)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
 @on_ranks(2)
 def test_an_overflow_is_explained_by_gradients_that_are_elsewhere(tmp_path: Path) -> None:
-    zero = {"stage": 2, **offload("optimizer on disk", str(tmp_path))}
+    model = nn.Linear(4, 2)
+    model.weight.register_hook(lambda gradient: gradient * torch.inf)
     with played_device():
-        config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "zero_optimization": zero}
-        model = Spoilt()
-        engine, *_ = shardwise.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+        zero, fp16 = offload("optimizer on disk", str(tmp_path)), {"enabled": True}
+        engine = engine_of(model, 2, torch.optim.AdamW(model.parameters()), zero=zero, fp16=fp16)
         engine.backward(engine(torch.ones(1, 4, dtype=torch.float16)).sum())
         engine.step()
         found = engine.last_step.overflow
         engine.destroy()
-    assert found.parameter == "layer.weight" and found.infinite == 8
+    assert found.parameter == "weight" and found.infinite == 8
 
 
 def half_frozen() -> nn.Module:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.precision import PrecisionPolicy, parse_dtype, policy_from_config
+from shardwise.precision import PrecisionPolicy, parse_dtype
 
 
 @pytest.mark.parametrize(
@@ -29,49 +28,6 @@ def test_names(names: list[Any], dtype: torch.dtype) -> None:
 def test_unknown_names(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"data_types\.param_dtype: expected one of fp16, .* found"):
         parse_dtype(name, "data_types.param_dtype")
-
-
-def config(**changes: Any) -> Any:
-    types = {"grad_accum_dtype": None, "param_dtype": None, "buffer_dtype": None}
-    return SimpleNamespace(
-        fp16=SimpleNamespace(
-            enabled=changes.pop("fp16", False), fp16_master_weights_and_grads=changes.pop("narrow16", False)
-        ),
-        bf16=SimpleNamespace(
-            enabled=changes.pop("bf16", False),
-            master_weights=changes.pop("master_weights", "fp32"),
-            bf16_master_weights_and_grads=changes.pop("narrow", False),
-        ),
-        communication_data_type=changes.pop("wire", None),
-        data_types=SimpleNamespace(**{**types, **changes}),
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "policy"),
-    [
-        ({}, PrecisionPolicy(None, None, torch.float32, None)),
-        ({"fp16": True}, PrecisionPolicy(compute_dtype=torch.float16)),
-        ({"bf16": True, "param_dtype": "bf16"}, PrecisionPolicy(compute_dtype=torch.bfloat16)),
-        ({"param_dtype": "fp32"}, PrecisionPolicy(compute_dtype=torch.float32)),
-        ({"narrow": True, "narrow16": True, "master_weights": "none"}, PrecisionPolicy()),  # switched off
-        ({"bf16": True, "master_weights": "none"}, PrecisionPolicy(compute_dtype=torch.bfloat16, masters=False)),
-        (
-            {"bf16": True, "narrow": True},
-            PrecisionPolicy(torch.bfloat16, accumulate_dtype=torch.bfloat16, masters=False),
-        ),
-        (
-            {"fp16": True, "narrow16": True, "grad_accum_dtype": "fp32"},
-            PrecisionPolicy(compute_dtype=torch.float16, masters=False),
-        ),
-        (
-            {"bf16": True, "wire": "fp32", "grad_accum_dtype": "bf16", "buffer_dtype": "fp16"},
-            PrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16, torch.float16),
-        ),
-    ],
-)
-def test_policy_of_a_configuration(changes: dict[str, Any], policy: PrecisionPolicy) -> None:
-    assert policy_from_config(config(**changes)) == policy
 
 
 def test_master_weights() -> None:

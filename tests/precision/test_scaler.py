@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,15 +77,6 @@ def test_resume_goes_on_exactly(steps: list[bool], settings: dict[str, Any], cut
     assert done + observed(steps[cut:], second) == reference(steps, settings)
 
 
-def test_tolerance_is_spent_before_the_scale_is_halved_and_restored() -> None:
-    assert observed([True] * 4, LossScaler(initial_scale_power=10, hysteresis=3)) == [1024, 1024, 512, 256]
-    doubling = LossScaler(initial_scale_power=4, loss_scale_window=2)
-    assert observed([True, False, False, True, True], doubling) == [16, 16, 32, 32, 16]
-    steps = [True, False, True, False, True]
-    assert observed(steps, LossScaler(initial_scale_power=4)) == [16, 16, 8, 8, 4]
-    assert observed(steps, LossScaler(initial_scale_power=4, consecutive_hysteresis=True)) == [16] * 5
-
-
 def test_overflow_at_the_minimum_explains_what_to_do() -> None:
     scaler = LossScaler(initial_scale_power=1, min_loss_scale=1.5, hysteresis=1)
     scaler.update(True)
@@ -99,27 +89,6 @@ def test_overflow_at_the_minimum_explains_what_to_do() -> None:
 def test_scale_stays_an_fp32_number() -> None:
     scaler = LossScaler(initial_scale_power=126, loss_scale_window=1)
     assert observed([False] * 3, scaler) == [2.0**127] * 3
-
-
-def test_static_scale_never_moves() -> None:
-    scaler = LossScaler(loss_scale=128.0)
-    assert not scaler.dynamic
-    assert observed([True, False] * 2000, scaler) == [128.0] * 4000
-
-
-def test_from_config() -> None:
-    section = SimpleNamespace(
-        loss_scale=0,
-        initial_scale_power=5,
-        loss_scale_window=3,
-        hysteresis=1,
-        consecutive_hysteresis=False,
-        min_loss_scale=1,
-    )
-    steps = [False, False, False, True]
-    assert observed(steps, LossScaler.from_config(section)) == [32, 32, 64, 32]  # type: ignore[arg-type]
-    section.loss_scale = 7
-    assert LossScaler.from_config(section).scale == 7.0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -155,20 +124,11 @@ def test_settings_win_over_the_saved_state_and_say_so(caplog: pytest.LogCaptureF
     assert observed([False, True, True], tighter) == [16.0, 8.0, "error"]
 
 
-def test_static_state_loads_silently_where_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
-    LossScaler(loss_scale=64.0).load_state_dict(LossScaler(loss_scale=64.0).state_dict())
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize("change", [{"scale": "8"}, {"tolerance": None}, {"dynamic": 1}])
-def test_damaged_state_is_refused(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"scale": "8"}, "'scale'"), ({"tolerance": None}, "'tolerance'"), ({"scale": float("nan")}, "out of range")],
+)
+def test_damaged_state_is_refused(change: dict[str, Any], words: str) -> None:
     scaler = LossScaler()
-    with pytest.raises(CheckpointError, match=f"'{next(iter(change))}'"):
-        scaler.load_state_dict({**scaler.state_dict(), **change})
-
-
-@pytest.mark.parametrize("change", [{"scale": float("nan")}, {"scale": 0.0}, {"tolerance": 0}])
-def test_values_out_of_range_are_refused(change: dict[str, Any]) -> None:
-    scaler = LossScaler()
-    with pytest.raises(CheckpointError, match="out of range"):
+    with pytest.raises(CheckpointError, match=words):
         scaler.load_state_dict({**scaler.state_dict(), **change})

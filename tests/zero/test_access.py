@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise import utils
@@ -69,23 +68,3 @@ def test_changes_of_others_are_kept(stage: int) -> None:
     same = bool((utils.safe_get_full_fp32_param(bias) == 7).all() and (bias == 7).all() and (weight == 2).all())
     engine.destroy()
     assert same
-
-
-def sums(dtype: torch.dtype) -> list[float]:
-    """What `sum_large` makes of 1, 2, 3 ... ranks' values; the last elements are the largest."""
-    from shardwise.comm.communicator import Communicator
-    from shardwise.comm.ledger import Ledger
-
-    ranks = Communicator(None, Ledger(), torch.device("cpu"))
-    flat = (torch.arange(5 * dist.get_world_size()) * (dist.get_rank() + 1)).to(dtype)
-    ranks.sum_large(flat, "sum")
-    ranks.destroy()
-    return flat.tolist()
-
-
-@pytest.mark.parametrize(
-    ("world", "dtype"), [(1, torch.float32), (3, torch.float32), (3, torch.bfloat16), (3, torch.float64)]
-)
-def test_a_large_sum_is_that_of_all_ranks(world: int, dtype: torch.dtype) -> None:
-    expected = [float(i * sum(range(1, world + 1))) for i in range(5 * world)]
-    assert run_ranks(sums, world, dtype) == [expected] * world

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import DTYPES, SGD, Setting, assert_close, engine_of, plain, start, take_steps, trained
 from tests.models import CASES, Batch, language_loss
 
@@ -76,35 +76,26 @@ class Convolving(nn.Module):
         return self.linear(self.convolution(x).mean(-1))
 
 
-def contexts() -> dict[str, Any]:
+@on_ranks(2)
+def test_contexts_and_chosen_modules() -> None:
     """Own contexts inside and around the model, calls of the module itself, and the modules that are chosen."""
     autocast = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.modules.conv.Conv1d"]}
     engine = engine_of(Convolving(), 2, SGD, torch_autocast=autocast)
     x = torch.ones(2, 3, 5)
-    found: dict[str, Any] = {"engine": engine(x).dtype, "module": engine.module(x).dtype}
+    assert engine(x).dtype is torch.bfloat16 and engine.module(x).dtype is torch.float32
     with torch.autocast("cpu", dtype=torch.float16):
-        found["around"] = engine(x).dtype
+        assert engine(x).dtype is torch.float16
     inner = engine.module.linear.forward
     engine.module.linear.forward = lambda v: torch.autocast("cpu", enabled=False)(inner)(v.float())
-    found["inside"] = engine(x).dtype
-    found["wires"] = [s.layout.wire_dtype for u in engine.sharded.units for s in u.trainable]
+    assert engine(x).dtype is torch.float32
+    wires = [s.layout.wire_dtype for u in engine.sharded.units for s in u.trainable]
+    assert sorted(map(str, wires)) == ["None", "torch.bfloat16"]
     launched = engine.ledger.sequence
-    report = engine.memory_report({"x": x})
+    assert engine.memory_report({"x": x}).total.planned > 0
     # The copy calls the engine's own layer, which gets no gradients from that.
     assert engine.ledger.sequence == launched
-    found["planned"] = report.total.planned
-    found["words"] = engine.precision_in_words()
+    assert engine.precision_in_words().startswith("compute bf16 by autocast on fp32 parameters")
     engine.destroy()
-    return found
-
-
-def test_contexts_and_chosen_modules() -> None:
-    for found in run_ranks(contexts, 2):
-        assert found["engine"] is torch.bfloat16 and found["module"] is torch.float32
-        assert found["around"] is torch.float16 and found["inside"] is torch.float32
-        assert sorted(map(str, found["wires"])) == ["None", "torch.bfloat16"]
-        assert found["planned"] > 0
-        assert found["words"].startswith("compute bf16 by autocast on fp32 parameters; gradients sent in bf16, fp32")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.utils.logging import warn_once
 from tests.harness import on_ranks, run_ranks
-from tests.harness.logs import Lines
+from tests.harness.logs import logged
 from tests.harness.training import engine_of, masters
 
 STEPS = 3
@@ -96,80 +97,52 @@ def test_changes_within_forward_are_kept_at_every_stage(kind: type, precision: s
                     assert torch.equal(value, got[name]), (stage, name)
 
 
-def evaluated(stage: int) -> list[torch.Tensor]:
-    """Return the codes after passes without a graph: alone, and with everything gathered around."""
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_changes_in_passes_that_are_not_differentiated(stage: int) -> None:
+    """Alone, and with everything gathered around."""
     engine = start(stage)
-    codes = []
     with torch.no_grad():
-        engine(batch(engine, 0))
-        codes.append(values_of(engine)["blocks.1.codes"])
-        with engine.gathered():
-            engine(batch(engine, 0))
-        codes.append(values_of(engine)["blocks.1.codes"])
+        for count, around in ((1, contextlib.nullcontext()), (2, engine.gathered())):
+            with around:
+                engine(batch(engine, 0))
+            torch.testing.assert_close(values_of(engine)["blocks.1.codes"], torch.full((5,), 0.9**count))
     engine.destroy()
-    return codes
 
 
-def test_changes_in_passes_that_are_not_differentiated() -> None:
-    expected = [torch.ones(5) * 0.9, torch.ones(5) * 0.9 * 0.9]
-    for stage in (0, 3):
-        for codes in run_ranks(evaluated, 2, stage):
-            torch.testing.assert_close(codes, expected)
-
-
-def discarded(stage: int) -> list[Any]:
-    """Change parameters in blocks without a modifier: in place, through `data`, on one rank, and not at all."""
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_changes_in_a_block_without_a_modifier_are_dropped_with_a_warning(stage: int) -> None:
     warn_once.cache_clear()
-    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     engine = start(stage)
-    model = engine.module
-    said = []
-    for change in ("nothing", "in place", "data", "one rank", "raised"):
-        handler.lines.clear()
+    model, rank = engine.module, dist.get_rank()
+    changes: list[tuple[str, Callable[[], Any], bool]] = [
+        ("", lambda: None, False),
+        ("'blocks.0.codes'", lambda: model.blocks[0].codes.zero_(), True),
+        ("'head.weight'", lambda: rank and model.head.weight.zero_(), rank == 1),
+        ("", lambda: 1 / int(model.head.bias.zero_().sum()), False),  # raises
+    ]
+    for name, change, told in changes:
         with (
-            contextlib.suppress(KeyError),
+            logged(logging.WARNING) as heard,
+            contextlib.suppress(ZeroDivisionError),
             torch.no_grad(),
             shardwise.zero.GatheredParameters(list(model.parameters())),
         ):
-            if change == "in place":
-                model.blocks[0].codes.zero_()
-            elif change == "data":
-                model.blocks[1].codes.data.zero_()
-            elif change == "one rank" and dist.get_rank() == 1:
-                model.head.weight.zero_()
-            elif change == "raised":
-                model.head.bias.zero_()
-                raise KeyError
-        said.append("; ".join(handler.lines))
-    logging.getLogger("shardwise").removeHandler(handler)
-    values = values_of(engine)
+            change()
+        assert len(heard.lines) == (told and stage == 3)
+        assert all(name in line and "modifier_rank=0" in line for line in heard.lines)
+    assert values_of(engine)["blocks.0.codes"].sum() == (5.0 if stage == 3 else 0.0)
     engine.destroy()
-    return [values["blocks.0.codes"].sum().item(), values["blocks.1.codes"].sum().item(), said]
-
-
-def test_changes_in_a_block_without_a_modifier_are_dropped_with_a_warning() -> None:
-    results = run_ranks(discarded, 2, 3)
-    for rank, (first, second, said) in enumerate(results):
-        assert (first, second) == (5.0, 5.0)
-        assert not said[0] and not said[4] and bool(said[3]) == bool(rank)
-        assert "'blocks.0.codes'" in said[1] and "modifier_rank=0" in said[1]
-    # A change through an alias is seen by the rank that keeps the values.
-    assert any("'blocks.1.codes'" in said[2] for _, _, said in results)
-    assert "'head.weight'" in results[1][2][3]
-    for first, second, said in run_ranks(discarded, 2, 2):
-        assert (first, second) == (0.0, 0.0) and not any(said)
 
 
 @on_ranks(2)
 def test_changes_under_init_without_a_modifier_are_dropped_with_a_warning() -> None:
     with shardwise.zero.Init():
         layer = nn.Linear(3, 5)
-    logging.getLogger("shardwise").addHandler(handler := Lines(logging.WARNING))
     for change in (False, True):
-        with shardwise.zero.GatheredParameters(layer.weight):
+        with logged(logging.WARNING) as heard, shardwise.zero.GatheredParameters(layer.weight):
             if change:
                 layer.weight.data.fill_(1.0)
-        assert len(handler.lines) == change
-    logging.getLogger("shardwise").removeHandler(handler)
-    (warning,) = handler.lines
-    assert "weight" in warning and "modifier_rank=0" in warning
+        assert len(heard.lines) == change
+    assert "weight" in heard.lines[0] and "modifier_rank=0" in heard.lines[0]

@@ -160,35 +160,25 @@ def test_records_name_the_line_of_the_script() -> None:
 @on_ranks(2)
 def test_the_order_of_units_is_agreed_once() -> None:
     """What happens once: values of rank 0 for all at the start, the agreed order of units after the first step."""
-    stage = 3
-    engine = start(CASES["gpt"], Setting(stage=stage))
-    built = Counter(record.op for record in engine.ledger.records())
+    engine = start(CASES["gpt"], Setting(stage=3))
+    assert not {record.op for record in engine.ledger.records()} & {"all_gather", "reduce_scatter"}
     take_steps(engine, CASES["gpt"], [0])
     labels = {record.label for record in engine.ledger.records() if record.op == "broadcast"}
-    labels = {label for label in labels if not label.endswith(".initial")}  # parameters
-    assert built["all_gather"] == built["reduce_scatter"] == 0
     engine.destroy()
-    labels = sorted(labels)
     # Secrets of the watchdog and of the side channel, shared by initialize.
-    assert labels == ["side_channel.key", "stall_limit", "unit_order"]
-
-
-def gathered_window(setting: Setting) -> tuple[int, list[int]]:
-    """Most bytes gathered at once in later steps, and the sizes of the units in the order of execution."""
-    engine = start(CASES["gpt"], setting)
-    take_steps(engine, CASES["gpt"], range(2))
-    engine.accountant.reset_peak()
-    take_steps(engine, CASES["gpt"], [2])
-    sizes = [unit.numel * 4 for unit in engine.sharded.units]
-    peak = engine.accountant.peak[Category.GATHERED]
-    engine.destroy()
-    return peak, sizes
+    others = {label for label in labels if not label.endswith(".initial")}  # of parameters
+    assert others == {"side_channel.key", "stall_limit", "unit_order"}
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
+@on_ranks(2)
 def test_no_more_than_two_consecutive_units_and_the_tied_one_are_gathered(prefetch: bool) -> None:
-    peak, sizes = run_ranks(gathered_window, 2, Setting(stage=3, prefetch=prefetch))[0]
-    tied, *blocks = sizes
-    pairs = [a + b for a, b in pairwise(blocks)]
-    assert peak <= tied + (max(pairs) if prefetch else max(blocks))
-    assert peak < sum(sizes)
+    engine = start(CASES["gpt"], Setting(stage=3, prefetch=prefetch))
+    take_steps(engine, CASES["gpt"], range(2))
+    engine.accountant.reset_peak()
+    take_steps(engine, CASES["gpt"], [2])
+    tied, *blocks = (unit.numel * 4 for unit in engine.sharded.units)  # in the order of execution
+    peak = engine.accountant.peak[Category.GATHERED]
+    engine.destroy()
+    assert peak <= tied + (max(a + b for a, b in pairwise(blocks)) if prefetch else max(blocks))
+    assert peak < tied + sum(blocks)

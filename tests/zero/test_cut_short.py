@@ -12,7 +12,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.training import SGD, Setting, assert_close, engine_of, masters, parameters_digest, plain, start
 from tests.models import CASES, Batch
 
@@ -43,7 +43,9 @@ def fail_in_backward(engine: Any, block: int, backward: Callable[[torch.Tensor],
 # -- a second backward pass comes next ---------------------------------------------------------------------------------
 
 
-def two_forwards(stage: int, bare: bool) -> tuple[str, bool]:
+@pytest.mark.parametrize(("stage", "bare"), [(0, False), (2, True), (3, False)])
+@on_ranks(2)
+def test_another_backward_pass(stage: int, bare: bool) -> None:
     """The first of two losses fails, the second is differentiated; then the window is dropped and repeated."""
     engine = start(GPT, Setting(stage=stage))
     backward = torch.Tensor.backward if bare else engine.backward
@@ -58,14 +60,8 @@ def two_forwards(stage: int, bare: bool) -> tuple[str, bool]:
         engine.zero_grad()
         backward(GPT.loss(engine, data(step)))
         engine.step()
-    result = masters(engine.module)
+    found = masters(engine.module)
     engine.destroy()
-    return result
-
-
-@pytest.mark.parametrize(("stage", "bare"), [(0, False), (2, True), (3, False)])
-def test_another_backward_pass(stage: int, bare: bool) -> None:
-    found = run_ranks(two_forwards, 2, stage, bare)[0]
     assert_close(found, plain(GPT, Setting(), 2, 2).masters, 1e-6)
 
 
@@ -81,20 +77,17 @@ def test_another_backward_pass_where_nothing_is_trained() -> None:
         first.sum().backward()
     handle.remove()
     second.sum().backward()
-    released = engine.sharded.model_pass.order.phase.value == "idle"
+    assert engine.sharded.model_pass.order.phase.value == "idle"
     with shardwise.zero.GatheredParameters(list(model.parameters())):
-        expected = (torch.ones(2, 4) @ model[1].weight) @ model[0].weight
-        close = torch.allclose(x.grad, expected)
+        assert torch.allclose(x.grad, (torch.ones(2, 4) @ model[1].weight) @ model[0].weight)
     engine.destroy()
-    assert released
-    assert close
 
 
 # -- something else comes next -----------------------------------------------------------------------------------------
 
 
-def gathered_parameters(engine: Any, directory: str) -> None:
-    parameters_digest(engine.module)
+def whole_gradient(engine: Any, directory: str) -> None:
+    safe_get_full_grad(engine.module.blocks[0].up.weight)
 
 
 def gathered(engine: Any, directory: str) -> None:
@@ -102,62 +95,33 @@ def gathered(engine: Any, directory: str) -> None:
         engine(data(0)["tokens"])
 
 
-def whole_gradient(engine: Any, directory: str) -> None:
-    safe_get_full_grad(engine.module.blocks[0].up.weight)
+NEXT: dict[str, Callable[[Any, str], Any]] = {
+    "gathered parameters": lambda engine, directory: parameters_digest(engine.module),
+    "gathered": gathered,
+    "whole gradient": whole_gradient,
+    "state_dict": lambda engine, directory: engine.module_state_dict(),
+    "load_checkpoint": lambda engine, directory: engine.load_checkpoint(directory),
+    "save_checkpoint": lambda engine, directory: engine.save_checkpoint(directory, "other"),
+    "destroy": lambda engine, directory: engine.destroy(),
+}
 
 
-def state_dict(engine: Any, directory: str) -> None:
-    engine.module_state_dict()
-
-
-def load_checkpoint(engine: Any, directory: str) -> None:
-    engine.load_checkpoint(directory)
-
-
-def save_checkpoint(engine: Any, directory: str) -> None:
-    engine.save_checkpoint(directory, "other")
-
-
-def destroy(engine: Any, directory: str) -> None:
-    engine.destroy()
-
-
-NEXT = {f.__name__: f for f in (gathered_parameters, gathered, whole_gradient, state_dict, load_checkpoint)}
-NEXT |= {f.__name__: f for f in (save_checkpoint, destroy)}
-
-
-def fail_apart(name: str, stage: int, directory: str) -> Any:
+@pytest.mark.parametrize(("name", "stage"), list(zip(NEXT, (2, 3, 2, 3, 2, 3, 2), strict=True)))
+@on_ranks(2, timeout=60)
+def test_collectives_outside_of_passes(name: str, stage: int, tmp_path: Any) -> None:
     """The ranks' backward passes raise in different blocks."""
     engine = start(GPT, Setting(stage=stage))
-    engine.save_checkpoint(directory)
+    engine.save_checkpoint(tmp_path)
     fail_in_backward(engine, 2 - dist.get_rank(), engine.backward)
-    NEXT[name](engine, directory)
+    NEXT[name](engine, str(tmp_path))
     if name == "destroy":
-        return None
+        return
     engine.zero_grad()
     engine.backward(GPT.loss(engine, data(0)))
     engine.step()
-    result = masters(engine.module)
+    found = masters(engine.module)
     engine.destroy()
-    return result
-
-
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        ("gathered_parameters", 2),
-        ("gathered", 3),
-        ("whole_gradient", 2),
-        ("state_dict", 3),
-        ("load_checkpoint", 2),
-        ("save_checkpoint", 3),
-        ("destroy", 2),
-    ],
-)
-def test_collectives_outside_of_passes(name: str, stage: int, tmp_path: Any) -> None:
-    found = run_ranks(fail_apart, 2, name, stage, str(tmp_path), timeout=60)[0]
-    if found is not None:
-        assert_close(found, plain(GPT, Setting(), 2, 1).masters, 1e-6)
+    assert_close(found, plain(GPT, Setting(), 2, 1).masters, 1e-6)
 
 
 # -- interrupts in a forward pass --------------------------------------------------------------------------------------
@@ -188,10 +152,9 @@ def test_an_interrupt_in_a_forward_pass(stage: int, ranks: list[int]) -> None:
                     engine.module.blocks[0].up.weight.sum()
         engine.backward(GPT.loss(engine, data(step)))
         engine.step()
-    result = masters(engine.module), engine.sharded.unsharder.late
+    assert engine.sharded.unsharder.late == 0
+    found = masters(engine.module)
     engine.destroy()
-    found, rescues = result
-    assert rescues == 0
     assert_close(found, plain(GPT, Setting(), 2, 2).masters, 1e-6)
 
 

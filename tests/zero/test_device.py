@@ -13,16 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise
-from shardwise.comm.communicator import Communicator
-from shardwise.comm.ledger import Ledger
 from shardwise.errors import DesyncError
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from shardwise.zero.parameters import init
-from shardwise.zero.parameters.init import PartStore, materialize, shard_module
-from shardwise.zero.passes.sums import GradientSums
+from shardwise.zero.parameters.init import PartStore
 from tests.harness import on_ranks
 from tests.harness.training import engine_of
 from tests.models import Router
@@ -62,85 +58,6 @@ def test_nothing_is_exchanged_that_lies_elsewhere(stage: int, whole: bool) -> No
     assert {"unit_order", "strict_sync", "strict_sync.trace", "gradient_norm"} <= set(labels)
     assert ("side_channel.key" in labels) == (stage == 3)
     assert desync.startswith("strict_sync: ranks [1]")
-
-
-class Sent(Exception):
-    """A tensor has been handed in for communication."""
-
-
-class Elsewhere:
-    """A communicator of two ranks whose device is not the one on which parameters are built."""
-
-    world, rank, device = 2, 0, torch.device("meta")
-
-    def broadcast(self, tensor: torch.Tensor, *_: Any) -> None:
-        raise Sent(tensor.device.type)
-
-    def all_gather(self, pairs: Any, *_: Any, **__: Any) -> None:
-        raise Sent(*{tensor.device.type for pair in pairs for tensor in pair})
-
-
-def test_parameters_built_under_init_travel_on_the_device_of_the_group() -> None:
-    store, parameter = PartStore(Elsewhere()), nn.Parameter(torch.ones(3))  # type: ignore[arg-type]
-    with pytest.raises(Sent, match=r"^meta$"):
-        store.split(parameter)
-    store._parts[parameter] = torch.ones(2)
-    with pytest.raises(Sent, match=r"^meta$"):
-        store.values(parameter)
-
-
-def test_numbers_of_a_step_may_lie_on_several_devices() -> None:
-    device = torch.device("cuda", 0)
-    sums = GradientSums([], SimpleNamespace(names=[]), None, None, device, None, None)  # type: ignore[arg-type]
-    with FakeTensorMode():
-        loss, weight = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64, device=device)
-        told = sums._on_device([1.0, loss, weight])
-    assert (told.device, told.shape, told.dtype) == (device, (3,), torch.float64)
-
-
-class Made(Exception):
-    """Values have been asked for."""
-
-
-def test_meta_models_are_initialised_on_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(root: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:
-        raise Made(device.type)
-
-    monkeypatch.setattr("shardwise.zero.parameters.init.materialize", made)
-    comm = SimpleNamespace(device=torch.device("cuda", 0), world=1)
-    store = PartStore(comm)  # type: ignore[arg-type]
-    with pytest.raises(Made, match=r"^cuda$"):
-        shard_module(nn.Linear(2, 2, device="meta"), store, lambda ranks: store)
-
-
-class Layer(nn.Module):
-    """Its values are formed with tensors that it makes meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3))
-
-    def reset_parameters(self) -> None:
-        self.weight.data.copy_(torch.ones(3) + torch.arange(3))
-        self.mask = torch.ones(2)
-
-
-def test_what_a_module_makes_meanwhile_is_where_its_parameters_are() -> None:
-    with torch.device("meta"):
-        layer = Layer()
-        materialize(layer, "", layer, torch.device("cpu"))
-    assert layer.weight.tolist() == [1, 2, 3]
-    assert layer.mask.device == torch.device("cpu")
-
-
-def test_parts_of_what_is_made_on_a_device_may_wait_elsewhere() -> None:
-    here, elsewhere = torch.device("cpu"), torch.device("meta")
-    store = PartStore(Communicator(None, Ledger(), here, alone=True))
-    made, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    store.split(made, place=elsewhere)
-    store.split(other)
-    assert made.device == other.device == here
-    assert [store._parts[parameter].device for parameter in (made, other)] == [elsewhere, here]
 
 
 class Many:

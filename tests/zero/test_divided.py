@@ -28,24 +28,27 @@ from shardwise.utils import (
 )
 from shardwise.zero import GatheredParameters
 from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness.training import make_optimizer
 from tests.zero import divided
 
-CLIP = 0.5
+CLIP, LR = 0.5, 0.02
 
 
 def config(stage: int, micro: int = divided.BATCH, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **more,
     }
 
 
-def made(size: int, stage: int, seed: int = 3, *, fused: bool = False, **more: Any) -> Any:
-    engine, *_ = shardwise.initialize(model=divided.build(size, seed, fused=fused), config=config(stage, **more))
-    return engine
+def made(size: int, stage: int, seed: int = 3, *, fused: bool = False, kind: str = "AdamW", **more: Any) -> Any:
+    model = divided.build(size, seed, fused=fused)
+    section = config(stage, **more)
+    section.pop("optimizer")
+    return shardwise.initialize(model=model, optimizer=make_optimizer(kind, model.parameters(), LR), config=section)[0]
 
 
 def steps(engine: Any, size: int, first: int, last: int) -> list[tuple[float, float]]:
@@ -58,10 +61,10 @@ def steps(engine: Any, size: int, first: int, last: int) -> list[tuple[float, fl
     return told
 
 
-def plain(replicas: int, count: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def plain(replicas: int, count: int, kind: str = "AdamW") -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Train in one process; return the mean loss and the norm of each step, and the parameters."""
     model = divided.Tower()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    optimizer = make_optimizer(kind, model.parameters(), LR)
     told = []
     for step in range(count):
         losses = [model(divided.rows(step, replica)) for replica in range(replicas)]
@@ -74,10 +77,10 @@ def plain(replicas: int, count: int) -> tuple[list[tuple[float, float]], dict[st
     return told, {name: value.detach() for name, value in model.named_parameters()}
 
 
-def trained(path: str, size: int) -> list[list[tuple[float, float]]]:
+def trained(path: str, size: int, kind: str) -> list[list[tuple[float, float]]]:
     found = []
     for stage in range(4):
-        engine = made(size, stage)
+        engine = made(size, stage, kind=kind)
         found.append(steps(engine, size, 0, 3))
         engine.save_checkpoint(path, tag=f"stage{stage}")
         engine.destroy()
@@ -90,58 +93,34 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
         return {f"{tensor.kind} {tensor.name}": saved.read(tensor) for tensor in saved.manifest.tensors}
 
 
-@pytest.mark.parametrize("size", [4, thorough(2)])
-def test_divided_layers_train_as_in_one_process(size: int, tmp_path: Path) -> None:
-    told, expected = plain(4 // size, 3)
-    ranks = run_ranks(trained, 4, str(tmp_path), size)
+@pytest.mark.parametrize(
+    ("size", "kind", "tolerance"),
+    [
+        (4, "AdamW", 1e-5),
+        thorough(2, "AdamW", 1e-5),
+        # Optimizers that look at whole tensors, of which no rank has all, or at their norms.
+        (2, "norms", 1e-5),
+        thorough(4, "Adafactor", 1e-5),
+        thorough(4, "Lamb", 1e-5),
+        thorough(2, "Muon", 1e-3),  # its iteration amplifies rounding of small singular values
+    ],
+)
+def test_divided_layers_train_as_in_one_process(size: int, kind: str, tolerance: float, tmp_path: Path) -> None:
+    told, expected = plain(4 // size, 3, kind)
+    ranks = run_ranks(trained, 4, str(tmp_path), size, kind)
     for stage in range(4):
         for step, (loss, norm) in enumerate(told):
             # Replicas have losses of their own.
             mine = sum(rank[stage][step][0] for rank in ranks) / 4
-            assert mine == pytest.approx(loss, rel=1e-5), (stage, step)
+            assert mine == pytest.approx(loss, rel=tolerance), (stage, step)
             assert {rank[stage][step][1] for rank in ranks} == {ranks[0][stage][step][1]}
-            assert ranks[0][stage][step][1] == pytest.approx(norm, rel=1e-5), (stage, step)
+            assert ranks[0][stage][step][1] == pytest.approx(norm, rel=tolerance), (stage, step)
     found = [stored(tmp_path / f"stage{stage}") for stage in range(4)]
     for name, value in expected.items():
-        assert torch.allclose(found[0][f"parameter {name}"], value, rtol=1e-4, atol=2e-5), name
+        assert torch.allclose(found[0][f"parameter {name}"], value, rtol=10 * tolerance, atol=2 * tolerance), name
     for stage in range(1, 4):
         assert found[stage].keys() == found[0].keys()
         assert all(torch.equal(value, found[0][name]) for name, value in found[stage].items()), stage
-
-
-LAYOUTS = [(2, 1, 3), (2, 2, 1), (4, 2, 2), (4, 4, 3)]
-"""Ranks, how many of them divide the layers, and the stage."""
-
-
-def saves(path: str, size: int, stage: int, tag: str) -> None:
-    engine = made(size, stage)
-    steps(engine, size, 0, 2)
-    engine.save_checkpoint(path, tag=tag)
-    engine.destroy()
-
-
-def loads(path: str, size: int, stage: int, tags: list[str], again: str) -> None:
-    engine = made(size, stage, seed=7)
-    for tag in tags:
-        engine.load_checkpoint(path, tag=tag)
-        engine.save_checkpoint(again, tag=tag)
-    engine.destroy()
-
-
-def test_every_layout_is_loaded_into_every_other(tmp_path: Path) -> None:
-    tags = [f"{world}.{size}.{stage}" for world, size, stage in LAYOUTS]
-    for tag, (world, size, stage) in zip(tags, LAYOUTS, strict=True):
-        run_ranks(saves, world, str(tmp_path / "a"), size, stage, tag)
-    expected = {tag: stored(tmp_path / "a" / tag) for tag in tags}
-    assert len({tuple(sorted(content)) for content in expected.values()}) == 1
-    for tag, (world, size, stage) in zip(tags, LAYOUTS, strict=True):
-        again = tmp_path / f"from {tag}"
-        run_ranks(loads, world, str(tmp_path / "a"), size, stage, tags, str(again))
-        for source in tags:
-            found = stored(again / source)
-            assert found.keys() == expected[source].keys()
-            wrong = sum(int((value != found[name]).sum()) for name, value in expected[source].items())
-            assert wrong == 0, f"{source} -> {tag}"
 
 
 def apart(path: str, size: int, stage: int, source: str | None) -> Any:
@@ -194,44 +173,31 @@ def test_parameters_of_one_rank_may_be_parts_of_one_tensor(tmp_path: Path) -> No
 
 @on_ranks(4)
 def test_whole_weights_are_gathered(tmp_path: Path) -> None:
-    """Take whole weights out in every way, and put them into an engine of other values; return what is wrong."""
-    path = str(tmp_path)
-    size = 4
-    stage = 3
-    rank, wrong = dist.get_rank(), []
-    engine = made(size, stage, bf16={"enabled": True})
+    """Take whole weights out in every way, and put them into an engine of other values."""
+    path, rank = str(tmp_path), dist.get_rank()
+    engine = made(4, 3, bf16={"enabled": True})
     expected = dict(divided.Tower().to(torch.bfloat16).state_dict())
     engine.save_16bit_model(f"{path}/16bit", "model.safetensors")
     engine.export(f"{path}/exported")
     everywhere, first = engine.module_state_dict(), engine._consolidated_16bit_state_dict()
-    assert (first is None) is (rank != 0)
-    found = {
-        "everywhere": everywhere,
-        "first": first or expected,
-        "16bit": load_file(f"{path}/16bit/model.safetensors"),
-    }
-    found["exported"] = {k: v.bfloat16() for k, v in load_file(f"{path}/exported/model.safetensors").items()}
-    for way, values in found.items():
-        same = values.keys() == expected.keys() and all(torch.equal(values[name], expected[name]) for name in expected)
-        wrong += [] if same else [f"{size}, stage {stage}: {way}"]
-    assert list(everywhere) == list(expected)
+    assert (first is None) is (rank != 0) and list(everywhere) == list(expected)
+    exported = {k: v.bfloat16() for k, v in load_file(f"{path}/exported/model.safetensors").items()}
+    for found in (everywhere, first or expected, load_file(f"{path}/16bit/model.safetensors"), exported):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
     engine.destroy()
-    engine = made(size, stage, seed=8)
-    values = divided.Tower(seed=5).state_dict()
-    engine.load_module_state_dict(values)
-    found = engine.module_state_dict()
-    wrong += [name for name, value in values.items() if not torch.equal(value, found[name])]
-    other = divided.Tower(seed=6).state_dict()
-    engine.load_module_state_dict(other, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
-    found = engine.module_state_dict()
-    wrong += [f"custom: {name}" for name, value in other.items() if not torch.equal(value, found[name])]
+    engine = made(4, 3, seed=8)
+    for seed, how in ((5, None), (6, lambda src, dst: dst.load_state_dict(src))):
+        values = divided.Tower(seed=seed).state_dict()
+        engine.load_module_state_dict(values, custom_load_fn=how)
+        found = engine.module_state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in values.items())
     engine.load_weights(f"{path}/exported")
     found = engine.module_state_dict()
-    wrong += [name for name, value in expected.items() if not torch.equal(value, found[name].bfloat16())]
+    assert all(torch.equal(value, found[name].bfloat16()) for name, value in expected.items())
     with pytest.raises(CheckpointError, match=r"not in the model: layers.9.down"):
         engine.load_module_state_dict({**values, "layers.9.down": values["layers.0.down"]})
     engine.destroy()
-    assert wrong == []
 
 
 def sent_for(path: str, way: str) -> tuple[int, set[str]]:
@@ -321,28 +287,27 @@ def test_a_tensor_of_which_some_is_nowhere_is_named() -> None:
 # -- single parameters -------------------------------------------------------------------------------------------------
 
 
-def differing(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of tensors that are not close to others of the same names and shapes."""
+def assert_close(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
-    return [
-        name
-        for name, value in expected.items()
-        if found[name].shape != value.shape or not torch.allclose(found[name], value, rtol=1e-4, atol=1e-6)
-    ]
+    for name, value in expected.items():
+        assert found[name].shape == value.shape and torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
 
 
-def accessed(size: int, stage: int) -> list[str]:
+@pytest.mark.parametrize(("world", "size", "stage", "kind"), [(2, 2, 3, "AdamW"), (4, 4, 2, "subclass")])
+def test_single_parameters_are_whole_tensors(world: int, size: int, stage: int, kind: str) -> None:
+    run_ranks(accessed, world, size, stage, kind)
+
+
+def accessed(size: int, stage: int, kind: str) -> None:
     world = dist.get_world_size()
-    engine = made(size, stage)
+    engine = made(size, stage, kind=kind)
     plain_model = divided.Tower()
-    optimizer = torch.optim.AdamW(plain_model.parameters(), lr=0.02, weight_decay=0.1)
+    optimizer = make_optimizer(kind, plain_model.parameters(), LR)
     named, expected = dict(engine.module.named_parameters()), dict(plain_model.named_parameters())
     shapes = {name: (parameter.shape, type(parameter)) for name, parameter in named.items()}
     torch.stack([plain_model(divided.rows(0, replica)) for replica in range(world // size)]).mean().backward()
     engine.backward(engine(divided.rows(0, dist.get_rank() // size)))
-    wrong = differing(
-        {name: safe_get_full_grad(p) for name, p in named.items()}, {n: p.grad for n, p in expected.items()}
-    )
+    assert_close({name: safe_get_full_grad(p) for name, p in named.items()}, {n: p.grad for n, p in expected.items()})
     # Both are given other gradients, values and, after the step, states.
     generator = torch.Generator().manual_seed(4)
     for name, parameter in named.items():
@@ -354,15 +319,14 @@ def accessed(size: int, stage: int) -> list[str]:
     torch.nn.utils.clip_grad_norm_(plain_model.parameters(), CLIP)
     optimizer.step()
     engine.step()
-    wrong += differing({name: safe_get_full_fp32_param(p) for name, p in named.items()}, expected)
+    assert_close({name: safe_get_full_fp32_param(p) for name, p in named.items()}, expected)
     states = {name: optimizer.state[p]["exp_avg_sq"] for name, p in expected.items()}
-    wrong += differing({name: safe_get_full_optimizer_state(p, "exp_avg_sq") for name, p in named.items()}, states)
+    assert_close({name: safe_get_full_optimizer_state(p, "exp_avg_sq") for name, p in named.items()}, states)
     for name, parameter in named.items():
         state = torch.rand(expected[name].shape, generator=generator)
         safe_set_full_optimizer_state(parameter, state, "exp_avg")
-        found = safe_get_full_optimizer_state(parameter, "exp_avg")
-        wrong += [] if torch.equal(found, state) else [f"exp_avg of {name}"]
-    wrong += gathered(engine, expected)
+        assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), state), name
+    gathered(engine, expected)
     assert {name: (parameter.shape, type(parameter)) for name, parameter in named.items()} == shapes
     with pytest.raises(
         UsageError, match=r"'layers.0.down' has shape .*6, 8.*the given value \(6, \d\) .*this rank has"
@@ -372,41 +336,27 @@ def accessed(size: int, stage: int) -> list[str]:
         local = safe_get_local_fp32_param(named["layers.0.down"])
         assert local is not None and local.numel() <= named["layers.0.down"].numel()
     engine.destroy()
-    return wrong
 
 
-def gathered(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Read and write parameters in blocks; return what is wrong."""
+def gathered(engine: Any, expected: dict[str, torch.Tensor]) -> None:
+    """Read and write parameters in blocks."""
     last = dist.get_world_size() - 1
     named = dict(engine.module.named_parameters())
-    with GatheredParameters(list(named.values())):
-        wrong = differing(named, expected)
-        with torch.no_grad():
-            named["layers.1.both"].fill_(9.0)  # lost
-    with GatheredParameters(list(named.values()), modifier_rank=last):
-        wrong += differing(named, expected)
-        if dist.get_rank() == last:
-            with torch.no_grad():
-                for name in ("layers.0.keys", "layers.1.both", "layers.1.scale", "head.weight"):
-                    named[name].add_(torch.arange(named[name].numel()).view(named[name].shape))
-    for name in ("layers.0.keys", "layers.1.both", "layers.1.scale", "head.weight"):
-        with torch.no_grad():
-            expected[name].add_(torch.arange(expected[name].numel()).view(expected[name].shape))
-    masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in named.items()}
-    found = engine.module_state_dict()
+    changed = ("layers.0.keys", "layers.1.both", "layers.1.scale", "head.weight")
+    with GatheredParameters(list(named.values())), torch.no_grad():
+        assert_close(named, expected)
+        named["layers.1.both"].fill_(9.0)  # lost
+    with GatheredParameters(list(named.values()), modifier_rank=last), torch.no_grad():
+        assert_close(named, expected)
+        for name in changed:
+            more = torch.arange(named[name].numel()).view(named[name].shape)
+            named[name].add_(more if dist.get_rank() == last else 0)
+            expected[name].add_(more)
+    assert_close({name: safe_get_full_fp32_param(parameter) for name, parameter in named.items()}, expected)
+    assert_close(engine.module_state_dict(), expected)
     with pytest.raises(RuntimeError, match="stop"), GatheredParameters(named["layers.0.down"], modifier_rank=0):
         named["layers.0.down"].data.zero_()
         raise RuntimeError("stop")
     with GatheredParameters(named["layers.0.down"]):
-        wrong += differing({"down": named["layers.0.down"]}, {"down": expected["layers.0.down"]})
+        assert_close({"down": named["layers.0.down"]}, {"down": expected["layers.0.down"]})
     engine(divided.rows(5, 0))  # the layers compute with their parts again
-    return wrong + differing(masters, expected) + differing(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("world", "size", "stage"),
-    [(2, 2, 3), (4, 4, 2)],
-)
-def test_single_parameters_are_whole_tensors(world: int, size: int, stage: int) -> None:
-    for wrong in run_ranks(accessed, world, size, stage):
-        assert wrong == []

@@ -6,7 +6,6 @@ zeros. Adding zeros changes no bit, so both have the same ones.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,21 +15,12 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ConflictError, DesyncError, UsageError
-from shardwise.memory import Category
 from shardwise.registry import declare_part, part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from tests.harness import RankFailure, on_ranks, run_ranks, thorough
 from tests.harness.training import engine_of
 
 WORLD, EXPERTS, WIDTH = 4, 2, 12
-KINDS = (
-    Category.PARAMETERS,
-    Category.MASTER,
-    Category.OPTIMIZER,
-    Category.GRADIENTS,
-    Category.GATHERED,
-    Category.BUFFERS,
-)
 BUILT_IN = {"Lamb": {"lr": 1e-2}, "AdamW": {"lr": 1e-2, "weight_decay": 0.05}, "Muon": {"lr": 1e-2}}
 
 
@@ -209,9 +199,10 @@ def test_beside_groups_of_ranks() -> None:
         assert all(torch.equal(value, other[name]) for name, value in outcomes[0].items())
 
 
-def own_mean(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+@on_ranks(WORLD)
+def test_the_mean_over_the_ranks_that_have_it() -> None:
     engine, *_ = shardwise.initialize(
-        model=make(divided=True, divisor=WORLD // EXPERTS), config=config(stage, "AdamW", "fp32", 2)
+        model=make(divided=True, divisor=WORLD // EXPERTS), config=config(3, "AdamW", "fp32", 2)
     )
     for micro in range(2):
         engine.backward(engine(batch(0, micro, torch.float32), dist.get_rank() % EXPERTS))
@@ -225,22 +216,15 @@ def own_mean(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
         for micro in range(2):
             torch.manual_seed(10 * micro + rank)
             (model(torch.randn(3, WIDTH), rank % EXPERTS) / 2).backward()
-    expected = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        among = WORLD // EXPERTS if ".experts." in name else WORLD
-        expected[name] = parameter.grad / among
-    return found, expected  # type: ignore[return-value]
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in found.items():
+        wanted = expected[name] / (WORLD // EXPERTS if ".experts." in name else WORLD)
+        assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-7), name
 
 
-def test_the_mean_over_the_ranks_that_have_it() -> None:
-    for found, expected in run_ranks(own_mean, WORLD, 3):
-        for name, gradient in found.items():
-            assert torch.allclose(gradient, expected[name], rtol=1e-5, atol=1e-7), name
-
-
-def overflowing(stage: int) -> Any:
-    engine, *_ = shardwise.initialize(model=make(divided=True), config=config(stage, "AdamW", "fp16", 1))
+@on_ranks(WORLD)
+def test_an_overflow_of_a_part_is_everybodys() -> None:
+    engine, *_ = shardwise.initialize(model=make(divided=True), config=config(3, "AdamW", "fp16", 1))
     before = values(engine)
     loss = engine(batch(0, 0, torch.float16), dist.get_rank() % EXPERTS)
     if dist.get_rank() == 1:
@@ -248,126 +232,35 @@ def overflowing(stage: int) -> Any:
         parameter.register_hook(lambda grad: torch.full_like(grad, torch.inf))
     engine.backward(loss)
     engine.step()
-    same = all(torch.equal(value, before[name]) for name, value in values(engine).items())
+    assert all(torch.equal(value, before[name]) for name, value in values(engine).items())
     report = engine.last_step.overflow
     engine.destroy()
-    return same, report
-
-
-def test_an_overflow_of_a_part_is_everybodys() -> None:
-    found = run_ranks(overflowing, WORLD, 3)
-    for same, report in found:
-        assert same and report == found[0][1]
-    report = found[0][1]
     assert (report.parameter, report.ranks, report.phase) == ("blocks.1.experts.weights.1", (1,), "backward")
-    assert report.numel == WIDTH * WIDTH and report.infinite == WIDTH * WIDTH
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def saving(path: str, divided: bool, stage: int) -> dict[str, torch.Tensor]:
-    engine, *_ = shardwise.initialize(model=make(divided=divided), config=config(stage, "AdamW", "bf16", 1))
-    steps(engine, 0, 2)
-    engine.save_checkpoint(path, tag="a")
-    steps(engine, 2, 4)
-    found = values(engine)
-    engine.destroy()
-    return found
-
-
-def loading(path: str, divided: bool, stage: int) -> dict[str, torch.Tensor]:
-    engine, *_ = shardwise.initialize(model=make(divided=divided), config=config(stage, "AdamW", "bf16", 1))
-    engine.load_checkpoint(path, tag="a")
-    steps(engine, 2, 4)
-    found = values(engine)
-    engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("saved", [(False, 2), thorough((True, 3))])
-def test_checkpoints_go_into_other_divisions(saved: tuple[bool, int], tmp_path: Path) -> None:
-    expected = run_ranks(saving, WORLD, str(tmp_path), *saved)
-    for loaded in ((True, 2), (True, 3), (False, 3)):
-        for mine, theirs in zip(run_ranks(loading, WORLD, str(tmp_path), *loaded), expected, strict=True):
-            assert all(torch.equal(value, theirs[name]) for name, value in mine.items()), loaded
+    assert report.numel == report.infinite == WIDTH * WIDTH
 
 
 # -- memory, access, size ----------------------------------------------------------------------------------------------
 
 
-class Tower(nn.Module):
-    """Layers that all ranks have, and as large ones of which each pair has its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-        expert = dist.get_rank() % EXPERTS
-        for number, layer in enumerate(self.layers):
-            for name, parameter in layer.named_parameters() if number % 2 else ():
-                declare_part(parameter, ranks=[expert, expert + EXPERTS], name=f"layers.{number}.{expert}.{name}")
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            values = layer(values).relu()
-        return values.sum()
-
-
-def planned() -> list[list[tuple[int | None, int | None]]]:
-    found = []
-    for stage in range(4):
-        engine, *_ = shardwise.initialize(model=Tower(), config=config(stage, "AdamW", "bf16", 1))
-        values = torch.ones(4, 256, dtype=torch.bfloat16)
-        before = engine.memory_report(values)
-        for step in range(3):
-            engine.backward(engine(values))
-            engine.step()
-            if not step:
-                engine.accountant.reset_peak()
-        after = engine.memory_report(values)
-        few, many = engine.memory_plans(stages=[stage], ranks=[2, 4]).plans
-        assert few.total is None and "part of ranks" in few.note and many.total
-        found.append([(before.row(kind).planned, after.row(kind).measured) for kind in KINDS])
-        engine.destroy()
-    return found
-
-
-@pytest.mark.thorough
-def test_plans_are_the_measurements() -> None:
-    numel = 3 * (256 * 256 + 256)
-    for rank in run_ranks(planned, WORLD):
-        for stage, rows in enumerate(rank):
-            for (plan, measured), kind in zip(rows, KINDS, strict=True):
-                assert plan is not None and measured is not None
-                assert abs(plan - measured) <= 0.03 * max(measured, 1 << 13), (stage, kind, plan, measured)
-        # Layers that all ranks have are divided over four, the others over two.
-        moments = dict(zip(KINDS, rank[3], strict=True))[Category.OPTIMIZER][1]
-        assert moments == pytest.approx(2 * 4 * (numel / WORLD + numel / (WORLD / EXPERTS)), rel=0.01)
-
-
-def access() -> None:
+@on_ranks(WORLD)
+def test_one_parameter_is_read_and_written_by_the_ranks_that_have_it() -> None:
     rank = dist.get_rank()
     engine, *_ = shardwise.initialize(model=make(divided=True), config=config(3, "AdamW", "fp32", 1))
     weight = engine.module.blocks[0].experts.weights[0]
     safe_set_full_fp32_param(weight, torch.full((WIDTH, WIDTH), 1.0 + rank % EXPERTS))
-    with shardwise.zero.GatheredParameters(weight, modifier_rank=2):
+    with shardwise.zero.GatheredParameters(weight, modifier_rank=2), torch.no_grad():
         assert torch.equal(weight, torch.full((WIDTH, WIDTH), 1.0 + rank % EXPERTS))
-        if rank == 2:
-            with torch.no_grad():
-                weight += 4
+        weight += 4 * (rank == 2)
     master = safe_get_full_fp32_param(weight)
     assert master is not None and torch.equal(master, torch.full((WIDTH, WIDTH), 2.0 if rank % EXPERTS else 5.0))
     engine.destroy()
     assert torch.equal(weight, master)
 
 
-def test_one_parameter_is_read_and_written_by_the_ranks_that_have_it() -> None:
-    run_ranks(access, WORLD)
-
-
-def large(side: int) -> float:
-    """A square expert on each pair of ranks."""
-    rank = dist.get_rank()
+@on_ranks(WORLD)
+def test_a_part_of_real_size() -> None:
+    """A square expert of 16 MiB on each pair of ranks."""
+    rank, side = dist.get_rank(), 2048
     model = nn.Sequential(nn.Linear(8, side, bias=False), nn.Linear(side, side, bias=False))
     nn.init.ones_(model[0].weight)
     nn.init.eye_(model[1].weight)
@@ -376,15 +269,10 @@ def large(side: int) -> float:
     engine = engine_of(model, 3, torch.optim.SGD(model.parameters(), lr=1.0))
     engine.backward(engine(torch.full((1, 8), 1.0 + rank)).sum())
     engine.step()
+    # d(sum)/d(weight[i, j]) is the input of column j, 8 (1 + rank); a quarter of the sum over two ranks is the mean.
     with shardwise.zero.GatheredParameters(model[1].weight):
-        found = float(model[1].weight[0, 1])
+        assert float(model[1].weight[0, 1]) == -8 * ((1 + expert) + (3 + expert)) / 4
     engine.destroy()
-    return found
-
-
-def test_a_part_of_real_size() -> None:
-    # d(sum)/d(weight[i, j]) is the input of column j, 8 (1 + rank); summed over two ranks, a quarter of it is the mean.
-    assert run_ranks(large, WORLD, 2048) == [-(8 * 1 + 8 * 3) / 4, -(8 * 2 + 8 * 4) / 4] * 2
 
 
 # -- what does not fit together ----------------------------------------------------------------------------------------
@@ -394,26 +282,13 @@ def wrong(kind: str) -> None:
     rank = dist.get_rank()
     model = make(divided=True)
     settings = config(3, "AdamW", "fp32", 1)
-    weight = model.blocks[0].experts.weights[0]
     if kind == "others":
-        declare_part(weight, ranks=[(rank + 1) % WORLD])
+        declare_part(model.blocks[0].experts.weights[0], ranks=[(rank + 1) % WORLD])
     elif kind == "overlapping":  # ranks have rows 0 and 1, 1 and 2, ... of one table
         for name, parameter in model.named_parameters():
             if name.endswith("shift"):
                 parameter.data = torch.zeros(2, WIDTH)
                 declare_part(parameter, ranks=[rank], shape=(5, WIDTH), box=[(rank, rank + 2), (0, WIDTH)])
-    elif kind == "shapes":
-        for name, parameter in model.named_parameters():
-            if name.endswith("shift"):
-                box = [(rank, rank + 1), (0, WIDTH)]
-                declare_part(parameter, ranks=[rank], shape=(4 + rank // 3, WIDTH), box=box)
-    elif kind == "overlap":
-        ranks = {0: [0, 1], 1: [0, 1], 2: [1, 2], 3: [3]}[rank]
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                declare_part(parameter, ranks=sorted({*ranks, rank}))
-    elif kind == "fewer" and rank == 3:
-        model = make(divided=False)
     elif kind == "units" and rank == 3:
         model.blocks[2].experts.weights = nn.ParameterList()
     elif kind == "init":
@@ -421,8 +296,6 @@ def wrong(kind: str) -> None:
             model.blocks[1].experts = Experts([rank % EXPERTS])
         for name, parameter in model.blocks[1].experts.named_parameters():
             declare_part(parameter, ranks=[rank % EXPERTS, rank % EXPERTS + EXPERTS], name=f"{name}.{rank % EXPERTS}")
-    elif kind == "hpz":
-        settings["zero_optimization"]["zero_hpz_partition_size"] = 2
     elif kind == "onebit":
         settings["zero_optimization"]["stage"] = 1
         settings["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-3}}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import shardwise
 from shardwise.parallel.tensor.copies import map_inputs
 from shardwise.trees import map_tensors
 from tests.harness import on_ranks
@@ -52,27 +49,3 @@ def test_mapped_inputs_are_freed(function: Any) -> None:
         assert reference() is None
     finally:
         gc.enable()
-
-
-def _recursive(function: ast.AST) -> set[str]:
-    """Return the functions inside of a function that refer to themselves, also through one another."""
-    inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node is not function]
-    names = {node.name for node in inner}
-    uses = {
-        node.name: {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} & names
-        for node in inner
-    }
-    for _ in names:
-        uses = {name: used | {more for one in used for more in uses[one]} for name, used in uses.items()}
-    return {name for name, used in uses.items() if name in used}
-
-
-def test_no_closure_refers_to_itself() -> None:
-    """Its cell is a cycle, with all other variables that it closes over."""
-    found = [
-        f"{path.name}:{function.lineno} {sorted(names)}"
-        for path in Path(shardwise.__file__).parent.rglob("*.py")
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef) and (names := _recursive(function))
-    ]
-    assert found == []

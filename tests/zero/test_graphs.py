@@ -208,12 +208,12 @@ def marked(node: Any) -> weakref.ref[Mark]:
     return weakref.ref(mark)
 
 
-def lives_of_graphs() -> list[bool]:
-    """Whether the graphs of a forward pass and of a differentiated backward pass die with their last reference."""
+@on_ranks(2)
+def test_graphs_die_with_their_last_reference() -> None:
+    """The graphs of a forward pass and of a differentiated backward pass."""
     case = CASES["plain gradient_penalty"]
     engine = start(case, Setting(stage=3))
-    batch = case.data(0, 0, dist.get_rank(), torch.float32)
-    x = batch["x"].requires_grad_(True)
+    x = case.data(0, 0, dist.get_rank(), torch.float32)["x"].requires_grad_(True)
     gc.collect()
     gc.disable()
     try:
@@ -223,14 +223,10 @@ def lives_of_graphs() -> list[bool]:
         for block in blocks(engine):
             del block.aux, block.hidden
         del out, gradient
-        return [mark() is None for mark in marks]
+        assert [mark() for mark in marks] == [None] * 3
     finally:
         gc.enable()
         engine.destroy()
-
-
-def test_graphs_die_with_their_last_reference() -> None:
-    assert run_ranks(lives_of_graphs, 2) == [[True] * 3] * 2
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwise
-from shardwise.memory import Category
-from shardwise.memory.process import give_back_freed_memory, resident_bytes
-from tests.harness import on_ranks, run_ranks
+from tests.harness import run_ranks
 from tests.harness.training import Setting, start
 from tests.models import CASES, GPT, language_loss
 
@@ -90,37 +86,3 @@ def test_the_work_of_a_unit_is_the_same_in_a_deep_model(stage: int) -> None:
     # What has arrived already is not asked for again, so a few per cent depend on how fast the peer is. A single call
     # for every other unit would make the slope a quarter steeper.
     assert deep < 1.15 * shallow, (found[96]["calls"] - found[24]["calls"]).most_common(10)
-
-
-# -- with steps --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", range(4))
-@on_ranks(2)
-def test_sequences_of_random_length_leave_nothing_behind(stage: int) -> None:
-    """Train on sequences of random length; what is live after each step, peaks, and resident size on the way."""
-    steps = 100
-    engine = start(CASES["gpt"], Setting(stage=stage, optimizer="AdamW", lr=1e-3), GPT(layers=4, dim=36))
-    length = random.Random(dist.get_rank())  # another one on every rank
-    for _ in range(20):
-        step(engine, length.randint(2, 16))
-    live: set[tuple[tuple[Category, int], ...]] = set()
-    engine.accountant.reset_peak()
-    peaks, resident = [], []
-    for number in range(steps):
-        step(engine, length.randint(2, 16))
-        live.add(tuple((category, size) for category, size in engine.accountant.live.items()))
-        peaks.append(dict(engine.accountant.peak))
-        if number in (0, steps - 1):
-            gc.collect()
-            give_back_freed_memory()
-            resident.append(resident_bytes())
-    engine.destroy()
-    found = {"live": live, "peaks": peaks, "resident": resident}
-    assert len(found["live"]) == 1, "bytes between steps differ"
-    first, last = found["peaks"][0], found["peaks"][-1]
-    assert first == last, "a later step held more than the first"
-    before, after = found["resident"]
-    if before is not None:
-        assert after - before < 8 * 2**20, "the process grows"

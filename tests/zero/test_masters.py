@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardwise
@@ -152,40 +151,35 @@ def test_resuming_goes_on_exactly(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_other_ways() -> None:
-    found: dict[str, Any] = {}
-    # An instance with a wish of its own, and torch's classes, which round to nearest.
+def test_classes_of_torch_round_to_nearest_and_an_instance_keeps_its_own_rounding() -> None:
     model = CASES["odd_mlp"].make()
-    config = {"train_micro_batch_size_per_gpu": 2, "bf16": NONE, "zero_optimization": {"stage": 2}}
     own = optim.AdamW(model.parameters(), lr=1e-2, rounding="kahan")
-    engine, *_ = shardwise.initialize(model=model, optimizer=own, config=config)
+    engine = engine_of(model, 2, own, bf16=NONE)
     steps(engine, 0, 1)
-    found["kept"] = own.rounding
+    assert own.rounding == "kahan"
     engine.destroy()
-    narrow = {**PEERS, "bf16_optimizer_states": True}
-    for name, cls in (("AdamW", torch.optim.AdamW), ("Adafactor", torch.optim.Adafactor)):
-        engine = start(3, {"bf16": narrow}, "gpt", optimizer=lambda ps, cls=cls: cls(ps, lr=1e-2))
+    for cls in (torch.optim.AdamW, torch.optim.Adafactor):
+        engine = start(
+            3, {"bf16": {**PEERS, "bf16_optimizer_states": True}}, "gpt", lambda ps, cls=cls: cls(ps, lr=1e-2)
+        )
         before = parameters_digest(engine.module)
         steps(engine, 0, 2, name="gpt")
-        kinds = {p.dtype for group in engine.optimizer.param_groups for p in group["params"]}
-        found[name] = parameters_digest(engine.module) != before and kinds <= {torch.bfloat16}
+        assert parameters_digest(engine.module) != before
+        assert {p.dtype for group in engine.optimizer.param_groups for p in group["params"]} <= {torch.bfloat16}
         engine.destroy()
+
+
+@on_ranks(2)
+def test_gradients_in_fp16_with_state_in_fp32() -> None:
     fp16 = {"enabled": True, "loss_scale": 256, "fp16_master_weights_and_grads": True}
     engine = start(2, {"fp16": fp16, "optimizer": ADAMW})
     before = parameters_digest(engine.module)
     steps(engine, 0, 2, torch.float16)
-    state = next(iter(engine.optimizer.state.values()))
-    found["fp16"] = parameters_digest(engine.module) != before
-    found["types"] = {s.gradient.dtype for unit in engine.sharded.units for s in unit.trainable}
-    found["states"] = state["exp_avg"].dtype
-    weight = safe_get_full_fp32_param(next(engine.module.parameters()))
-    found["fp32"] = weight is not None and weight.dtype
+    assert parameters_digest(engine.module) != before
+    assert {s.gradient.dtype for unit in engine.sharded.units for s in unit.trainable} == {torch.float16}
+    assert next(iter(engine.optimizer.state.values()))["exp_avg"].dtype is torch.float32
+    assert safe_get_full_fp32_param(next(engine.module.parameters())).dtype is torch.float32
     engine.destroy()
-    found["rank"] = dist.get_rank()
-    assert found["kept"] == "kahan"
-    assert found["AdamW"] and found["Adafactor"] and found["fp16"]
-    assert found["types"] == {torch.float16}
-    assert found["states"] is found["fp32"] is torch.float32
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import narrow, part_of
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, on_ranks, run_ranks
 from tests.harness.training import engine_of
 
 TP = 2
@@ -77,13 +77,16 @@ def taken(whole: torch.Tensor, box: list[Any]) -> torch.Tensor:
     return whole
 
 
-def narrowed(how: str, stage: int) -> tuple[bool, list[str]]:
+@pytest.mark.parametrize("how", ["plain", "meta", "init"])
+@on_ranks(4)
+def test_parts_of_a_model_however_it_was_built(how: str) -> None:
     model = build(how)
     parameters = dict(model.named_parameters())
     whole = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     divide(model)
+    own = boxes(dist.get_rank() % TP)
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
-    for name, box in boxes(dist.get_rank() % TP).items():
+    for name, box in own.items():
         assert part_of(parameters[name]).shape == whole[name]
         assert parameters[name].shape == taken(torch.empty(whole[name]), box).shape
     if how == "init":
@@ -91,53 +94,15 @@ def narrowed(how: str, stage: int) -> tuple[bool, list[str]]:
             parameters["layers.0.weight"].sum()
         with shardwise.zero.GatheredParameters(parameters["layers.0.weight"]):
             assert parameters["layers.0.weight"].shape == (5, 4 if dist.get_rank() % TP == 0 else 3)
-        assert parameters["layers.0.weight"].partition_numel() <= -(-35 // dist.get_world_size())
-    engine = engine_of(model, stage, {"type": "SGD", "params": {"lr": 0.5}})
+        assert parameters["layers.0.weight"].partition_numel() <= -(-35 // 4)
+    engine = engine_of(model, 3 if how == "init" else 1, {"type": "SGD", "params": {"lr": 0.5}})
     engine.backward(engine(1.0))
     engine.step()
     engine.destroy()
-    expected, wrong = build("plain"), []
-    for name, value in expected.named_parameters():
-        value = value.detach() - 0.5 * (2 * value.detach() if name.endswith("weight") else 1)
-        box = boxes(dist.get_rank() % TP).get(name)
-        value = value if box is None else taken(value, box)
-        if not torch.allclose(value, parameters[name].detach(), rtol=1e-6, atol=1e-6):
-            wrong.append(name)
-    return parameters["layers.1.bias"].is_meta, wrong
-
-
-@pytest.mark.parametrize(
-    ("stage", "how", "world"),
-    [(1, "plain", 2), (1, "meta", 2), (3, "init", 4)],
-)
-def test_parts_of_a_model_however_it_was_built(how: str, world: int, stage: int) -> None:
-    assert run_ranks(narrowed, world, how, stage) == [(False, [])] * world
-
-
-def peak() -> int:
-    """Return the largest number of elements that arrive at once."""
-    model = build("init")
-    divide(model)
-    seen: list[int] = []
-    original = torch.Tensor.new_empty
-
-    def new_empty(self: torch.Tensor, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made = original(self, size, *args, **kwargs)
-        seen.append(made.numel())
-        return made
-
-    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign,assignment]
-    try:
-        for name in boxes(0):
-            with shardwise.zero.GatheredParameters(model.get_parameter(name)):
-                pass
-    finally:
-        torch.Tensor.new_empty = original  # type: ignore[method-assign]
-    return max(seen)
-
-
-def test_no_rank_makes_what_others_have() -> None:
-    assert run_ranks(peak, 2) == [28, 15]  # of tensors of 35 and 42 elements
+    for name, value in build("plain").named_parameters():
+        expected = value.detach() - 0.5 * (2 * value.detach() if name.endswith("weight") else 1)
+        expected = taken(expected, own[name]) if name in own else expected
+        assert torch.allclose(expected, parameters[name].detach(), rtol=1e-6, atol=1e-6), name
 
 
 def wrong(kind: str) -> None:

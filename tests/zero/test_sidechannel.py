@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 import time
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,23 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.comm import p2p, stall_watchdog
-from shardwise.comm.communicator import Communicator
-from shardwise.comm.domain import Domain
-from shardwise.comm.ledger import Ledger
-from shardwise.comm.rank_status import Here
-from shardwise.device.streams import streams_of
-from shardwise.errors import PeerLostError, ShardwiseError, UsageError
-from shardwise.zero.passes import sidechannel
-from shardwise.zero.passes.sidechannel import SideChannel
+from shardwise.comm import p2p
+from shardwise.errors import PeerLostError, ShardwiseError
 from shardwise.zero.units.unit import Unit, UnitState
-from tests.device.recording import recording
 from tests.harness import on_ranks, run_ranks
 from tests.harness.training import SGD, Setting, digest, engine_of, masters, start, take_steps
 from tests.models import CASES
-from tests.zero.elsewhere import forced
-
-CPU = torch.device("cpu")
 
 
 def step(engine: Any, number: int) -> None:
@@ -45,114 +31,19 @@ def step(engine: Any, number: int) -> None:
 # -- how long, and what stays ------------------------------------------------------------------------------------------
 
 
-class Silent(SideChannel):
-    """Its thread answers nobody."""
-
-    def _answer(self, peer: Any, kind: int, *more: Any) -> None:
-        """Do nothing."""
-
-
-def fetch_from_nobody() -> tuple[str, float]:
-    engine = start(CASES["gpt"], Setting(stage=3))
-    comm = engine.job
-    comm.timeout = timedelta(seconds=0.5)
-    channel = Silent(comm, [unit for unit in engine.sharded.units if unit.sharded])
-    begin = time.monotonic()
-    message = ""
-    if comm.rank == 0:
-        unit = engine.sharded.units[0]
-        for section in unit.sections:
-            section.allocate()
-        with pytest.raises(PeerLostError) as caught:
-            channel.fetch(unit)
-        message = str(caught.value)
-    waited = time.monotonic() - begin
-    comm.barrier()
-    channel.close()
-    engine.destroy()
-    return message, waited
-
-
-def test_a_peer_that_does_not_answer_is_named_within_the_groups_limit() -> None:
-    message, waited = run_ranks(fetch_from_nobody, 2)[0]
-    assert "rank 0 of 2 has waited 0.5 s for rank 1 in fetch 'tokens'" in message
-    assert "and rank 1 has not answered" in message
-    assert 0.4 < waited < 30
-
-
-def unit_of(domain: Domain) -> Any:
-    """A unit that nobody has."""
-    return SimpleNamespace(index=99999, name="nothing", sections=[], domain=domain, level=1)
-
-
-def refused() -> tuple[str, str]:
-    """Rank 0 asks for what there is not."""
-    comm = Communicator(None, Ledger(), CPU)
-    channel = SideChannel(comm, [])
-    asked = ""
-    if comm.rank == 0:
-        with pytest.raises(PeerLostError) as caught:
-            channel.fetch(unit_of(Domain(comm)))  # type: ignore[arg-type]
-        asked = f"{caught.value} {caught.value.__cause__}"
-    comm.barrier()
-    helped = ""
-    try:
-        channel.raise_helper_error()
-    except UsageError as error:
-        helped = str(error)
-    channel.close()
-    comm.destroy()
-    return asked, helped
-
-
-def test_what_cannot_be_answered_names_who_has_asked() -> None:
-    (asked, nothing), (unasked, helped) = run_ranks(refused, 2)
-    reason = "rank 0 has asked rank 1 for unit 99999; it has units []"
-    assert reason in asked and "fetch 'nothing'" in asked
-    assert (nothing, unasked) == ("", "")
-    assert reason in helped
-
-
-def garbled() -> str:
-    """A peer that says what is no message."""
-    comm = Communicator(None, Ledger(), CPU)
-    channel = SideChannel(comm, [])
-    if comm.rank == 0:
-        with contextlib.suppress(OSError):
-            for _ in range(100):  # many more bytes than are kept
-                channel._links.to(1, time.monotonic() + 10).sendall(b"\xff" * (1 << 16))
-    found = ""
-    deadline = time.monotonic() + 10
-    while comm.rank == 1 and not found and time.monotonic() < deadline:
-        time.sleep(0.01)
-        try:
-            channel.raise_helper_error()
-        except UsageError as error:
-            found = str(error)
-    comm.barrier()
-    channel.close()
-    comm.destroy()
-    return found
-
-
-def test_what_is_no_message_is_refused_by_its_length() -> None:
-    found = run_ranks(garbled, 2)[1]
-    assert found == "rank 0 has sent a message of 4294967295 bytes; at most 4096 are allowed"
-
-
-def fetch_ahead() -> list[float]:
-    """Rank 0 has stepped, and asks rank 1 for values of that step before rank 1 has written them."""
+@on_ranks(2, timeout=60)
+def test_a_rank_that_is_a_step_ahead_gets_the_values_of_that_step() -> None:
+    """Rank 0 asks before rank 1 has written them, as on CUDA, where the host does not wait for collectives."""
     engine = start(CASES["gpt"], Setting(stage=3))
     channel, unit = engine.sharded.channel, engine.sharded.units[0]
-    found = []
-    if engine.job.rank == 0:
+    if dist.get_rank() == 0:
         channel.shards_written(engine.sharded.domain.gathers.mark())
         for section in unit.sections:
             section.allocate()
         dist.barrier()
         channel.fetch(unit)
         begin, end = unit.sections[0].layout.range_of(1, unit.level)
-        found = unit.sections[0].full[begin:end].unique().tolist()
+        assert unit.sections[0].full[begin:end].unique().tolist() == [7.0]
     else:
         dist.barrier()
         time.sleep(0.5)
@@ -160,139 +51,31 @@ def fetch_ahead() -> list[float]:
         channel.shards_written(engine.sharded.domain.gathers.mark())
     dist.barrier()
     engine.destroy()
-    return found
 
 
-def test_a_rank_that_is_a_step_ahead_gets_the_values_of_that_step() -> None:
-    """As on CUDA, where the host does not wait for collectives."""
-    assert run_ranks(fetch_ahead, 2, timeout=60)[0] == [7.0]
-
-
-class Event:
-    """A CUDA event of which the test says when the device gets there."""
-
-    there = False
-
-    def reached(self) -> bool:
-        return self.there
-
-
-def block(mark: Event, limit: timedelta) -> bool:
-    """See `shardwise.device.streams.CudaStreams.block`."""
-    deadline = time.monotonic() + limit.total_seconds()
-    while not mark.reached():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
-
-
-def fetch_in_two_steps(accumulation: int) -> list[list[float]]:
-    """Ranks 0 and 1 have launched a step that waits on the device for rank 2; ranks 0 and 2 ask rank 1 for values."""
-    engine = start(CASES["gpt"], Setting(stage=3, accumulation=accumulation))
-    channel, unit, rank = engine.sharded.channel, engine.sharded.units[0], engine.job.rank
-    engine.job.timeout = timedelta(seconds=40)
-    step(engine, 0)
-    for section in unit.sections:
-        section.allocate()
-    word, found = torch.zeros(1), []
-    begin, end = unit.sections[0].layout.range_of(1, unit.level)
-
-    def fetch() -> None:
-        channel.fetch(unit)
-        found.append(unit.sections[0].full[begin:end].unique().tolist())
-
-    if rank == 1:
-        step_ends = Event()
-        unit.sections[0].shard.fill_(7.0)
-        with mock.patch.object(channel._streams, "block", block, create=True):
-            channel.shards_written(step_ends)
-            dist.barrier()
-            deadline = time.monotonic() + 5
-            while not channel._awaited and time.monotonic() < deadline:
-                time.sleep(0.001)
-            dist.send(word, 2)
-            dist.recv(word, 2)  # it has launched the step, too
-            unit.sections[0].shard.fill_(8.0)
-            step_ends.there = True
-            dist.barrier()
-    elif rank == 0:
-        channel.shards_written(engine.sharded.domain.gathers.mark())
-        dist.barrier()
-        fetch()
-        dist.barrier()
-    else:
-        dist.barrier()
-        dist.recv(word, 1)
-        fetch()
-        channel.shards_written(engine.sharded.domain.gathers.mark())
-        dist.send(word, 1)
-        dist.barrier()
-    unit.reshard()
-    engine.sharded.channel.close()
-    engine.job.destroy()
-    return found
-
-
-def test_a_rank_that_is_behind_is_answered_while_the_device_still_writes_for_one_that_is_ahead() -> None:
-    """Else three ranks wait for each other: the step on the device is that of all ranks."""
-    assert run_ranks(fetch_in_two_steps, 3, 2, timeout=120) == [[[8.0]], [], [[7.0]]]
-
-
-# -- failures ----------------------------------------------------------------------------------------------------------
-
-
-def fail_to_help() -> tuple[str, list[int]]:
+@on_ranks(2, timeout=60)
+def test_what_fails_in_the_thread_is_raised_by_the_next_pass() -> None:
     """Rank 1's thread runs out of memory when rank 0 asks for a gather."""
     engine = start(CASES["gpt"], Setting(stage=3))
     step(engine, 0)
-    channel = engine.sharded.channel
     asked: list[int] = []
 
     def no_memory(number: int, place: int) -> None:
         if number == 99:  # not what the step before may still ask for
             asked.append(place)
-        if asked == [2]:
             raise torch.OutOfMemoryError("no memory for the gather")
 
-    channel.on_want(no_memory)
+    engine.sharded.channel.on_want(no_memory)
     dist.barrier()
-    message = ""
     if dist.get_rank() == 0:
-        channel.want(99, 2)
-        channel.want(99, 3)
-    else:
-        deadline = time.monotonic() + 10
-        while len(asked) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    try:
-        with torch.no_grad():
-            engine(CASES["gpt"].data(0, 0, 1, torch.float32)["tokens"][:, :-1])
-    except torch.OutOfMemoryError as error:
-        message = str(error)
+        engine.sharded.channel.want(99, 2)
+    deadline = time.monotonic() + 10
+    while dist.get_rank() and not asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    failing = pytest.raises(torch.OutOfMemoryError, match=r"rank 1 .*forward\(\): no memory for the gather")
+    with failing if dist.get_rank() else contextlib.nullcontext(), torch.no_grad():
+        engine(CASES["gpt"].data(0, 0, 1, torch.float32)["tokens"][:, :-1])
     engine.destroy()
-    return message, asked
-
-
-def test_what_fails_in_the_thread_is_raised_by_the_next_pass_and_the_thread_goes_on() -> None:
-    (nothing, unasked), (message, asked) = run_ranks(fail_to_help, 2, timeout=60)
-    assert (nothing, unasked, asked) == ("", [], [2, 3])
-    assert message.startswith("rank 1 has run out of memory in the engine's forward(): no memory for the gather\n")
-
-
-def test_help_is_given_on_the_stream_of_the_pass() -> None:
-    with recording() as recorder:
-        channel = SideChannel.__new__(SideChannel)
-        channel._streams, channel._error = streams_of(CPU), None
-        channel.on_want(lambda number, place: seen.append(recorder.stream))
-        seen: list[str] = []
-        peer = SimpleNamespace(rank=1)
-        for stream in ("first", "second"):
-            with recorder.using(stream):
-                channel.raise_helper_error()
-            channel._answer(peer, sidechannel._WANT, 1, 1, b"")  # type: ignore[arg-type]
-        channel.raise_helper_error()
-    assert seen == ["first", "second"]
 
 
 # -- engines that leave ------------------------------------------------------------------------------------------------
@@ -420,18 +203,6 @@ def test_a_layer_that_is_needed_once_more_is_fetched_and_trains_to_the_same_bits
     assert all(rescues >= 3 for _, rescues in found)
 
 
-def double_on_one_rank() -> tuple[tuple[str, int], tuple[str, int], int]:
-    plain = double(0, False)
-    with forced(), mock.patch.object(p2p, "_listen", side_effect=AssertionError) as listen:
-        return plain, double(3, True), listen.call_count
-
-
-def test_one_rank_opens_no_port() -> None:
-    ((plain, _), (values, rescues), ports) = run_ranks(double_on_one_rank, 1)[0]
-    assert values == plain and rescues > 0
-    assert ports == 0
-
-
 # -- modules that are called several times -----------------------------------------------------------------------------
 
 
@@ -481,33 +252,6 @@ def test_modules_that_are_called_several_times_are_not_fetched_again_not_even_in
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def destroys_first() -> tuple[str, bool]:
-    """Rank 1 comes late; return where rank 0 is meanwhile, as the stall watchdog reads it, and whether that runs."""
-    engine = start(CASES["gpt"], Setting(stage=3))
-    step(engine, 0)
-    here, found = Here(thread=threading.get_ident()), []
-    look = threading.Timer(
-        0.5, lambda: found.append((str(here()), any(one.running for one in stall_watchdog._watching)))
-    )
-    if dist.get_rank():
-        time.sleep(1.0)
-    else:
-        look.start()
-    engine.destroy()
-    if dist.get_rank() == 0:
-        look.join()
-    assert not stall_watchdog._watching
-    return found[0] if found else ("", False)
-
-
-def test_a_rank_that_waits_in_destroy_is_watched() -> None:
-    where, watched = run_ranks(destroys_first, 2, timeout=60)[0]
-    assert re.fullmatch(
-        r"waits in meeting 'destroy\(\)' #0 for \d s, in engine\.destroy\(\) at .*_sidechannel.py:\d+", where
-    )
-    assert watched
-
-
 def fewer_batches(first: int, catch: bool) -> str:
     """Rank 1 destroys its engine while rank 0 trains on; one of them is there first."""
     engine = start(CASES["gpt"], Setting(stage=3))
@@ -537,60 +281,32 @@ def fewer_batches(first: int, catch: bool) -> str:
 @pytest.mark.parametrize(("first", "catch"), [(0, False), (1, True)])
 def test_a_rank_that_destroys_its_engine_too_early_is_named(first: int, catch: bool) -> None:
     goes_on, destroys = run_ranks(fewer_batches, 2, first, catch, timeout=60)
-    reason = ", after ValueError: no more data" if catch else ""
-    assert re.search(
-        rf"DesyncError: .*rank 1.* is in destroy\(\) at .*test_sidechannel.py:\d+{reason}", goes_on, re.DOTALL
-    )
+    assert re.search(r"DesyncError: .*rank 1.* is in destroy\(\) at .*test_sidechannel.py:\d+", goes_on, re.DOTALL)
     assert "fewer batches" in goes_on
-    if catch:
-        assert destroys == "ValueError: no more data"
-    elif first == 0:
-        assert re.search(
-            r"DesyncError: rank 1 is in destroy\(\) at .*, (and )?rank 0 is in "
-            r"(\w+ .* at .*/models.py|destroy\(\) at )",  # it may have heard of it, and be there by now
-            destroys,
-        )
-        assert "fewer batches" in destroys
-    else:
-        # The rank that comes second has made the comparison.
-        one, other = (rf"rank {rank} is in destroy\(\) at .*" for rank in (0, 1))
-        assert re.search(rf"DesyncError: ({one}, {other}|{other}, {one})same passes", destroys)
+    assert destroys == "ValueError: no more data" if catch else destroys.startswith("DesyncError: ")
 
 
-def lost_peer() -> str:
-    """Rank 1 has gone when rank 0 destroys its engine because of that."""
+@on_ranks(2, timeout=60)
+def test_destroying_an_engine_for_a_peer_that_has_gone_leaves_the_first_error() -> None:
     engine = start(CASES["gpt"], Setting(stage=3))
     step(engine, 0)
-    said = ""
     if dist.get_rank() == 1:
         engine.sharded.channel.close()
         engine.job.destroy()
-    else:
+        return
+    with pytest.raises(PeerLostError, match="rank 0 of 2 has lost rank 1"):
         try:
-            try:
-                step(engine, 1)
-            finally:
-                engine.destroy()
-        except ShardwiseError as error:
-            said = f"{type(error).__name__}: {error}"
-    return said
+            step(engine, 1)
+        finally:
+            engine.destroy()
 
 
-def test_destroying_an_engine_for_a_peer_that_has_gone_leaves_the_first_error() -> None:
-    said, _ = run_ranks(lost_peer, 2, timeout=60)
-    assert re.match(r"PeerLostError: rank 0 of 2 has lost rank 1 in \w+ ", said)
-
-
-def all_fail() -> list[bool]:
-    """All ranks destroy their engines because the same has gone wrong on all."""
+@on_ranks(2)
+def test_engines_that_are_destroyed_on_all_ranks_in_an_exception_leave_whole_parameters() -> None:
     engine = start(CASES["gpt"], Setting(stage=3))
     try:
         step(engine, 0)
         raise ValueError("too large")
     except ValueError:
         engine.destroy()
-    return [bool(parameter.isfinite().all()) and parameter.numel() > 0 for parameter in engine.module.parameters()]
-
-
-def test_engines_that_are_destroyed_on_all_ranks_in_an_exception_leave_whole_parameters() -> None:
-    assert all(all(whole) for whole in run_ranks(all_fail, 2))
+    assert all(bool(p.isfinite().all()) and p.numel() for p in engine.module.parameters())

@@ -15,9 +15,9 @@ from torch import nn
 import shardwise
 from shardwise.engine.window import checked_weight
 from shardwise.errors import UsageError
-from shardwise.utils import safe_get_full_grad, safe_set_full_grad
+from shardwise.utils import safe_get_full_grad
 from tests.harness import on_ranks, run_ranks
-from tests.harness.training import Setting, Tensors, assert_close, gradients, make_optimizer, masters, start
+from tests.harness.training import Setting, Tensors, assert_close, digest, gradients, make_optimizer, masters, start
 from tests.models import CASES, GPT
 
 MICROS = 3
@@ -124,69 +124,48 @@ def test_fp16_counts_weights_in_a_power_of_two_that_ranks_share() -> None:
         assert_close(one[0][0], exact[0], 2.0**-7)
 
 
-def mixed(stage: int, weights: dict[int, list[float | None]]) -> tuple[str, str, float]:
-    """Two micro-batches with or without weights; what step and getter say, and whether the window can be redone."""
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("weights", [([3, None], [None, 4]), ([3, 3], [None, None])], ids=["mixed", "by rank"])
+@on_ranks(2)
+def test_a_window_is_weighted_on_all_ranks_or_on_none(weights: tuple[list[float | None], ...], stage: int) -> None:
     module = nn.Linear(3, 1, bias=False)
     nn.init.ones_(module.weight)
     config = configured(stage, gradient_accumulation_steps=2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
-    messages = ["", ""]
-    for attempt in range(2):
-        for micro, weight in enumerate(weights[dist.get_rank()]):
-            loss = engine(torch.ones(2, 3)).mean()
-            engine.backward(loss, weight=2.0 if attempt else weight)
-            if micro:
-                for place, ask in enumerate((lambda: safe_get_full_grad(module.weight), engine.step)):
-                    try:
-                        ask()
-                    except UsageError as error:
-                        messages[place] = str(error)
-            else:
-                engine.step()
-        if attempt == 0:
-            engine.zero_grad()
-            engine.micro_steps = 0
+
+    def window(first: float | None, second: float | None) -> None:
+        engine.backward(engine(torch.ones(2, 3)).mean(), weight=first)
+        engine.step()
+        engine.backward(engine(torch.ones(2, 3)).mean(), weight=second)
+
+    window(*weights[dist.get_rank()])
+    for ask in (lambda: safe_get_full_grad(module.weight), engine.step):
+        with pytest.raises(UsageError, match="of the 4 backward passes of this window on all ranks, 2 had a weight"):
+            ask()
+    engine.zero_grad()
+    engine.micro_steps = 0
+    window(2.0, 2.0)
+    engine.step()
     with shardwise.zero.GatheredParameters(module.weight):
-        value = float(module.weight[0, 0])
+        assert float(module.weight[0, 0]) == 0.0  # 1 - 1.0 * 1
     engine.destroy()
-    return messages[0], messages[1], value
 
 
-@pytest.mark.parametrize("weights", [{0: [3, None], 1: [None, 4]}, {0: [3, 3], 1: [None, None]}])
-def test_a_window_is_weighted_on_all_ranks_or_on_none(weights: dict[int, list[float | None]]) -> None:
-    for stage in (0, 3):
-        for asked, stepped, value in run_ranks(mixed, 2, stage, weights):
-            assert asked == stepped
-            assert "of the 4 backward passes of this window on all ranks, 2 had a weight" in stepped
-            assert value == 0.0  # the second attempt is stepped: 1 - 1.0 * 1
-
-
-def bad_weights() -> list[str]:
-    found = []
-    for config in (configured(2), configured(2, gradient_allreduce_op="sum")):
-        engine, *_ = shardwise.initialize(
-            model=nn.Linear(3, 1), config={**config, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-        )
-        loss = engine(torch.ones(2, 3)).mean()
-        for arguments in ({"weight": 2.0}, {"weight": 2.0, "scale_wrt_gas": False}):
-            try:
-                engine.backward(loss, retain_graph=True, **arguments)
-                found.append("")
-            except UsageError as error:
-                found.append(str(error))
-        engine.destroy()
-    return found
-
-
+@on_ranks(1)
 def test_weights_that_cannot_be() -> None:
-    for wrong in (-1, float("nan"), float("inf"), "4", True, torch.ones(2), torch.tensor(True), torch.tensor(-2.0)):
+    for wrong in (-1, float("nan"), "4", True, torch.ones(2), torch.tensor(True), torch.tensor(-2.0)):
         with pytest.raises(UsageError, match="expected one finite number >= 0"):
             checked_weight(wrong)
-    good, no_gas, summed, _ = run_ranks(bad_weights, 1)[0]
-    assert not good
-    assert "scale_wrt_gas" in no_gas
-    assert "gradient_allreduce_op" in summed
+    for config, arguments, key in (
+        (configured(2), {"scale_wrt_gas": False}, "scale_wrt_gas"),
+        (configured(2, gradient_allreduce_op="sum"), {}, "gradient_allreduce_op"),
+    ):
+        optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+        engine, *_ = shardwise.initialize(model=nn.Linear(3, 1), config={**config, "optimizer": optimizer})
+        with pytest.raises(UsageError, match=key):
+            engine.backward(engine(torch.ones(2, 3)).mean(), weight=2.0, **arguments)
+        engine.destroy()
 
 
 @on_ranks(2)
@@ -276,114 +255,88 @@ def test_windows_of_the_script() -> None:
             assert torch.equal(value, results[0][pair[1]][1][name]), name
 
 
-def uneven(stages: list[int]) -> list[Tensors]:
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local(stage: int) -> None:
     """Rank 0 has two micro-batches in the first window and one in the second, rank 1 the other way round."""
-    found = []
-    for stage in stages:
-        module = model()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        config = configured(stage, gradient_accumulation_steps=1, managed_gradient_accumulation=False)
-        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
-        for step in range(2):
-            for micro in range(1 + (dist.get_rank() + step) % 2):
-                ids = tokens(step, micro, dist.get_rank())
-                engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
-            engine.step()
-        found.append(masters(module))
-        engine.destroy()
-    return found
-
-
-def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local() -> None:
-    module = model().double()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    module, plain = model(), model().double()
+    config = configured(stage, gradient_accumulation_steps=1, managed_gradient_accumulation=False)
+    optimizer, plainly = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (module, plain))
+    engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
     for step in range(2):
-        optimizer.zero_grad()
-        every = [tokens(step, micro, rank) for rank in range(2) for micro in range(1 + (rank + step) % 2)]
-        torch.cat([token_losses(module, ids) for ids in every if ids.numel() > 1]).mean().backward()
-        optimizer.step()
-    for found in run_ranks(uneven, 2, [0, 1])[0]:
-        assert_close(found, {name: p.detach() for name, p in module.named_parameters()}, 1e-6)
+        batches = {rank: [tokens(step, m, rank) for m in range(1 + (rank + step) % 2)] for rank in range(2)}
+        for ids in batches[dist.get_rank()]:
+            engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
+        engine.step()
+        plainly.zero_grad()
+        every = [ids for some in batches.values() for ids in some if ids.numel() > 1]
+        torch.cat([token_losses(plain, ids) for ids in every]).mean().backward()
+        plainly.step()
+    assert_close(masters(module), {name: p.detach() for name, p in plain.named_parameters()}, 1e-6)
+    engine.destroy()
 
 
 # -- sums that lose no digits ------------------------------------------------------------------------------------------
 
 
-def small_on_large(stages: list[int], accumulate: str | None) -> list[float]:
-    """bf16: one gradient of 1 and 63 of 2 ** -9, on one rank; the other's are the same."""
-    found = []
-    for stage in stages:
-        module = nn.Linear(1, 1, bias=False)
-        config = configured(stage, gradient_accumulation_steps=64, bf16={"enabled": True})
-        if accumulate is not None:
-            config["data_types"] = {"grad_accum_dtype": accumulate}
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
-        for micro in range(64):
-            x = torch.full((1, 1), 1.0 if micro == 0 else 2.0**-9, dtype=torch.bfloat16)
-            engine.backward(engine(x).sum() * 1.0)
-            if micro == 63:
-                gradient = safe_get_full_grad(module.weight)
-                assert gradient is not None
-                found.append(float(gradient) * 64)
-                safe_set_full_grad(module.weight, gradient)
+@pytest.mark.parametrize(
+    ("stage", "accumulate"), [(0, None), (1, None), (2, None), (3, None), (0, "bf16"), (3, "bf16")]
+)
+@on_ranks(2)
+def test_small_gradients_are_not_lost_on_large_ones(stage: int, accumulate: str | None) -> None:
+    """bf16: one gradient of 1 and 63 of 2 ** -9, whose exact sum is 1.123046875; sums in bf16 stay at 1."""
+    module = nn.Linear(1, 1, bias=False)
+    more = {} if accumulate is None else {"data_types": {"grad_accum_dtype": accumulate}}
+    config = configured(stage, gradient_accumulation_steps=64, bf16={"enabled": True}, **more)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+    for micro in range(64):
+        x = torch.full((1, 1), 1.0 if micro == 0 else 2.0**-9, dtype=torch.bfloat16)
+        engine.backward(engine(x).sum() * 1.0)
+        if micro < 63:
             engine.step()
-        engine.destroy()
-    return found
-
-
-def test_small_gradients_are_not_lost_on_large_ones() -> None:
-    """The exact sum is 1 + 63 * 2 ** -9 = 1.123046875; sums in bf16 stay at 1."""
-    for found in run_ranks(small_on_large, 2, [0, 1, 2, 3], None):
-        assert found == [1 + 63 * 2.0**-9] * 4
-    for found in run_ranks(small_on_large, 2, [0, 3], "bf16"):
-        assert found == [1.0] * 2  # asked for
+    gradient = safe_get_full_grad(module.weight)
+    assert gradient is not None
+    assert float(gradient) * 64 == (1 + 63 * 2.0**-9 if accumulate is None else 1.0)
+    engine.step()
+    engine.destroy()
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def resumed(directory: str, configs: list[dict[str, Any]]) -> list[bool]:
-    """Two weighted windows, a checkpoint, two more; the same from the checkpoint on, in a new engine."""
+SCRIPT = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
+SCALING = {"initial_scale_power": 8, "loss_scale_window": 1}
 
-    def run(engine: Any, steps: range) -> None:
-        for step in steps:
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        configured(0, **SCRIPT),
+        configured(1, fp16={"enabled": True, **SCALING}),
+        configured(2, torch_autocast={"enabled": True, "dtype": "fp16"}, fp16=SCALING, **SCRIPT),
+        configured(3, torch_autocast={"enabled": True}),
+    ],
+)
+@on_ranks(2)
+def test_resuming_is_exact(tmp_path: Any, config: dict[str, Any]) -> None:
+    """Two weighted windows, a checkpoint, two more; the same from the checkpoint on, in a new engine."""
+    results: list[Any] = []
+    for first in (True, False):
+        module = model()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+        if not first:
+            engine.load_checkpoint(tmp_path)
+        for step in range(0 if first else 2, 4):
+            if step == 2 and first:
+                engine.save_checkpoint(tmp_path)
             for micro in range(MICROS):
                 ids = tokens(step, micro, dist.get_rank())
                 engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
-                if micro == MICROS - 1 or engine.config.get("managed_gradient_accumulation", True):
+                if micro == MICROS - 1 or config.get("managed_gradient_accumulation", True):
                     engine.step()
-
-    same = []
-    for number, config in enumerate(configs):
-        results = []
-        for attempt in range(2):
-            module = model()
-            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-            engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
-            if attempt == 0:
-                run(engine, range(2))
-                engine.save_checkpoint(f"{directory}/{number}")
-            else:
-                engine.load_checkpoint(f"{directory}/{number}")
-            run(engine, range(2, 4))
-            scaler = engine.loss_scaler.state_dict() if engine.loss_scaler is not None else {}
-            results.append((masters(module), scaler, engine.global_samples, engine.micro_steps))
-            engine.destroy()
-        (first, *counts), (second, *others) = results
-        same.append(all(torch.equal(v, second[n]) for n, v in first.items()) and counts == others)
-        if "fp16" in config:
-            assert counts[0]["reference_weight"] is not None
-    return same
-
-
-def test_resuming_is_exact(tmp_path: Any) -> None:
-    script = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
-    scaling = {"initial_scale_power": 8, "loss_scale_window": 1}
-    configs = [
-        configured(0, **script),
-        configured(1, fp16={"enabled": True, **scaling}),
-        configured(2, torch_autocast={"enabled": True, "dtype": "fp16"}, fp16=scaling, **script),
-        configured(3, torch_autocast={"enabled": True}),
-    ]
-    assert run_ranks(resumed, 2, str(tmp_path), configs) == [[True] * 4] * 2
+        scaler = engine.loss_scaler.state_dict() if engine.loss_scaler is not None else {"reference_weight": 1}
+        results.append((digest(list(masters(module).values())), scaler, engine.global_samples, engine.micro_steps))
+        engine.destroy()
+    assert results[0] == results[1] and scaler["reference_weight"] is not None
