@@ -46,17 +46,6 @@ def test_it_ends_the_process_when_too_little_is_left(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == "*** shardwise: 256.00 MiB are left of a test (64.00 GiB). A table. None\n"
 
 
-def test_it_ends_when_it_is_freed() -> None:
-    before = threading.active_count()
-    watchdog: Watchdog | None = Watchdog(lambda checkpoint: "", lambda: ("a test", GIB, GIB // 8))  # looks often
-    assert threading.active_count() == before + 1
-    del watchdog
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
-
-
 SCRIPT = """
 import functools, sys, torch, shardwise
 import shardwise.engine.build as build, shardwise.memory.watchdog as watchdog

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import os
 import signal
@@ -167,18 +166,6 @@ def test_space_is_not_used_again_before_what_is_on_its_way_has_ended(
     assert transfer.done
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [torch.zeros(4), torch.zeros(4, 4, dtype=torch.uint8).t()[:2], torch.zeros(4, dtype=torch.uint8, device="meta")],
-    ids=["floats", "strided", "elsewhere"],
-)
-def test_memory_that_is_none(file: SwapFile, memory: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="expected contiguous bytes of the host"):
-        file.write(file.reserve(64), memory)
-    with pytest.raises(ValueError, match="65 bytes for an extent of 64"):
-        file.write(file.reserve(64), random(65))
-
-
 def failing(number: int) -> Callable[..., int]:
     def fail(*arguments: Any) -> int:
         raise OSError(number, os.strerror(number))
@@ -248,15 +235,6 @@ def test_a_disk_that_fails(
             back(file, extent, values.numel())
         file.write(extent, values)
     assert torch.equal(back(file, extent, values.numel()), values)
-
-
-def test_transfers_behind_one_that_fails_fail_too(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    extent = file.reserve(BLOCK)
-    monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
-    written, read = file.write(extent, random(BLOCK)), file.read(extent, random(BLOCK))
-    for transfer in (read, written):
-        with pytest.raises(OffloadError):
-            transfer.wait()
 
 
 def test_calls_that_move_only_a_part(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,30 +339,6 @@ def test_no_threads_before_the_first_and_none_after_the_last(tmp_path: Path) -> 
         with pytest.raises(OffloadError, match=r"it in .*: it is closed"):
             use()
     extent.free()
-
-
-def test_a_file_that_is_forgotten(tmp_path: Path) -> None:
-    others = set(threads())
-    file = SwapFile(tmp_path, SMALL, label="it")
-    where = os.fstat(descriptor(file)).st_ino
-    file.write(file.reserve(10), random(10))
-    mine = set(threads()) - others
-    del file
-    gc.collect()
-    for thread in mine:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert not any(inode == where for inode in inodes())
-
-
-def inodes() -> list[int]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.fstat(int(name)).st_ino)
-        except OSError:
-            continue
-    return found
 
 
 def test_closing_ends_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,27 +188,25 @@ def test_resuming_is_as_never_having_stopped(tmp_path: Path) -> None:
         assert all(straight == again for straight, again in found)
 
 
-def save_one(path: str) -> None:
-    engine = start(CASES["gpt"], Setting(stage=1, extra=compressed("topk")))
-    take_steps(engine, CASES["gpt"], range(2))
-    engine.save_checkpoint(path)
-    engine.destroy()
-
-
 def load_others(path: str, settings: list[Setting]) -> list[tuple[list[str], bool]]:
-    found = []
+    """Load what another run has kept, also in part; without settings: keep something."""
+    case, found = CASES["gpt"], []
+    if not settings:
+        engine = start(case, Setting(stage=1, extra=compressed("topk")))
+        take_steps(engine, case, range(2))
+        engine.save_checkpoint(path)
+        engine.destroy()
     for setting in settings:
         with logged(logging.WARNING) as heard:
-            engine = start(CASES["gpt"], setting)
+            engine = start(case, setting)
             compressor = engine.sharded.compressor
-            if compressor is not None:
-                for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
-                    take_steps(engine, CASES["gpt"], range(1))
-                    engine.load_checkpoint(path, **options)
-                    assert not compressor.state_dict()["tensors"]
+            for options in ({"load_optimizer_states": False}, {"load_module_only": True}) if compressor else ():
+                take_steps(engine, case, range(1))
+                engine.load_checkpoint(path, **options)
+                assert not compressor.state_dict()["tensors"]
             engine.load_checkpoint(path)
             kept = compressor is not None and bool(compressor.state_dict()["tensors"])
-            take_steps(engine, CASES["gpt"], range(2, 4))
+            take_steps(engine, case, range(2, 4))
             engine.destroy()
         found.append(([text for text in heard.lines if "compression" in text], kept))
     return found
@@ -233,7 +231,7 @@ def test_a_wire_that_cannot_hold_what_is_kept() -> None:
 
 
 def test_what_was_kept_elsewhere_is_dropped_with_a_warning(tmp_path: Path) -> None:
-    run_ranks(save_one, 2, str(tmp_path))
+    run_ranks(load_others, 2, str(tmp_path), [])
     settings = [
         Setting(stage=1, extra=compressed("dgc")),
         Setting(stage=1),

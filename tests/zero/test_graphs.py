@@ -127,13 +127,6 @@ def weight_gradient(model: Any, batch: Batch) -> torch.Tensor:
     return squared(model(batch["x"]), batch["y"])
 
 
-def penalty_of_auxiliary(model: Any, batch: Batch) -> torch.Tensor:
-    x = batch["x"].requires_grad_(True)
-    model(x)
-    (gradient,) = torch.autograd.grad(blocks(model)[3].aux, x, create_graph=True)
-    return gradient.square().sum()
-
-
 def auxiliary_by_rank(model: Any, batch: Batch) -> torch.Tensor:
     """Which blocks' losses count depends on the data, so that ranks enter the graph at different places."""
     out = model(batch["x"])
@@ -167,7 +160,6 @@ CASES = {
         gates("plain", gradient_penalty),
         gates("frozen", gradient_penalty),
         gates("checkpoint", gradient_penalty),
-        gates("plain", penalty_of_auxiliary),
         gates("plain", weight_penalty),
         gates("frozen", weight_penalty),
         gates("checkpoint", weight_gradient),

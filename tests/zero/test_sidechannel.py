@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -120,46 +119,6 @@ def test_ranks_that_do_the_same_open_no_connection() -> None:
 
 
 # -- real sizes --------------------------------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
-    """One unit with a shard of so many MiB."""
-
-    def __init__(self, mib: int, world: int) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(torch.arange(mib * world << 18, dtype=torch.float32))
-
-
-def resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
-
-
-@on_ranks(3, timeout=300)
-def test_shards_of_real_size_are_fetched_straight_into_place() -> None:
-    """All ranks fetch at once; return whether the values are right, and what a fetch and its answers add to memory."""
-    mib = 9
-    world = dist.get_world_size()
-    engine = engine_of(Wide(mib, world))
-    unit = next(unit for unit in engine.sharded.units if unit.sharded)
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest size begins anew
-    before = resident("VmRSS")
-    for section in unit.sections:
-        section.allocate()
-    engine.sharded.channel.fetch(unit)
-    unit.on_unsharded()
-    dist.barrier()
-    added = resident("VmHWM") - before
-    (section,) = unit.sections
-    right = torch.equal(section.full, torch.arange(section.full.numel(), dtype=torch.float32))
-    unit.reshard()
-    engine.destroy()
-    added = added / 2**20
-    whole = unit.nbytes / 2**20
-    assert right
-    assert whole == 9 * 3
-    assert added < whole + 16
 
 
 class Doubling(nn.Module):

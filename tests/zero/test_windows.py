@@ -193,31 +193,6 @@ def sent(engine: Any) -> int:
     return sum(record.sent for record in engine.ledger.records() if record.kind == "reduce")
 
 
-def script_windows(settings: list[tuple[int, bool, bool]]) -> list[Any]:
-    """Windows of different lengths, by plain counting of the script; reductions and samples in each."""
-    results = []
-    case = CASES["gpt"]
-    for stage, declared, unsynchronised in settings:
-        extra = (("managed_gradient_accumulation", False),)
-        setting = Setting(stage=stage, cap=300, optimizer="momentum", clip=0.5, extra=extra)
-        engine = start(case, setting)
-        seen, reductions = [], []
-        for step, count in enumerate(COUNTS):
-            before = sent(engine)
-            for micro in range(count):
-                loss = case.loss(engine, case.data(step, micro, dist.get_rank(), torch.float32)) / count
-                if declared and micro == count - 1:
-                    engine.set_gradient_accumulation_boundary(True)
-                with engine.no_sync() if unsynchronised and micro < count - 1 else contextlib.nullcontext():
-                    engine.backward(loss)
-            seen.append(gradients(engine.module))
-            engine.step()
-            reductions.append(sent(engine) - before)
-        results.append((seen, masters(engine.module), reductions, engine.global_samples, engine.global_steps))
-        engine.destroy()
-    return results
-
-
 def loop_of_windows(world: int) -> tuple[list[Tensors], Tensors]:
     case = CASES["gpt"]
     module = case.make()
@@ -235,24 +210,34 @@ def loop_of_windows(world: int) -> tuple[list[Tensors], Tensors]:
     return seen, {name: p.detach() for name, p in module.named_parameters()}
 
 
-def test_windows_of_the_script() -> None:
+@pytest.mark.parametrize(
+    ("stage", "declared", "unsynchronised"),
+    [(0, False, False), (1, True, False), (2, False, False), (3, True, False), (0, True, True), (1, True, True)],
+)
+@on_ranks(2)
+def test_windows_of_the_script(stage: int, declared: bool, unsynchronised: bool) -> None:
     """Unmanaged windows of 1, 3 and 2 micro-batches equal a plain loop; stages 0 and 1 reduce once a window."""
-    settings = [(0, False, False), (1, True, False), (2, False, False), (3, True, False)]
-    settings += [(stage, True, True) for stage in (0, 1)]
-    results = run_ranks(script_windows, 2, settings)
+    case = CASES["gpt"]
+    extra = (("managed_gradient_accumulation", False),)
+    engine = start(case, Setting(stage=stage, cap=300, optimizer="momentum", clip=0.5, extra=extra))
     expected, final = loop_of_windows(2)
-    for (stage, declared, _), (seen, found, reductions, samples, steps) in zip(settings, results[0], strict=True):
-        what = f"stage {stage}, declared {declared}"
-        for mine, theirs in zip(seen, expected, strict=True):
-            assert_close(mine, theirs, 2e-6, what)
-        assert_close(found, final, 2e-6, what)
-        assert (samples, steps) == (2 * 2 * sum(COUNTS), len(COUNTS))
-        once = reductions[0]
-        assert once > 0
-        assert reductions == ([once] * 3 if stage < 2 else [once * count for count in COUNTS]), what
-    for pair in ((0, 1), (2, 3)):  # stages 0 and 1, and 2 and 3, are identical
-        for name, value in results[0][pair[0]][1].items():
-            assert torch.equal(value, results[0][pair[1]][1][name]), name
+    reductions = []
+    for step, count in enumerate(COUNTS):
+        before = sent(engine)
+        for micro in range(count):
+            loss = case.loss(engine, case.data(step, micro, dist.get_rank(), torch.float32)) / count
+            if declared and micro == count - 1:
+                engine.set_gradient_accumulation_boundary(True)
+            with engine.no_sync() if unsynchronised and micro < count - 1 else contextlib.nullcontext():
+                engine.backward(loss)
+        assert_close(gradients(engine.module), expected[step], 2e-6)
+        engine.step()
+        reductions.append(sent(engine) - before)
+    assert_close(masters(engine.module), final, 2e-6)
+    assert (engine.global_samples, engine.global_steps) == (2 * 2 * sum(COUNTS), len(COUNTS))
+    assert reductions[0] > 0
+    assert reductions == [reductions[0] * (1 if stage < 2 else count) for count in COUNTS]
+    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 1])
