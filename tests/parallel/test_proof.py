@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy
 import pytest
@@ -21,7 +20,7 @@ from shardwise.moe import MoE
 from shardwise.parallel import DistributedAttention, share_attention, split
 from tests.families import build
 from tests.harness import run_ranks, thorough
-from tests.parallel.models import GPT, VOCABULARY, data, first_step, llama, loss_of, sharing, warned
+from tests.parallel.models import GPT, data, first_step, llama, loss_of, sharing, warned
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -136,29 +135,6 @@ def test_what_differs_from_one_process_is_named(more: dict[str, Any]) -> None:
         for kind, name in NAMED.items():
             words = rf"computes something else than in one process; on rank \d {name} other numbers"
             assert re.search(words, found[kind]), (kind, found[kind])
-
-
-class Normalized(GPT):
-    """Normalizes by the tokens that a rank has, in training."""
-
-    def __init__(self) -> None:
-        super().__init__(shared=True)
-        self.batch_norm = nn.BatchNorm1d(VOCABULARY)
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.batch_norm(super().forward(input_ids, position_ids).transpose(1, 2))
-
-
-def normalized() -> list[str]:
-    with mock.patch("shardwise.engine.advice.warn_once") as warns:
-        sharing(Normalized(), 0).destroy()
-    return [call.args[0] for call in warns.call_args_list]
-
-
-def test_batch_normalization_of_a_ranks_tokens_is_warned_of() -> None:
-    first, second = run_ranks(normalized, 2)
-    assert second == []
-    assert any("'batch_norm' (BatchNorm1d): each of 2 ranks normalizes with its own" in text for text in first), first
 
 
 def collected() -> list[int]:

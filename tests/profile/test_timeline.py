@@ -15,7 +15,7 @@ import torch
 
 from shardwise.device import ranges
 from shardwise.errors import ConfigError, UsageError
-from shardwise.profile.timeline import TRACKS, Recorder, _blame_streams, file_of
+from shardwise.profile.timeline import TRACKS, Recorder, file_of
 from shardwise.profile.trace import Timeline, read, summarize
 from tests.harness import run_ranks, thorough
 from tests.harness.logs import logged
@@ -301,19 +301,6 @@ def test_a_device_that_runs_ahead_is_brought_to_the_hosts_clock() -> None:
     recorder = Recorder(cuda=False, most=10, step=lambda: 0, sizes={}, memory=dict)
     recorder._first, recorder._last = (100.0, Mark(100.0)), (110.0, Mark(110.0))
     assert recorder._on_host(Mark(105.0)) == pytest.approx(105.0)
-
-
-def test_on_streams_a_rank_is_blocked_as_long_as_its_computing_stands_still() -> None:
-    events = [
-        span("gather", 1, 5, tid=40, unit="a", turn=0, waited=0.0),
-        span("gather", 6, 8, tid=40, unit="a", turn=1, waited=0.0),
-        span("reduce", 1, 8, tid=50, unit="a", turn=0, waited=0.0),
-        span("wait", 3, 5, what="wait for gather", unit="a"),
-        span("wait", 4, 7, what="wait for gather", unit="b"),
-        span("wait", 7.5, 8, what="wait for reduction", unit="a"),
-    ]
-    _blame_streams(events)
-    assert [event["args"]["waited"] for event in events[:3]] == [2e6, 0.0, 0.5e6]
 
 
 @pytest.mark.parametrize(

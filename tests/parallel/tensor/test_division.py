@@ -15,7 +15,7 @@ import shardwise
 from shardwise.errors import ShardwiseError
 from shardwise.utils import safe_get_full_grad
 from tests.families import FAMILIES, ROWS, batch, build
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 
 Refused = str
 WORDS, TOKENS, HEADS, HEAD, WIDTH = 24, 8, 4, 4, 16
@@ -278,28 +278,21 @@ def test_without_the_comparison_a_gradient_that_differs_is_named() -> None:
 
 
 class Collecting(nn.Module):
-    """Blocks whose outputs a hook collects, and whose inputs a wrapped forward pass does; `held`: in an object."""
+    """Blocks whose outputs a hook collects, and whose inputs a wrapped forward pass does, which an object holds."""
 
-    def __init__(self, held: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Late() for _ in range(2))
         self.outputs: list[torch.Tensor] = []
-        inputs: list[torch.Tensor] = []
-        self.inputs = inputs
+        self.inputs = inputs = []  # type: ignore[var-annotated]
         for block in self.blocks:
             block.register_forward_hook(lambda _, __, made: self.outputs.append(made))
-            whole = block.forward
-            held_forward = types.SimpleNamespace(whole=whole)
 
-            def forward(x: torch.Tensor, whole: Any = whole) -> Any:
-                inputs.append(x)
-                return whole(x)
-
-            def forward_of(x: torch.Tensor, holder: Any = held_forward) -> Any:
+            def forward(x: torch.Tensor, holder: Any = types.SimpleNamespace(whole=block.forward)) -> Any:  # noqa: B008
                 inputs.append(x)
                 return holder.whole(x)
 
-            block.forward = forward_of if held else forward
+            block.forward = forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.outputs.clear()
@@ -308,23 +301,17 @@ class Collecting(nn.Module):
         return torch.stack(self.outputs).sum()
 
 
-def collected(held: bool) -> Any:
+@on_ranks(2)
+def test_hooks_and_gradients_of_a_script_have_nothing_of_the_comparison() -> None:
     torch.manual_seed(0)
-    model = Collecting(held)
+    loss, grads = alone(Collecting(), torch.ones(2, 4))
+    torch.manual_seed(0)
+    model = Collecting()
     for block in model.blocks:
         block.gain.requires_grad_(False)  # type: ignore[union-attr]
-    return gradients(model, config(), torch.ones(2, 4)), len(model.outputs), len(model.inputs)
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_hooks_and_gradients_of_a_script_have_nothing_of_the_comparison(held: bool) -> None:
-    torch.manual_seed(0)
-    model = Collecting(held)
-    loss, grads = alone(model, torch.ones(2, 4))
-    wanted = {name: grad for name, grad in grads.items() if "gain" not in name}
-    for made, outputs, inputs in run_ranks(collected, 2, held):
-        assert (outputs, inputs) == (2, 2)
-        assert differing(*made, (loss, wanted)) == []
+    made = gradients(model, config(), torch.ones(2, 4))
+    assert (len(model.outputs), len(model.inputs)) == (2, 2)
+    assert differing(*made, (loss, {name: grad for name, grad in grads.items() if "gain" not in name})) == []
 
 
 # -- real families -----------------------------------------------------------------------------------------------------
