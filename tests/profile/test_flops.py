@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.errors import UsageError
 from shardwise.profile import FlopsProfiler, ModuleProfile, get_model_profile
 from shardwise.profile.formulas import formulas
-from tests.families import batch, build
 from tests.models import GPT
 
 LAYERS, DIM, VOCABULARY, ROWS, LENGTH = 3, 12, 31, 2, 8
@@ -130,9 +129,10 @@ def inputs_of(kind: str) -> tuple[nn.Module, Callable[[Any], torch.Tensor]]:
     if kind == "odd":
         image, x = torch.randn(2, 3, 9, 9), torch.randn(7, 5)
         return Odd(), lambda model: model(image, x)
-    given = batch(kind, 0, ROWS)
+    families = pytest.importorskip("tests.families")
+    given = families.batch(kind, 0, ROWS)
     how = {"experts_implementation": "eager"} if kind == "mixtral" else {}
-    return build(kind, attn_implementation="eager", **how), lambda model: model(**given).loss
+    return families.build(kind, attn_implementation="eager", **how), lambda model: model(**given).loss
 
 
 @pytest.mark.parametrize("kind", ["odd", "t5", "mixtral"])
