@@ -104,6 +104,11 @@ UNKNOWN = {"use_default_specs": False, "layer_specs": [{"patterns": ["no_such_la
 CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "sizes": (lambda: start(settings=config(3)), "ConflictError", "tensor_parallel.autotp_size"),
     "features": (features, "ConfigError", "blocks.0.q"),
+    "tokens without a last norm": (
+        lambda: start(settings=config(2, tensor_parallel={**config(2)["tensor_parallel"], "sequence_parallel": True})),
+        "ConfigError",
+        "expected one norm behind blocks",
+    ),
     "unknown": (lambda: start(settings=config(2, UNKNOWN)), "ConfigError", "layer_specs[0].patterns"),
     "other plans": (other_plans, "DesyncError", "tensor_parallel.partition_config.layer_specs"),
     "other inputs": (lambda: called(dist.get_rank()), "DesyncError", "have one copy of the model"),

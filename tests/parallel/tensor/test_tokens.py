@@ -11,7 +11,6 @@ from torch import nn
 
 import shardwise
 from shardwise.engine.plans import plan_model
-from shardwise.errors import ConfigError
 from shardwise.memory import Accountant, Category, track_activations
 from shardwise.parallel import tiled_loss
 from shardwise.utils import safe_get_full_grad
@@ -96,38 +95,6 @@ def test_activations_outside_of_divided_layers_are_halved(kind: str) -> None:
     without, beside = (run_ranks(held, 2, kind, norms, length)[0] for norms in (False, True))
     stream = 2 * length * WIDTH * 4
     assert without - beside >= 2 * blocks * stream / 2
-
-
-@pytest.mark.parametrize(
-    ("specs", "said"),
-    [
-        ([{"patterns": [r"up$"], "partition_type": "column"}], "expected one list of blocks"),
-        (
-            [
-                {"patterns": [r"up\.weight"], "partition_type": "column"},
-                {"patterns": [r"down\.weight"], "partition_type": "row"},
-            ],
-            "expected one norm behind blocks, found none",
-        ),
-    ],
-)
-def test_models_without_norms_are_refused(specs: Any, said: str) -> None:
-    from shardwise.config.schema.parallel import TensorParallel
-    from shardwise.parallel.tensor.plan import cuts_of
-    from shardwise.parallel.tensor.sequence_parallel import tokens_of
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    model = nn.Module()
-    model.blocks = nn.ModuleList([Block(), Block()])
-    rules = {"layer_specs": [{**spec, "patterns": spec["patterns"]} for spec in specs], "use_default_specs": False}
-    section = TensorParallel.model_validate({"autotp_size": 2, "sequence_parallel": True, "partition_config": rules})
-    cuts = cuts_of(model, 2, section).layers if len(specs) > 1 else {}
-    with pytest.raises(ConfigError, match=said):
-        tokens_of(model, cuts, section)
 
 
 @pytest.mark.parametrize("wrapped", ["LoraConfig", thorough("PromptTuningConfig")])
