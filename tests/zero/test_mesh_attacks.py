@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.zero.passes.sidechannel import SideChannel
 from tests.harness import on_ranks, run_ranks
 from tests.harness.training import Setting, digest, masters, start
 from tests.models import CASES
@@ -27,27 +25,6 @@ def step(engine: Any, rank: int | None = None) -> None:
 
 
 # -- leaving -----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(WORLD)
-def test_a_group_leaves_when_the_others_know() -> None:
-    """The groups gather by themselves in `destroy()`: one is done while another still asks where its ranks are."""
-    engine = start(CASES["gpt"], Setting(3, zero=PAIRS))
-    step(engine)
-    asks = SideChannel._where
-
-    def late(self: SideChannel, peer: int, begin: float) -> dict[str, Any]:
-        time.sleep(0.3)
-        return asks(self, peer, begin)
-
-    if dist.get_rank() == 0:
-        SideChannel._where = late  # type: ignore[method-assign]
-    else:
-        time.sleep(0.3)  # so that it does ask
-    try:
-        engine.destroy()
-    finally:
-        SideChannel._where = asks  # type: ignore[method-assign]
 
 
 @on_ranks(WORLD)

@@ -169,6 +169,7 @@ def three(shape: Any, device: Any) -> int:
     return 3
 
 
+one_by_one = functools.partial(mock.patch, "shardwise.compat._copies_together", None)  # as without torch's kernel
 several_at_once = functools.partial(mock.patch, "shardwise.optim.muon.together", three)  # as a device does
 
 STAGES = [Setting(stage, accumulation=n) for stage in range(4) for n in (1, 2)]
@@ -184,6 +185,7 @@ WIRES = [replace(s, clip=0.5, precision="bf16" if s.stage % 3 else "fp32") for s
         thorough(poisoned, 2, "odd_mlp", STAGES),
         (messages, 2, "two_towers", WIRES[2:7:2]),
         *(thorough(messages, 3, name, WIRES[2:7]) for name in ("gpt", "odd_mlp", "frozen_half", "borrower", "mixture")),
+        (one_by_one, 2, "odd_mlp", STAGES[2::4]),
         (forced, 1, "gpt", ADAMW),
         (forced, 1, "lora", MOMENTUM),
         *(thorough(forced, 1, name, MOMENTUM) for name in ("odd_mlp", "borrower", "router", "mixed_types")),

@@ -90,11 +90,3 @@ def test_blocks_of_a_transformer_are_units() -> None:
     assert [spec.name for spec in specs if spec.name.startswith("blocks")] == [f"blocks.{i}" for i in range(4)]
     sizes = [spec.size for spec in specs]
     assert max(sizes) == sizes[1]  # what lies outside of blocks is packed up to their size
-
-
-def test_a_tied_head_is_a_home_of_the_embedding() -> None:
-    model = GPT(head="tied")
-    registry, specs = units_of(model, 10**9)
-    index = next(t.index for t in registry if {"head.weight", "tokens.weight"} == {t.name, *t.aliases})
-    unit = next(spec for spec in specs if any(t.index == index for t in spec.tensors))
-    assert model.head in unit.modules and model.tokens in unit.modules
