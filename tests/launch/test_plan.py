@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.launch.architectures import SHAPES, Decoder
+from shardwise.launch.architectures import SHAPES, Decoder, Shape
 from shardwise.launch.models import named_model
 from shardwise.pipe import LayerSpec, PipelineModule
 from tests.harness import thorough
@@ -128,10 +128,11 @@ def test_positions_of_a_pipeline(shown: Shown, tmp_path: Path) -> None:
     assert lines[10].split() == ["all", "5,216", "7.7%"]
 
 
-def test_a_named_model_as_a_pipeline(shown: Shown) -> None:
+def test_a_named_model_as_a_pipeline(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters of all positions are those of the whole, where copies of the embedding count once for each."""
     with torch.device("meta"):
         for name, copies in (("llama-7b", 1), ("bloom-560m", 2)):
+            monkeypatch.setitem(SHAPES, name, Shape(2, 64, 4, 128, llama=name == "llama-7b"))
             whole = named_model(name, False, pipeline=True)
             assert [tuple(p.shape) for p in whole.parameters()] == [
                 tuple(p.shape) for p in Decoder(SHAPES[name]).parameters()
