@@ -7,8 +7,10 @@ plain loop, and with FSDP2 on the same mesh. Traffic within and between groups i
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,6 +336,52 @@ def test_resuming_is_exact(tmp_path: Path) -> None:
     setting = Setting(3, accumulation=2, optimizer="AdamW", lr=1e-2, zero=SPREAD)
     for straight, again in run_ranks(resumed, WORLD, "gpt", setting, setting, str(tmp_path)):
         assert straight == again
+
+
+# -- leaving, and part of the ranks ------------------------------------------------------------------------------------
+
+
+@on_ranks(WORLD)
+def test_engines_leave_no_sockets_and_no_threads() -> None:
+    found = []
+    others = set(threading.enumerate())  # of what earlier tests have left in this process
+    for number in range(6):
+        stage, zero = ((3, PAIRS), (2, SPREAD), (3, LEVELS))[number % 3]
+        engine = start(CASES["gpt"], Setting(stage, zero=zero))
+        take_steps(engine, CASES["gpt"], [0])
+        engine.destroy()
+        del engine
+        if number % 3 == 2:
+            new = set(threading.enumerate()) - others
+            threads = [thread.name for thread in new if thread.name.startswith("shardwise")]
+            found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threads))
+    first, last = found
+    assert last[0] <= first[0] and last[1] <= first[1] and last[2] == []
+
+
+@on_ranks(8)
+def test_groups_in_half_of_the_ranks() -> None:
+    """Two engines of four ranks in a job of eight, in groups of the configuration and of a mesh."""
+    half = dist.get_rank() // 4
+    group = [dist.new_group(list(range(4))), dist.new_group(list(range(4, 8)))][half]
+    mpu = SimpleNamespace(get_data_parallel_group=lambda: group)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipe", "replicate", "shard"))["replicate", "shard"]
+    found = set()
+    for zero, given in ((PAIRS, None), (SPREAD, None), ((), mesh), ((("optimizer_over_replicas", True),), mesh)):
+        model = CASES["gpt"].make()
+        engine, *_ = shardwise.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            config=Setting(3, zero=zero).config(),
+            mpu=mpu,
+            mesh=given,
+        )
+        take_steps(engine, CASES["gpt"], [0], rank=dist.get_rank() % 4)
+        with shardwise.zero.GatheredParameters(model.norm.weight, modifier_rank=4 * half + 3), torch.no_grad():
+            model.norm.weight.fill_(float(dist.get_rank() % 4))
+        found |= set(of_all_ranks(digest(list(masters(model).values()))))
+        engine.destroy()
+    assert len(found) == 1
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
