@@ -18,9 +18,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests and tools import the drop-in's package from the checkout; the drop-in itself (`import deepspeed`) is not installed.
 export PYTHONPATH := $(CURDIR)/dropin/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu exhaustive matrix versions lint format guard size hops bench bench-gpu soak hostile docs clean
+.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu test-machines exhaustive matrix versions lint format guard size hops bench bench-gpu soak hostile docs clean
 help:
-	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | exhaustive | matrix | versions | lint | format | guard | size | hops | bench | bench-gpu | soak | hostile | docs | clean"
+	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | test-machines | exhaustive | matrix | versions | lint | format | guard | size | hops | bench | bench-gpu | soak | hostile | docs | clean"
 
 venv: $(STAMP)
 
@@ -73,6 +73,10 @@ test-gpu: $(STAMP)
 # The same tests on a stand-in for the device, on the CPU: what a device alone can tell is left out.
 rehearse-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q --progress -p no:cacheprovider tests/gpu --rehearse
+
+# Jobs on several machines, in network namespaces with an ssh server each: needs root, iproute2 and openssh-server.
+test-machines: $(STAMP)
+	$(BIN)/python -m pytest -q --progress --durations=10 -n 0 -p no:cacheprovider tests/machines
 
 # Also the cases marked thorough, which `make test` leaves out. About an hour on two cores.
 exhaustive: $(STAMP)

@@ -53,6 +53,12 @@ LIMIT_S = 300
 """Seconds until a test is ended; `@pytest.mark.limit(seconds)` sets another limit. Calls of ranks have their own."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests of machines need root and change the network: they run where they are named (`make test-machines`)."""
+    unnamed = collection_path.name == "machines" and not any("machines" in argument for argument in config.args)
+    return True if unnamed else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run thorough cases as well")
     parser.addoption("--progress", action="store_true", help="say now and then how far the run is (tests/progress.py)")

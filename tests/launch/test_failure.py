@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.failure import Failure, ShutdownResult, first_failure, last_traceback
+from shardwise.launch.failure import Failure, ShutdownResult, first_failure, last_traceback, troubles
 from shardwise.launch.output import OutputChannel, Terminal
 from shardwise.launch.processes import Exit
 
@@ -34,11 +34,17 @@ def _error(text: str = "", at: float | None = None) -> OutputChannel:
     return channel
 
 
-def _first(exits: list[Exit], errors: dict[int, OutputChannel], files: dict[int, Path] | None = None) -> Failure:
+def _first(
+    exits: list[Exit],
+    errors: dict[int, OutputChannel],
+    files: dict[int, Path] | None = None,
+    frozen: tuple[int, ...] = (),
+) -> Failure:
     found = {end.rank: end for end in exits}
     nowhere = dict.fromkeys(found, Path("/nonexistent"))
     channels = {rank: errors.get(rank) or _error() for rank in found}
-    return first_failure(found, channels, {**nowhere, **(files or {})}, started=100.0, stop_began=110.0)
+    failed = troubles(found, channels, {**nowhere, **(files or {})}, stop_began=110.0)
+    return first_failure(failed, found, started=100.0, frozen=frozen)
 
 
 def test_the_earliest_exit() -> None:
@@ -82,9 +88,7 @@ def test_the_rank_that_the_others_waited_for_is_named() -> None:
     waited = {0: _error(WAITED, 107.9)}
     failed, stopped = Exit(0, 10, 1, 108.0, False), Exit(1, 11, -9, 115.0, True)
     # Its process was stopped; it had ended without an error; nothing else is known than that it has not answered.
-    found = first_failure(
-        {0: failed, 1: stopped}, {0: waited[0], 1: _error()}, dict.fromkeys((0, 1), Path("/no")), 100.0, 110.0, [1]
-    )
+    found = _first([failed, stopped], waited, frozen=(1,))
     assert (found.rank, found.exit.rank, found.exit_code) == (1, 0, 1)
     assert "rank 1 stands still: its process, pid 11, was stopped" in found.message()
     assert "Without it rank 0 failed: exit code 1" in found.message()

@@ -6,59 +6,24 @@ import os
 import signal
 import time
 
-import pytest
-
 from shardwise.launch.interrupts import Interrupts
 
 
-class Stop(Exception):
-    """What the first signal raises here."""
-
-
-def _interrupts(hurried: list[bool] | None = None) -> Interrupts:
-    seen = [] if hurried is None else hurried
-    return Interrupts(lambda sig: Stop(sig.name), lambda: seen.append(True), lambda sig: None)
-
-
-def test_the_first_signal_raises_and_the_next_hurries() -> None:
-    hurried: list[bool] = []
+def test_the_first_signal_stops_the_next_hurries_and_others_are_passed_on() -> None:
+    noted: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
-    with _interrupts(hurried):
-        with pytest.raises(Stop, match="SIGTERM"):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert hurried == [True]
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_signal_waits_for_the_end_of_a_section() -> None:
-    steps = []
-    with _interrupts() as interrupts, pytest.raises(Stop, match="SIGINT"), interrupts.uninterrupted():
-        with interrupts.uninterrupted():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-            steps.append("inner")
-        steps.append("outer")
-    assert steps == ["inner", "outer"]
-
-
-def test_signals_that_do_not_end_a_job_are_passed_on() -> None:
-    passed: list[str] = []
-    with Interrupts(lambda sig: Stop(sig.name), lambda: None, lambda sig: passed.append(sig.name)) as interrupts:
-        for sig in (signal.SIGUSR2, signal.SIGUSR2):
-            os.kill(os.getpid(), sig)
-            time.sleep(0.01)
-        assert passed == ["SIGUSR2", "SIGUSR2"] and interrupts.received is None
-
-
-def test_signals_that_are_switched_off_stay_so() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _interrupts() as interrupts:
-            os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(0.01)
-            assert interrupts.received is None
+        with Interrupts(
+            lambda sig: noted.append(f"stop {sig.name}"),
+            lambda: noted.append("hurry"),
+            lambda sig: noted.append(f"forward {sig.name}"),
+        ):
+            # One that the parent has switched off stays so.
+            for sig in (signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+                os.kill(os.getpid(), sig)
+                time.sleep(0.01)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, ignored)
+    assert noted == ["forward SIGUSR2", "stop SIGTERM", "forward SIGUSR2", "hurry"]
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -11,8 +11,10 @@ import pytest
 
 from shardwise.comm.environment import PROGRESS
 from shardwise.errors import CommandLineError
-from shardwise.launch.job import Job, check, command, run_job, worker_environment
-from shardwise.launch.placement import Placement, Resources
+from shardwise.launch.job import Job, check
+from shardwise.launch.placement import Placement
+from shardwise.launch.start import run_job
+from shardwise.launch.workers import worker_command, worker_environment
 
 
 @pytest.fixture
@@ -40,9 +42,9 @@ def folder(tmp_path, monkeypatch):
         (Job("train.py", min_nproc=1), "--max-restarts"),
         (Job("train.py", master_port=0), "--master_port 0"),
         (Job("train.py", master_port=70000), "1 to 65535"),
-        (Job("train.py", master_addr="192.0.2.1"), "not an address of this machine.*For several machines run torchrun"),
+        (Job("train.py", master_addr="192.0.2.1"), "not an address of this machine.*--hostfile"),
         (Job("train.py", log_dir="train.py"), "is a file"),
-        (Job("train.py", tags="some"), "choose auto, always or never"),  # type: ignore[arg-type]
+        (Job("train.py", tags="some"), "choose auto, always or never"),
     ],
 )
 def test_wrong_jobs_are_refused(folder, job: Job, message: str) -> None:
@@ -53,15 +55,15 @@ def test_wrong_jobs_are_refused(folder, job: Job, message: str) -> None:
 def test_no_more_processes_than_there_are_can_be_kept(folder, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(CommandLineError, match="has only 2 processes"):
-        run_job(Job("train.py", resources=Resources(nproc=2), max_restarts=1, min_nproc=3))
+        run_job(Job("train.py", nproc=2, max_restarts=1, min_nproc=3))
 
 
 def test_commands(folder) -> None:
     args = ("--lr", "1")
-    assert command(Job("train.py", args), 2) == [sys.executable, "-u", "train.py", *args]
-    assert command(Job("train.py", args, local_rank=True), 2)[2:] == ["train.py", *args, "--local_rank=2"]
-    assert command(Job("a.b", args, module=True), 0)[1:] == ["-u", "-m", "a.b", *args]
-    assert command(Job("./tool", no_python=True, local_rank=True), 1) == ["./tool", "--local_rank=1"]
+    assert worker_command(Job("train.py", args), 2) == [sys.executable, "-u", "train.py", *args]
+    assert worker_command(Job("train.py", args, local_rank=True), 2)[2:] == ["train.py", *args, "--local_rank=2"]
+    assert worker_command(Job("a.b", args, module=True), 0)[1:] == ["-u", "-m", "a.b", *args]
+    assert worker_command(Job("./tool", no_python=True, local_rank=True), 1) == ["./tool", "--local_rank=1"]
 
 
 def test_environment_of_the_workers() -> None:
@@ -74,7 +76,7 @@ def test_environment_of_the_workers() -> None:
     assert worker_environment(Job("x"), Placement(1, None), mine) == mine
     limited = worker_environment(Job("x", device_limit="2GiB"), Placement(1, None), {"SHARDWISE_DEVICE_LIMIT": "1GiB"})
     assert limited["SHARDWISE_DEVICE_LIMIT"] == "2GiB"
-    assert "GLOO_SOCKET_IFNAME" not in worker_environment(Job("x", master_addr="10.0.0.1"), Placement(1, None), {})
+    assert "GLOO_SOCKET_IFNAME" not in worker_environment(Job("x"), Placement(1, None), {}, interface="")
 
 
 def test_ranks_are_told_of_progress() -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shardwise.launch.jobmemory import JobDirectory
-from shardwise.launch.recovery import Recovery
+from shardwise.launch.recovery import describe_recovery, read_recovery
 
 HOLD = """
 import sys, time
@@ -55,18 +55,23 @@ def test_a_machine_without_such_memory(tmp_path: Path) -> None:
 
 def test_what_is_said_about_a_recovery(tmp_path: Path) -> None:
     file = tmp_path / "recovered.json"
-    recovery = Recovery(rank=1, failed=100.0, noticed=100.05, started=100.25, file=file)
-    assert recovery.describe() is None
+
+    def described() -> str:
+        record = read_recovery(file)
+        assert record is not None
+        return describe_recovery(record, rank=1, failed=100.0, noticed=100.05, started=100.25)
+
+    assert read_recovery(file) is None
     file.write_text("{")
-    assert recovery.describe() is None
+    assert read_recovery(file) is None
     said = {"ready": 102.0, "restored": 102.5, "source": "memory", "steps": 40, "stepped": 102.75}
     file.write_text(json.dumps(said))
-    assert recovery.describe() == (
+    assert described() == (
         "recovered from the failure of rank 1 in 2.75 s: noticed after 0.05 s, processes started again after 0.25 s "
         "and ready (interpreter, imports, data) after 2.00 s, state of step 40 back from memory after 2.50 s, "
         "first step done; 1.00 s beyond the start of processes"
     )
     file.write_text(json.dumps({**said, "restored": None, "source": None}))
-    assert "training went on at step 40 without engine.resume()" in str(recovery.describe())
+    assert "training went on at step 40 without engine.resume()" in described()
     file.write_text(json.dumps({**said, "restored": None, "source": None, "steps": 0, "asked": True}))
-    assert "engine.resume() found no state, and training began at step 0" in str(recovery.describe())
+    assert "engine.resume() found no state, and training began at step 0" in described()

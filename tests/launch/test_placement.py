@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.errors import CommandLineError, NotBuiltError
+from shardwise.errors import CommandLineError
 from shardwise.launch import hosts, placement
-from shardwise.launch.placement import Devices, Placement, Resources, find_devices, place
+from shardwise.launch.placement import Devices, Host, Placement, Resources, find_devices, hosts_of, place
 
 CPU = Devices()
 FOUR = Devices(("0", "1", "2", "3"))
@@ -85,16 +85,25 @@ def test_hostfile_with_more_than_there_is(tmp_path) -> None:
         place(_with_hosts(tmp_path, "localhost slots=8", include="localhost:0,4"), CHOSEN)
 
 
-def test_other_machines_are_not_built(tmp_path) -> None:
-    two = "localhost slots=2\nworker-1.invalid slots=2"
-    with pytest.raises(NotBuiltError, match=r"localhost, worker-1\.invalid"):
-        place(_with_hosts(tmp_path, two), CPU)
-    with pytest.raises(NotBuiltError, match="--num_nodes 2"):
-        place(Resources(num_nodes=2), CPU)
-    with pytest.raises(NotBuiltError, match="worker-1"):
-        place(_with_hosts(tmp_path, two, include="worker-1.invalid"), CPU)
-    assert place(_with_hosts(tmp_path, two, num_nodes=1), CPU) == Placement(2, None)
-    assert place(_with_hosts(tmp_path, two, exclude="worker-1.invalid@localhost:0"), CPU) == Placement(1, None)
+def test_machines_of_a_hostfile(tmp_path) -> None:
+    two = "localhost slots=2\nworker-1 slots=3"
+    both = [Host("localhost", (0, 1)), Host("worker-1", (0, 1, 2))]
+    assert hosts_of(Resources()) is None
+    assert hosts_of(_with_hosts(tmp_path, two)) == both
+    assert hosts_of(_with_hosts(tmp_path, two, num_nodes=1)) == both[:1]
+    assert hosts_of(_with_hosts(tmp_path, two, include="worker-1:1,2")) == [Host("worker-1", (1, 2))]
+    assert hosts_of(_with_hosts(tmp_path, two, exclude="worker-1@localhost:0")) == [Host("localhost", (1,))]
+    for resources, message in (
+        (Resources(num_nodes=2), "--num_nodes 2: the machines are not known"),
+        (_with_hosts(tmp_path, two, num_nodes=3), "only 2 machines: localhost, worker-1"),
+    ):
+        with pytest.raises(CommandLineError, match=message):
+            hosts_of(resources)
+    # The devices of each machine are known there.
+    assert place(Resources(nproc=2), CPU, both[1]) == Placement(2, None)
+    assert place(Resources(), FOUR, Host("worker-1", (1, 3))) == Placement(2, ("1", "3"))
+    with pytest.raises(CommandLineError, match="has 4 CUDA devices"):
+        place(Resources(), FOUR, Host("worker-1", (3, 4)))
 
 
 @pytest.mark.parametrize(

@@ -9,26 +9,28 @@ import logging
 import os
 from typing import NoReturn
 
-from shardwise.comm.environment import LOOPBACK
 from shardwise.launch.hosts import read_hostfile
-from shardwise.launch.job import Job, run_job
-from shardwise.launch.placement import Devices, Resources, place
+from shardwise.launch.job import Job
+from shardwise.launch.start import run_job
 from shardwise_deepspeed.logs import LEVELS
 from shardwise_deepspeed.options import Parser, run
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""File of variables for processes on other machines; never read, because none are started there."""
+"""File of further variables for all machines, in the current or the home directory."""
 
-LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
+RUNNERS = {"": "ssh", "ssh": "ssh", **{name: name for name in ("pdsh", "slurm", "openmpi", "mpich", "impi")}}
+"""Launchers of shardwise by DeepSpeed's names; by default the ssh client, where DeepSpeed needs pdsh."""
 
 
 def _parser() -> Parser:
-    made = Parser("deepspeed", "Start a script as several processes on this machine, by `shardwise run`.")
+    made = Parser(
+        "deepspeed", "Start a script as several processes, on this machine or on several, by `shardwise run`."
+    )
     add = made.add_argument
     add("-H", "--hostfile", metavar="PATH", help="machines, one a line: host slots=N")
     add("-i", "--include", metavar="SPEC", help="slots to use: NAME[:slot,slot]@NAME...")
     add("-e", "--exclude", metavar="SPEC", help="slots not to use, in the same form")
-    add("--num_nodes", type=int, default=-1, metavar="N", help="use the first N machines; only 1 works so far")
+    add("--num_nodes", type=int, default=-1, metavar="N", help="use the first N machines")
     add("--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="number of processes")
     add("--master_port", type=int, metavar="PORT", help="port to meet on; default 29500 or a free one")
     add("--master_addr", default="", metavar="ADDRESS", help="address of this machine at which the ranks meet")
@@ -41,9 +43,10 @@ def _parser() -> Parser:
     add("--log_level", default="info", choices=LEVELS, help="of the launcher")
     add("-q", "--quiet", action="store_true", help="print nothing but the ranks' output and errors")
     several = made.add_argument_group("for several machines", "no effect on one machine")
-    several.add_argument("--launcher", default="pdsh", type=str.lower, choices=LAUNCHERS)
+    several.add_argument("--launcher", default="", type=str.lower, choices=RUNNERS, help="program that starts on them")
     several.add_argument("--launcher_args", default="", help="arguments of that launcher")
     several.add_argument("--ssh_port", type=int, help="port of ssh")
+    several.add_argument("--venv_script", metavar="PATH", help="shell script to source on each machine")
     several.add_argument("--no_ssh_check", action="store_true", help="do not try ssh first")
     add("user_script", help="script to run")
     add("user_args", nargs=argparse.REMAINDER, help="everything after the script is the script's")
@@ -65,14 +68,15 @@ def job_of(arguments: list[str]) -> Job:
         log.warning("--hostfile %s: there is no such file; this machine is used", hostfile)
         hostfile = None
     nproc, nodes = (None if number == -1 else number for number in (given.num_gpus, given.num_nodes))
-    resources = Resources(nproc, nodes, given.include or None, given.exclude or None, hostfile)
-    if hostfile is not None and given.master_addr:
-        place(resources, Devices(()))  # several machines are the error, not the address
     return Job(
         script=given.user_script,
         args=tuple(given.user_args),
-        resources=resources,
-        master_addr=given.master_addr or LOOPBACK,
+        nproc=nproc,
+        num_nodes=nodes,
+        include=given.include or None,
+        exclude=given.exclude or None,
+        hostfile=hostfile,
+        master_addr=given.master_addr or None,
         master_port=given.master_port,
         module=given.module,
         no_python=given.no_python,
@@ -82,6 +86,10 @@ def job_of(arguments: list[str]) -> Job:
         log_dir=None if given.enable_each_rank_log == "None" else given.enable_each_rank_log,
         quiet=given.quiet,
         progress="off" if given.quiet else None,
+        launcher=RUNNERS[given.launcher],
+        launcher_args=given.launcher_args,
+        ssh_port=given.ssh_port,
+        setup=given.venv_script,
     )
 
 

@@ -1,40 +1,32 @@
-"""Elastic agent of one machine: torch's agent with shardwise's start, watch and shutdown of workers.
+"""The agent of one machine: serves the store of an attempt, starts, watches and stops its ranks.
 
-torch documents `SimpleElasticAgent` as the class to extend: it assigns ranks and decides about restarts. Invariant:
-each attempt has a new store, served by the agent on a loopback address, because Gloo writes the ranks' addresses into
-the store. In a reused store restarted ranks find the addresses of dead ranks, and hang or are refused.
+The coordinator decides; the agent of the launcher's own machine runs in the launcher, others in a process of their own.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-
-from shardwise.comm.environment import RECOVERY_FILE
-from shardwise.comm.rendezvous import ended_key, serve
-from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
+from shardwise.comm.environment import MEMORY_DIRECTORY, RECOVERY_FILE
 from shardwise.errors import LaunchError
-from shardwise.launch.attempt import Attempt
-from shardwise.launch.failure import Failure, ShutdownResult, ranks_in_words
+from shardwise.launch.attempt import Attempt, Display
+from shardwise.launch.coordinator import GRACE_S, Plan, Report
+from shardwise.launch.cores import Cores, deal, nodes_of_gpus
+from shardwise.launch.failure import ranks_in_words
+from shardwise.launch.job import Job
+from shardwise.launch.placement import Placement, remaining
 from shardwise.launch.processes import STOPPED
-from shardwise.launch.recovery import Recovery
+from shardwise.launch.recovery import read_recovery
+from shardwise.launch.workers import worker_command, worker_environment
 
-GRACE_S = 5.0
-"""Grace period in seconds for processes without a handler for the signal, and for all after a failure."""
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 SAVING_GRACE_S = 60.0
 """Grace period in seconds for processes that handle the signal, for example to save a checkpoint."""
@@ -42,260 +34,202 @@ SAVING_GRACE_S = 60.0
 LATE_S, LATE_STOPPED_S = 60.0, 10.0
 """Seconds after the last exit with code 0 before running, or stopped, ranks are logged; then doubled."""
 
-_ENDED_ON = {
-    128 + int(sig): sig
-    for sig in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-}
+
+class Event(NamedTuple):
+    """An event for the coordinator: the name of its method, and its argument."""
+
+    kind: str
+    content: Any = None
 
 
-class EndedOnRequest(Exception):
-    """Raised when a rank has ended in order after a signal: the job is over and is not restarted."""
+@dataclass(frozen=True)
+class Surroundings:
+    """Surroundings of the ranks on this machine.
 
-    def __init__(self, rank: int, received: signal.Signals) -> None:
-        super().__init__(f"rank {rank} was sent {received.name}")
-        self.rank = rank
-        self.signal = received
+    Attributes:
+        display: shows and logs their output.
+        scratch: private directory for error files.
+        memory: directory in memory that lives as long as the job; None: there is none.
+        interface: network interface of the job; empty: torch's choice.
+        run_id: random name of the job.
+    """
+
+    display: Display
+    scratch: Path
+    memory: Path | None
+    interface: str
+    run_id: str
 
 
-class LocalRendezvousHandler(RendezvousHandler):
-    """Rendezvous of a single agent at an address for the ranks; `port` None: 29500 if free, else any free one."""
+class Agent:
+    """Runs the ranks of one machine. `cores` are divided among them; None: they are not bound."""
 
-    def __init__(self, run_id: str, address: str, port: int | None) -> None:
-        self._run_id = run_id
-        self._address = address
-        self._port = port
+    def __init__(self, job: Job, placement: Placement, cores: Cores | None, around: Surroundings) -> None:
+        self.attempt: Attempt | None = None
+        self._job, self._placement, self._cores, self._around = job, placement, cores, around
         self._server: dist.TCPStore | None = None
+        self._plan: Plan | None = None
+        self._ranks: dict[int, int] = {}
+        self._noted: set[int] = set()
+        self._over = True
+        self._recovery: Path | None = None
+        self._late = 1.0
+        self._notices: list[str] = []
 
-    @property
-    def use_agent_store(self) -> bool:
-        """True: ranks connect to the agent's store."""
-        return True
+    # -- the store ---------------------------------------------------------------------------------------------------
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Serve a new store."""
+    def serve(self, address: str, port: int | None) -> int:
+        """Serve a new store at an address of this machine, on the default port or a free one if `port` is None; return
+        its port. Raises LaunchError if the port is taken.
+        """
+        from shardwise.comm.rendezvous import serve
+        from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
+
         self._server = None  # closes the last attempt's store, to free its port
-        self._server = self._serve()
-        meeting = RendezvousStoreInfo(self._address, self._server.port)
-        # The agent's own keys are not shared with ranks.
-        return RendezvousInfo(dist.HashStore(), 0, 1, meeting)
+        try:
+            self._server = serve(address, DEFAULT_PORT if port is None else port, DEFAULT_TIMEOUT)
+        except LaunchError:
+            if port is not None:
+                raise
+            self._server = serve(address, 0, DEFAULT_TIMEOUT)
+        return int(self._server.port)
 
-    def tell_ended(self, attempt: int, rank: int, how: str) -> None:
+    def note_ended(self, attempt: int, rank: int, how: str) -> None:
         """Publish that a rank has ended, for ranks that are still in rendezvous."""
+        from shardwise.comm.rendezvous import ended_key
+
         if self._server is not None:
             self._server.set(ended_key(str(attempt), rank), how)
 
-    def _serve(self) -> dist.TCPStore:
-        if self._port is not None:
-            return serve(self._address, self._port, DEFAULT_TIMEOUT)
-        try:
-            return serve(self._address, DEFAULT_PORT, DEFAULT_TIMEOUT)
-        except LaunchError:
-            return serve(self._address, 0, DEFAULT_TIMEOUT)
-
-    def get_backend(self) -> str:
-        """Return the name of this rendezvous backend."""
-        return "one-machine"
-
-    def is_closed(self) -> bool:
-        """Return False: further attempts are always possible."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: there is no other agent."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return the number of agents that want to join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the job."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
+    def close(self) -> None:
         """Close the store."""
         self._server = None
-        return True
 
+    # -- the ranks ---------------------------------------------------------------------------------------------------
 
-class Agent(SimpleElasticAgent):
-    """Runs the attempts of a job until one succeeds or none is left.
+    def start(self, plan: Plan) -> None:
+        """Start the ranks of a plan. Raises LaunchError if a process cannot be started."""
+        job, around = self._job, self._around
+        placement = remaining(self._placement, plan.slots)
+        dealt = None
+        if self._cores is not None:
+            devices = placement.devices if job.core_list is None else None
+            dealt = deal(self._cores, placement.nproc, None if devices is None else nodes_of_gpus(devices))
+        each = None if dealt is None else len(dealt[0])
+        common = worker_environment(job, placement, cores=each, interface=around.interface)
+        if around.memory is not None:  # without a directory, in-memory copies raise an error
+            common[MEMORY_DIRECTORY] = str(around.memory)
+        self._recovery = around.scratch / f"attempt_{plan.attempt}_recovered.json" if plan.restarted else None
+        env = {}
+        for local, rank in enumerate(range(plan.first_rank, plan.first_rank + placement.nproc)):
+            env[rank] = {**common, **self._variables(plan, local, rank, placement.nproc)}
+        argv = {rank: worker_command(job, int(own["LOCAL_RANK"])) for rank, own in env.items()}
+        cores = None if dealt is None else dict(zip(argv, dealt, strict=True))
+        if plan.attempt == 0:
+            self._notices.append(_summary(placement, common, f"{plan.master_addr}:{plan.master_port}", each))
+        self._plan, self._over, self._late, self._noted = plan, False, 1.0, set()
+        self.attempt = Attempt(plan.attempt, argv, env, cores, around.display, around.scratch, plan.world_size)
+        self.attempt.start()
 
-    `spec` has the number of workers and restarts; `open_attempt` builds an attempt from its number and its workers'
-    variables by rank. `grace` are the seconds between the first signal and SIGKILL; None: `GRACE_S` or
-    `SAVING_GRACE_S`. `say` prints one line for the user. `scratch` is a private directory for the recovery report of a
-    restarted rank. `least` is the minimum number of workers when slots are left out; None: none is. `slots` are the
-    initial slots that still have a worker.
-    """
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        open_attempt: Callable[[int, dict[int, dict[str, str]]], Attempt],
-        grace: float | None,
-        say: Callable[[str], None],
-        scratch: Path,
-        least: int | None = None,
-    ) -> None:
-        super().__init__(spec)
-        self.slots = list(range(spec.local_world_size))
-        self._least = spec.local_world_size if least is None else least
-        self._suspect: int | None = None
-        self.failure: Failure | None = None
-        """Failure of the last failed attempt."""
-        self.attempt: Attempt | None = None
-        self._open_attempt = open_attempt
-        self._grace = grace
-        self._say = say
-        self._scratch = scratch
-        self._attempts = 0
-        self._given = 0.0
-        self._noticed = 0.0
-        self._recovery: Recovery | None = None
-        self._notices: list[str] = []
-        self._notified: set[int] = set()
-        self._late = 1.0
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec = worker_group.spec
-        variables = {}
-        for worker in worker_group.workers:
-            variables[worker.global_rank] = {
-                "RANK": str(worker.global_rank),
-                "LOCAL_RANK": str(worker.local_rank),
-                "WORLD_SIZE": str(worker.world_size),
-                "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-                "LOCAL_SIZE": str(spec.local_world_size),
-                "CROSS_RANK": str(worker_group.group_rank),
-                "CROSS_SIZE": str(worker_group.group_world_size),
-                "GROUP_RANK": str(worker_group.group_rank),
-                "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
-                "ROLE_NAME": spec.role,
-                "ROLE_RANK": str(worker.role_rank),
-                "ROLE_WORLD_SIZE": str(worker.role_world_size),
-                "MASTER_ADDR": str(worker_group.master_addr),
-                "MASTER_PORT": str(worker_group.master_port),
-                "TORCHELASTIC_RESTART_COUNT": str(self._attempts),
-                "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-                "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-                "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
-            }
-            if self.failure is not None:
-                variables[worker.global_rank][RECOVERY_FILE] = str(self._recovery_file())
-        self.attempt = self._open_attempt(self._attempts, variables)
-        pids = self.attempt.start()
-        if self.failure is not None:
-            end = self.failure.exit
-            started = self.attempt.started
-            self._recovery = Recovery(self.failure.rank, end.at, self._noticed, started, self._recovery_file())
-        self._attempts += 1
-        self._notified.clear()
-        self._late = 1.0
-        return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
-
-    def _recovery_file(self) -> Path:
-        return self._scratch / f"attempt_{self._attempts}_recovered.json"
+    def _variables(self, plan: Plan, local: int, rank: int, count: int) -> dict[str, str]:
+        found: dict[str, Any] = {
+            "RANK": rank,
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": plan.world_size,
+            "LOCAL_WORLD_SIZE": count,
+            "LOCAL_SIZE": count,
+            "CROSS_RANK": plan.node,
+            "CROSS_SIZE": plan.nodes,
+            "GROUP_RANK": plan.node,
+            "GROUP_WORLD_SIZE": plan.nodes,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": plan.world_size,
+            "MASTER_ADDR": plan.master_addr,
+            "MASTER_PORT": plan.master_port,
+            "TORCHELASTIC_RESTART_COUNT": plan.attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self._job.max_restarts,
+            "TORCHELASTIC_RUN_ID": self._around.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        if self._recovery is not None:
+            found[RECOVERY_FILE] = self._recovery
+        return {name: str(value) for name, value in found.items()}
 
     def forward(self, sig: signal.Signals) -> None:
-        """Send a signal to the ranks that handle it; called from a signal handler."""
+        """Send a signal to the ranks that handle it; safe in a signal handler."""
         if self.attempt is None or not self.attempt.gang.forward(sig):
             self._notices.append(f"received {sig.name}, for which no rank has a handler; nothing is done")
 
-    def _report_recovery(self) -> None:
+    def skip_grace_period(self) -> None:
+        """End a grace period at once; safe in a signal handler."""
+        if self.attempt is not None:
+            self.attempt.gang.skip_grace_period = True
+
+    def poll(self) -> list[Event]:
+        """Return what has happened since the last call."""
+        found = []
         while self._notices:
-            self._say(self._notices.pop(0))
-        recovered = None if self._recovery is None else self._recovery.describe()
-        if recovered is not None:
-            self._say(recovered)
+            found.append(Event("say", self._notices.pop(0)))
+        record = None if self._recovery is None else read_recovery(self._recovery)
+        if record is not None:
             self._recovery = None
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            found.append(Event("recovered", record))
         attempt = self.attempt
-        assert attempt is not None
-        self._report_recovery()
+        if attempt is None or self._over:
+            return found
         if attempt.failed():
-            self._noticed = time.time()
-            self._recovery = None
-            # Short grace period: without the failed rank the others cannot save.
-            self.failure = attempt.end_after_failure(GRACE_S if self._grace is None else min(self._grace, GRACE_S))
-            received = _ENDED_ON.get(self.failure.exit.code)
-            if received is not None:
-                raise EndedOnRequest(self.failure.exit.rank, received)
-            left = worker_group.spec.max_restarts - self._attempts + 1
-            if left > 0:
-                without = self._leave_out(self.failure.rank, worker_group.spec)
-                failure = self.failure
-                what = (
-                    failure.root_cause if failure.root_cause_rank is not None else f"failed first ({failure.cause()})"
-                )
-                self._say(
-                    f"rank {self.failure.rank} {what}{without}; starting all "
-                    f"{worker_group.spec.local_world_size} processes again (restart {self._attempts} of "
-                    f"{worker_group.spec.max_restarts})"
-                )
-            end = self.failure.exit
-            return RunResult(
-                state=WorkerState.FAILED,
-                failures={end.rank: ProcessFailure(end.rank, end.pid, end.code, error_file="")},
-            )
+            self._over = True
+            return [*found, Event("failing")]
         if attempt.gang.finished():
-            self.failure = None
-            return RunResult(
-                state=WorkerState.SUCCEEDED,
-                return_values=dict.fromkeys(worker.global_rank for worker in worker_group.workers),
-            )
-        for rank in attempt.ended() - self._notified:
-            # Ranks still in rendezvous would wait for it.
-            worker_group.spec.rdzv_handler.tell_ended(self._attempts - 1, rank, "exit code 0")  # type: ignore[attr-defined]
-            self._notified.add(rank)
-        self._report_late(attempt)
-        return RunResult(state=WorkerState.HEALTHY)
+            self._over = True
+            return [*found, Event("finished", list(attempt.gang.exits.values()))]
+        for rank in attempt.ended() - self._noted:
+            self._noted.add(rank)
+            found.append(Event("ended", rank))  # ranks still in rendezvous would wait for it
+        late = self._describe_late(attempt)
+        return [*found, Event("say", late)] if late else found
 
-    def _report_late(self, attempt: Attempt) -> None:
-        """Log ranks that run long after others have ended, because a stopped rank blocks the job forever."""
+    def _describe_late(self, attempt: Attempt) -> str:
+        """Describe ranks that run long after others have ended, because a stopped rank blocks the job forever."""
         exits = list(attempt.gang.exits.values())
         since = time.time() - max((end.at for end in exits), default=time.time())
         if since < LATE_STOPPED_S * self._late:
-            return
+            return ""
         states, pids = attempt.gang.states(), attempt.gang.pids()
         stopped = [rank for rank, state in states.items() if state in STOPPED]
         if not states or since < (LATE_STOPPED_S if stopped else LATE_S) * self._late:
-            return
+            return ""
         self._late *= 2
         message = f"{ranks_in_words(list(states))} still {'run' if len(states) > 1 else 'runs'}, {since:.0f} s after "
         message += f"{ranks_in_words([end.rank for end in exits])} ended with exit code 0"
         for rank in stopped:
             message += f"; rank {rank} is stopped (SIGSTOP, or a debugger): `kill -CONT {pids[rank]}` lets it go on"
-        self._say(message)
+        return message
 
-    def _leave_out(self, rank: int, spec: WorkerSpec) -> str:
-        """Drop a slot that has failed first twice in a row, which points to its device; return a note."""
-        slot = self.slots[rank]
-        again, self._suspect = self._suspect == slot, slot
-        if not again or len(self.slots) <= self._least:
-            return ""
-        self._suspect = None
-        self.slots.remove(slot)
-        spec.local_world_size = len(self.slots)
-        return f", as in the attempt before; slot {slot} is left out from now on"
-
-    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
-        self._shutdown()
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
-        # The user's grace period replaces torch's (`timeout`, 30 s).
+    def stop(self, sig: signal.Signals, grace: float | None = None) -> Report:
+        """Stop all ranks: the signal, then SIGKILL after `grace` seconds; None: `SAVING_GRACE_S` if a rank handles the
+        signal, else `GRACE_S`. The user's grace period takes precedence, after a failure if it is shorter.
+        """
+        self._over = True
         if self.attempt is None:
-            return
-        grace = self._grace
-        if grace is None:
+            return Report()
+        own = self._job.grace
+        if grace is not None:
+            grace = grace if own is None else min(own, grace)
+        elif own is not None:
+            grace = own
+        else:
             # Every Python process handles SIGINT.
-            saves = death_sig is not signal.SIGINT and self.attempt.gang.handles(death_sig)
+            saves = sig is not signal.SIGINT and self.attempt.gang.handles(sig)
             grace = SAVING_GRACE_S if saves else GRACE_S
-        if self.attempt.gang.stop_began is None:
-            self._given = grace
-        self.attempt.end(death_sig, grace)
+        return self.attempt.stop(sig, grace)
 
-    def stopped(self, sig: signal.Signals) -> ShutdownResult:
-        """Return how the ranks ended after the signal that ended `run`."""
-        if self.attempt is None:
-            return ShutdownResult(sig, {}, {}, 0.0)
-        return ShutdownResult(sig, self.attempt.gang.exits, self.attempt.gang.killed, self._given)
+
+def _summary(placement: Placement, env: Mapping[str, str], address: str, cores: int | None) -> str:
+    devices = "the CPU" if placement.devices is None else "CUDA devices " + ", ".join(placement.devices)
+    return (
+        f"{placement.nproc} process{'es' * (placement.nproc > 1)} on {devices}, meeting at {address}, "
+        f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']}"
+        + ("" if cores is None else f", each bound to {cores} core{'s' * (cores > 1)} of its own")
+    )

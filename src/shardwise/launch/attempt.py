@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.launch.coordinator import Report
 from shardwise.launch.cores import Cores
-from shardwise.launch.failure import Failure, first_failure
+from shardwise.launch.failure import troubles
 from shardwise.launch.output import OutputChannel, OutputReader, Tags, Terminal, is_raw, open_log, open_pipe, prefix
 from shardwise.launch.processes import STOPPED, Streams, Worker, WorkerGroup
 
@@ -36,8 +36,8 @@ class Display:
 
 
 class Attempt:
-    """Starts workers once; ends them at least once (a second end does nothing). `argv` and `cores` (None: unbound) are
-    by rank, `scratch` is a private directory for error files, `uninterrupted` holds back signals.
+    """Starts workers once; stops them at least once (a second stop does nothing). `argv` and `cores` (None: unbound)
+    are by rank, `scratch` is a private directory for error files, `world_size` is the number of ranks on all machines.
     """
 
     def __init__(
@@ -48,13 +48,12 @@ class Attempt:
         cores: Mapping[int, Cores] | None,
         display: Display,
         scratch: Path,
-        uninterrupted: Callable[[], AbstractContextManager[None]],
+        world_size: int,
     ) -> None:
         self._display = display
-        self._uninterrupted = uninterrupted
+        self._world_size = world_size
         self._error_files = {rank: scratch / f"attempt_{number}_rank_{rank}.json" for rank in argv}
         self._channels: dict[int, tuple[OutputChannel, OutputChannel]] = {}
-        self._started = time.time()
         workers = []
         for rank in argv:
             variables = {**env[rank], "TORCHELASTIC_ERROR_FILE": str(self._error_files[rank])}
@@ -63,7 +62,7 @@ class Attempt:
 
     def start(self) -> dict[int, int]:
         """Start all workers; return their process ids by rank."""
-        with self._uninterrupted(), contextlib.ExitStack() as parents_copies:
+        with contextlib.ExitStack() as parents_copies:
             nothing = os.open(os.devnull, os.O_RDONLY)
             parents_copies.callback(os.close, nothing)
             streams = {}
@@ -78,14 +77,8 @@ class Attempt:
                 self._channels[rank] = (out, err)
                 self._display.pump.add(out_reader, out)
                 self._display.pump.add(err_reader, err)
-            self._started = time.time()
             self.gang.start(streams)
             return self.gang.pids()
-
-    @property
-    def started(self) -> float:
-        """Start time of the workers, in seconds since the epoch."""
-        return self._started
 
     def failed(self) -> bool:
         """Whether a worker has failed, or has recorded an exception (`@record`) and waits in a collective for peers."""
@@ -97,8 +90,9 @@ class Attempt:
         """Return the ranks that have exited."""
         return set(self.gang.exits)
 
-    def end(self, first: signal.Signals, grace: float) -> None:
-        """Stop all workers and their child processes, and show the rest of their output."""
+    def stop(self, first: signal.Signals, grace: float) -> Report:
+        """Stop all workers and their child processes, show the rest of their output, and return how they ended."""
+        frozen = [rank for rank, state in self.gang.states().items() if state in STOPPED]
         stuck = self.gang.stop(first, grace)
         if stuck:
             self._display.err.write(
@@ -109,14 +103,11 @@ class Attempt:
         deadline = time.monotonic() + DRAIN_S
         for channel in (channel for pair in self._channels.values() for channel in pair):
             channel.closed.wait(max(0.0, deadline - time.monotonic()))
-
-    def end_after_failure(self, grace: float) -> Failure:
-        """Stop the other workers after a failure; return the first failure."""
-        frozen = [rank for rank, state in self.gang.states().items() if state in STOPPED]
-        self.end(signal.SIGTERM, grace)
         assert self.gang.stop_began is not None
         errors = {rank: err for rank, (_, err) in self._channels.items()}
-        return first_failure(self.gang.exits, errors, self._error_files, self._started, self.gang.stop_began, frozen)
+        found = troubles(self.gang.exits, errors, self._error_files, self.gang.stop_began)
+        exits = tuple(self.gang.exits.values())
+        return Report(exits, dict(self.gang.killed), tuple(found), tuple(frozen), grace)
 
     def _open(self, rank: int, terminal: bool, descriptor: int) -> tuple[int, int]:
         return open_pipe(descriptor if is_raw(self._display.tags, rank, terminal) else None)
@@ -127,7 +118,7 @@ class Attempt:
         return OutputChannel(
             rank,
             screen,
-            prefix(display.tags, rank, len(self._error_files)),
+            prefix(display.tags, rank, self._world_size),
             is_raw(display.tags, rank, terminal),
             None if display.log_dir is None else open_log(display.log_dir, rank, stream),
         )

@@ -122,8 +122,9 @@ def run(wanted: CommWanted) -> int:
 def _start(wanted: CommWanted) -> int:
     from dataclasses import replace
 
-    from shardwise.launch.job import Job, run_job
+    from shardwise.launch.job import Job
     from shardwise.launch.placement import find_devices, place
+    from shardwise.launch.start import run_job
 
     devices = find_devices()
     resources = wanted.resources
@@ -141,7 +142,7 @@ def _start(wanted: CommWanted) -> int:
         answer = Path(folder, "found.json")
         arguments = (json.dumps(wanted.plan), str(answer))
         module = "shardwise.launch.commranks"
-        code = run_job(Job(module, arguments, resources, module=True, quiet=True))
+        code = run_job(Job(module, arguments, **vars(resources), module=True, quiet=True))
         if code:
             return code
         return show(json.loads(answer.read_text(encoding="utf-8")), wanted)

@@ -106,7 +106,7 @@ class Failure:
             begin = f"rank {self.root_cause_rank} {self.root_cause}. Without it rank {self.exit.rank} failed{others}"
         lines = [
             f"shardwise run: {begin}: {self.cause()}, pid "
-            f"{self.exit.pid} on {socket.gethostname()}, {self.elapsed:.1f} s after the start."
+            f"{self.exit.pid} on {self.exit.host or socket.gethostname()}, {self.elapsed:.1f} s after the start."
         ]
         hint = _NOT_DESTROYED if _TERMINATE in self.report else _HINTS.get(-self.exit.code)
         if hint:
@@ -120,20 +120,35 @@ class Failure:
         return "\n".join(lines)
 
 
-def first_failure(
+@dataclass(frozen=True)
+class Trouble:
+    """One rank that failed by itself.
+
+    Attributes:
+        began: beginning of the trouble, in seconds since the epoch.
+        report, has_traceback: its traceback, or the last lines of its standard error.
+        lost_peer: whether it only reports that another rank is gone.
+    """
+
+    exit: Exit
+    began: float
+    report: str
+    has_traceback: bool
+    lost_peer: bool
+
+
+def troubles(
     exits: Mapping[int, Exit],
     errors: Mapping[int, OutputChannel],
     error_files: Mapping[int, Path],
-    started: float,
     stop_began: float,
-    frozen: Sequence[int] = (),
-) -> Failure:
-    """Find the rank that failed first, in an attempt with at least one failed rank.
+) -> list[Trouble]:
+    """Return the ranks of this machine that failed by themselves.
 
-    `error_files` are those of torch's `@record`. `started` and `stop_began`, when the launcher began to stop the
-    others, are in seconds since the epoch. `frozen` ranks had a stopped process then.
+    `error_files` are those of torch's `@record`. `stop_began`, when the launcher began to stop the ranks, is in seconds
+    since the epoch.
     """
-    candidates = []
+    found = []
     for rank, end in exits.items():
         if end.code == 0:
             continue
@@ -151,13 +166,24 @@ def first_failure(
             end = replace(end, code=1)
         report, has_traceback = (recorded[1], True) if recorded else last_traceback(errors[rank].text())
         lost_peer = end.code > 0 and bool(_LOST_PEER.search(_last_exception(report)))
-        candidates.append((lost_peer, began, rank, end, report, has_traceback))
-    chosen = min(candidates, key=lambda c: c[:3])
-    named = _ELSEWHERE.search(_last_exception(chosen[4]))
+        found.append(Trouble(end, began, report, has_traceback, lost_peer))
+    return found
+
+
+def first_failure(
+    candidates: Sequence[Trouble], exits: Mapping[int, Exit], started: float, frozen: Sequence[int] = ()
+) -> Failure:
+    """Find the rank that failed first among the troubles of all machines, of which there is at least one.
+
+    `started` is the start of the attempt, in seconds since the epoch. `frozen` ranks had a stopped process at the end.
+    """
+    chosen = min(candidates, key=lambda one: (one.lost_peer, one.began, one.exit.rank))
+    named = _ELSEWHERE.search(_last_exception(chosen.report))
     cause = None if named is None else int(named[1])
-    chosen = next((candidate for candidate in candidates if candidate[2] == cause), chosen)
-    _, began, _, end, report, has_traceback = chosen
-    failure = Failure(end, max(0.0, began - started), report, has_traceback, len(candidates), len(exits))
+    chosen = next((candidate for candidate in candidates if candidate.exit.rank == cause), chosen)
+    end, report = chosen.exit, chosen.report
+    elapsed = max(0.0, chosen.began - started)
+    failure = Failure(end, elapsed, report, chosen.has_traceback, len(candidates), len(exits))
     if cause is not None and cause in exits and cause != end.rank:
         return replace(failure, root_cause_rank=cause, root_cause="has failed, as the other ranks say")
     if end.code < 0 or not _WAITED.search(_last_exception(report)):
@@ -171,7 +197,7 @@ def first_failure(
         first = min(early, key=lambda other: other.at)
         root_cause = f"ended with exit code 0 {max(0.0, first.at - started):.1f} s after the start, before the others"
         return replace(failure, root_cause_rank=first.rank, root_cause=root_cause)
-    if silent and int(silent[1] or silent[2]) not in {candidate[2] for candidate in candidates}:
+    if silent and int(silent[1] or silent[2]) not in {candidate.exit.rank for candidate in candidates}:
         return replace(failure, root_cause_rank=int(silent[1] or silent[2]), root_cause="did not answer")
     return failure
 

@@ -1,30 +1,24 @@
-"""Signal handling of the launcher: one orderly shutdown. Invariant: the first signal is never lost, and never
-interrupts a critical section, such as the one between starting a process and recording it.
-"""
+"""Signal handling of the launcher: one orderly shutdown. Invariant: the first signal is never lost."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Interrupts:
-    """Turns shutdown signals into one orderly shutdown of the launcher.
+    """Handles signals in the block: the first one that ends the launcher calls `stop(signal)`, further ones
+    `skip_grace_period`; SIGUSR1 and SIGUSR2 call `forward`. Signals that the launcher's parent ignores stay ignored.
 
-    The first signal raises `raised(signal)` in the main thread, or at the end of a critical section. Further signals
-    call `skip_grace_period`. Signals that the launcher's parent ignores stay ignored. SIGUSR1 and SIGUSR2 go to
-    `forward`.
+    The functions are called between two instructions of the main thread, and only note what is to do.
     """
 
-    raised: Callable[[signal.Signals], Exception]
+    stop: Callable[[signal.Signals], None]
     skip_grace_period: Callable[[], None]
     forward: Callable[[signal.Signals], None]
     received: signal.Signals | None = None
-    _held: int = 0
-    _pending: bool = False
     _before: dict[signal.Signals, object] = field(default_factory=dict)
 
     def __enter__(self) -> Interrupts:
@@ -46,20 +40,4 @@ class Interrupts:
             self.skip_grace_period()
             return
         self.received = signal.Signals(number)
-        if self._held:
-            self._pending = True
-        else:
-            raise self.raised(self.received)
-
-    @contextlib.contextmanager
-    def uninterrupted(self) -> Iterator[None]:
-        """Hold back signals until the end of the block."""
-        self._held += 1
-        try:
-            yield
-        finally:
-            self._held -= 1
-            if self._pending and not self._held:
-                self._pending = False
-                assert self.received is not None
-                raise self.raised(self.received)
+        self.stop(self.received)

@@ -1,5 +1,7 @@
-"""Number of processes of a job on this machine, and their devices. Invariant: on a machine with CUDA devices every
-process has its own device, and no device outside CUDA_VISIBLE_DEVICES is used, for any options.
+"""Machines of a job; number of processes on this machine, and their devices.
+
+Invariant: on a machine with CUDA devices every process has its own device, and no device outside CUDA_VISIBLE_DEVICES
+is used, for any options.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.errors import CommandLineError, NotBuiltError
+from shardwise.errors import CommandLineError
 from shardwise.launch.hosts import check_filters, is_this_machine, parse_filter, read_hostfile, select
 
 
@@ -36,6 +38,14 @@ class Devices:
         if all(name.isdigit() for name in self.names):
             return tuple(int(name) for name in self.names)
         return tuple(range(len(self.names)))
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of the hostfile, with the slots to use."""
+
+    name: str
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,31 +78,51 @@ def find_devices(env: Mapping[str, str] = os.environ) -> Devices:
     return Devices(tuple(names[:count]), restricted=True)
 
 
-def place(resources: Resources, devices: Devices) -> Placement:
-    """Decide on the processes of this machine. Default: one for each visible CUDA device, or one without devices.
+def hosts_of(resources: Resources) -> list[Host] | None:
+    """Return the machines of the hostfile that the options choose; None without a hostfile.
 
-    Raises:
-        CommandLineError: the options contradict each other, the hostfile or the machine.
-        NotBuiltError: the job would need another machine.
-
-    >>> place(Resources(nproc=2), Devices(("4", "5", "6"), restricted=True))
-    Placement(nproc=2, devices=('4', '5'))
+    Raises CommandLineError if the options contradict each other or the hostfile.
     """
     check_resources(resources)
     hosts = read_hostfile(resources.hostfile)
     if hosts is None:
-        available = _this_machine_only(resources, devices)
-    else:
-        available = {host: tuple(range(slots)) for host, slots in hosts.items()}
-    chosen = list(select(available, resources.include, resources.exclude).items())
+        if (resources.num_nodes or 1) > 1:
+            raise CommandLineError(
+                f"--num_nodes {resources.num_nodes}: the machines are not known. Name them with --hostfile."
+            )
+        return None
+    listed = {host: tuple(range(slots)) for host, slots in hosts.items()}
+    chosen = [Host(*pair) for pair in select(listed, resources.include, resources.exclude).items()]
     if resources.num_nodes is not None:
         if resources.num_nodes > len(chosen):
-            raise _other_machines(f"--num_nodes {resources.num_nodes}")
+            raise CommandLineError(
+                f"--num_nodes {resources.num_nodes}: the hostfile has only {len(chosen)} machines: "
+                f"{', '.join(host.name for host in chosen)}."
+            )
         chosen = chosen[: resources.num_nodes]
-    if len(chosen) > 1 or (hosts is not None and not is_this_machine(chosen[0][0])):
-        raise _other_machines("The job's hosts " + ", ".join(host for host, _ in chosen))
-    slots = _on_devices(chosen[0][1], resources, devices) if devices.names else chosen[0][1]
-    slots = _take(slots, resources, devices, limited=bool(hosts or devices.names))
+    return chosen
+
+
+def place(resources: Resources, devices: Devices, host: Host | None = None) -> Placement:
+    """Decide on the processes of this machine. Default: one for each visible CUDA device, or one without devices.
+
+    `host` is this machine's entry among several, from `hosts_of`; None: this machine is the only one.
+
+    Raises CommandLineError if the options contradict each other, the hostfile or the machine.
+
+    >>> place(Resources(nproc=2), Devices(("4", "5", "6"), restricted=True))
+    Placement(nproc=2, devices=('4', '5'))
+    """
+    listed = host is not None
+    if host is None:
+        hosts = hosts_of(resources)
+        listed = hosts is not None
+        if hosts is None:
+            chosen = select(_this_machine_only(resources, devices), resources.include, resources.exclude)
+            hosts = [Host(*pair) for pair in chosen.items()]
+        host = hosts[0]
+    slots = _on_devices(host.slots, resources, devices) if devices.names else host.slots
+    slots = _take(slots, resources, devices, limited=listed or bool(devices.names))
     if not devices.names:
         return Placement(len(slots), None)
     name_of = dict(zip(devices.slots, devices.names, strict=True))
@@ -160,11 +190,3 @@ def _take(slots: tuple[int, ...], resources: Resources, devices: Devices, limite
             f"{len(slots)} or fewer, or {fix}."
         )
     return slots[: resources.nproc]
-
-
-def _other_machines(what: str) -> NotBuiltError:
-    return NotBuiltError(
-        f"{what}: this version starts processes on the machine it runs on only. Choose it with --include "
-        "localhost (or its line of the hostfile), or start each machine's part of the job with torchrun "
-        "--nnodes ... (a script needs no change)."
-    )

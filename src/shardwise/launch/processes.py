@@ -53,7 +53,7 @@ class Streams:
 @dataclass(frozen=True)
 class Exit:
     """Exit of one worker: `code` is negative for the signal that killed it, `at` in seconds since the epoch, and
-    `stopped` means caused by a signal of `WorkerGroup.stop`.
+    `stopped` means caused by a signal of `WorkerGroup.stop`. `host` is the name of its machine; empty: this one.
     """
 
     rank: int
@@ -61,6 +61,7 @@ class Exit:
     code: int
     at: float
     stopped: bool
+    host: str = ""
 
 
 @dataclass

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """One restart, in seconds since the epoch: failed rank, time of its exit, of the launcher's notice and of the new
-    start, and the recovery report (`file`) of the first new rank.
+def read_recovery(file: Path) -> dict[str, Any] | None:
+    """Return the recovery report of a restarted rank; None before its first step."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return {name: record[name] for name in ("ready", "restored", "stepped", "steps", "source")} | {
+            "asked": bool(record.get("asked"))
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def describe_recovery(record: Mapping[str, Any], rank: int, failed: float, noticed: float, started: float) -> str:
+    """Return the line of the log about a restart.
+
+    `record` is from `read_recovery`. Exit of the failed rank, the launcher's notice, and the start of the new processes
+    are in seconds since the epoch.
     """
-
-    rank: int
-    failed: float
-    noticed: float
-    started: float
-    file: Path
-
-    def describe(self) -> str | None:
-        """Return the log line once the first step has been taken; None before."""
-        try:
-            record = json.loads(self.file.read_text(encoding="utf-8"))
-            ready, restored, stepped = record["ready"], record["restored"], record["stepped"]
-            step, source = int(record["steps"]), record["source"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        if restored is None:
-            state = f"training went on at step {step} without engine.resume()"
-            if record.get("asked"):
-                state = f"engine.resume() found no state, and training began at step {step}"
-        else:
-            state = f"state of step {step} back from {source} after {restored - self.failed:.2f} s"
-        beyond = (self.started - self.failed) + (stepped - ready)
-        return (
-            f"recovered from the failure of rank {self.rank} in {stepped - self.failed:.2f} s: noticed after "
-            f"{self.noticed - self.failed:.2f} s, processes started again after {self.started - self.failed:.2f} s and "
-            f"ready (interpreter, imports, data) after {ready - self.failed:.2f} s, {state}, first step done; "
-            f"{beyond:.2f} s beyond the start of processes"
-        )
+    ready, restored, stepped = record["ready"], record["restored"], record["stepped"]
+    step, source = int(record["steps"]), record["source"]
+    if restored is None:
+        state = f"training went on at step {step} without engine.resume()"
+        if record["asked"]:
+            state = f"engine.resume() found no state, and training began at step {step}"
+    else:
+        state = f"state of step {step} back from {source} after {restored - failed:.2f} s"
+    beyond = (started - failed) + (stepped - ready)
+    return (
+        f"recovered from the failure of rank {rank} in {stepped - failed:.2f} s: noticed after "
+        f"{noticed - failed:.2f} s, processes started again after {started - failed:.2f} s and "
+        f"ready (interpreter, imports, data) after {ready - failed:.2f} s, {state}, first step done; "
+        f"{beyond:.2f} s beyond the start of processes"
+    )

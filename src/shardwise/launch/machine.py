@@ -1,0 +1,160 @@
+"""The process of an agent on one of several machines: `python -m shardwise.launch.machine`.
+
+It gets one line on standard input, or in a variable: the job, the launcher's addresses and the job's secret. It
+reports the facts of its machine, and does what the coordinator decides. If the launcher is lost, it ends its ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.launch import facts, local, wire
+from shardwise.launch.agent import Agent
+from shardwise.launch.coordinator import GRACE_S, Plan
+from shardwise.launch.hosts import is_this_machine
+from shardwise.launch.interfaces import interfaces, of_address
+from shardwise.launch.interrupts import Interrupts
+from shardwise.launch.job import Job, check_script
+from shardwise.launch.output import standard_screens
+from shardwise.launch.placement import Host, find_devices, place
+from shardwise.launch.runners import ASSIGNMENT, NUMBERS
+from shardwise.launch.workers import worker_environment
+
+POLL_S = 0.05
+CONNECT_S = 20.0
+
+
+def main() -> None:
+    """Run the agent to the end of the job."""
+    line = os.environ.pop(ASSIGNMENT, "") or sys.stdin.readline()
+    # Nothing on this machine reads the line again, and standard input is no terminal.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    try:
+        given = json.loads(line)
+        secret, machines = bytes.fromhex(given["secret"]), given["machines"]
+    except (ValueError, KeyError, TypeError):
+        print("LINE", sorted(os.environ), file=sys.stderr)
+        sys.exit("shardwise agent: this command is for `shardwise run`, which starts it on each machine.")
+    try:
+        number = _number([machine["name"] for machine in machines])
+        here = machines[number]
+        connection, own = wire.connect(here["address"], here["port"], secret, CONNECT_S)
+    except ShardwiseError as error:
+        sys.exit(f"shardwise agent: {error}")
+    messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    channel = wire.Channel(connection, messages.put, lambda reason: messages.put(None))
+    channel.begin()
+    try:
+        sys.exit(_serve(given, number, own, channel, messages))
+    except ShardwiseError as error:
+        channel.send({"node": number, "refused": str(error)})
+        messages.get()  # until the launcher has read it
+        sys.exit(1)
+
+
+def _number(names: Sequence[str]) -> int:
+    """Return the number of this machine: that of the runner, or by name."""
+    own = os.environ.pop(NUMBERS[0], "")  # not for the ranks
+    for number in (own, *(os.environ.get(variable, "") for variable in NUMBERS[1:])):
+        if number.isdigit():
+            return int(number)
+    here = [number for number, name in enumerate(names) if is_this_machine(name)]
+    if len(here) != 1:
+        raise LaunchError(f"{socket.gethostname()} is {len(here)} of the machines {', '.join(names)}; expected one.")
+    return here[0]
+
+
+def _serve(
+    given: dict[str, Any],
+    number: int,
+    own: str,
+    channel: wire.Channel,
+    messages: queue.SimpleQueue[dict[str, Any] | None],
+) -> int:
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given["job"].items()
+    }
+    # Some runners give one of their processes a terminal.
+    wanted = Job(**{**fields, "tags": "always" if fields["tags"] == "auto" else fields["tags"]})
+    os.environ.update(given["variables"])
+    check_script(wanted)
+    local.import_torch()
+    host = Host(given["machines"][number]["name"], tuple(given["machines"][number]["slots"]))
+    placement = place(wanted.resources, find_devices(), host)
+    cores = local.cores_of(wanted, placement)
+    interface = of_address(own, interfaces())
+    out, err = standard_screens()
+    with (
+        local.display_of(wanted, out, err) as display,
+        local.surroundings(wanted, display, interface, given["run_id"]) as around,
+    ):
+        agent = Agent(wanted, placement, cores, around)
+        found = facts.facts_of(
+            wanted,
+            worker_environment(wanted, placement, interface=""),
+            interface=interface,
+            address=own,
+            devices=list(placement.devices or ()),
+            processes=placement.nproc,
+        )
+        channel.send({"node": number, "facts": dataclasses.asdict(found)})
+
+        def tell(kind: str, content: Any = None) -> None:
+            channel.send({"event": kind, "content": content})
+
+        try:
+            with Interrupts(lambda sig: tell("signalled", int(sig)), agent.skip_grace_period, agent.forward):
+                while True:
+                    try:
+                        message = messages.get(timeout=POLL_S)
+                    except queue.Empty:
+                        for kind, content in agent.poll():
+                            tell(kind, _plain(content))
+                        continue
+                    if message is None:  # the launcher is lost
+                        agent.stop(signal.SIGTERM, GRACE_S)
+                        return 1
+                    if message["do"] == "end":
+                        return 0
+                    _obey(message, agent, tell)
+        finally:
+            agent.stop(signal.SIGKILL, 0.0)
+            agent.close()
+
+
+def _obey(message: dict[str, Any], agent: Agent, tell: Any) -> None:
+    kind = message["do"]
+    if kind == "serve":
+        tell("serving", [message["address"], agent.serve(message["address"], message["port"])])
+    elif kind == "start":
+        plan = message["plan"]
+        agent.start(Plan(**{**plan, "slots": tuple(plan["slots"])}))
+    elif kind == "stop":
+        tell("stopped", _plain(agent.stop(signal.Signals(message["signal"]), message["grace"])))
+    elif kind == "note_ended":
+        agent.note_ended(message["attempt"], message["rank"], message["how"])
+    elif kind == "skip_grace_period":
+        agent.skip_grace_period()
+    elif kind == "forward":
+        agent.forward(signal.Signals(message["signal"]))
+
+
+def _plain(content: Any) -> Any:
+    if isinstance(content, list):
+        return [_plain(item) for item in content]
+    return dataclasses.asdict(content) if dataclasses.is_dataclass(content) else content  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Runs a job on several machines: starts an agent on each, compares the machines, and lets the coordinator decide."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import queue
+import secrets
+import shlex
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.comm.environment import is_loopback
+from shardwise.errors import LaunchError
+from shardwise.launch import facts, wire
+from shardwise.launch.coordinator import Coordinator, Node, Outcome, Plan, Policy, Report, renumbered
+from shardwise.launch.failure import Trouble
+from shardwise.launch.interrupts import Interrupts
+from shardwise.launch.job import Job
+from shardwise.launch.local import end, sayer
+from shardwise.launch.output import OutputChannel, OutputReader, Terminal, standard_screens
+from shardwise.launch.placement import Host
+from shardwise.launch.processes import Exit
+from shardwise.launch.runners import AgentCommand, Started, runner_of
+from shardwise.launch.runners.ssh import explain
+
+NOTICE_S = 5.0
+"""Seconds after which machines that have not answered are named; then after twice as many, and so on."""
+START_S = 120.0
+"""Seconds after which a machine that has not answered is given up."""
+_END_S = 5.0
+"""Seconds for the agents to end after the last message."""
+
+_LOOK_S = 0.1
+
+
+class _RemoteLink:
+    """The agent of another machine, as the coordinator sees it."""
+
+    def __init__(self, channel: wire.Channel) -> None:
+        self._channel = channel
+
+    def serve(self, address: str, port: int | None) -> None:
+        self._channel.send({"do": "serve", "address": address, "port": port})
+
+    def start(self, plan: Plan) -> None:
+        self._channel.send({"do": "start", "plan": dataclasses.asdict(plan)})
+
+    def stop(self, sig: signal.Signals, grace: float | None) -> None:
+        self._channel.send({"do": "stop", "signal": int(sig), "grace": grace})
+
+    def note_ended(self, attempt: int, rank: int, how: str) -> None:
+        self._channel.send({"do": "note_ended", "attempt": attempt, "rank": rank, "how": how})
+
+
+@dataclasses.dataclass
+class _Machine:
+    """A machine of the job, as far as the launcher knows it."""
+
+    host: Host
+    address: str
+    errors: OutputChannel | None = None
+    channel: wire.Channel | None = None
+    facts: facts.Facts | None = None
+    arrived: float = 0.0
+    refused: str = ""
+    lost: str = ""
+    ended_at: float = 0.0
+
+
+Event = tuple[int, str, Any]
+
+
+class Launcher:
+    """One run of a job on several machines."""
+
+    def __init__(self, job: Job, hosts: Sequence[Host], out: Terminal, err: Terminal) -> None:
+        self._job, self._out, self._err = job, out, err
+        self._say = sayer(job, err)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._secret = secrets.token_bytes(32)
+        self.machines = [_Machine(host, _address(host, hosts)) for host in hosts]
+        self._reader = OutputReader()
+        self._listener = wire.Listener([machine.address for machine in self.machines], self._secret)
+        self._started: Started | None = None
+        self._stopping: signal.Signals | None = None
+
+    # -- the start ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start an agent on each machine."""
+        job = self._job
+        variables = facts.exported(job.export)
+        run_id = uuid.uuid4().hex
+        python = job.python or sys.executable
+        visible = tuple(f"{name}={value}" for name, value in variables.items() if name.startswith("PYTHON"))
+        args = tuple(shlex.split(job.launcher_args))
+        command = AgentCommand(python, os.getcwd(), visible, job.ssh_port, args, job.setup)
+        machines = [
+            {"name": m.host.name, "slots": m.host.slots, "address": m.address, "port": self._listener.port(m.address)}
+            for m in self.machines
+        ]
+        given = {
+            "machines": machines,
+            "secret": self._secret.hex(),
+            "run_id": run_id,
+            "variables": variables,
+            "job": dataclasses.asdict(job),
+        }
+        names = [machine.host.name for machine in self.machines]
+        self._started = runner_of(job.launcher, command).start(names, json.dumps(given), self._show)
+
+    def _show(self, number: int, descriptor: int, stream: int) -> None:
+        channel = OutputChannel(-1, self._out if stream == 1 else self._err)
+        if stream == 2:
+            self.machines[number].errors = channel
+        self._reader.add(descriptor, channel)
+
+    def gather(self) -> None:
+        """Wait until all machines have reported their facts.
+
+        Raises LaunchError with the machines that have not, and the reasons.
+        """
+        began, notice = time.monotonic(), NOTICE_S
+        while any(machine.facts is None and not machine.refused for machine in self.machines):
+            self._look()
+            waited = time.monotonic() - began
+            missing = [machine for machine in self.machines if machine.facts is None and not machine.refused]
+            if self._stopping is not None:
+                raise LaunchError(f"received {self._stopping.name} before the job has started.")
+            if missing and waited >= notice:
+                notice *= 2
+                names = ", ".join(machine.host.name for machine in missing)
+                self._say(f"waiting for {len(missing)} of {len(self.machines)} machines after {waited:.0f} s: {names}")
+            if waited >= START_S:
+                for machine in missing:
+                    machine.refused = f"has not answered within {START_S:.0f} s"
+            self._handle(_LOOK_S)
+        refused = [f"{machine.host.name}: {machine.refused}" for machine in self.machines if machine.refused]
+        if not refused:
+            known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None]
+            refused = [] if self._job.unchecked else facts.differences(known)
+        if refused:
+            raise LaunchError("The job is not started.\n" + "\n".join(f"  {line}" for line in refused))
+
+    def _look(self) -> None:
+        """Take in new connections, and notice runners that have ended before their agent has reported."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                connection, _ = self._listener.arrived.get_nowait()
+                self._admit(connection)
+        assert self._started is not None
+        for number, how in self._started.ended().items():
+            machine = self.machines[number]
+            machine.ended_at = machine.ended_at or time.monotonic()
+            quiet = machine.errors is None or machine.errors.closed.is_set()
+            if machine.channel is None and not machine.refused and (quiet or time.monotonic() > machine.ended_at + 2):
+                text = "" if machine.errors is None else machine.errors.text().strip()
+                last = text.splitlines()[-1] if text else ""
+                machine.refused = ". ".join(part for part in (how, last.rstrip("."), explain(text)) if part)
+
+    def _admit(self, connection: Any) -> None:
+        mine: list[int] = []
+
+        def message(content: dict[str, Any]) -> None:
+            if "node" in content:
+                mine[:] = [int(content["node"])]
+                kind = "refused" if "refused" in content else "facts"
+                self._events.put((mine[0], kind, (content[kind], channel, time.time())))
+            elif mine:
+                self._events.put((mine[0], content["event"], content.get("content")))
+
+        def ended(reason: str) -> None:
+            if mine:
+                self._events.put((mine[0], "lost", reason))
+
+        channel = wire.Channel(connection, message, ended)
+        channel.begin()
+
+    def _handle(self, wait: float, coordinator: Coordinator | None = None) -> None:
+        """Handle events until there are none for `wait` seconds."""
+        while True:
+            try:
+                number, kind, content = self._events.get(timeout=wait)
+            except queue.Empty:
+                return
+            machine = self.machines[number]
+            if kind == "refused":
+                machine.refused = content[0]
+                content[1].send({"do": "end"})
+            elif kind == "facts":
+                machine.facts, machine.channel = facts.Facts(**content[0]), content[1]
+                machine.arrived = content[2]
+            elif coordinator is not None:
+                node = coordinator.nodes[number]
+                if kind == "say":
+                    content = f"{machine.host.name}: {content}"
+                coordinator.handle(node, kind, self._decoded(machine, kind, content))
+                if coordinator.outcome is not None:
+                    return
+            elif kind == "lost" and not machine.refused:
+                machine.refused = f"the connection to its agent was lost: {content}"
+
+    def _decoded(self, machine: _Machine, kind: str, content: Any) -> Any:
+        assert machine.facts is not None
+        ahead, host = machine.arrived - machine.facts.clock, machine.host.name
+        if kind == "finished":
+            return renumbered(Report(tuple(Exit(**one) for one in content)), host, ahead).exits
+        if kind == "stopped":
+            exits = tuple(Exit(**one) for one in content["exits"])
+            troubles = tuple(Trouble(**{**one, "exit": Exit(**one["exit"])}) for one in content["troubles"])
+            killed = {int(rank): state for rank, state in content["killed"].items()}
+            report = Report(exits, killed, troubles, tuple(content["frozen"]), content["grace"])
+            return renumbered(report, host, ahead)
+        if kind == "signalled":
+            return signal.Signals(content)
+        if kind == "recovered":
+            times = {name: content[name] for name in ("ready", "restored", "stepped")}
+            return content | {name: None if value is None else value + ahead for name, value in times.items()}
+        return content
+
+    # -- the job -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Run the job to its end."""
+        nodes = []
+        for machine in self.machines:
+            assert machine.channel is not None and machine.facts is not None
+            slots = list(range(machine.facts.processes))
+            nodes.append(Node(machine.host.name, _RemoteLink(machine.channel), slots, machine.facts.address))
+        job = self._job
+        policy = Policy(job.max_restarts, job.min_nproc, job.min_nodes, job.master_addr, job.master_port)
+        coordinator = Coordinator(nodes, policy, self._say)
+        coordinator.begin()
+        while coordinator.outcome is None:
+            self._handle(_LOOK_S, coordinator)
+            if self._stopping is not None:
+                sig, self._stopping = self._stopping, None
+                coordinator.signalled(sig)
+        return coordinator.outcome
+
+    def send_all(self, message: Mapping[str, Any]) -> None:
+        """Send a message to all agents."""
+        for machine in self.machines:
+            if machine.channel is not None:
+                machine.channel.send(dict(message))
+
+    def stop(self, sig: signal.Signals) -> None:
+        """Note that a signal ends the job; safe in a signal handler."""
+        self._stopping = sig
+
+    def close(self) -> None:
+        """End all agents, and show the rest of their output."""
+        self.send_all({"do": "end"})
+        deadline = time.monotonic() + _END_S
+        if self._started is not None:
+            while len(self._started.ended()) < len(self.machines) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self._started.close()
+        self._listener.close()
+        for machine in self.machines:
+            if machine.channel is not None:
+                machine.channel.close()
+        self._reader.stop()
+
+
+def run_on_machines(job: Job, hosts: Sequence[Host]) -> int:
+    """Run a job on several machines; return its exit code. Raises LaunchError if a machine cannot be used."""
+    out, err = standard_screens()
+    launcher = Launcher(job, hosts, out, err)
+    interrupts = Interrupts(
+        launcher.stop,
+        functools.partial(launcher.send_all, {"do": "skip_grace_period"}),
+        lambda sig: launcher.send_all({"do": "forward", "signal": int(sig)}),
+    )
+    with interrupts:
+        try:
+            launcher.start()
+            launcher.gather()
+            outcome = launcher.run()
+        finally:
+            launcher.close()
+    return end(outcome, err)
+
+
+def _address(host: Host, hosts: Sequence[Host]) -> str:
+    """Return the address of this machine for the agent of a host."""
+    found = wire.near_address(host.name)
+    if is_loopback(found) and len(hosts) > 1:
+        others = [near for near in (wire.near_address(other.name) for other in hosts) if not is_loopback(near)]
+        if not others:
+            raise LaunchError(f"{host.name}: has a loopback address only. Name the machines by addresses of a network.")
+        return others[0]
+    return found

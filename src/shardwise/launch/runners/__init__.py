@@ -1,0 +1,83 @@
+"""Ways to start the agents of a job on several machines, one class each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from shardwise.errors import CommandLineError
+
+RUNNERS = ("ssh", "pdsh", "slurm", "openmpi", "mpich", "impi")
+"""Names of `--launcher`."""
+
+MODULE = "shardwise.launch.machine"
+"""Module of the agent."""
+
+ASSIGNMENT = "SHARDWISE_AGENT"
+"""Variable with the line of `Runner.start`, where a runner passes on no standard input (pdsh)."""
+
+NUMBERS = ("SHARDWISE_NODE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Variables with the number of an agent's machine, by runner; without them its name counts."""
+
+
+class Started(Protocol):
+    """The started agents, as far as this machine sees them."""
+
+    def ended(self) -> dict[int, str]:
+        """Return, by machine, how its agent or the connection to it has ended, in words; running ones are left out."""
+
+    def close(self) -> None:
+        """End what is left of the runner on this machine."""
+
+
+Show = Callable[[int, int, int], None]
+"""Takes over a descriptor to read output from: the machine's number, the descriptor, and 1 (output) or 2 (errors)."""
+
+
+class Runner(Protocol):
+    """Starts an agent on each machine at once."""
+
+    def start(self, machines: Sequence[str], line: str, show: Show) -> Started:
+        """Start the agents of machines by name. `line` is for the standard input of each, or the variable `ASSIGNMENT`.
+
+        Raises LaunchError if the runner's program is missing.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentCommand:
+    """The command of an agent, and options of the runner.
+
+    Attributes:
+        python: interpreter on all machines.
+        directory: current directory there.
+        variables: environment of the command itself, as NAME=VALUE; visible to users of the machines.
+        port: of the ssh servers; None: as configured.
+        args: further arguments of the runner's program.
+        setup: shell script to source first; None: none.
+    """
+
+    python: str
+    directory: str
+    variables: tuple[str, ...] = ()
+    port: int | None = None
+    args: tuple[str, ...] = ()
+    setup: str | None = None
+
+    @property
+    def argv(self) -> list[str]:
+        """Program and arguments of the agent."""
+        return [self.python, "-u", "-m", MODULE]
+
+
+def runner_of(name: str, command: AgentCommand) -> Runner:
+    """Return a runner by its name. Raises CommandLineError if there is none of that name."""
+    from shardwise.launch.runners.programs import PROGRAMS, ProgramRunner
+    from shardwise.launch.runners.ssh import SshRunner
+
+    if name == "ssh":
+        return SshRunner(command)
+    if name in PROGRAMS:
+        return ProgramRunner(name, command)
+    raise CommandLineError(f"--launcher {name}: expected one of {', '.join(RUNNERS)}.")

@@ -1,0 +1,121 @@
+"""Starts agents through the OpenSSH client, with connection reuse; on this machine directly.
+
+The client never asks for a password, and checks host keys as the user's configuration says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from typing_extensions import override
+
+from shardwise.errors import LaunchError
+from shardwise.launch.hosts import is_this_machine
+from shardwise.launch.runners import NUMBERS, AgentCommand, Runner, Show, Started
+
+CONNECT_S = 10
+_MEANINGS = {
+    "permission denied": "Its ssh server asks for a password or refuses the key: set up a key without a passphrase, or "
+    "an ssh agent, for example by ssh-copy-id",
+    "host key verification failed": "Its host key is not the known one, or not known: compare it, then `ssh-keyscan "
+    "HOST >> ~/.ssh/known_hosts`, or `ssh-keygen -R HOST` if the machine was installed anew",
+    "could not resolve hostname": "The name is not known: write its address into the hostfile, or a line into "
+    "/etc/hosts",
+    "connection refused": "No ssh server listens there: start it, or give its port with --ssh-port",
+    "timed out": "It does not answer: it is down, or a firewall drops the packets",
+    "no route to host": "There is no route to it: it is down, or in another network",
+    "no such file or directory": "The interpreter or the directory is not there: all machines need the same paths; "
+    "--python names another interpreter",
+    "not found": "The interpreter is not there: give its path on all machines with --python",
+    "no module named": "Its Python lacks shardwise: install the same environment on all machines",
+}
+"""Parts of messages, in small letters, and what they mean."""
+
+
+def explain(text: str) -> str:
+    """Return what a message of ssh or a remote shell means, and what to do; empty if it is not known."""
+    small = text.lower()
+    return next((meaning for part, meaning in _MEANINGS.items() if part in small), "")
+
+
+class _Connections(Started):
+    """One process of ssh, or the agent itself, for each machine."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+
+    @override
+    def ended(self) -> dict[int, str]:
+        codes = {number: process.poll() for number, process in enumerate(self._processes)}
+        return {number: f"ended with exit code {code}" for number, code in codes.items() if code is not None}
+
+    @override
+    def close(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.terminate()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=2.0)
+            process.kill()
+
+
+class SshRunner(Runner):
+    """Runs one client for each machine."""
+
+    def __init__(self, command: AgentCommand) -> None:
+        self._command = command
+
+    def argv(self, host: str, number: int) -> list[str]:
+        """Return the command that starts the agent on a machine."""
+        command = self._command
+        if is_this_machine(host):
+            return command.argv
+        remote = [f"cd {shlex.quote(command.directory)}"]
+        if command.setup is not None:
+            remote.append(f". {shlex.quote(command.setup)}")
+        variables = map(shlex.quote, (f"{NUMBERS[0]}={number}", *command.variables))
+        remote.append(" ".join(["exec env", *variables, *map(shlex.quote, command.argv)]))
+        settings = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=2"]
+        folder = Path.home() / ".ssh"
+        if folder.is_dir():
+            settings += ["ControlMaster=auto", f"ControlPath={folder}/shardwise-%C", "ControlPersist=60"]
+        port = [] if command.port is None else ["-p", str(command.port)]
+        flags = [part for setting in settings for part in ("-o", setting)]
+        return ["ssh", "-T", *port, *flags, *command.args, host, " && ".join(remote)]
+
+    @override
+    def start(self, machines: Sequence[str], line: str, show: Show) -> Started:
+        if shutil.which("ssh") is None:
+            raise LaunchError("There is no program ssh here. Install the OpenSSH client, or use another --launcher.")
+        processes = []
+        for number, name in enumerate(machines):
+            variables = {NUMBERS[0]: str(number), **dict(entry.split("=", 1) for entry in self._command.variables)}
+            processes.append(started(self.argv(name, number), variables, line, number, show))
+        return _Connections(processes)
+
+
+def started(
+    argv: Sequence[str], variables: dict[str, str], line: str, number: int, show: Show
+) -> subprocess.Popen[bytes]:
+    """Start a process on this machine, in a session of its own because Ctrl-C is the launcher's. It gets a line on
+    standard input, and its output is shown.
+    """
+    pipe = subprocess.PIPE
+    environment = {**os.environ, **variables}
+    process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True)
+    assert process.stdout is not None and process.stderr is not None
+    for stream, file in ((1, process.stdout), (2, process.stderr)):
+        show(number, os.dup(file.fileno()), stream)
+        file.close()
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended; the reason is in its output
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.close()
+    return process
