@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 from subprocess import Popen
@@ -130,3 +133,24 @@ def test_a_key_that_is_refused_and_a_host_key_that_is_not_known(lab: Lab, run: R
             assert words in refused(run, hosts)
         finally:
             path.write_text(content)
+
+
+def test_the_doctor_compares_machines(lab: Lab) -> None:
+    command = [sys.executable, "-m", "shardwise.launch", "doctor", "--launcher-args", " ".join(lab.ssh), "-H"]
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+
+    def doctor(hosts: Path, *options: str) -> tuple[int, str]:
+        process = lab.start(0, [*command, str(hosts), *options], env=environment)
+        out, _ = process.communicate(timeout=60)
+        return process.returncode, out
+
+    code, text = doctor(lab.hostfile(2), "--json")
+    found = json.loads(text)
+    assert code == 0 and found["ok"] and found["problems"] == []
+    assert [(one["name"], one["address"], one["interface"], one["processes"]) for one in found["machines"]] == [
+        (lab.name(number), lab.address(number), "eth0", 2) for number in (1, 2, 3)
+    ]
+    lab.link(3, False)
+    code, text = doctor(lab.hostfile(2))
+    lab.link(3, True)
+    assert code == 1 and "m1" in text and re.search(r"m3: ended with exit code 255\. .*(route|timed out)", text)

@@ -124,10 +124,7 @@ class Launcher:
         self._reader.add(descriptor, channel)
 
     def gather(self) -> None:
-        """Wait until all machines have reported their facts.
-
-        Raises LaunchError with the machines that have not, and the reasons.
-        """
+        """Wait until all machines have reported their facts, or cannot."""
         began, notice = time.monotonic(), NOTICE_S
         while any(machine.facts is None and not machine.refused for machine in self.machines):
             self._look()
@@ -143,12 +140,12 @@ class Launcher:
                 for machine in missing:
                     machine.refused = f"has not answered within {START_S:.0f} s"
             self._handle(_LOOK_S)
+
+    def problems(self) -> list[str]:
+        """Return why machines cannot be used, and their differences."""
         refused = [f"{machine.host.name}: {machine.refused}" for machine in self.machines if machine.refused]
-        if not refused:
-            known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None]
-            refused = [] if self._job.unchecked else facts.differences(known)
-        if refused:
-            raise LaunchError("The job is not started.\n" + "\n".join(f"  {line}" for line in refused))
+        known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None]
+        return refused + (facts.differences(known) if len(known) > 1 and not self._job.unchecked else [])
 
     def _look(self) -> None:
         """Take in new connections, and notice runners that have ended before their agent has reported."""
@@ -284,10 +281,31 @@ def run_on_machines(job: Job, hosts: Sequence[Host]) -> int:
         try:
             launcher.start()
             launcher.gather()
+            problems = launcher.problems()
+            if problems:
+                raise LaunchError("The job is not started.\n" + "\n".join(f"  {line}" for line in problems))
             outcome = launcher.run()
         finally:
             launcher.close()
     return end(outcome, err)
+
+
+def compare(job: Job, hosts: Sequence[Host]) -> tuple[list[tuple[str, facts.Facts | None, float]], list[str]]:
+    """Return for each machine its name, its facts, and its clock minus that of this machine in seconds; and why
+    machines cannot be used together.
+    """
+    out, err = standard_screens()
+    launcher = Launcher(job, hosts, out, err)
+    try:
+        launcher.start()
+        launcher.gather()
+        rows = []
+        for machine in launcher.machines:
+            ahead = 0.0 if machine.facts is None else machine.facts.clock - machine.arrived
+            rows.append((machine.host.name, machine.facts, ahead))
+        return rows, launcher.problems()
+    finally:
+        launcher.close()
 
 
 def _address(host: Host, hosts: Sequence[Host]) -> str:

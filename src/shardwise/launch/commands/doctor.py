@@ -1,4 +1,4 @@
-"""`shardwise doctor`: shows installed versions, and the package that `import deepspeed` imports."""
+"""`shardwise doctor`: shows installed versions, the package that `import deepspeed` imports, and other machines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from shardwise.launch.detect import Detected
+    from shardwise.launch.job import Job
 
 
 def register(app: typer.Typer) -> None:
@@ -19,9 +20,79 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    hostfile: Annotated[
+        str | None, typer.Option("--hostfile", "-H", metavar="PATH", help="Compare these machines instead.")
+    ] = None,
+    launcher: Annotated[str, typer.Option(metavar="NAME", help="As in `shardwise run`.")] = "ssh",
+    launcher_args: Annotated[str, typer.Option(metavar="ARGS", help="As in `shardwise run`.")] = "",
+    ssh_port: Annotated[int | None, typer.Option(metavar="PORT", help="As in `shardwise run`.")] = None,
+    python: Annotated[str | None, typer.Option(metavar="PATH", help="As in `shardwise run`.")] = None,
 ) -> None:
-    """Show versions, devices, and which package `deepspeed` is imported; exit code 1 if that is ambiguous."""
-    raise typer.Exit(show(as_json))
+    """Show versions, devices, and which package `deepspeed` is imported; exit code 1 if that is ambiguous.
+
+    With --hostfile the machines of a job are reached and compared as before its start; exit code 1 if one cannot be
+    used.
+    """
+    if hostfile is None:
+        raise typer.Exit(show(as_json))
+    from shardwise.launch.job import Job
+
+    job = Job(
+        "shardwise",
+        module=True,
+        hostfile=hostfile,
+        launcher=launcher,
+        launcher_args=launcher_args,
+        ssh_port=ssh_port,
+        python=python,
+    )
+    raise typer.Exit(show_machines(job, as_json))
+
+
+def show_machines(job: Job, as_json: bool) -> int:
+    """Print the facts of the machines of a hostfile and their differences, and return the exit code."""
+    from shardwise.launch.console import output, table
+    from shardwise.launch.machines import compare
+    from shardwise.launch.placement import hosts_of
+    from shardwise.units import format_size
+
+    hosts = hosts_of(job.resources)
+    assert hosts is not None
+    rows, problems = compare(job, hosts)
+    if as_json:
+        machines = [
+            {"name": name, "clock_ahead_s": ahead, **(vars(found) if found else {})} for name, found, ahead in rows
+        ]
+        typer.echo(json.dumps({"machines": machines, "problems": problems, "ok": not problems}, indent=2))
+        return int(bool(problems))
+    shown = table(
+        *("machine", "address", "interface", "Python", "torch", "shardwise", "processes", "devices"),
+        *("free memory", "free disk", "clock (s)"),
+        numbers=("processes", "free memory", "free disk", "clock (s)"),
+    )
+    for name, found, ahead in rows:
+        if found is None:
+            shown.add_row(name, *["-"] * 10)
+        else:
+            sizes = format_size(found.memory), format_size(found.disk)
+            devices = ", ".join(found.devices) or "CPU"
+            versions = (found.versions[what] for what in ("Python", "torch", "shardwise"))
+            shown.add_row(
+                *(
+                    name,
+                    found.address,
+                    found.interface,
+                    *versions,
+                    str(found.processes),
+                    devices,
+                    *sizes,
+                    f"{ahead:+.2f}",
+                )
+            )
+    output().print(shown)
+    for line in problems:
+        typer.echo(line)
+    return int(bool(problems))
 
 
 def show(as_json: bool = False) -> int:
