@@ -209,7 +209,11 @@ def held(drop: bool, settings: list[tuple[int, int]]) -> dict[tuple[int, int], A
 
 @pytest.mark.parametrize(
     ("drop", "settings"),
-    [(True, [(1, 2)]), (False, [(3, 2)]), thorough(True, [(0, 2), (1, 1), (1, 4), (2, 2), (3, 1), (3, 2), (3, 4)])],
+    [
+        (True, [(1, 2)]),
+        thorough(False, [(3, 2)]),
+        thorough(True, [(0, 2), (1, 1), (1, 4), (2, 2), (3, 1), (3, 2), (3, 4)]),
+    ],
 )
 def test_memory_is_as_planned_and_falls(drop: bool, settings: list[tuple[int, int]]) -> None:
     one = 64 * 256 * 2 + 256 + 64

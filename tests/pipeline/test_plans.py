@@ -123,11 +123,15 @@ def measured(settings: list[Setting]) -> list[tuple[Peaks, Peaks]]:
     return [measured_one(setting) for setting in settings]
 
 
+def planned_by(engine: Any, setting: Setting) -> Peaks:
+    report = engine.memory_report(setting.batches(0, 0, 0))
+    return {row.name: row.planned for row in report.rows} | {"total": report.total.planned}
+
+
 def measured_one(setting: Setting) -> tuple[Peaks, Peaks]:
     with as_simulated() as begin:
         engine = engine_of(setting)
-        report = engine.memory_report(setting.batches(0, 0, 0))
-        planned = {row.name: row.planned for row in report.rows} | {"total": report.total.planned}
+        planned = planned_by(engine, setting)
         begin(engine, setting.micro_batches)
         for step in range(2):
             engine.train_batch(data(setting, step))
@@ -185,11 +189,18 @@ def plans_of(setting: Setting, ranks: int, **more: Any) -> MemoryPlans:
     return plan_model(model, config, ranks=ranks, stages=[setting.zero], batch=setting.batches(0, 0, 0))
 
 
+def planned_here(setting: Setting) -> Peaks:
+    engine = engine_of(setting)
+    found = planned_by(engine, setting)
+    engine.destroy()
+    return found
+
+
 def test_one_process_plans_all_positions_as_the_ranks_do() -> None:
     setting = setting_of(2, "zb-h1", 1)
     plans = plans_of(setting, 2)
     assert [plan.position for plan in plans.plans] == [0, 1] and not any(plan.note for plan in plans.plans)
-    for rank, [(planned, _)] in enumerate(run_ranks(measured, 2, [setting])):
+    for rank, planned in enumerate(run_ranks(planned_here, 2, setting)):
         assert plans.plans[rank].peaks | {"total": plans.plans[rank].total} == planned
     facts = plans.schedule
     assert facts is not None and facts.layers == ("0 to 3", "4 to 8") and facts.in_flight == (2, 2)
