@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.errors import ConfigError
 from shardwise.memory import Accountant, memory_sources, track_activations
 from shardwise.optim import Lamb, Sharding, build, group_shardings, sharding_of
 from tests.optim.reference import Lars, WrittenLamb, WrittenLars
@@ -104,23 +103,6 @@ def test_absent_gradients_are_passed_over_and_sparse_ones_refused() -> None:
     second.grad = torch.ones(2).to_sparse()
     with pytest.raises(RuntimeError, match="dense"):
         lamb.step()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_grad_norm": 1.0}, "gradient_clipping"),
-        ({"amsgrad": True}, "no such variant"),
-        ({"max_coeff": 0.001}, r"min_coeff: 0\.01 is above `.*max_coeff` = 0\.001"),
-        ({"lr": -1.0}, r"optimizer\.params\.lr: expected a number >= 0"),
-        ({"betas": [0.9, 1.0]}, "betas"),
-        ({"weight_deacy": 0.1}, "did you mean `.*weight_decay`"),
-        ({"lr": "auto"}, '"auto"'),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build("LAMB", weights(torch.float32), options, device="cpu")
 
 
 def test_by_name() -> None:

@@ -131,22 +131,6 @@ def test_groups_are_kept_or_divided() -> None:
         built.add_param_group({"params": [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))]})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ns_method": "svd"}, 'ns_method: expected one of "gram", "standard", found "svd"'),
-        ({"ns_steps": 0}, "ns_steps"),
-        ({"momentum": 1.0}, "momentum"),
-        ({"muon_lr": -1.0}, "muon_lr"),
-        ({"max_grad_norm": 1.0}, "gradient_clipping"),
-        ({"ns_stpes": 3}, "did you mean `.*ns_steps`"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build("muon", [nn.Parameter(torch.zeros(2, 2))], options, device="cpu")
-
-
 def test_options_of_groups_are_checked_too() -> None:
     matrix = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ConfigError, match=r"Muon\(momentum=\.\.\.\): expected a number >= 0 and < 1, found 1\.5"):

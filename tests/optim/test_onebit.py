@@ -18,7 +18,7 @@ from torch import nn
 import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, UsageError
-from shardwise.optim import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, build, sharding_of
+from shardwise.optim import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, sharding_of
 from shardwise.optim.sharding import Sharding
 from shardwise.utils import (
     safe_get_full_fp32_param,
@@ -533,25 +533,6 @@ def test_stages_that_cannot_work_are_refused(name: str, stage: int) -> None:
     for optimizer in (CLASSES[name](model.parameters()), {"type": name.upper(), "params": {"lr": 0.1}}):
         with pytest.raises(ConflictError, match=r"zero_optimization\.stage"):
             engine_of(model, stage, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("OnebitAdam", {"freeze_step": 0}, "freeze_step"),
-        ("OnebitAdam", {"amsgrad": True}, "amsgrad"),
-        ("OnebitAdam", {"betas": (0.9, 1.0)}, "betas"),
-        ("OnebitAdam", {"comm_backend_name": "ucc"}, "comm_backend_name"),
-        ("OnebitLamb", {"min_coeff": 20.0}, "min_coeff"),
-        ("OnebitLamb", {"factor_min": 5.0}, "factor_min"),
-        ("ZeroOneAdam", {"local_step_clipper": 0}, "local_step_clipper"),
-        ("ZeroOneAdam", {"eps_inside_sqrt": True}, "eps_inside_sqrt"),
-        ("ZeroOneAdam", {"freeze_step": 3}, "did you mean `.*var_freeze_step`"),
-    ],
-)
-def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(name, [nn.Parameter(torch.zeros(2))], options, device="cpu")
 
 
 def test_by_configuration_alone() -> None:
