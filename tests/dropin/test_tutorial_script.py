@@ -31,6 +31,7 @@ def run(stage: int, comms: Path) -> str:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.limit(900)
 def test_every_stage(tmp_path: Path) -> None:
     parameters, losses = 0, []
     for stage in range(4):
