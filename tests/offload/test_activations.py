@@ -18,7 +18,6 @@ import shardwise
 from shardwise import checkpointing, offload_activations
 from shardwise.errors import ConfigError
 from shardwise.memory import Accountant, Category, Tier, track_activations
-from shardwise.offload import ActivationOffload
 from tests.device import checking
 from tests.device.recorded import record_all
 from tests.harness import on_ranks, run_ranks, thorough
@@ -279,22 +278,6 @@ def test_the_device_keeps_two_groups() -> None:
         assert accountant.peak[Category.ACTIVATIONS] <= (2 + 3) * size + 64
         assert accountant.peak_total_in(Tier.HOST) == 20 * size
         assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] == offload.held == 0
-
-
-def test_memory_of_the_host_is_used_again() -> None:
-    accountant = Accountant()
-    offload = ActivationOffload(min_bytes=LEAST, accountant=accountant, keep_buffers=True)
-    x = torch.randn(64, 64, requires_grad=True)
-    for layers, held in ((6, 6), (6, 6), (3, 6), (3, 3)):  # what a whole pass has had no use for goes
-        with offload:
-            y = x * 1.0
-            for _ in range(layers):
-                y = y.sin()
-        y.sum().backward()
-        del y
-        assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] == held * x.nbytes
-    offload.close()
-    assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] == 0
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

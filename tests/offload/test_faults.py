@@ -135,8 +135,8 @@ def masters_digest(engine: Any) -> str:
     return digest([found[name] for name in sorted(found)])
 
 
-def undisturbed(swap: str) -> str:
-    engine = made(offload("all on disk", swap))
+def undisturbed(place: str, directory: str) -> str:
+    engine = made(offload(place, directory))
     steps(engine, 0, 4)
     found = masters_digest(engine)
     engine.destroy()
@@ -155,4 +155,4 @@ def test_killed_in_the_middle_of_a_swap_it_goes_on_with_the_same_bits(tmp_path: 
     assert not list(swap.iterdir())
     resumed = run_until(tmp_path / "killed", swap, "no")
     assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.split("digest ")[1].strip() == run_ranks(undisturbed, 1, str(swap))[0]
+    assert resumed.stdout.split("digest ")[1].strip() == run_ranks(undisturbed, 1, "all on disk", str(swap))[0]

@@ -18,7 +18,7 @@ from shardwise.memory import OutOfMemoryError, Tier
 from shardwise.offload import disk
 from tests.harness import on_ranks, run_ranks
 from tests.offload.settings import offload
-from tests.offload.test_faults import CASE, made, masters_digest, steps
+from tests.offload.test_faults import CASE, made, masters_digest, steps, undisturbed
 
 RESTART = "Restart the job from the last checkpoint"
 
@@ -90,14 +90,6 @@ def disturbed(place: str, directory: str, call: str, code: int, after: int, wher
     found = masters_digest(again)
     again.destroy()
     return str(error.value), refusals, found
-
-
-def undisturbed(place: str, directory: str) -> str:
-    engine = made(offload(place, directory))
-    steps(engine, 0, 4)
-    found = masters_digest(engine)
-    engine.destroy()
-    return found
 
 
 FAULTS = [

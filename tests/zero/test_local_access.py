@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import utils
 from shardwise.errors import UsageError
-from tests.harness import on_ranks, run_ranks
+from tests.harness import of_all_ranks, on_ranks, run_ranks
 from tests.harness.training import ADAMW, engine_of
 from tests.models import CASES
 
@@ -29,13 +29,6 @@ def backward(engine: Any, step: int) -> None:
     engine.backward(CASE.loss(engine, CASE.data(step, dist.get_rank(), 0, dtype)))
 
 
-def joined(part: torch.Tensor) -> torch.Tensor:
-    """Put the parts of all ranks together."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
-    return torch.cat(parts)
-
-
 def parts_are_the_whole(precision: str) -> None:
     engine = start(precision=precision)
     parameters = [p for p in engine.module.parameters() if p.numel()]
@@ -46,27 +39,21 @@ def parts_are_the_whole(precision: str) -> None:
         seen = 0
         for parameter in parameters:
             part, whole = utils.safe_get_local_grad(parameter), utils.safe_get_full_grad(parameter)
-            assert part.dim() == 1 and torch.equal(joined(part), whole.reshape(-1))
+            assert part.dim() == 1 and torch.equal(torch.cat(of_all_ranks(part)), whole.reshape(-1))
             seen += bool(whole.any())
         assert seen == len(parameters) - 1  # one is not used
         engine.step()
         held = 0
         for parameter in parameters:
             part, whole = utils.safe_get_local_fp32_param(parameter), utils.safe_get_full_fp32_param(parameter)
-            assert part.dtype is torch.float32 and torch.equal(joined(part), whole.reshape(-1))
+            assert part.dtype is torch.float32 and torch.equal(torch.cat(of_all_ranks(part)), whole.reshape(-1))
             held += part.numel()
-            state, whole = (f(parameter, "exp_avg_sq") for f in (get_local_state, utils.safe_get_full_optimizer_state))
-            assert torch.equal(joined(state), whole.reshape(-1))
+            # A rank that steps nothing of a parameter keeps no state for it.
+            states = of_all_ranks(utils.safe_get_local_optimizer_state(parameter, "exp_avg_sq"))
+            whole = utils.safe_get_full_optimizer_state(parameter, "exp_avg_sq")
+            assert torch.equal(torch.cat([state for state in states if state is not None]), whole.reshape(-1))
         assert held < sum(p.numel() for p in parameters)
     engine.destroy()
-
-
-def get_local_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
-    found = utils.safe_get_local_optimizer_state(parameter, key)
-    dtypes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(dtypes, None if found is None else found.dtype)
-    # A rank that steps nothing of a parameter keeps no state for it.
-    return torch.empty(0, dtype=next(d for d in dtypes if d is not None)) if found is None else found
 
 
 @pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (3, "bf16")])
