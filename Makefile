@@ -74,7 +74,8 @@ test-gpu: $(STAMP)
 rehearse-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q --progress -p no:cacheprovider tests/gpu --rehearse
 
-# Jobs on several machines, in network namespaces with an ssh server each: needs root, iproute2 and openssh-server.
+# Jobs on several machines, in network namespaces with an ssh server each: needs root, iproute2 and
+# openssh-server; pdsh, openmpi-bin, mpich, slurmctld, slurmd and munge where they are installed.
 test-machines: $(STAMP)
 	$(BIN)/python -m pytest -q --progress --durations=10 -n 0 -p no:cacheprovider tests/machines
 

@@ -37,6 +37,26 @@ Host *
     StrictHostKeyChecking yes
     LogLevel ERROR
 """
+_SLURM_CONFIG = """
+ClusterName=lab
+SlurmctldHost=m0({address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+SlurmdTimeout=30
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
 
 
 def missing() -> str:
@@ -118,6 +138,42 @@ class Lab:
             raise AssertionError(f"not over after {timeout} s:\n{out}\n{err}") from None
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def slurm(self) -> dict[str, str]:
+        """Start Slurm on all machines: its controller on machine 0; return the variables for its commands.
+
+        Needs slurmctld, slurmd and munge; the daemons end with the lab.
+        """
+        nodes = range(1, self.count + 1)
+        for name in ("state", *(f"spool-{self.name(number)}" for number in nodes)):
+            (self.folder / name).mkdir()
+        lines = [
+            f"NodeName={self.name(n)} NodeAddr={self.address(n)} CPUs={os.cpu_count()} State=UNKNOWN" for n in nodes
+        ]
+        config = self.folder / "slurm.conf"
+        config.write_text(_SLURM_CONFIG.format(folder=self.folder, address=self.address(0), nodes="\n".join(lines)))
+        if subprocess.run(["pgrep", "munged"], capture_output=True).returncode:
+            os.makedirs("/run/munge", exist_ok=True)
+            shutil.chown("/run/munge", "munge", "munge")
+            _do("su", "-s", "/bin/sh", "munge", "-c", "/usr/sbin/munged")
+        for number in range(self.count + 1):
+            daemon = f"slurmd -D -f {config} -N {self.name(number)}" if number else f"slurmctld -D -f {config}"
+            # Not by `ip netns exec`, which hides the control groups that slurmd needs.
+            script = f"hostname {self.name(number)} && exec {daemon}"
+            command = ["nsenter", f"--net=/run/netns/{self.space(number)}", "unshare", "-u", "sh", "-c", script]
+            log = (self.folder / f"slurm-{number}.log").open("wb")
+            self._servers.append(subprocess.Popen(command, stdout=log, stderr=log))
+            log.close()
+            time.sleep(0.0 if number else 1.5)
+        variables = {**os.environ, "SLURM_CONF": str(config)}
+        deadline = time.monotonic() + 30
+        while True:
+            listed = self.start(0, ["sinfo", "-h", "-o", "%T %D"], env=variables).communicate(timeout=10)[0]
+            if listed.split() == ["idle", str(self.count)]:
+                return variables
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Slurm's machines are not idle: {listed}")
+            time.sleep(0.2)
+
     def link(self, number: int, up: bool) -> None:
         """Take the cable of a machine out, or put it in."""
         _do("ip", "link", "set", f"swv{number}", "up" if up else "down", space="swnet")
@@ -141,7 +197,7 @@ class Lab:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
             except OSError:
                 continue
-            if pid not in servers and command and b"sshd" not in command:
+            if pid not in servers and command and not any(name in command for name in (b"sshd", b"slurm")):
                 alive.append(pid)
         return alive
 
@@ -207,9 +263,12 @@ class Lab:
         self._servers = []
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         for space in (line.split()[0] for line in listed.splitlines() if line.startswith(("swm", "swnet"))):
-            pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
-            if pids:
+            for _ in range(100):
+                pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
+                if not pids:
+                    break
                 subprocess.run(["kill", "-9", *pids], check=False, capture_output=True)
+                time.sleep(0.02)
             subprocess.run(["ip", "netns", "del", space], check=False)
             shutil.rmtree(f"/etc/netns/{space}", ignore_errors=True)
 
