@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwise
+from tests import harness
 from tests.harness import run_ranks
 
 SAMPLES = 54
@@ -105,6 +107,15 @@ def _job(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def on_ranks(function: Callable[..., Any], world: int, *args: Any, **kwargs: Any) -> list[Any]:
     """`run_ranks` for functions that make a `Run` or several."""
     return run_ranks(_job, world, function, *args, **kwargs)
+
+
+def as_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test whose body makes a `Run` or several on each of some ranks, as `tests.harness.on_ranks` does."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        return harness.on_ranks(world)(functools.wraps(body)(functools.partial(_job, body)))
+
+    return decorate
 
 
 class Run:

@@ -13,21 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint import publish as module
 from shardwise.checkpoint.safetensors_reader import TensorFile
-from shardwise.checkpoint.transfer import FileTransfer, exchange_files
-from shardwise.comm.communicator import Communicator
 from shardwise.comm.environment import MEMORY_DIRECTORY
-from shardwise.comm.ledger import Ledger
 from shardwise.engine import faults
 from shardwise.engine.background import saved_bytes
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.memory import Category
-from tests.checkpoint.job import Run, config, differences, on_ranks
-from tests.harness import run_ranks
+from tests.checkpoint.job import Run, as_ranks, config, differences, on_ranks
 
 
 @contextmanager
@@ -119,10 +114,11 @@ def the_only(folder: Path, pattern: str) -> Path:
     return found
 
 
-def bounded_checked_and_replaced(root: str) -> None:
+@as_ranks(4)
+def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    nodes = [f"{root}/node{number}" for number in range(2)]
-    node, runs = nodes[rank // 2], f"{root}/runs"
+    nodes = [f"{tmp_path}/node{number}" for number in range(2)]
+    node, runs = nodes[rank // 2], f"{tmp_path}/runs"
     run = start(node, copying(2, every=1), seed=1)
     most = 0
     assert run.engine._faults.copies.nodes == [[0, 1], [2, 3]] and run.engine._faults.copies.replicas == 1
@@ -193,10 +189,6 @@ def bounded_checked_and_replaced(root: str) -> None:
     resumed(None, seed=5)
 
 
-def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
-    on_ranks(bounded_checked_and_replaced, 4, str(tmp_path))
-
-
 def without_accumulation(stage: int) -> dict[str, Any]:
     """A global batch that is kept whatever the number of ranks: accumulation makes up for it."""
     settings = copying(stage, train_batch_size=36)
@@ -235,8 +227,9 @@ def test_another_number_of_ranks_goes_on_from_memory(tmp_path: Path) -> None:
             assert lr == before[0][1]
 
 
-def memory_and_disk(root: str) -> None:
-    runs, node = f"{root}/runs", f"{root}/node"
+@as_ranks(2)
+def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:
+    runs, node = f"{tmp_path}/runs", f"{tmp_path}/node"
     run = start(node, copying(1, every=2), seed=1)
     run.engine.provide_client_state(lambda: {"at": run.engine.global_steps})
     assert run.engine.resume(runs) is None and run.engine.resumed is None
@@ -272,11 +265,8 @@ def memory_and_disk(root: str) -> None:
     assert resumed(7) == ("disk", 3, {})  # what `latest` names is damaged: the newest other one
 
 
-def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:
-    on_ranks(memory_and_disk, 2, str(tmp_path))
-
-
-def without_room(root: str) -> None:
+@as_ranks(2)
+def test_a_copy_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     rank, original = dist.get_rank(), module.write_tensors
 
     def full(path: str, tensors: Any, **options: Any) -> Any:
@@ -286,7 +276,7 @@ def without_room(root: str) -> None:
 
     module.write_tensors = full
     try:
-        run = start(f"{root}/a", copying(2, every=1), seed=1)
+        run = start(f"{tmp_path}/a", copying(2, every=1), seed=1)
         # It has never worked, so something is wrong with the machine or the configuration.
         with pytest.raises(
             CheckpointError, match=r"No space left.*2 generations of 2 parts.*--shm-size|failed on rank 1"
@@ -294,7 +284,7 @@ def without_room(root: str) -> None:
             run.step()
         assert run.engine.global_steps == 1
         module.write_tensors = original
-        run = start(f"{root}/b", copying(2, every=1), seed=1)
+        run = start(f"{tmp_path}/b", copying(2, every=1), seed=1)
         run.step()
         module.write_tensors = full
         run.step()  # goes on
@@ -303,95 +293,40 @@ def without_room(root: str) -> None:
             run.engine.copy_to_memory()
         barrier()
         module.write_tensors = original
-        assert [name[:5] for name in in_generations(f"{root}/b")] == ["step1"]
-        assert not [name for name in os.listdir(f"{root}/b/engine0") if name.startswith(".")]
+        assert [name[:5] for name in in_generations(f"{tmp_path}/b")] == ["step1"]
+        assert not [name for name in os.listdir(f"{tmp_path}/b/engine0") if name.startswith(".")]
         run.step()
         assert run.engine.last_memory_copy.steps == 3
     finally:
         module.write_tensors = original
 
 
-def test_a_copy_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
-    on_ranks(without_room, 2, str(tmp_path))
-
-
-def bad_input(root: str) -> None:
+@as_ranks(2)
+def test_mistakes_are_named(tmp_path: Path) -> None:
     rank = dist.get_rank()
     run = Run(config(1))
     with pytest.raises(UsageError, match="memory_copies"):
         run.engine.copy_to_memory()
     assert run.engine.last_memory_copy is None
     with pytest.raises(CheckpointPathError, match="ranks name different directories"):
-        run.engine.resume(f"{root}/{rank}")
+        run.engine.resume(f"{tmp_path}/{rank}")
     with pytest.raises(CheckpointPathError, match="save_dir"):
         run.engine.resume("")
     with pytest.raises(UsageError, match="without arguments"):
         run.engine.provide_client_state({"epoch": 1})
     with pytest.raises(UsageError, match=r"shardwise run.*checkpoint.memory_copies.directory"):
         Run(copying(1))
-    Path(f"{root}/file").touch()
+    Path(f"{tmp_path}/file").touch()
     with pytest.raises(CheckpointError, match="memory_copies"):
-        Run(config(1, checkpoint={"memory_copies": {"every": 1, "directory": f"{root}/file"}}))
+        Run(config(1, checkpoint={"memory_copies": {"every": 1, "directory": f"{tmp_path}/file"}}))
     # A directory that the script has named is removed by whoever has made it.
-    own = Run(config(1, checkpoint={"memory_copies": {"every": 1, "directory": f"{root}/own"}}))
+    own = Run(config(1, checkpoint={"memory_copies": {"every": 1, "directory": f"{tmp_path}/own"}}))
     own.micro_batch()
     with pytest.raises(UsageError, match="unfinished accumulation window"):
         own.engine.copy_to_memory()
     own.micro_batch()
-    assert os.listdir(f"{root}/own")
+    assert os.listdir(f"{tmp_path}/own")
     barrier()
     own.engine.destroy()
     barrier()
-    assert os.listdir(f"{root}/own") == []
-
-
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    on_ranks(bad_input, 2, str(tmp_path))
-
-
-def shipped(root: str) -> list[str]:
-    comm = Communicator(None, Ledger(), torch.device("cpu"))
-    mine = f"{root}/{comm.rank}"
-    os.makedirs(mine)
-    sizes = [0, 1, 100_000]
-    for name, size in zip("abc", sizes, strict=True):
-        Path(mine, f"{name}{comm.rank}").write_bytes(bytes((comm.rank + n) % 256 for n in range(size)))
-    transfers = [
-        FileTransfer(f"{name}{src}", size, src, dst)
-        for name, size in zip("abc", sizes, strict=True)
-        for src in range(3)
-        for dst in range(3)
-        if src != dst
-    ]
-    held: list[int] = []
-
-    def send(some: list[FileTransfer], into: str) -> None:
-        os.makedirs(f"{mine}/{into}")
-        exchange_files(
-            comm,
-            torch.device("cpu"),
-            some,
-            lambda name: f"{mine}/{name}",
-            lambda name: f"{mine}/{into}/{name}",
-            lambda buffer: held.append(buffer.nbytes),
-        )
-
-    send(transfers, "whole")
-    assert max(held) <= 100_000 // 8 + 1
-    for name, src in itertools.product("abc", {0, 1, 2} - {comm.rank}):
-        assert Path(mine, "whole", f"{name}{src}").read_bytes() == Path(root, str(src), f"{name}{src}").read_bytes()
-    # A file that is not there, or shorter than announced, is an error of its rank; nobody waits for it.
-    wrong = {0: FileTransfer("none0", 10, 0, 1), 1: FileTransfer("b1", 10, 1, 2)}
-    raised = ""
-    try:
-        send([*wrong.values(), FileTransfer("c2", sizes[2], 2, 0)], "broken")
-    except (OSError, CheckpointError) as error:
-        raised = type(error).__name__
-    assert comm.rank != 0 or os.path.getsize(f"{mine}/broken/c2") == sizes[2]
-    comm.barrier()
-    comm.destroy()
-    return [raised]
-
-
-def test_files_travel_between_ranks(tmp_path: Path) -> None:
-    assert run_ranks(shipped, 3, str(tmp_path)) == [["FileNotFoundError"], ["CheckpointError"], [""]]
+    assert os.listdir(f"{tmp_path}/own") == []

@@ -6,23 +6,16 @@ import os
 import pickle
 import random
 import re
-import shutil
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise.checkpoint import parallel
 from shardwise.checkpoint.convert import convert, open_deepspeed
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, Target, recognised
-from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import names_of_numbers
-from shardwise.checkpoint.formats.deepspeed.trainer_state import class_of, scaler_state
 from shardwise.errors import CheckpointError
 from shardwise.launch.cli import main
-from shardwise.precision import LossScaler
 from tests.checkpoint import deepspeed_files as files
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_layouts import content, same
@@ -149,25 +142,6 @@ def test_the_loss_scale_goes_on(stage: int, tmp_path: Path) -> None:
         assert (state["scale"], state["clean_steps"], state["tolerance"]) == (512.0, 1, 2 if stage else 1)
 
 
-@pytest.mark.parametrize("window", [1, 3, 4])
-def test_a_scale_is_doubled_in_the_step_in_which_deepspeed_doubles_it(window: int) -> None:
-    """DeepSpeed's rule, as its scaler was seen to follow it."""
-    assert scaler_state({"dynamic": False, "cur_scale": 1.0}) is None
-    for since in range(1, 3 * window + 1):
-        state = scaler_state({"dynamic": True, "cur_scale": 8.0, "cur_iter": since, "last_overflow_iter": -1,
-                              "scale_window": window})  # fmt: skip
-        assert state is not None
-        ours = LossScaler(initial_scale_power=3, loss_scale_window=window)
-        ours.load_state_dict(state)
-        theirs, count = 8.0, since
-        for _ in range(2 * window + 2):
-            if count > 0 and count % window == 0:
-                theirs *= 2
-            count += 1
-            ours.update(overflow=False)
-            assert ours.scale == theirs
-
-
 # -- without an engine -----------------------------------------------------------------------------------------------
 
 
@@ -176,20 +150,6 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> files.Content:
     path = tmp_path_factory.mktemp("ours")
     on_ranks(train, 1, str(path), 1, "bf16", "AdamW")
     return files.content_of(str(path / "a"))
-
-
-def test_names_shapes_and_ranges(held: files.Content, tmp_path: Path) -> None:
-    path = files.write(str(tmp_path), "x", held, 3, 3)
-    with DeepSpeedCheckpoint(path) as saved:
-        assert saved.stage == 3 and saved.manifest.layout["world"] == 3
-        assert saved.manifest.versions == {"deepspeed": "0.19.8"}
-        tied = saved.find("head.weight")
-        assert tied.name == "embedding.weight" and tied.shape == (13, 11) and tied.dtype == "float32"
-        assert saved.find("blocks.0.inner.bias").trainable is False
-        out = torch.empty(50)
-        saved.read_into(saved.find("embedding.weight", "optimizer/exp_avg"), 40, out)
-        assert torch.equal(out, held.states["embedding.weight"]["exp_avg"].reshape(-1)[40:90])
-        saved.verify(saved.blocks(saved.manifest.of_module()))
 
 
 def test_parameters_take_memory_only_for_what_is_read(tmp_path: Path) -> None:
@@ -206,15 +166,6 @@ def test_parameters_take_memory_only_for_what_is_read(tmp_path: Path) -> None:
         out = torch.empty(10)
         saved.read_into(saved.find("w"), 1 << 23, out)
         assert own() - before < value.nbytes // 4
-
-
-def test_several_threads_read_into_parameters(held: files.Content, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(parallel, "workers", lambda: 2)
-    path = files.write(str(tmp_path), "x", held, 2, 2)
-    found = {name: torch.nn.Parameter(torch.zeros_like(value)) for name, value in held.masters.items()}
-    with DeepSpeedCheckpoint(path) as saved, torch.no_grad():
-        saved.read_all([(saved.find(name), 0, value.view(-1)) for name, value in found.items()])
-    assert all(torch.equal(value, held.masters[name]) for name, value in found.items())
 
 
 class Malicious:
@@ -249,105 +200,6 @@ def test_code_in_a_file_is_refused_and_not_run(where: str, legacy: bool, held: f
     assert proof.exists()  # so it would have run
 
 
-def change(path: str, pattern: str, edit: Callable[[Any], None]) -> None:
-    (file,) = Path(path).glob(pattern)
-    with files.pretended():
-        value = torch.load(file, weights_only=False)
-        edit(value)
-        torch.save(value, file)
-
-
-def flipped(path: str) -> None:
-    """Change one bit of the largest tensor of rank 1."""
-    (file,) = Path(path).glob("*zero_pp_rank_1_*optim*")
-    with zipfile.ZipFile(file) as archive:
-        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
-    data = bytearray(file.read_bytes())
-    data[largest.header_offset + 200 + largest.file_size // 2] ^= 4
-    file.write_bytes(data)
-
-
-def truncated(path: str) -> None:
-    (file,) = Path(path).glob("*zero_pp_rank_1_*optim*")
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def one(path: str, pattern: str) -> Path:
-    (found,) = Path(path).glob(pattern)
-    return found
-
-
-def copy_as(name: str) -> Callable[[str], Any]:
-    return lambda path: shutil.copy(one(path, "*rank_1_*optim*"), Path(path) / name)
-
-
-def copy_model_as(name: str) -> Callable[[str], Any]:
-    return lambda path: shutil.copy(one(path, "mp_*"), Path(path) / name)
-
-
-def empty(name: str) -> Callable[[str], Any]:
-    return lambda path: (Path(path) / name).touch()
-
-
-def model(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
-    return lambda path: change(path, "mp_*", edit)
-
-
-def second(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
-    return lambda path: change(path, "*rank_1_*optim*", lambda value: edit(value["optimizer_state_dict"]))
-
-
-def both(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
-    return lambda path: [
-        change(path, f"*rank_{rank}_*optim*", lambda value: edit(value["optimizer_state_dict"])) for rank in (0, 1)
-    ]
-
-
-SHORT = torch.zeros(3)
-
-DAMAGE: dict[str, tuple[int, Callable[[str], Any], str]] = {
-    "a rank is missing": (2, lambda path: one(path, "*rank_1_*optim*").unlink(), "optimizer states of rank 1"),
-    "all states are missing": (1, lambda path: [f.unlink() for f in Path(path).glob("*optim*")], "of rank 0, 1"),
-    "no model states": (2, lambda path: one(path, "mp_*").unlink(), "mp_rank_00_model_states.pt"),
-    "no model states of a rank": (3, lambda path: one(path, "zero*rank_1_*model*").unlink(), "model states of rank 1"),
-    "a rank too many": (2, copy_as("bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"), "optimizer states of rank 2"),
-    "two precisions": (2, copy_as("zero_pp_rank_1_mp_rank_00_optim_states.pt"), "bf16_zero_pp_rank_1"),
-    "two stages": (3, empty("mp_rank_00_model_states.pt"), "mp_rank_00_model_states.pt"),
-    "a changed bit": (2, flipped, "rank_1.*damaged"),
-    "a truncated file": (2, truncated, "rank_1.*damaged"),
-    "another world": (2, second(lambda v: v.update(partition_count=[4, 4])), "rank_1.*partition_count"),
-    "another step": (3, lambda path: change(path, "*_1_*model*", lambda v: v.update(global_steps=7)), "global_steps"),
-    "a short partition": (2, second(lambda v: v["single_partition_of_fp32_groups"].__setitem__(0, SHORT)), "group 0"),
-    "a short flat group": (3, both(lambda v: v["fp32_flat_groups"].__setitem__(0, SHORT)), "embedding.weight"),
-    "a fragment is missing": (2, second(lambda v: v["param_slice_mappings"][0].popitem()), "param_slice_mappings"),
-    "no known key": (2, both(lambda v: v.pop("single_partition_of_fp32_groups")), "single_partition_of_fp32_groups"),
-    "another stage number": (2, both(lambda v: v.update(zero_stage=7)), "stage 7"),
-    "no version": (2, model(lambda v: v.pop("ds_version")), "ds_version"),
-    "another shape": (2, model(lambda v: v["module"].update({"embedding.weight": SHORT})), "embedding.weight"),
-    "other steps": (
-        2,
-        second(lambda v: v["base_optimizer_state"]["state"][0].update(step=torch.tensor(9.0))),
-        "'step'",
-    ),
-    "model parallel": (1, empty("mp_rank_01_model_states.pt"), "mp_rank 1"),
-    "an expert without others": (1, empty("layer_0_expert_3_mp_rank_00_model_states.pt"), "layer_0_expert_3"),
-    "an optimizer of experts": (0, copy_model_as("expp_rank_0_mp_rank_00_optim_states.pt"), "expp_rank_0"),
-    "a layer file": (1, empty("layer_00-model_states.pt"), "layer_00-model_states.pt"),
-    "NVMe": (1, lambda path: os.mkdir(Path(path) / "offloaded_tensors"), "NVMe"),
-    "universal": (1, lambda path: os.mkdir(Path(path) / "zero"), "optimizer_state.pt"),
-}
-
-
-@pytest.mark.parametrize("kind", list(DAMAGE))
-def test_damage_is_named(kind: str, held: files.Content, tmp_path: Path) -> None:
-    stage, damage, message = DAMAGE[kind]
-    path = files.write(str(tmp_path), "x", held, stage, 2)
-    damage(path)
-    with pytest.raises(CheckpointError, match=message) as caught, DeepSpeedCheckpoint(path) as saved:
-        saved.verify(saved.blocks())
-    assert path in str(caught.value)
-
-
 def test_a_changed_byte_is_found_or_harmless(held: files.Content, tmp_path: Path) -> None:
     path = files.write(str(tmp_path), "x", held, 3, 2)
     generator = random.Random(3)
@@ -368,33 +220,6 @@ def test_a_changed_byte_is_found_or_harmless(held: files.Content, tmp_path: Path
                 assert path in str(error)
         file.write_bytes(original)
     assert found > 10
-
-
-def attempts(paths: dict[str, str], expected: dict[str, str]) -> None:
-    """Load each on all ranks; nothing of the engine changes, and every rank hears of it."""
-    run = Run(config(3, "bf16"), seed=2, noise=False)
-    before = run.fingerprint()
-    for kind, path in paths.items():
-        with pytest.raises(CheckpointError, match=expected[kind]):
-            run.engine.load_checkpoint(path, "x")
-        assert not differences(before, run.fingerprint()), kind
-    (first, *_) = paths.values()
-    assert run.engine.load_checkpoint(os.path.dirname(first)) == (None, None)
-    run.step()
-
-
-def test_no_rank_changes_anything_before_all_have_understood(held: files.Content, tmp_path: Path) -> None:
-    paths, expected = {}, {}
-    for kind in ("a rank is missing", "a truncated file", "a changed bit", "other steps"):
-        stage, damage, expected[kind] = DAMAGE[kind]
-        paths[kind] = str(tmp_path / kind.replace(" ", "-"))
-        damage(files.write(paths[kind], "x", held, stage, 2))
-        expected[kind] += "|failed on rank"
-    other = files.Content(**vars(held))
-    other.module = {name: value for name, value in held.module.items() if name != "blocks.0.inner.bias"}
-    paths["another model"], expected["another model"] = str(tmp_path / "model"), "missing in the checkpoint: blocks.0"
-    files.write(paths["another model"], "x", other, 2, 2)
-    on_ranks(attempts, 2, paths, expected)
 
 
 def fits(path: str) -> list[str]:
@@ -472,27 +297,6 @@ def test_elastic_checkpoints_have_no_settings(held: files.Content, tmp_path: Pat
         assert torch.equal(moment, held.states["embedding.weight"]["exp_avg"])
 
 
-def test_names_are_given_only_where_no_other_would_do() -> None:
-    shapes = {"a": (2, 3), "b": (2,), "c": (3, 3), "d": (3,)}
-    assert names_of_numbers(shapes, [[(2, 3), (2,), (3, 3), (3,)]]) == [["a", "b", "c", "d"]]
-    assert names_of_numbers(shapes, [[(2, 3), (3, 3)], [(2,), (3,)]]) == [["a", "c"], ["b", "d"]]
-    with pytest.raises(CheckpointError, match="may belong to 2 of"):
-        names_of_numbers({"a": (2,), "b": (2,)}, [[(2,)], [(2,)]])
-    with pytest.raises(CheckpointError, match="may belong to 0 of"):
-        names_of_numbers({"a": (2,), "b": (3,)}, [[(3,), (2,)]])
-    with pytest.raises(CheckpointError, match="1 parameters and the model 2"):
-        names_of_numbers({"a": (2,), "b": (2,)}, [[(2,)]])
-
-
-def test_the_class_of_an_optimizer_is_found_from_configuration_or_state() -> None:
-    adam = {"exp_avg", "exp_avg_sq"}
-    assert class_of({"optimizer": {"type": "Adam"}}, adam, []) == "AdamW"
-    assert class_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, adam, []) == "Adam"
-    assert class_of({}, adam, [{"decoupled_weight_decay": True}]) == "AdamW"
-    assert class_of({}, adam, [{}]) is None
-    assert class_of({}, {"momentum_buffer"}, [{}]) == "SGD"
-
-
 # -- conversion ------------------------------------------------------------------------------------------------------
 
 
@@ -562,6 +366,6 @@ def test_the_command_says_what_is_wrong(
     assert recognised(path) and not recognised(str(tmp_path))
     with open_deepspeed(str(tmp_path / "theirs")) as found, open_deepspeed(path) as directly:
         assert found.path == directly.path == path
-    flipped(path)
+    os.truncate(next(Path(path).glob("*rank_1_*optim*")), 300)
     assert command(path, str(tmp_path / "out"), "--no-optimizer") == 1
     assert "damaged" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from shardwise.errors import CheckpointError
 from shardwise.moe import MoE
 from shardwise_deepspeed.experts import split_params_into_different_moe_groups_for_optimizer
 from tests.checkpoint import deepspeed_files as files
-from tests.checkpoint.test_deepspeed import change, one
 from tests.checkpoint.test_layouts import content, same
 from tests.harness import run_ranks
 
@@ -161,53 +157,6 @@ def test_experts_are_converted_without_a_model(stage: int, ep: int, held: files.
             assert key == "step" or torch.equal(kept, value), (name, key)
 
 
-def model(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
-    return lambda path: change(path, "mp_*", edit)
-
-
-def other_experts(path: str) -> None:
-    """Give rank 1 the experts of another checkpoint."""
-
-    def edit(value: dict[str, Any]) -> None:
-        value["optimizer_state_dict"]["single_partition_of_fp32_groups"][1] += 1
-
-    change(path, "zero_pp_rank_1_*", edit)
-
-
-def remove(pattern: str) -> Callable[[str], Any]:
-    return lambda path: one(path, pattern).unlink()
-
-
-def first_rank(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
-    return lambda path: [
-        change(path, f"zero_pp_rank_{rank}_*", lambda value: edit(value["optimizer_state_dict"])) for rank in range(4)
-    ]
-
-
-FIFTH = "layer_1_expert_4_mp_rank_00_model_states.pt"
-FIRST = "blocks.0.deepspeed_moe.experts.deepspeed_experts.0."
-
-DAMAGE: dict[str, tuple[int, Callable[[str], Any], str]] = {
-    "an expert is missing": (1, remove("layer_1_expert_2_*"), "layer_1_expert_2_mp_rank_00_model_states.pt"),
-    "an expert too many": (
-        1,
-        lambda path: shutil.copy(one(path, "layer_1_expert_3_*"), one(path, "mp_*").with_name(FIFTH)),
-        FIFTH,
-    ),
-    "a truncated expert": (2, lambda path: os.truncate(one(path, "layer_0_expert_1_*"), 500), "layer_0_expert_1"),
-    "another expert's names": (
-        1,
-        lambda path: shutil.copy(one(path, "layer_0_expert_1_*"), one(path, "layer_0_expert_2_*")),
-        "layer_0_expert_2",
-    ),
-    "experts of another checkpoint": (2, other_experts, "other values than in .*layer_0_expert_2"),
-    "a buffer": (1, model(lambda v: v["buffer_names"].append(f"{FIRST}mean")), f"{FIRST}mean"),
-    "numbers of experts": (1, model(lambda v: v.update(num_experts=[4])), "layer_1_expert_0"),
-    "another division": (2, first_rank(lambda v: v.update(partition_count=[4, 4])), "group 1 .*4 of 4 ranks"),
-    "layers divided by DeepSpeed": (1, model(lambda v: v.update(ds_autoep_layers={"a": 1})), "expert_parallel"),
-}
-
-
 @pytest.mark.parametrize("pattern", ["expp_rank_1_*", "expp*"])
 def test_optimizer_state_of_stage_0_without_all_files_of_experts_is_refused(
     pattern: str, held: files.Content, tmp_path: Path
@@ -218,16 +167,6 @@ def test_optimizer_state_of_stage_0_without_all_files_of_experts_is_refused(
     with DeepSpeedCheckpoint(path) as saved:
         assert saved.manifest.optimizer is not None
         assert "experts' optimizer states of rank" in saved.manifest.optimizer["refused"]
-
-
-@pytest.mark.parametrize("kind", list(DAMAGE))
-def test_damage_is_named(kind: str, held: files.Content, tmp_path: Path) -> None:
-    stage, damage, message = DAMAGE[kind]
-    path = files.write(str(tmp_path), "x", held, stage, 4, ep=2)
-    damage(path)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        DeepSpeedCheckpoint(path)
-    assert path in str(caught.value)
 
 
 def refused(path: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from shardwise.checkpoint.formats.deepspeed.layer_files import tied_by_gaps
@@ -149,56 +148,6 @@ def test_training_goes_on_from_layer_files_and_universal_checkpoints(
             assert all(torch.equal(others[n], value) for n, value in parameters.items())
 
 
-def removed(name: str) -> Callable[[str], Any]:
-    """Return a function that removes a file or directory."""
-
-    def remove(path: str) -> None:
-        place = os.path.join(path, name)
-        shutil.rmtree(place) if os.path.isdir(place) else os.remove(place)
-
-    return remove
-
-
-def short(name: str) -> Callable[[str], Any]:
-    """Return a function that truncates a file."""
-    return lambda path: os.truncate(os.path.join(path, name), 300)
-
-
-def other(name: str, value: Any) -> Callable[[str], Any]:
-    """Return a function that replaces the content of a file."""
-    return lambda path: torch.save(value, os.path.join(path, name))
-
-
-def in_layer(name: str, key: str, value: torch.Tensor) -> Callable[[str], Any]:
-    """Return a function that replaces a tensor of a layer file."""
-    return lambda path: made.edit(os.path.join(path, name), lambda held: held.update({key: value}))
-
-
-LAYER = "layer_02-model_states.pt"
-LAYER_DAMAGE: dict[str, tuple[Callable[[str], Any], str]] = {
-    "a missing layer": (removed(LAYER), "layer_02-model_states.pt is missing"),
-    "a missing shared layer": (removed("layer_00-model_states.pt"), "'words' with weight"),
-    "a truncated layer": (short(LAYER), "layer_02-model_states.pt: truncated"),
-    "another shape": (in_layer(LAYER, "norm.bias", torch.zeros(3)), "'2.norm.bias'"),
-    "another value": (in_layer(LAYER, "norm.bias", torch.ones(8)), "'2.norm.bias' has other values than in .*layer_02"),
-    "a layer too many": (other("layer_09-model_states.pt", {"w": torch.ones(1)}), "layer_09.*file of another check"),
-    "no layers": (lambda path: [os.remove(f) for f in Path(path).glob("layer_*")], "mp_rank_00.*layer files.*missing"),
-    "code": (other(LAYER, {"w": shardwise.errors.UsageError}), "layer_02-model_states.pt: holds objects of shardwise"),
-    "a missing stage": (removed("mp_rank_01_model_states.pt"), "mp_rank_01.*missing"),
-}
-
-
-@pytest.mark.parametrize("kind", list(LAYER_DAMAGE))
-def test_damaged_layer_files_are_named(kind: str, sources: dict[str, str], tmp_path: Path) -> None:
-    damage, message = LAYER_DAMAGE[kind]
-    content = files.content_of(sources["tied"])
-    path = made.write_layers(str(tmp_path), "x", content, ENDS, 1, 2, tied=TIED)
-    damage(path)
-    with pytest.raises(CheckpointError, match=message) as caught, DeepSpeedCheckpoint(path) as saved:
-        saved.verify(saved.blocks())
-    assert path in str(caught.value)
-
-
 def refuses(path: str) -> str:
     """Load into a model with two layers more; return the message."""
     engine = engine_of(Setting(1, zero=1, made=layers))
@@ -270,37 +219,6 @@ def test_universal_checkpoints_are_written(
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         assert torch.load(tmp_path / "uni" / name, weights_only=True)["global_steps"] == 2
     assert_same(str(tmp_path / "uni"), ours).close()
-
-
-BIAS = "zero/blocks.1.norm.bias"
-UNIVERSAL_DAMAGE: dict[str, tuple[Callable[[str], Any], str]] = {
-    "a missing parameter": (removed("zero/embedding.weight"), "zero: the directories .* missing: embedding.weight"),
-    "a missing entry": (removed(f"{BIAS}/exp_avg.pt"), f"{BIAS}/exp_avg.pt: cannot be opened"),
-    "a truncated entry": (short(f"{BIAS}/exp_avg_sq.pt"), f"{BIAS}/exp_avg_sq.pt: truncated"),
-    "another shape": (other(f"{BIAS}/fp32.pt", {"param": torch.zeros(4)}), rf"{BIAS}/fp32.pt.*shape \[4\]"),
-    "another dtype": (other(f"{BIAS}/fp32.pt", {"param": torch.zeros(11).half()}), "found float16"),
-    "no tensor": (other(f"{BIAS}/fp32.pt", {"a": 1}), f"{BIAS}/fp32.pt: expected a tensor"),
-    "another step": (other(f"{BIAS}/step.pt", torch.tensor(9.0)), f"{BIAS}/step.pt: the step count is 9"),
-    "no step": (other(f"{BIAS}/step.pt", "2"), f"{BIAS}/step.pt: expected a number of steps"),
-    "no settings": (removed("zero/optimizer_state.pt"), "optimizer_state.pt: cannot be opened"),
-}
-
-
-@pytest.mark.parametrize("kind", list(UNIVERSAL_DAMAGE))
-def test_damaged_universal_checkpoints_are_named(kind: str, plain: str, tmp_path: Path) -> None:
-    damage, message = UNIVERSAL_DAMAGE[kind]
-    path = made.write_universal(str(tmp_path), "uni", files.content_of(plain), 2)
-    damage(path)
-    with pytest.raises(CheckpointError, match=message) as caught, DeepSpeedCheckpoint(path) as saved:
-        saved.verify(saved.blocks())
-    assert path in str(caught.value)
-
-
-def test_a_missing_rank_of_stage_3_is_named(plain: str, tmp_path: Path) -> None:
-    path = made.write_universal(str(tmp_path), "uni", files.content_of(plain), 3)
-    removed("zero_pp_rank_1_mp_rank_00_model_states.pt")(path)
-    with pytest.raises(CheckpointError, match="model states of rank 1"):
-        DeepSpeedCheckpoint(path)
 
 
 def chosen(theirs: str, both: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint.convert import convert
-from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, TargetParameter
+from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from shardwise.checkpoint.formats.deepspeed.tp_merge import Divisions
 from shardwise.errors import CheckpointError
 from tests.checkpoint import deepspeed_files as files
-from tests.checkpoint.test_deepspeed import change, one
 from tests.checkpoint.test_layouts import content, same
 from tests.harness import run_ranks, thorough
 
@@ -239,23 +237,6 @@ def test_patterns() -> None:
         Divisions({"vocabulary_parameter_patterns": ["("]}, {})
 
 
-def test_shapes_alone_tell_what_is_whole_and_nothing_else() -> None:
-    target_parameters = {
-        "w": TargetParameter((4, 6)),
-        "v": TargetParameter((4, 6), [(((0, 4), (0, 3)), (0, 2)), (((0, 4), (3, 6)), (1, 3))]),
-    }
-    told = Divisions(None, target_parameters)
-    assert told.of(["w"], [(4, 6), (4, 6)], lambda: True).regions == (((0, 4), (0, 6)),) * 2
-    assert told.of(["v"], [(4, 3), (4, 3)], lambda: False).regions == (((0, 4), (0, 3)), ((0, 4), (3, 6)))
-    with pytest.raises(CheckpointError, match=r"'w'.*the values are not the same"):
-        told.of(["w"], [(4, 6), (4, 6)], lambda: False)
-    for shapes in ([(4, 3), (4, 3)], [(2, 6), (2, 6)]):
-        with pytest.raises(CheckpointError, match=r"'w'.*one tensor or several fused"):
-            told.of(["w"], shapes, lambda: False)
-    with pytest.raises(CheckpointError, match=r"'v'.*autotp_size=3"):
-        told.of(["v"], [(4, 2)] * 3, lambda: False)
-
-
 def test_parts_that_several_ranks_share_and_empty_ones(tmp_path: Path) -> None:
     """As of fewer heads of keys than ranks, and of one head that one rank has."""
     value = torch.arange(12.0).view(6, 2)
@@ -274,67 +255,3 @@ def test_parts_that_several_ranks_share_and_empty_ones(tmp_path: Path) -> None:
             with DeepSpeedCheckpoint(path) as saved:
                 assert torch.equal(saved.read(saved.find("k")), value)
                 assert torch.equal(saved.read(saved.find("k", "optimizer/exp_avg")), value + 1)
-
-
-def affine(edit: Callable[[dict[str, Any]], Any]) -> Callable[[str], Any]:
-    """Change what is said of one parameter."""
-
-    def damage(path: str) -> None:
-        change(
-            path,
-            "mp_rank_00_model*",
-            lambda v: edit(v["universal_checkpoint_info"]["affine_map"]["params"][r"^blocks\.0\.qkv\.weight$"]),
-        )
-
-    return damage
-
-
-def second(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
-    return lambda path: change(path, "mp_rank_01_model*", edit)
-
-
-DAMAGE: dict[str, tuple[Callable[[str], Any], str]] = {
-    "a part is missing": (lambda path: [f.unlink() for f in Path(path).glob("*mp_rank_01*")], "files of mp_rank 1"),
-    "the first is missing": (lambda path: [f.unlink() for f in Path(path).glob("*mp_rank_00*")], "files of mp_rank 0"),
-    "model states of a part are missing": (lambda path: one(path, "mp_rank_01_model*").unlink(), "mp_rank_01_model"),
-    "optimizer states of a part are missing": (
-        lambda path: one(path, "zero_pp_rank_1_mp_rank_01*").unlink(),
-        "optimizer states of rank 1",
-    ),
-    "a part too many": (
-        lambda path: change(path, "mp_rank_00_model*", lambda v: v.update(mp_world_size=1)),
-        "files of mp_rank 1",
-    ),
-    "another step": (second(lambda v: v.update(global_steps=9)), "mp_rank_01.*global_steps is 9"),
-    "another parameter": (second(lambda v: v["module"].update(more=torch.ones(2))), "'more'"),
-    "another buffer": (second(lambda v: v["module"].update(scale=torch.tensor(9.0))), "buffer 'scale'"),
-    "another step count": (
-        lambda path: [
-            change(
-                path,
-                f"zero_pp_rank_{rank}_mp_rank_01*",
-                lambda v: v["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(step=torch.tensor(9.0)),
-            )
-            for rank in (0, 1)
-        ],
-        "part 1.*'step'",
-    ),
-    "another shape of a part": (affine(lambda v: v["ranks"][1].update(shard_shape=[6, 8])), "qkv.weight.*affine_map"),
-    "a rank is not described": (affine(lambda v: v["ranks"].pop(1)), "qkv.weight.*affine_map"),
-    "a gap between pieces": (
-        affine(lambda v: v["ranks"][0]["pieces"][1]["dest"].__setitem__(0, 40)),
-        "qkv.weight.*affine_map",
-    ),
-    "a piece is not described": (affine(lambda v: v["ranks"][0]["pieces"].pop()), "qkv.weight.*affine_map"),
-    "a region twice": (affine(lambda v: v["ranks"].update({1: v["ranks"][0]})), "qkv.weight"),
-}
-
-
-@pytest.mark.parametrize("kind", list(DAMAGE))
-def test_damage_is_named(kind: str, held: files.Content, tmp_path: Path) -> None:
-    damage, message = DAMAGE[kind]
-    path = write(str(tmp_path), held, 2, exact(held, 2), 2, 2)
-    damage(path)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        DeepSpeedCheckpoint(path)
-    assert path in str(caught.value)

@@ -209,22 +209,6 @@ def test_old_weights_are_replaced_only_on_request_and_only_as_a_whole(
     assert all(torch.equal(values[name], value) for name, value in weights(2).items())
 
 
-def fail_on_rank_0(path: str) -> str:
-    run = Run(config(2), seed=1)
-    if rank() == 0:
-        Path(path).write_text("a file where the directory should be")
-    torch.distributed.barrier()
-    with pytest.raises(CheckpointError) as caught:
-        run.engine.export(f"{path}/below")
-    run.step()
-    return str(caught.value)
-
-
-def test_a_failure_of_the_writer_reaches_all_ranks(tmp_path: Path) -> None:
-    first, second = on_ranks(fail_on_rank_0, 2, str(tmp_path / "file"))
-    assert "Not a directory" in first and "failed on rank 0" in second
-
-
 def shared_buffers(path: str) -> None:
     norm = torch.nn.BatchNorm1d(3)
     model = torch.nn.ModuleDict({"one": norm, "two": torch.nn.Sequential(norm)})

@@ -84,14 +84,6 @@ def test_a_directory_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path
     assert "failed on rank 0" in second
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_directory_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    for message in on_ranks(unwritable, 2, str(tmp_path)):
-        assert "Permission denied" in message
-    tmp_path.chmod(0o755)
-
-
 def publish_fails(path: str, where: str) -> tuple[str, list[str]]:
     run = Run(config(1), seed=1)
     run.step()
@@ -121,20 +113,6 @@ def test_a_failed_rename_is_an_error_on_all_ranks(where: str, left: list[str], t
         assert found == left
     assert (tmp_path / "latest").read_text() == "a"
     verify(str(tmp_path / "a"))
-
-
-def bad_client_state(path: str, on: int) -> tuple[str, list[str]]:
-    run = Run(config(1), seed=1)
-    state: dict[str, Any] = {"args": {"hooks": [1, print]}} if rank() == on else {"args": {}}
-    with pytest.raises(CheckpointError) as caught:
-        run.engine.save_checkpoint(path, client_state=state)
-    return str(caught.value), names(path)
-
-
-def test_client_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
-    for message, left in on_ranks(bad_client_state, 2, str(tmp_path), 0):
-        assert "client_state['args']['hooks'][1]: builtins.builtin_function_or_method cannot be saved" in message
-        assert left == []
 
 
 def different_tags(path: str, validation: str) -> Any:
@@ -263,16 +241,3 @@ def test_directories_that_ranks_do_not_share_are_an_error(tmp_path: Path) -> Non
     for message in on_ranks(local_directories, 2, str(tmp_path)):
         assert "must be on a file system that all ranks share" in message
     assert os.listdir(tmp_path) == []
-
-
-def state_while_saving(path: str) -> list[str]:
-    run = Run(config(3, "fp16"), seed=1)
-    run.step()
-    before = run.fingerprint()
-    run.engine.save_checkpoint(path)
-    run.engine.save_16bit_model(path)
-    return differences(before, run.fingerprint())
-
-
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    assert on_ranks(state_while_saving, 2, str(tmp_path)) == [[], []]

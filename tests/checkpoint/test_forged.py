@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint import checksums, directory, manifestfile, publish
+from shardwise.checkpoint import directory, manifestfile
 from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.errors import CheckpointError
@@ -124,23 +122,6 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
         file.truncate(64 << 30)
     with pytest.raises(CheckpointError, match=r"it has 68719476736 bytes, and at most 2147483648 are read"):
         manifestfile.load(str(tmp_path / "a"))
-
-
-def test_a_file_system_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.statvfs(tmp_path)
-    fields = {name: getattr(real, name) for name in dir(real) if name.startswith("f_")} | {"f_files": 9, "f_favail": 0}
-    monkeypatch.setattr(checksums.os, "statvfs", lambda path: type("Found", (), fields))
-    error = OSError(28, "No space left on device", str(tmp_path / "x"))
-    assert "iB are free, and no inode is: no file can be made" in checksums.in_words(error)
-
-
-@pytest.mark.parametrize(
-    ("number", "advice"),
-    [(errno.ENOSPC, "Free space"), (errno.EIO, r"has failed.*dmesg"), (errno.EROFS, "writable")],
-)
-def test_the_advice_is_that_of_the_error(number: int, advice: str) -> None:
-    error = publish.unwritable(OSError(number, os.strerror(number)), "/runs/.a.partial", "rank0", 1000)
-    assert re.search(f"{advice}.*earlier checkpoints are unchanged", str(error))
 
 
 def saves_by_turns(root: str) -> list[str]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.peer_replicas import make_own
 from shardwise.errors import CheckpointError, CheckpointPathError
-from tests.checkpoint.job import Run, config, differences, on_ranks
+from tests.checkpoint.job import Run, as_ranks, config, differences, on_ranks
 from tests.checkpoint.test_copies import barrier, change_a_byte, copying, start
 
 
@@ -43,8 +43,9 @@ def first_rank(action: Any, *args: Any) -> None:
 # -- nothing is taken for a beginning that is not one ------------------------------------------------------------------
 
 
-def unreadable(root: str) -> None:
-    runs = f"{root}/runs"
+@as_ranks(2)
+def test_what_cannot_be_read_is_an_error_and_not_a_beginning(tmp_path: Path) -> None:
+    runs = f"{tmp_path}/runs"
     run = Run(config(2), seed=1)
     assert run.engine.resume(runs) is None  # nothing there
     steps(run, 1)
@@ -74,12 +75,9 @@ def unreadable(root: str) -> None:
     assert run.engine.global_steps == 1
 
 
-def test_what_cannot_be_read_is_an_error_and_not_a_beginning(tmp_path: Path) -> None:
-    on_ranks(unreadable, 2, str(tmp_path))
-
-
-def older_ones(root: str) -> None:
-    runs = f"{root}/runs"
+@as_ranks(2)
+def test_damaged_ones_are_passed_over_also_without_latest(tmp_path: Path) -> None:
+    runs = f"{tmp_path}/runs"
     run = Run(config(2), seed=1)
     for step in (1, 2, 3):
         steps(run, step)
@@ -97,15 +95,12 @@ def older_ones(root: str) -> None:
         other.engine.resume(runs)
 
 
-def test_damaged_ones_are_passed_over_also_without_latest(tmp_path: Path) -> None:
-    on_ranks(older_ones, 2, str(tmp_path))
-
-
 # -- whoever goes back, stays there ------------------------------------------------------------------------------------
 
 
-def going_back(root: str) -> None:
-    runs, place = f"{root}/runs", f"{root}/memory"
+@as_ranks(2)
+def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Path) -> None:
+    runs, place = f"{tmp_path}/runs", f"{tmp_path}/memory"
     run = start(place, copying(2, every=4), seed=1)
     steps(run, 2)
     run.engine.save_checkpoint(runs)
@@ -127,12 +122,9 @@ def going_back(root: str) -> None:
     assert fresh(place, runs, 5, every=4) == ("disk", 9)
 
 
-def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Path) -> None:
-    on_ranks(going_back, 2, str(tmp_path))
-
-
-def in_process(root: str) -> None:
-    runs, place = f"{root}/runs", f"{root}/memory"
+@as_ranks(2)
+def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: Path) -> None:
+    runs, place = f"{tmp_path}/runs", f"{tmp_path}/memory"
     run = start(place, copying(2, every=2), seed=1)
     steps(run, 4)
     first_rank(change_a_byte, next(Path(place).glob("engine0/step4-*/rank00001*.safetensors")))
@@ -153,12 +145,9 @@ def in_process(root: str) -> None:
     assert fresh(place, runs, 2, every=2) == ("memory", 6)
 
 
-def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: Path) -> None:
-    on_ranks(in_process, 2, str(tmp_path))
-
-
-def refusing(root: str) -> None:
-    place, runs = f"{root}/memory", f"{root}/runs"
+@as_ranks(2)
+def test_a_copy_that_is_refused_takes_nothing_away(tmp_path: Path) -> None:
+    place, runs = f"{tmp_path}/memory", f"{tmp_path}/runs"
     run = start(place, copying(2, every=1), seed=1)
     steps(run, 3)
     before = sorted(os.listdir(f"{place}/engine0"))
@@ -180,10 +169,6 @@ def refusing(root: str) -> None:
     assert fresh(place, runs, 2, every=1) == ("memory", 2)
 
 
-def test_a_copy_that_is_refused_takes_nothing_away(tmp_path: Path) -> None:
-    on_ranks(refusing, 2, str(tmp_path))
-
-
 # -- copies in a directory of the job's own ----------------------------------------------------------------------------
 
 
@@ -192,8 +177,9 @@ def own(place: str, **more: Any) -> dict[str, Any]:
     return config(2, checkpoint=section)
 
 
-def failing(root: str) -> None:
-    place, runs = f"{root}/memory", f"{root}/runs"
+@as_ranks(2)
+def test_copies_are_left_after_a_failure_and_removed_after_a_success(tmp_path: Path) -> None:
+    place, runs = f"{tmp_path}/memory", f"{tmp_path}/runs"
     for error in (None, ValueError("on this rank alone")):
         run = start("unused", own(place), seed=1)
         run.engine.resume(runs)
@@ -215,26 +201,20 @@ def failing(root: str) -> None:
     assert differences(expected, other.fingerprint()) == []
 
 
-def test_copies_are_left_after_a_failure_and_removed_after_a_success(tmp_path: Path) -> None:
-    on_ranks(failing, 2, str(tmp_path))
-
-
-def another_run(root: str) -> None:
-    place = f"{root}/memory"
+@as_ranks(2)
+def test_another_run_does_not_go_on_from_them(tmp_path: Path) -> None:
+    place = f"{tmp_path}/memory"
     run = start("unused", own(place), seed=1)
-    run.engine.resume(f"{root}/a")
+    run.engine.resume(f"{tmp_path}/a")
     steps(run, 2)
     other = start("unused", own(place), seed=2)
-    assert other.engine.resume(f"{root}/b") is None
-    assert other.engine.resume(f"{root}/a") == {}
+    assert other.engine.resume(f"{tmp_path}/b") is None
+    assert other.engine.resume(f"{tmp_path}/a") == {}
 
 
-def test_another_run_does_not_go_on_from_them(tmp_path: Path) -> None:
-    on_ranks(another_run, 2, str(tmp_path))
-
-
-def preempted(root: str) -> None:
-    place, runs = f"{root}/memory", f"{root}/runs"
+@as_ranks(2)
+def test_what_was_saved_before_the_end_of_the_job_needs_no_copies(tmp_path: Path) -> None:
+    place, runs = f"{tmp_path}/memory", f"{tmp_path}/runs"
     run = start("unused", own(place, on_signal={"save_dir": runs}), seed=1)
     steps(run, 1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -246,18 +226,15 @@ def preempted(root: str) -> None:
     run.engine.destroy()
 
 
-def test_what_was_saved_before_the_end_of_the_job_needs_no_copies(tmp_path: Path) -> None:
-    on_ranks(preempted, 2, str(tmp_path))
-
-
 # -- one rank's mistake is everybody's error ---------------------------------------------------------------------------
 
 
-def mistaken(root: str) -> None:
+@as_ranks(2)
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     rank = dist.get_rank()
     run = Run(config(2), seed=1)
     steps(run, 1)
-    good, bad = f"{root}/runs", f"{root}/file{rank}"
+    good, bad = f"{tmp_path}/runs", f"{tmp_path}/file{rank}"
     if rank == 1:
         Path(bad).touch()
     path = bad if rank == 1 else good
@@ -274,10 +251,6 @@ def mistaken(root: str) -> None:
         assert rank == 1 or "rank 1" in str(raised.value)
     run.engine.save_checkpoint(good)
     assert run.engine.load_checkpoint(good)[0] == f"{good}/global_step1"
-
-
-def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    on_ranks(mistaken, 2, str(tmp_path))
 
 
 # -- whose directory it is ---------------------------------------------------------------------------------------------

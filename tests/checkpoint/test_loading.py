@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,10 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import Checkpoint, LoadReport, StoredTensor, manifestfile, safetensors_reader
-from shardwise.checkpoint.manifest import Manifest, Slice
-from shardwise.checkpoint.safetensors_writer import write_tensors
-from shardwise.checkpoint.selection import Selection
+from shardwise.checkpoint import Checkpoint, LoadReport
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.memory import Accountant, track_activations
 from tests.checkpoint.job import Model
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import Setting, start
 from tests.models import CASES
 
@@ -247,31 +241,29 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def refused(path: str) -> None:
+@on_ranks(2)
+def test_what_cannot_be_asked_for_is_refused_on_all_ranks_and_changes_nothing(saved: str) -> None:
     engine = engine_of(Model(2, noise=False), 3)
     steps(engine, 100, 1)
     before, state = engine.module_state_dict(), engine.get_lr()
     for options, kind, message in REFUSED:
         with pytest.raises(kind) as caught:
-            engine.load_checkpoint(path, "a", **options)
+            engine.load_checkpoint(saved, "a", **options)
         assert type(caught.value) is kind and message in str(caught.value), (options, str(caught.value))
     # Ranks that were asked for different things all say so.
     with pytest.raises(UsageError, match="pass the same include, exclude and rename on every rank"):
-        engine.load_checkpoint(path, "a", load_module_only=True, include=["blocks.*", "head.*"][rank()])
+        engine.load_checkpoint(saved, "a", load_module_only=True, include=["blocks.*", "head.*"][rank()])
     told = "failed on rank 1: UsageError: rename" if rank() == 0 else "the function failed on 'temperature'"
     with pytest.raises((CheckpointError, UsageError), match=told):
-        engine.load_checkpoint(path, "a", rename=lambda name: name if rank() == 0 else 1 / 0)
+        engine.load_checkpoint(saved, "a", rename=lambda name: name if rank() == 0 else 1 / 0)
     assert same(before, engine.module_state_dict()) and engine.get_lr() == state
     assert engine.last_load is None
-    engine.load_checkpoint(path, "a")
+    engine.load_checkpoint(saved, "a")
     engine.destroy()
 
 
-def test_what_cannot_be_asked_for_is_refused_on_all_ranks_and_changes_nothing(saved: str) -> None:
-    run_ranks(refused, 2, saved)
-
-
-def differing(path: str) -> None:
+@on_ranks(2)
+def test_a_load_that_is_not_strict_tells_what_differed(saved: str) -> None:
     class Wide(Model):
         def __init__(self) -> None:
             super().__init__(2, noise=False)
@@ -285,26 +277,22 @@ def differing(path: str) -> None:
 
     engine = engine_of(Wide(), 3)
     with pytest.raises(CheckpointError, match=r"exclude=\['temperature'\]") as caught:
-        engine.load_checkpoint(path, "a", load_module_only=True)
+        engine.load_checkpoint(saved, "a", load_module_only=True)
     report = caught.value.report
     assert set(report.missing) == {"extra", "count"} and report.unexpected == ("nothing",)
     assert report.wrong_shape == (("temperature", (), (2,)),)
     message = str(caught.value)
     assert "temperature (checkpoint [], model [2])" in message and "missing in the checkpoint: extra, count" in message
     with pytest.raises(CheckpointError, match="of another shape"):
-        engine.load_checkpoint(path, "a", load_module_only=True, load_module_strict=False)
-    engine.load_checkpoint(path, "a", load_module_only=True, load_module_strict=False, exclude="temperature")
+        engine.load_checkpoint(saved, "a", load_module_only=True, load_module_strict=False)
+    engine.load_checkpoint(saved, "a", load_module_only=True, load_module_strict=False, exclude="temperature")
     report = engine.last_load
     assert set(report.missing) == {"extra", "count"} and report.unexpected == ("nothing",)
     assert report.skipped == ("temperature",) and report.differs
     assert "missing in the checkpoint: extra, count" in str(report)
-    expected, found = values_in(path), engine.module_state_dict()
+    expected, found = values_in(saved), engine.module_state_dict()
     assert same(found, expected, report.loaded) and torch.equal(found["extra"], torch.ones(3))
     engine.destroy()
-
-
-def test_a_load_that_is_not_strict_tells_what_differed(saved: str) -> None:
-    run_ranks(differing, 2, saved)
 
 
 def renamed(path: str, stage: int) -> None:
@@ -343,8 +331,9 @@ def test_names_may_have_changed(saved: str) -> None:
 # -- parameter groups --------------------------------------------------------------------------------------------------
 
 
-def regrouped(path: str) -> None:
-    end = torch.load(f"{path}/end.pt", weights_only=True)
+@on_ranks(2)
+def test_groups_that_have_changed(saved: str) -> None:
+    end = torch.load(f"{saved}/end.pt", weights_only=True)
     for groups, message in (
         (one_group, "its optimizer has 2 parameter groups, this engine's has 1"),
         (swapped, "embedding.weight (group 0 in the checkpoint, 1 here)"),
@@ -352,19 +341,15 @@ def regrouped(path: str) -> None:
         engine = engine_of(Model(2, noise=False), 2, groups)
         before, settings = engine.module_state_dict(), [dict(g, params=0) for g in engine.optimizer.param_groups]
         with pytest.raises(CheckpointError) as caught:
-            engine.load_checkpoint(path, "a")
+            engine.load_checkpoint(saved, "a")
         assert message in str(caught.value) and "load_param_groups=False" in str(caught.value)
         assert same(before, engine.module_state_dict())
-        engine.load_checkpoint(path, "a", load_param_groups=False)
+        engine.load_checkpoint(saved, "a", load_param_groups=False)
         assert [dict(g, params=0) for g in engine.optimizer.param_groups] == settings
         steps(engine, 2, 2)
         # Swapped groups have the settings that they had, so training goes on as it would have.
         assert same(engine.module_state_dict(), end) == (groups is swapped)
         engine.destroy()
-
-
-def test_groups_that_have_changed(saved: str) -> None:
-    run_ranks(regrouped, 2, saved)
 
 
 def step_counts(path: str, stage: int) -> list[torch.Tensor]:
@@ -404,117 +389,6 @@ def test_step_counts_that_differ_in_one_group_go_on(stage: int, world: int, tmp_
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_decoded_is_verified_too(tmp_path: Path) -> None:
-    block = 4096
-    tensors = {"p": torch.randn(block // 4), "m": torch.randn(block // 2), "c": torch.randn(16)}
-    facts = write_tensors(str(tmp_path / "f"), tensors)
-    stored = [
-        StoredTensor("w", "parameter", (block // 4,), "float32", (Slice("f", "p", 0, block // 4),)),
-        StoredTensor("w", "optimizer/m", (block // 2,), "float32", (Slice("f", "m", 0, block // 2),)),
-    ]
-    client = {"values": {"$tensor": {"file": "f", "key": "c"}}}
-    made = Manifest("a", 0.0, {}, {}, {}, {"f": facts}, stored, client=client)
-    (tmp_path / "manifest.json").write_bytes(manifestfile.to_bytes(made))
-    with Checkpoint(str(tmp_path)) as saved:
-        module = saved.blocks(saved.manifest.of_module())
-        both = saved.blocks(saved.manifest.of_module(), [saved.manifest.client])
-        assert len(both) == len(module) + 1 < len(saved.blocks())
-
-
-def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
-    """Save; or load into a fresh engine and count the bytes that are read and the memory that is taken meanwhile."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(701, 701) for _ in range(4)))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine = shardwise.initialize(model=model, config=config)[0]
-    if not load:
-        engine.backward(engine(torch.randn(1, 701)).square().mean())
-        engine.step()
-        engine.save_checkpoint(path, tag="a")
-        engine.destroy()
-        return {}
-    counts = {"verified": 0, "read": 0}
-    verify, fill = safetensors_reader.TensorFile.checksum, safetensors_reader.TensorFile._fill
-    inside: list[bool] = []
-
-    def counted_verify(self: Any, *arguments: Any) -> str:
-        inside.append(True)
-        try:
-            return verify(self, *arguments)
-        finally:
-            inside.pop()
-
-    def counted_fill(self: Any, out: memoryview, offset: int) -> None:
-        counts["verified" if inside else "read"] += len(out)
-        fill(self, out, offset)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(safetensors_reader.TensorFile, "checksum", counted_verify)
-    patch.setattr(safetensors_reader.TensorFile, "_fill", counted_fill)
-    patch.setattr("shardwise.checkpoint.parallel.workers", lambda: 1)  # what is counted is counted in this thread
-    torch.use_deterministic_algorithms(True)  # memory that is not written holds NaN, so that nobody reads it unnoticed
-    try:
-        with track_activations(Accountant()) as accountant:
-            engine.load_checkpoint(path, "a")
-            counts["peak"] = accountant.peak_total
-    finally:
-        torch.use_deterministic_algorithms(False)
-        patch.undo()
-    for state in engine.optimizer.state.values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert bool(state[key].isfinite().all()), "between parameters there are zeros"
-    sharded = engine.sharded
-    runs = sharded.state.value_runs()
-    counts["held"] = sum(view.nbytes for own in runs.values() for _, _, view in own)
-    counts["state"] = sum(
-        view.nbytes
-        for i in runs
-        for key in ("exp_avg", "exp_avg_sq")
-        for _, _, view in sharded.update.state_pieces(i, key)
-    )
-    engine.destroy()
-    return counts
-
-
-def test_each_rank_reads_what_it_holds_and_takes_no_other_memory(tmp_path: Path) -> None:
-    path = str(tmp_path)
-    run_ranks(read_bytes, 2, path, 1, False)
-    size = sum(
-        os.path.getsize(tmp_path / "a" / name) for name in os.listdir(tmp_path / "a") if name.endswith("tensors")
-    )
-    model = 12 * 4 * (701 * 701 + 701)
-    assert model < size < 1.01 * model
-    for world in (1, 2, 3):
-        for stage in (0, 1, 3):
-            found = run_ranks(read_bytes, world, path, stage, True)
-            # Every byte is verified once. Besides headers and random numbers, each rank then reads what it keeps and
-            # did not get on the way: values, and state in blocks that mostly hold something else.
-            assert sum(one["verified"] for one in found) == size
-            for one in found:
-                assert 0 <= one["read"] - one["held"] < 100_000 + one["state"] * (world != 2 or stage == 0)
-                assert one["peak"] - one["state"] < 0.2 * model / world
-            if stage == 3:
-                assert sum(one["read"] + one["peak"] - one["state"] for one in found) < 1.2 * model
-
-
-def test_names_that_patterns_match() -> None:
-    selection = Selection.of(include=["a.*", "b[12]"], exclude=("*.x",))
-    assert [selection.wants([name]) for name in ("a.b", "a.b.x", "b1", "b3", "A.b")] == [
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
-    assert Selection.of().wants(["anything"]) and Selection.of().everything
-    assert selection.unused_patterns(["a.q", "b1", "c.x"]) == []
-    assert re.fullmatch(r"include 'b\[12\]'", selection.unused_patterns(["a.x"])[0])
 
 
 def other_batch(path: str) -> list[Any]:

@@ -45,19 +45,6 @@ def test_bytes_are_those_that_were_given(size: int, step: int, tmp_path: Path) -
     assert (tmp_path / "x").read_bytes() == data
 
 
-def test_the_end_goes_through_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags: list[int] = []
-    put = os.write
-
-    def seen(descriptor: int, data: Any) -> int:
-        flags.append(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
-        return put(descriptor, data)
-
-    monkeypatch.setattr(os, "write", seen)
-    file = write(tmp_path / "x", os.urandom(2 * BUFFER + 5), BUFFER)
-    assert flags == [os.O_DIRECT if file.direct else 0] * 2 + [0]
-
-
 @pytest.mark.parametrize("refused", ["flag", "writes"])
 def test_a_file_system_that_cannot_do_it_gets_the_bytes_through_the_cache(
     refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,24 +58,6 @@ def test_a_disk_that_hangs_is_given_up_and_the_next_save_works(tmp_path: Path) -
     assert sorted(name for name in os.listdir(tmp_path) if not name.startswith(".")) == ["c", "first", "latest"]
 
 
-def slow_part(path: str) -> str | None:
-    """Rank 1's part is larger, and takes longer than rank 0's would be allowed to."""
-    run = started(path, config(2, checkpoint={"async_save": True}))
-    saver = run.engine._checkpoints.background.saving
-    assert saver is not None
-    saver._limit = 1.0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_save, "SLOWEST", 1500.0)  # bytes a second: the part of rank 1 has about 10 kB
-        if torch.distributed.get_rank() == 1:
-            patch.setattr(async_save, "write_part", slow_writes(3.0))
-        run.engine.save_checkpoint(path, tag="slow")
-        return run.engine.wait_for_checkpoint()
-
-
-def test_a_part_that_takes_long_fails_no_save(tmp_path: Path) -> None:
-    assert on_ranks(slow_part, 2, str(tmp_path)) == [f"{tmp_path}/slow"] * 2
-
-
 def hung(path: str) -> list[str]:
     handler = Lines()
     logger.addHandler(handler)

@@ -15,11 +15,11 @@ import shardwise
 from shardwise.checkpoint import safetensors_reader
 from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.safetensors_reader import Spec, TensorFile
-from shardwise.checkpoint.safetensors_writer import TensorWriter, write_tensors
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.device import staging
 from shardwise.errors import CheckpointError
-from tests.checkpoint.job import Run, config, differences, on_ranks
+from tests.checkpoint.job import Run, as_ranks, config, differences
 from tests.checkpoint.test_async import content
 from tests.checkpoint.test_tensorfile import TENSORS, equal
 from tests.device import checking
@@ -47,18 +47,6 @@ def test_files_are_the_same(late: bool, tmp_path: Path, small: None) -> None:
     assert found == near
     assert (tmp_path / "far").read_bytes() == (tmp_path / "near").read_bytes()
     assert len(streams) == 1  # all tensors go through the same buffers
-
-
-@LATE
-def test_parts_in_any_order(late: bool, tmp_path: Path, small: None) -> None:
-    values = torch.randn(500)
-    with far(late):
-        writer = TensorWriter(str(tmp_path / "a"), {"x": Spec(torch.float32, (500,))}, checksums=False)
-        writer.write_part("x", 300, values[300:])
-        writer.write_part("x", 0, values[:300])
-        writer.close()
-    with TensorFile(str(tmp_path / "a")) as file:
-        assert torch.equal(file.read("x"), values)
 
 
 @LATE
@@ -101,26 +89,22 @@ def test_a_file_that_ends_too_early(late: bool, tmp_path: Path, small: None) -> 
             file.read_into("x", 0, torch.empty(1000))
 
 
-def there_and_back(root: str, stage: int, late: bool) -> None:
-    # Without dropout: both draw from the same random numbers.
-    near = Run(config(stage, "bf16"), seed=1, noise=False)
-    near.step()
-    with far(late) as streams:
-        near.engine.save_checkpoint(root, tag="far")
-        assert streams
-        other = Run(config(stage, "bf16"), seed=2, noise=False)
-        made = len(streams)
-        other.engine.load_checkpoint(root, tag="far")
-        assert len(streams) > made
-    assert differences(near.fingerprint(), other.fingerprint()) == []
-    assert near.step() == other.step()
-
-
 @pytest.mark.parametrize(
     ("stage", "late"), [thorough(0, False), thorough(3, False), (3, True)], ids=["0-early", "3-early", "3-late"]
 )
+@as_ranks(2)
 def test_whole_checkpoints(late: bool, stage: int, tmp_path: Path) -> None:
-    on_ranks(there_and_back, 2, str(tmp_path), stage, late)
+    near = Run(config(stage, "bf16"), seed=1, noise=False)
+    near.step()
+    with far(late) as streams:
+        near.engine.save_checkpoint(tmp_path, tag="far")
+        assert streams
+        other = Run(config(stage, "bf16"), seed=2, noise=False)
+        made = len(streams)
+        other.engine.load_checkpoint(tmp_path, tag="far")
+        assert len(streams) > made
+    assert differences(near.fingerprint(), other.fingerprint()) == []
+    assert near.step() == other.step()
 
 
 # -- saves in the background -------------------------------------------------------------------------------------------
@@ -188,19 +172,23 @@ DISTURBANCES = [
 ]
 
 
-def disturbed(root: str, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [thorough(0, "fp32"), thorough(1, "bf16"), thorough(2, "fp32"), (3, "bf16")]
+)
+@as_ranks(2)
+def test_snapshots_have_what_was_there_when_they_were_taken(stage: int, dtype: str, tmp_path: Path) -> None:
     """Save while the device copies as late as it may; whatever is done meanwhile, what was there before is saved."""
     with far() as streams:
         run = Run(config(stage, dtype), seed=1)
         run.step()
-        run.engine.save_checkpoint(root, tag="first", asynchronous=True)
+        run.engine.save_checkpoint(tmp_path, tag="first", asynchronous=True)
         run.engine.wait_for_checkpoint()
         stream = streams[0]  # that of the snapshot
         for disturb in DISTURBANCES:
             run.step()
-            run.engine.save_checkpoint(root, tag="sync")
+            run.engine.save_checkpoint(tmp_path, tag="sync")
             stream.needed.clear()
-            run.engine.save_checkpoint(root, tag="async", asynchronous=True)
+            run.engine.save_checkpoint(tmp_path, tag="async", asynchronous=True)
             first, before = stream.done, stream.log.count("stream waits")
             disturb(run)
             # Nothing but what may write the optimizer's memory waits for the rest.
@@ -208,15 +196,8 @@ def disturbed(root: str, stage: int, dtype: str) -> None:
             assert (stream.log.count("stream waits") > before) is (stream.done > first) is waits, disturb.__name__
             stream.needed.set()
             run.engine.wait_for_checkpoint()
-            assert content(f"{root}/async") == content(f"{root}/sync"), disturb.__name__
+            assert content(f"{tmp_path}/async") == content(f"{tmp_path}/sync"), disturb.__name__
             run.micro_batch() if disturb is batch_statistics_change else None
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [thorough(0, "fp32"), thorough(1, "bf16"), thorough(2, "fp32"), (3, "bf16")]
-)
-def test_snapshots_have_what_was_there_when_they_were_taken(stage: int, dtype: str, tmp_path: Path) -> None:
-    on_ranks(disturbed, 2, str(tmp_path), stage, dtype)
 
 
 def test_a_snapshot_comes_behind_what_has_been_brought() -> None:
@@ -236,15 +217,17 @@ def test_a_snapshot_comes_behind_what_has_been_brought() -> None:
     assert any(event.kind == "kernel" and event.stream == "copies" for event in recorder.trace.events)
 
 
-def a_copy_fails(root: str, broken: int) -> None:
+@pytest.mark.parametrize("broken", [thorough(0), 1])
+@as_ranks(2)
+def test_a_device_that_fails_to_copy_fails_the_save(broken: int, tmp_path: Path) -> None:
     with far() as streams:
         run = Run(config(3, "bf16"), seed=1)
         run.step()
-        run.engine.save_checkpoint(root, tag="first", asynchronous=True)
+        run.engine.save_checkpoint(tmp_path, tag="first", asynchronous=True)
         run.engine.wait_for_checkpoint()
         stream = streams[0]
         stream.needed.clear()
-        run.engine.save_checkpoint(root, tag="second", asynchronous=True)
+        run.engine.save_checkpoint(tmp_path, tag="second", asynchronous=True)
         if torch.distributed.get_rank() == broken:
             stream.failure = RuntimeError("CUDA error: of a test")
         stream.needed.set()
@@ -253,13 +236,8 @@ def a_copy_fails(root: str, broken: int) -> None:
         ):
             run.engine.wait_for_checkpoint()
         stream.failure = None
-        assert sorted(os.listdir(root)) == ["first", "latest"]
+        assert sorted(os.listdir(tmp_path)) == ["first", "latest"]
         torch.distributed.barrier()
-        run.engine.save_checkpoint(root, tag="third", asynchronous=True)
+        run.engine.save_checkpoint(tmp_path, tag="third", asynchronous=True)
         run.step()
-        assert run.engine.wait_for_checkpoint() == f"{root}/third"
-
-
-@pytest.mark.parametrize("broken", [thorough(0), 1])
-def test_a_device_that_fails_to_copy_fails_the_save(broken: int, tmp_path: Path) -> None:
-    on_ranks(a_copy_fails, 2, str(tmp_path), broken)
+        assert run.engine.wait_for_checkpoint() == f"{tmp_path}/third"

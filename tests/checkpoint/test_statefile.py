@@ -55,17 +55,6 @@ def test_torch_loads_what_was_written(mmap: bool, tmp_path: Path) -> None:
         assert archive.testzip() is None  # every CRC is right
 
 
-def test_storages_are_aligned(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.bin")
-    writer = StateFileWriter(path, {name: Spec(torch.uint8, (n,)) for name, n in (("a", 3), ("b", 64), ("c", 5))})
-    for name, n in (("a", 3), ("b", 64), ("c", 5)):
-        writer.write_part(name, 0, torch.arange(n, dtype=torch.uint8))
-    writer.close()
-    data = Path(path).read_bytes()
-    for n in (64, 5):
-        assert data.index(bytes(range(n))) % 64 == 0
-
-
 def test_what_was_not_announced_is_refused(tmp_path: Path) -> None:
     specs = {"a": Spec(torch.float32, (3,)), "b": Spec(torch.float32, (2,))}
     one = StateFileWriter(str(tmp_path / "1"), specs)

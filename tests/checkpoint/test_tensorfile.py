@@ -4,7 +4,6 @@ import os
 import zlib
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from safetensors import safe_open
@@ -109,23 +108,6 @@ def test_truncated_files_are_named(tmp_path: Path, length: int) -> None:
         TensorFile(str(path))
 
 
-def test_damaged_headers_are_errors_and_never_wrong_tensors(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    write_tensors(str(path), {"x": torch.ones(4), "y": torch.zeros(2, 2)})
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    for place in range(end):
-        changed = bytearray(data)
-        changed[place] ^= 1 << (place % 8)
-        path.write_bytes(changed)
-        try:
-            with TensorFile(str(path)) as file:
-                for name in file.specs:
-                    file.read(name)
-        except CheckpointError:
-            pass  # the checksum of the header finds the rest
-
-
 def test_streamed_files_may_be_written_in_any_order(tmp_path: Path) -> None:
     path = str(tmp_path / "a.safetensors")
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()}
@@ -149,20 +131,6 @@ def test_forgotten_and_wrong_tensors_are_errors(tmp_path: Path) -> None:
         writer.close()
     with pytest.raises(CheckpointError, match=r"no dtype torch\.complex128"):
         write_tensors(str(tmp_path / "b"), {"z": torch.zeros(1, dtype=torch.complex128)})
-
-
-def test_nothing_is_copied_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    original = TensorWriter._put
-
-    def put(self: TensorWriter, data: memoryview) -> None:
-        seen.append(numpy.frombuffer(data, dtype=numpy.uint8).ctypes.data)
-        original(self, data)
-
-    monkeypatch.setattr(TensorWriter, "_put", put)
-    tensor = torch.randn(1000)
-    write_tensors(str(tmp_path / "a"), {"x": tensor})
-    assert tensor.data_ptr() in seen
 
 
 @pytest.mark.parametrize("before", [b"", b"short", bytes(5000)])
