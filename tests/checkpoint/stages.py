@@ -1,11 +1,12 @@
 """The matrix of checkpoints for models of stages: any number of stages into any other and into none.
 
-Layouts are (stage of ZeRO, ranks, tensor, experts, stages, chunks). Whatever the layout, the run has the same samples
-in a step. Checkpoints that were saved with other stages of ZeRO hold the same, where they add in one order; each is
-loaded into an engine of every layout that has had other values before. What each rank then holds is compared, bit by
-bit, with the files: master weights, optimizer state, step counts, settings of parameter groups (which ranks have by
-name, and not all of them), buffers that differ between ranks, learning-rate schedule, loss scaler, counters. Training
-goes on: with the bits of the run that was not interrupted in the same layout, else with its losses to rounding.
+Layouts are (stage of ZeRO, ranks, tensor, experts, stages, chunks, device of the optimizer). Whatever the layout, the
+run has the same samples in a step. Checkpoints that were saved with other stages of ZeRO hold the same, where they add
+in one order; each is loaded into an engine of every layout that has had other values before. What each rank then holds
+is compared, bit by bit, with the files: master weights, optimizer state, step counts, settings of parameter groups
+(which ranks have by name, and not all of them), buffers that differ between ranks, learning-rate schedule, loss scaler,
+counters. Training goes on: with the bits of the run that was not interrupted in the same layout, else with its losses
+to rounding.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Stages(NamedTuple):
     experts: int = 1
     stages: int = 1
     chunks: int = 1
+    offload: str = "none"
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -156,6 +158,8 @@ def start(layout: Stages, seed: int, dtype: str = "fp32", **more: Any) -> Any:
         "pipeline": {"schedule": "interleaved" if layout.chunks > 1 else "1f1b"},
         **more,
     }
+    if layout.offload != "none":
+        config["zero_optimization"]["offload_optimizer"] = {"device": layout.offload}
     if layout.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tensor, "partition_config": RULES}
     if dtype == "fp16":

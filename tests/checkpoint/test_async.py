@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,8 @@ from shardwise.checkpoint import async_save, snapshot, verify
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
-from tests.checkpoint.job import Run, as_ranks, config, differences, on_ranks
+from tests.checkpoint.job import Run, as_ranks, config, differences
+from tests.harness import on_ranks, thorough
 
 ASYNC = {"async_save": True}
 
@@ -75,58 +75,45 @@ def content(path: str) -> tuple[list[bytes], str]:
     return [(Path(path) / name).read_bytes() for name in files], "\n".join(lines)
 
 
-def same_files(path: str) -> int:
-    compared = 0
-    for number, (stage, dtype, optimizer) in enumerate(
-        [(0, "fp16", "AdamW"), (1, "fp32", "SGD"), (2, "bf16", "Adafactor"), (3, "bf16", "AdamW")]
-    ):
-        where = f"{path}/{number}"
-        client = {"values": torch.arange(3), "pair": (1, 2.5), "epoch": number}
-        run = started(where, config(stage, dtype, optimizer))
-        run.engine.save_checkpoint(where, tag="sync", client_state=client, exclude_frozen_parameters=number == 3)
-        before = run.fingerprint()
-        with standing():
-            run.engine.save_checkpoint(
-                where, tag="async", client_state=client, exclude_frozen_parameters=number == 3, asynchronous=True
-            )
-            assert differences(before, run.fingerprint()) == []
-            run.step()  # in the memory that is being saved
-            meet()
-            assert run.engine.checkpoint_pending and not os.path.exists(f"{where}/async")
-        assert run.engine.wait_for_checkpoint() == f"{where}/async"
-        assert not run.engine.checkpoint_pending
-        assert CheckpointDirectory(where).latest() == "async"
-        files, manifest = content(f"{where}/async")
-        assert (files, manifest) == content(f"{where}/sync") and len(files) == 2
-        verify(f"{where}/async")
-        after = run.fingerprint()
-        other = Run(config(stage, dtype, optimizer), seed=9)
-        assert other.load(where)[1]["epoch"] == number
-        assert differences(before, other.fingerprint()) == ([] if number != 3 else differing_frozen(before, other))
-        other.step()
-        if number != 3:
-            assert differences(after, other.fingerprint()) == []
+CASES = [(2, "bf16", "Adafactor"), (3, "bf16", "AdamW"), thorough(0, "fp16", "AdamW"), thorough(1, "fp32", "SGD")]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "optimizer"), CASES)
+@as_ranks(2)
+def test_the_files_are_those_of_a_save_in_the_foreground_and_training_resumes_exactly(
+    stage: int, dtype: str, optimizer: str, tmp_path: Path
+) -> None:
+    where, frozen_left_out = str(tmp_path), stage == 3
+    client = {"values": torch.arange(3), "pair": (1, 2.5), "epoch": 7}
+    options = {"client_state": client, "exclude_frozen_parameters": frozen_left_out}
+    run = started(where, config(stage, dtype, optimizer))
+    run.engine.save_checkpoint(where, tag="sync", **options)
+    before = run.fingerprint()
+    with standing():
+        run.engine.save_checkpoint(where, tag="async", asynchronous=True, **options)
+        assert differences(before, run.fingerprint()) == []
+        run.step()  # in the memory that is being saved
         meet()
-        assert sorted(os.listdir(where)) == ["async", "first", "latest", "sync"]
-        run.engine.destroy()
-        compared += 1
-    return compared
-
-
-def differing_frozen(before: dict[str, Any], other: Run) -> list[str]:
-    """Frozen parameters that were left out are those of the other run."""
+        assert run.engine.checkpoint_pending and not os.path.exists(f"{where}/async")
+    assert run.engine.wait_for_checkpoint() == f"{where}/async"
+    assert not run.engine.checkpoint_pending
+    assert CheckpointDirectory(where).latest() == "async"
+    assert content(f"{where}/async") == content(f"{where}/sync")
+    verify(f"{where}/async")
+    other = Run(config(stage, dtype, optimizer), seed=9)
+    assert other.load(where)[1]["epoch"] == 7
     found = differences(before, other.fingerprint())
-    assert found and all("bias" in name for name in found)
-    return found
+    assert all("bias" in name for name in found) and bool(found) is frozen_left_out
+    other.step()
+    assert frozen_left_out or differences(run.fingerprint(), other.fingerprint()) == []
+    meet()
+    assert sorted(os.listdir(where)) == ["async", "first", "latest", "sync"]
 
 
-def test_the_files_are_those_of_a_save_in_the_foreground_and_training_resumes_exactly(tmp_path: Path) -> None:
-    assert on_ranks(same_files, 2, str(tmp_path)) == [4, 4]
-
-
-def overlapping(path: str) -> list[str]:
-    run = started(path, config(2, checkpoint=ASYNC))
-    engine = run.engine
+@as_ranks(2)
+def test_whoever_comes_while_a_save_is_written_waits_for_it(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    engine = started(path, config(2, checkpoint=ASYNC)).engine
     for action in (
         lambda: engine.save_checkpoint(path, tag="b"),
         lambda: engine.save_checkpoint(path, tag="b", asynchronous=False),
@@ -144,18 +131,12 @@ def overlapping(path: str) -> list[str]:
     engine.save_checkpoint(path, tag="a")
     engine.save_checkpoint(path, tag="c")
     report = engine.last_async_save
-    assert report is not None and report.path == f"{path}/c" and report.waited > 0.0 and report.blocked > 0.0
+    assert report.path == f"{path}/c" and min(report.waited, report.blocked) > 0.0
     engine.wait_for_checkpoint()
-    assert report.written is not None and report.written > 0.0 and report.error is None
-    assert report.size == os.path.getsize(
-        next(entry for entry in os.scandir(report.path) if entry.name.startswith(f"rank{rank():05d}"))
-    )
+    assert report.written > 0.0 and report.error is None
+    assert report.size == next(Path(report.path).glob(f"rank{rank():05d}*")).stat().st_size
     meet()
-    return sorted(os.listdir(path))
-
-
-def test_whoever_comes_while_a_save_is_written_waits_for_it(tmp_path: Path) -> None:
-    assert on_ranks(overlapping, 2, str(tmp_path)) == [["a", "b", "c", "first", "latest"]] * 2
+    assert sorted(os.listdir(path)) == ["a", "b", "c", "first", "latest"]
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
@@ -175,96 +156,71 @@ def fail_by_removal(run: Run, path: str, victim: int) -> str:
     with standing():
         run.engine.save_checkpoint(path, tag="b", asynchronous=True)
         meet()
-        if rank() == victim:
-            for name in os.listdir(path):
-                if name.endswith(".partial"):
-                    shutil.rmtree(os.path.join(path, name))
+        for draft in Path(path).glob("*.partial") if rank() == victim else ():
+            shutil.rmtree(draft)
         meet()
     return "not there on this rank"
 
 
-def failing(path: str) -> list[str]:
-    messages = []
-    for number, (how, victim) in enumerate([(fail_by_disk, 0), (fail_by_disk, 1), (fail_by_removal, 0)]):
-        where = f"{path}/{number}"
-        run = started(where, config(2))
-        engine = run.engine
-        expected = how(run, where, victim)
-        run.step()  # training does not mind
-        with pytest.raises(CheckpointError) as caught:
-            if number == 0:
-                engine.save_checkpoint(where, tag="c", asynchronous=True)
-            elif number == 1:
-                engine.wait_for_checkpoint()
-            else:
-                engine.destroy()
-        message = str(caught.value)
-        assert f"{where}/b: writing this checkpoint in the background failed on rank" in message
-        assert re.search(expected, message), message
-        messages.append(message.replace(path, ""))
-        if number == 2:
-            assert engine.sharded.closed
-            engine.destroy()
-        else:
-            # It is told once, and the next save works.
-            assert engine.wait_for_checkpoint() is None
-            assert run.load(where)[1] == {"n": "first"}
-            engine.save_checkpoint(where, tag="d", asynchronous=True)
-            assert engine.wait_for_checkpoint() == f"{where}/d"
-            engine.destroy()
-            meet()
-            assert sorted(os.listdir(where)) == ["d", "first", "latest"]
-            verify(f"{where}/d")
-        meet()
-        verify(f"{where}/first")
-    return messages
-
-
-def test_a_failure_in_the_background_is_raised_on_all_ranks_and_nothing_else_is_lost(tmp_path: Path) -> None:
-    one, other = on_ranks(failing, 2, str(tmp_path))
-    assert one == other
-    assert [message.count("failed on rank 0") for message in one] == [1, 0, 1]
-
-
-def refused(path: str) -> list[str]:
-    run = Run(config(1), seed=1)
+@pytest.mark.parametrize(
+    ("fail", "victim", "told_by"),
+    [(fail_by_disk, 0, "save"), (fail_by_disk, 1, "wait"), (fail_by_removal, 0, "destroy")],
+)
+@as_ranks(2)
+def test_a_failure_in_the_background_is_raised_on_all_ranks_and_nothing_else_is_lost(
+    fail: Callable[[Run, str, int], str], victim: int, told_by: str, tmp_path: Path
+) -> None:
+    where = str(tmp_path)
+    run = started(where, config(2))
     engine = run.engine
-    messages = []
-    with pytest.raises(UsageError) as caught:
-        engine.save_checkpoint(path, asynchronous=rank() == 1)
-    messages.append(str(caught.value))
-    original = snapshot.memory_limit
-    if rank() == 1:
-        snapshot.memory_limit = lambda device, processes: MemoryLimit("the test", 1000, 900, 900, processes)
-    try:
-        with pytest.raises(CheckpointError) as failed:
-            engine.save_checkpoint(path, asynchronous=True)
-    finally:
-        snapshot.memory_limit = original
-    messages.append(str(failed.value))
-    with pytest.raises(CheckpointError) as failed:
-        engine.save_checkpoint(path, asynchronous=True, client_state={"x": print})
-    messages.append(str(failed.value))
+    expected = fail(run, where, victim)
+    run.step()  # training does not mind
+    with pytest.raises(CheckpointError, match=rf"/b: .* in the background failed on rank {victim}.*{expected}"):
+        if told_by == "save":
+            engine.save_checkpoint(where, tag="c", asynchronous=True)
+        elif told_by == "wait":
+            engine.wait_for_checkpoint()
+        else:
+            engine.destroy()
+    if told_by == "destroy":
+        assert engine.sharded.closed
+    else:
+        # It is told once, and the next save works.
+        assert engine.wait_for_checkpoint() is None
+        assert run.load(where)[1] == {"n": "first"}
+        engine.save_checkpoint(where, tag="d", asynchronous=True)
+        assert engine.wait_for_checkpoint() == f"{where}/d"
+        meet()
+        assert sorted(os.listdir(where)) == ["d", "first", "latest"]
+        verify(f"{where}/d")
+    verify(f"{where}/first")
+
+
+@as_ranks(2)
+def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Path) -> None:
+    engine = Run(config(1), seed=1).engine
+    with pytest.raises(UsageError, match="asynchronous is False on rank 0 and True on rank 1"):
+        engine.save_checkpoint(tmp_path, asynchronous=rank() == 1)
+    told = "are free for it" if rank() == 1 else "failed on rank 1"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match=told):
+        if rank() == 1:
+            patch.setattr(snapshot, "memory_limit", lambda device, n: MemoryLimit("the test", 1000, 900, 900, n))
+        engine.save_checkpoint(tmp_path, asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"client_state\['x'\]"):
+        engine.save_checkpoint(tmp_path, asynchronous=True, client_state={"x": print})
     assert engine.wait_for_checkpoint() is None and not engine.checkpoint_pending
     meet()
-    assert os.listdir(path) == []
-    engine.save_checkpoint(path, asynchronous=True)
+    assert os.listdir(tmp_path) == []
+    engine.save_checkpoint(tmp_path, asynchronous=True)
     engine.destroy()
     with pytest.raises(UsageError, match="wait_for_checkpoint"):
         engine.wait_for_checkpoint()
     meet()
-    assert sorted(os.listdir(path)) == ["global_step0", "latest"]
-    return messages
+    assert sorted(os.listdir(tmp_path)) == ["global_step0", "latest"]
 
 
-def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Path) -> None:
-    first, second = on_ranks(refused, 2, str(tmp_path))
-    assert first[0] == second[0] and "asynchronous is False on rank 0 and True on rank 1" in first[0]
-    assert "failed on rank 1" in first[1] and "are free for it (the test, shared by 2 ranks)" in second[1]
-    assert "client_state['x']" in first[2]
-
-
-def counted(path: str) -> tuple[int, int]:
+@on_ranks(2)
+def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
     settings = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -279,23 +235,18 @@ def counted(path: str) -> tuple[int, int]:
     engine.backward(engine(torch.randn(1, 1000)).sum())
     engine.step()
     before = engine.accountant.live[Category.OTHER]
-    engine.save_checkpoint(path)
+    engine.save_checkpoint(tmp_path)
     held = engine.accountant.live[Category.OTHER] - before
     assert held == engine._checkpoints.background.saving.size
-    engine.save_checkpoint(path)
+    engine.save_checkpoint(tmp_path)
     assert engine.accountant.live[Category.OTHER] - before == held  # reused
     assert engine.memory_report().row(Category.OTHER).planned >= held
     accountant = engine.accountant
     engine.destroy()
     assert accountant.live[Category.OTHER] <= before
-    return planned, held
-
-
-def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
-    for planned, held in on_ranks(counted, 2, str(tmp_path)):
-        share = 700 * 1001 * 12 // 2  # values and two moments, half of them
-        assert share <= held <= 1.1 * share
-        assert abs(planned - share) <= 0.01 * share
+    share = 700 * 1001 * 12 // 2  # values and two moments, half of them
+    assert share <= held <= 1.1 * share
+    assert abs(planned - share) <= 0.01 * share
 
 
 # -- processes that end ------------------------------------------------------------------------------------------------

@@ -13,18 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from shardwise import boxes
 from shardwise.boxes import Box, Region
-from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, export, manifest, manifestfile, strided
+from shardwise.checkpoint import Checkpoint, Manifest, StoredTensor, manifest, manifestfile, strided
 from shardwise.checkpoint.collect import RankSavePlan
-from shardwise.checkpoint.inspection import describe
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.safetensors_reader import FileFacts, TensorFile
 from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
-from shardwise.registry import cut, paste
+from shardwise.registry import cut
 from tests.checkpoint import hostile
 
 Piece = tuple[Region, int, int]
@@ -133,62 +131,6 @@ def test_any_layout_is_read_into_any_other(tmp_path_factory: pytest.TempPathFact
             assert torch.equal(out, of(values, piece))
 
 
-@given(st.data())
-def test_what_is_cut_out_can_be_pasted(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
-    values = torch.randperm(math.prod(shape)).view(shape)
-    made = torch.full(shape, -1)
-    for box, _, _ in layout(data.draw, shape):
-        part = cut(values, box).contiguous()
-        assert tuple(part.shape) == boxes.sizes(box)
-        paste(part, box, made)
-    assert torch.equal(made, values)
-
-
-def test_boxes_are_exported_and_described(tmp_path: Path) -> None:
-    weight, bias = torch.randn(6, 10), torch.randn(10)
-    columns = [(((0, 6), (low, low + 5)), start, start + 15) for low in (0, 5) for start in (0, 15)]
-    write(tmp_path / "a", {"w": (weight, columns), "b": (bias, [(((0, 10),), 0, 10)])}, 4)
-    export(tmp_path / "a", tmp_path / "hf")
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert torch.equal(found["w"], weight) and torch.equal(found["b"], bias)
-    told = describe(str(tmp_path / "a"), tensors=True)["tensors"][::-1]
-    assert [part["box"] for part in told[0]["slices"]] == [None]
-    assert told[1]["slices"][2] == {"file": "rank2.safetensors", "start": 0, "stop": 15, "box": ((0, 6), (5, 10))}
-
-
-def test_reads_are_few_and_stages_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(512, 4096)
-    halves = [(((0, 512), (low, low + 2048)), 0, 512 * 2048) for low in (0, 2048)]
-    reads: list[int] = []
-    fill = TensorFile._fill
-
-    def counting(self: Any, out: memoryview, offset: int) -> None:
-        reads.append(len(out))
-        fill(self, out, offset)
-
-    monkeypatch.setattr(TensorFile, "_fill", counting)
-    monkeypatch.setattr(strided, "LIMIT", 1 << 20)
-    write(tmp_path / "halves", {"w": (values, halves)}, 2)
-    with Checkpoint(str(tmp_path / "halves")) as saved:
-        out = torch.empty(values.numel())
-        saved.read_into(saved.find("w"), 0, out)  # opens both files
-        reads.clear()
-        saved.read_into(saved.find("w"), 0, out)
-        assert torch.equal(out.view(values.shape), values)
-        assert len(reads) == 8 and max(reads) == 1 << 20 and sum(reads) == values.nbytes
-    write(tmp_path / "whole", {"w": (values, [(boxes.whole(values.shape), 0, values.numel())])}, 1)
-    with Checkpoint(str(tmp_path / "whole")) as saved:
-        for box, _, stop in halves:
-            out = torch.empty(stop)
-            part = saved.find("w").part(box)
-            saved.read_into(part, 0, out[:1])
-            reads.clear()
-            saved.read_into(part, 0, out)
-            assert torch.equal(out, of(values, (box, 0, stop)))
-            assert len(reads) == 512 and sum(reads) == out.nbytes
-
-
 # -- manifests that nobody has written ---------------------------------------------------------------------------------
 
 _SHAPE = [4, 6]
@@ -217,26 +159,12 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
     "range beyond": ([LEFT, RIGHT | {"stop": 17}], r"a slice \[0, 17\) of 16 elements \(in g\)"),
     "negative": ([LEFT, RIGHT | {"box": [[0, 4], [-2, 2]]}], r"a box of \[4, 6\], found .*-2.* \(in g\)"),
     "reversed": ([LEFT, RIGHT | {"box": [[0, 4], [6, 2]]}], r"a box of \[4, 6\], found"),
-    "beyond": ([LEFT, RIGHT | {"box": [[0, 4], [2, 7]]}], r"a box of \[4, 6\], found"),
     "huge": ([LEFT, RIGHT | {"box": [[0, 10**30], [2, 6]]}], r"a box of \[4, 6\], found"),
-    "one dimension": ([LEFT, RIGHT | {"box": [[0, 4]]}], r"a box of \[4, 6\], found"),
-    "many dimensions": ([LEFT, RIGHT | {"box": [[0, 1]] * 10**5}], r"a box of \[4, 6\], found"),
     "no dimension": ([LEFT, RIGHT | {"box": []}], r"a box of \[4, 6\], found"),
     "text": ([LEFT, RIGHT | {"box": [["0", "4"], [2, 6]]}], r"a box of \[4, 6\], found"),
-    "truth": ([LEFT, RIGHT | {"box": [[False, 4], [2, 6]]}], r"a box of \[4, 6\], found"),
-    "fractions": ([LEFT, RIGHT | {"box": [[0, 4.0], [2, 6]]}], r"a box of \[4, 6\], found"),
-    "three ends": ([LEFT, RIGHT | {"box": [[0, 4, 4], [2, 6]]}], "not as shardwise writes it"),
     "two ranges": ([LEFT, piece([[0, 4], [[2, 3], [4, 6]]], 0, 12, "g")], r"element \[0, 3\] .* is in 0 boxes"),
     "ranges that touch": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 3], [3, 6]]]}], r"a box of \[4, 6\], found"),
-    "an empty range": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 2], [3, 6]]]}], r"a box of \[4, 6\], found"),
-    "one range in a list": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 6]]]}], r"a box of \[4, 6\], found"),
-    "ranges that overlap": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 4], [3, 6]]]}], r"a box of \[4, 6\], found"),
     "ranges that descend": ([LEFT, RIGHT | {"box": [[0, 4], [[4, 6], [2, 3]]]}], r"a box of \[4, 6\], found"),
-    "a range beyond": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 3], [4, 7]]]}], r"a box of \[4, 6\], found"),
-    "ranges of text": ([LEFT, RIGHT | {"box": [[0, 4], [["2", "3"], [4, 6]]]}], r"a box of \[4, 6\], found"),
-    "ranges of ranges": ([LEFT, RIGHT | {"box": [[0, 4], [[[2, 3], [4, 5]], [5, 6]]]}], r"a box of \[4, 6\], found"),
-    "ranges of three": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 3, 3], [4, 6]]]}], "not as shardwise writes it"),
-    "no range": ([LEFT, RIGHT | {"box": [[0, 4], []]}], "not as shardwise writes it"),
     "a number": ([LEFT, RIGHT | {"box": 3}], "not as shardwise writes it"),
 }
 
@@ -298,15 +226,3 @@ def test_many_boxes_and_many_dimensions_take_little_time_and_memory(
     with hostile.watched(tmp_path), pytest.raises(CheckpointError, match=message):
         manifestfile.from_bytes(data, "m.json")
     assert time.process_time() - begun < 5
-
-
-def test_a_file_that_is_not_as_the_slices_say_is_named(tmp_path: Path) -> None:
-    write(tmp_path, {"w": (torch.randn(4, 6), [(((0, 4), (0, 2)), 0, 8), (((0, 4), (2, 6)), 0, 16)])}, 2)
-    fields = hostile.fields_of((tmp_path / "manifest.json").read_bytes())
-    (tensor,) = fields["tensors"]
-    tensor["slices"][0]["box"], tensor["slices"][1]["box"] = [[0, 4], [0, 4]], [[0, 4], [4, 6]]
-    tensor["slices"][0]["stop"], tensor["slices"][1]["stop"] = 16, 8
-    (tmp_path / "manifest.json").write_bytes(hostile.sealed(fields))
-    with Checkpoint(str(tmp_path)) as saved, pytest.raises(CheckpointError, match=r"rank0.*expected 16 elements"):
-        saved.read(saved.find("w"))
-    assert Slice("f", "k", 0, 6, ((0, 2), (0, 3))).to_json()["box"] == ((0, 2), (0, 3))

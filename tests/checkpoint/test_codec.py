@@ -71,28 +71,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_plain_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
-    assert same(through_json(value), value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(6).view(2, 3),
-        torch.tensor(2.5, dtype=torch.bfloat16),
-        torch.tensor(float("-inf")),
-        torch.zeros(0, 3),
-        torch.tensor([True, False]),
-        numpy.arange(4, dtype=numpy.uint32),
-        numpy.float32(0.1),
-        numpy.int64(-3),
-        collections.Counter({3: 2, 5: 1}),
-        {"a": [torch.ones(2), ({"b": numpy.ones((2, 2))},)]},
-        {"$tuple": [1]},
-    ],
-    ids=repr,
-)
-def test_tensors_arrays_and_collections_come_back(value: Any) -> None:
+def test_any_plain_value_comes_back(value: Any) -> None:
     assert same(through_json(value), value)
 
 
@@ -131,6 +110,14 @@ class Armed:
 
 MADE: list[Any] = []
 PLAIN: list[Any] = [
+    torch.arange(6).view(2, 3),
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.zeros(0, 3),
+    torch.tensor([True, False]),
+    numpy.arange(4, dtype=numpy.uint32),
+    numpy.float32(0.1),
+    collections.Counter({3: 2, 5: 1}),
+    {"$tuple": [1], "a": [torch.ones(2), ({"b": numpy.ones((2, 2))},)]},
     argparse.Namespace(lr=1e-3, betas=(0.9, 0.99), nested=argparse.Namespace(a=[1])),
     types.SimpleNamespace(a=1),
     collections.defaultdict(list, {"a": [1]}),
@@ -170,7 +157,7 @@ PLAIN: list[Any] = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
-def test_kinds_of_the_standard_library_come_back(value: Any) -> None:
+def test_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
     back = through_json({"a": [value]})["a"][0]
     assert same(back, value)
     assert getattr(back, "maxlen", None) == getattr(value, "maxlen", None)
@@ -207,6 +194,11 @@ def test_dataclasses_come_back_without_code_of_theirs() -> None:
         {"$path": ["Popen", "a"]},
         {"$dtype": "load"},
         {"$defaultdict": ["eval", {}]},
+        {"$code": "1"},
+        {"$float": "x"},
+        {"$scalar": ["float32"]},
+        {"$bytes": "@"},
+        {"$tuple": 3},
     ],
     ids=str,
 )
@@ -286,31 +278,11 @@ def test_what_cannot_be_saved_is_refused_by_its_path(value: Any, message: str) -
         encode(value, "state", lambda path, tensor: path)
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"$code": "1"},
-        {"$float": "x"},
-        {"$scalar": ["float32"]},
-        {"$bytes": "@"},
-        {"$tuple": 3},
-        {"$dict": [[{"$dict": []}, 1]]},
-    ],
-)
-def test_foreign_trees_are_refused(tree: Any) -> None:
-    with pytest.raises(CheckpointError, match="not as written"):
-        decode(tree, lambda reference: torch.zeros(1))
-
-
-def test_a_parameter_comes_back_as_its_values() -> None:
-    back = through_json({"w": torch.nn.Parameter(torch.ones(2))})
-    assert same(back, {"w": torch.ones(2)})
-
-
-def test_the_default_device_has_no_say() -> None:
-    tree = encode(torch.tensor(2.5), "x", lambda path, tensor: path)
+def test_a_parameter_comes_back_as_its_values_on_the_cpu() -> None:
+    tree = encode(torch.nn.Parameter(torch.tensor(2.5)), "x", lambda path, tensor: path)
     with torch.device("meta"):
-        assert decode(tree, torch.tensor).item() == 2.5
+        back = decode(tree, lambda reference: torch.zeros(1))
+    assert same(back, torch.tensor(2.5))
 
 
 def test_what_mmengine_puts_into_client_state_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

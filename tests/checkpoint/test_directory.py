@@ -76,24 +76,6 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     assert content(tmp_path, "a") == "one"
 
 
-def test_a_staging_directory_that_another_writer_removes_while_it_is_empty_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock_new, removed = directory.lock_new, []
-
-    def remove_first(path: str, content: bytes) -> int:
-        if not removed:
-            removed.append(path)
-            directory.remove_leftovers(str(tmp_path))
-        return lock_new(path, content)
-
-    monkeypatch.setattr(directory, "lock_new", remove_first)
-    draft = directory.StagingDirectory(str(tmp_path), "a")
-    write(draft, "one")
-    draft.publish()
-    assert removed and content(tmp_path, "a") == "one"
-
-
 STRANGE = [
     *(".gone.partial", ".my-backup.gone.partial", ".rsync.partial", ".x.writer.partial", ".a.01234567.partial"),
     *(".downloads.partial", "visible.partial", ".hidden", ".latest.01234567.partial", ".latest.mine.partial"),
@@ -112,26 +94,6 @@ def test_what_others_have_left_stays(tmp_path: Path) -> None:
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     directory.remove_leftovers(str(tmp_path / "runs"))
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
-
-
-def test_a_removal_that_was_interrupted_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = killed(tmp_path, "a")
-    unlink = os.unlink
-    done: list[str] = []
-
-    def interrupted(name: str) -> None:
-        if done:
-            raise OSError(5, "Input/output error")
-        done.append(name)
-        unlink(name)
-
-    (path / "more").write_text("")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", interrupted)
-        directory.remove_leftovers(str(tmp_path))
-    assert done and len(os.listdir(tmp_path)) == 1
-    directory.remove_leftovers(str(tmp_path))
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_draft_of_another_tag_keeps_no_checkpoint(tmp_path: Path) -> None:

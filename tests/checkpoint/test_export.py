@@ -21,10 +21,10 @@ from shardwise.checkpoint import export
 from shardwise.checkpoint.formats.weight_files import shard_bytes
 from shardwise.checkpoint.safetensors_writer import TensorWriter
 from shardwise.errors import CheckpointError, CheckpointPathError
-from shardwise.utils.logging import logger
-from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
+from tests.checkpoint.job import FROZEN, Model, Run, as_ranks, config, on_ranks
 from tests.checkpoint.weights import save_by_hand
 from tests.harness import thorough
+from tests.harness.logs import logged
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -130,37 +130,16 @@ def test_a_plain_module_loads_each_format(tmp_path: Path) -> None:
     assert sorted(files) == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
 
 
-def adapter(path: str) -> dict[str, Any]:
-    """A frozen base with adapters under the names that PEFT gives them."""
-    torch.manual_seed(1)
-    layer = torch.nn.ModuleDict({"base_layer": torch.nn.Linear(5, 7)})
-    layer["lora_A"] = torch.nn.ModuleDict({"default": torch.nn.Linear(5, 3, bias=False)})
-    layer["lora_B"] = torch.nn.ModuleDict({"default": torch.nn.Linear(3, 7, bias=False)})
-    model = torch.nn.ModuleDict({"base_model": torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"q_proj": layer})})})
-    layer["base_layer"].requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
-    engine, *_ = shardwise.initialize(model=model, model_parameters=trained, config=settings)
-    engine.save_checkpoint(f"{path}/run", exclude_frozen_parameters=True)
-    engine.export(f"{path}/adapter", exclude_frozen_parameters=True)
-    engine.export(f"{path}/all")
-    engine.destroy()
-    return {name: value.detach() for name, value in model.named_parameters()} if rank() == 0 else {}
-
-
-def test_adapters_alone(ranks: Any, tmp_path: Path) -> None:
-    ranks(adapter, 2, str(tmp_path))
-    one = load_file(tmp_path / "adapter" / "model.safetensors")
-    prefix = "base_model.model.q_proj"
-    assert sorted(one) == [f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"]
-    assert all(value.dtype == torch.float32 for value in one.values())
-    every = load_file(tmp_path / "all" / "model.safetensors")
-    assert every[f"{prefix}.base_layer.weight"].dtype == torch.bfloat16
-    done = export(tmp_path / "run", tmp_path / "from checkpoint")
-    assert "saved without these frozen parameters" in done.warnings[0] and "base_layer.bias" in done.warnings[0]
-    assert load_file(tmp_path / "from checkpoint" / "model.safetensors").keys() == one.keys()
-    assert export(tmp_path / "run", tmp_path / "meant", exclude_frozen=True).warnings == []
+@as_ranks(2)
+def test_of_a_checkpoint_without_frozen_parameters_the_others_are_exported(tmp_path: Path) -> None:
+    run = Run(config(3, "bf16"), seed=1)
+    run.engine.save_checkpoint(tmp_path / "run", exclude_frozen_parameters=True)
+    torch.distributed.barrier()
+    if rank() == 0:
+        done = export(tmp_path / "run", tmp_path / "out")
+        assert "saved without these frozen parameters" in done.warnings[0] and FROZEN[0] in done.warnings[0]
+        assert not set(FROZEN) & set(load_file(tmp_path / "out" / "model.safetensors"))
+        assert export(tmp_path / "run", tmp_path / "meant", exclude_frozen=True).warnings == []
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
@@ -269,24 +248,18 @@ def test_values_beyond_float16_are_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_of_a_run_the_latest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_run_the_newest_complete_checkpoint_is_taken(tmp_path: Path) -> None:
     for number, name in enumerate(("old", "new", "broken")):
         save_by_hand(str(tmp_path / name), weights(number), sequence=number + 1)
     (tmp_path / "latest").write_text("broken")
     shutil.rmtree(tmp_path / "broken")
-    logger.propagate = True
-    try:
+    with logged() as told:
         export(tmp_path, tmp_path / "a")
-    finally:
-        logger.propagate = False
-    assert "no such checkpoint directory" in caplog.text
-    assert "'latest' names 'broken'; new is taken instead" in caplog.text
-    assert torch.equal(load_file(tmp_path / "a" / "model.safetensors")["w0"], weights(1)["w0"])
+    assert any("'latest' names 'broken'; new is taken instead" in line for line in told.lines)
     export(tmp_path, tmp_path / "b", tag="old")
-    assert torch.equal(load_file(tmp_path / "b" / "model.safetensors")["w0"], weights(0)["w0"])
+    for place, value in (("a", weights(1)), ("b", weights(0))):
+        assert torch.equal(load_file(tmp_path / place / "model.safetensors")["w0"], value["w0"])
     (tmp_path / "new" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="so the checkpoint is incomplete"):
-        export(tmp_path, tmp_path / "d", tag="new")
     with pytest.raises(CheckpointError, match="so the checkpoint is incomplete"):
         export(tmp_path / "new", tmp_path / "d")
 

@@ -16,11 +16,10 @@ from shardwise.checkpoint import directory, manifestfile
 from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.errors import CheckpointError
-from shardwise.utils.logging import logger
 from tests.checkpoint import hostile
-from tests.checkpoint.job import Run, config, on_ranks
-from tests.harness import run_ranks
-from tests.harness.logs import Lines
+from tests.checkpoint.job import Run, as_ranks, config
+from tests.harness import on_ranks
+from tests.harness.logs import logged
 
 Fields = dict[str, Any]
 
@@ -37,10 +36,6 @@ def unknown_kind(fields: Fields) -> None:
     tensor_of(fields, "optimizer/exp_avg_sq")["kind"] = "optimizer/evil"
 
 
-def setting(name: str, value: Any) -> Callable[[Fields], None]:
-    return lambda fields: fields["optimizer"]["groups"][0].update({name: value})
-
-
 def place(fields: Fields) -> None:
     for rank in fields["ranks"]:
         rank["loader"]["position"] = 10**15
@@ -55,65 +50,39 @@ REFUSED: dict[str, tuple[Callable[[Fields], None], str]] = {
 }
 
 
-def forged(root: str) -> dict[str, str]:
+@as_ranks(1)
+def test_what_could_not_have_been_written_is_refused(tmp_path: Path) -> None:
     run = Run(config(1), seed=1)
     run.step()
-    run.engine.save_checkpoint(root, tag="a")
-    path = Path(root) / "a"
-    text = (path / "manifest.json").read_bytes()
-    found: dict[str, str] = {}
-    handler = Lines()
-    logger.addHandler(handler)
-    for name, (change, _) in REFUSED.items():
+    run.engine.save_checkpoint(tmp_path, tag="a")
+    path = tmp_path / "a" / "manifest.json"
+    text = path.read_bytes()
+    for name, (change, message) in REFUSED.items():
         fields = hostile.fields_of(text)
         change(fields)
-        (path / "manifest.json").write_bytes(hostile.sealed(fields))
-        handler.lines.clear()
-        try:
-            run.load(root, "a")
-            found[name] = " ".join(handler.lines)
-        except CheckpointError as error:
-            found[name] = f"refused: {error}"
-    (path / "manifest.json").write_bytes(text)
-    handler.lines.clear()
-    run.load(root, "a")
-    found["nothing"] = " ".join(handler.lines)
-    logger.removeHandler(handler)
-    return found
+        path.write_bytes(hostile.sealed(fields))
+        with pytest.raises(CheckpointError) as caught:
+            run.load(tmp_path, "a")
+        assert message in str(caught.value), name
+    path.write_bytes(text)
+    run.load(tmp_path, "a")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return on_ranks(forged, 1, str(tmp_path_factory.mktemp("forged")))[0]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_could_not_have_been_written_is_refused(name: str, found: dict[str, str]) -> None:
-    assert found[name].startswith("refused: "), found[name]
-    assert pytest.raises(AssertionError, match=REFUSED[name][1]).matches(AssertionError(found[name])), found[name]
-    assert found["nothing"] == ""
-
-
-def of_another_model(root: str) -> list[str]:
-    """Load settings of a group with fewer parameters, as a rank with fewer experts has saved them."""
+@on_ranks(1)
+def test_names_of_parameters_in_groups_stay_the_engines_own(tmp_path: Path) -> None:
+    """Settings of a group with fewer parameters are loaded, as a rank with fewer experts has saved them."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
     engine = shardwise.initialize(model=model, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 1})[0]
-    engine.save_checkpoint(root, tag="a")
-    path = Path(root) / "a" / "manifest.json"
+    engine.save_checkpoint(tmp_path, tag="a")
+    path = tmp_path / "a" / "manifest.json"
     fields = hostile.fields_of(path.read_bytes())
-    setting("param_names", ["other"])(fields)
-    setting("lr", 0.25)(fields)
+    fields["optimizer"]["groups"][0].update(param_names=["other"], lr=0.25)
     path.write_bytes(hostile.sealed(fields))
-    engine.load_checkpoint(root, tag="a")
+    engine.load_checkpoint(tmp_path, tag="a")
     (group,) = engine.optimizer.param_groups
     engine.destroy()
-    assert group["lr"] == 0.25
-    return list(group["param_names"])
-
-
-def test_names_of_parameters_in_groups_stay_the_engines_own(tmp_path: Path) -> None:
-    assert run_ranks(of_another_model, 1, str(tmp_path)) == [["weight", "bias"]]
+    assert group["lr"] == 0.25 and list(group["param_names"]) == ["weight", "bias"]
 
 
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
@@ -124,23 +93,14 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
         manifestfile.load(str(tmp_path / "a"))
 
 
-def saves_by_turns(root: str) -> list[str]:
-    """Save as if by another job every second time."""
-    handler = Lines()
-    logger.addHandler(handler)
-    run = Run(config(1), seed=1)
-    own = saving._JOB
-    for number in range(6):
-        saving._JOB = own if number % 2 == 0 else "0123abcd"
-        run.engine.save_checkpoint(root, tag=f"t{number % 2}")
-    saving._JOB = own
-    logger.removeHandler(handler)
-    return [line for line in handler.lines if "another job saves here, too" in line]
-
-
+@as_ranks(1)
 def test_another_job_in_the_same_directory_is_said_once(tmp_path: Path) -> None:
-    told = on_ranks(saves_by_turns, 1, str(tmp_path))[0]
-    assert len(told) == 1 and "it has made 't1'" in told[0]
+    engine, own = Run(config(1), seed=1).engine, saving._JOB
+    with logged() as told, pytest.MonkeyPatch.context() as patch:
+        for number in range(6):  # as if by another job every second time
+            patch.setattr(saving, "_JOB", "0123abcd" if number % 2 else own)
+            engine.save_checkpoint(tmp_path, tag=f"t{number % 2}")
+    assert sum("another job saves here, too" in line for line in told.lines) == 1
     assert CheckpointDirectory(str(tmp_path)).head_of_latest().job == "0123abcd"
 
 

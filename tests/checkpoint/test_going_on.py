@@ -122,53 +122,6 @@ def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Pa
     assert fresh(place, runs, 5, every=4) == ("disk", 9)
 
 
-@as_ranks(2)
-def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: Path) -> None:
-    runs, place = f"{tmp_path}/runs", f"{tmp_path}/memory"
-    run = start(place, copying(2, every=2), seed=1)
-    steps(run, 4)
-    first_rank(change_a_byte, next(Path(place).glob("engine0/step4-*/rank00001*.safetensors")))
-    run.engine.resume(runs)
-    assert run.engine.global_steps == 2
-    copies, seen = run.engine._faults.copies, []
-    original = copies._write
-
-    def write(*args: Any) -> Any:
-        result = original(*args)
-        seen.append(sorted(name[:5] for name in os.listdir(copies.path) if name.startswith("step")))
-        return result
-
-    copies._write = write  # type: ignore[method-assign]
-    steps(run, 6)
-    # While the copies of steps 4 and 6 are written, there is always one that is whole.
-    assert seen == [["step2"], ["step4"]]
-    assert fresh(place, runs, 2, every=2) == ("memory", 6)
-
-
-@as_ranks(2)
-def test_a_copy_that_is_refused_takes_nothing_away(tmp_path: Path) -> None:
-    place, runs = f"{tmp_path}/memory", f"{tmp_path}/runs"
-    run = start(place, copying(2, every=1), seed=1)
-    steps(run, 3)
-    before = sorted(os.listdir(f"{place}/engine0"))
-    assert [name[:5] for name in before if name.startswith("step")] == ["step2", "step3"]
-
-    def refuse() -> dict[str, Any]:
-        if dist.get_rank() == 1:
-            raise ValueError("no state today")
-        return {}
-
-    run.engine.provide_client_state(refuse)
-    with pytest.raises(CheckpointError, match="no state today"):
-        run.engine.copy_to_memory()
-    barrier()
-    # It was refused before anything was touched: the copy before the newest is there, too.
-    assert sorted(os.listdir(f"{place}/engine0")) == before
-    barrier()
-    first_rank(change_a_byte, next(Path(place).glob("engine0/step3-*/rank00001*.safetensors")))
-    assert fresh(place, runs, 2, every=1) == ("memory", 2)
-
-
 # -- copies in a directory of the job's own ----------------------------------------------------------------------------
 
 

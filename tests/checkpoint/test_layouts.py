@@ -56,37 +56,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
 
 
-def losses(path: str, stage: int, micro: int, steps: int, load: bool) -> list[float]:
-    run = Run(config(stage, train_micro_batch_size_per_gpu=micro), seed=2 if load else 1, noise=False)
-    if load:
-        run.load(path)
-    else:
-        for _ in range(2):
-            run.step()
-        run.engine.save_checkpoint(path)
-    found = []
-    for _ in range(steps):
-        run.step()
-        total = torch.tensor(run.loss)
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(total)
-            total /= torch.distributed.get_world_size()
-        found.append(total.item())
-    return found
-
-
-@pytest.mark.parametrize(("world", "stage"), [thorough(1, 3), thorough(2, 0), thorough(2, 1), (3, 2), thorough(6, 3)])
-def test_training_goes_on_with_the_same_losses_on_other_numbers_of_ranks(
-    world: int, stage: int, tmp_path: Path
-) -> None:
-    path = str(tmp_path)
-    # The same six samples in each micro-batch, however many ranks share them.
-    expected = on_ranks(losses, 2, path, 3, 3, 6, False)[0]
-    found = on_ranks(losses, world, path, stage, 6 // world, 6, True)[0]
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert len(set(expected)) == 6
-
-
 @pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp32"), thorough("fp32", "bf16"), ("fp16", "bf16")])
 def test_master_weights_and_state_survive_a_change_of_dtype(saved: str, loaded: str, tmp_path: Path) -> None:
     source, target = str(tmp_path / "from"), str(tmp_path / "to")

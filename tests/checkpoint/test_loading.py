@@ -90,28 +90,6 @@ def test_adapters_and_their_base_come_from_different_checkpoints(world: int, tmp
     run_ranks(all_adapters, world, str(tmp_path))
 
 
-def thawed(path: str) -> str:
-    source = adapter_engine(2, 5)
-    adapter_steps(source, 0, 1)
-    source.save_checkpoint(path, exclude_frozen_parameters=True)
-    source.destroy()
-    model = LORA.make(6)
-    model.requires_grad_(True)
-    engine = start(LORA, Setting(stage=2, optimizer="AdamW"), model)
-    before = engine.module_state_dict()
-    with pytest.raises(CheckpointError) as caught:
-        engine.load_checkpoint(path)
-    assert same(before, engine.module_state_dict())
-    engine.destroy()
-    return str(caught.value)
-
-
-def test_what_was_left_out_and_is_trained_now_is_missing(tmp_path: Path) -> None:
-    for message in run_ranks(thawed, 2, str(tmp_path)):
-        assert "missing in the checkpoint: layers.0.base.weight" in message
-        assert "frozen when it was saved with exclude_frozen_parameters, and trained here" in message
-
-
 # -- parts and names ---------------------------------------------------------------------------------------------------
 
 
@@ -389,29 +367,3 @@ def test_step_counts_that_differ_in_one_group_go_on(stage: int, world: int, tmp_
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
-
-
-def other_batch(path: str) -> list[Any]:
-    """Notes of an engine that goes on with fewer samples in a step, and of one that only evaluates."""
-    found = []
-    for trained, accumulation in ((True, 2), (True, 1), (False, 1)):
-        model = torch.nn.Linear(2, 1)
-        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if trained else None
-        parameters = None if trained else []
-        engine = shardwise.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=settings)[0]
-        if accumulation == 2:
-            engine.save_checkpoint(path)
-        else:
-            engine.load_checkpoint(path, load_optimizer_states=trained)
-            found.append(engine.last_load.notes)
-        engine.destroy()
-    return found
-
-
-def test_another_batch_size_is_of_interest_to_those_who_train(tmp_path: Path) -> None:
-    for trained, evaluated in run_ranks(other_batch, 2, str(tmp_path)):
-        assert (
-            len(trained) == 1 and "saved with 4 samples in a step (train_batch_size), and now there are 2" in trained[0]
-        )
-        assert evaluated == ()

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import manifest, manifestfile
+from shardwise.checkpoint import manifestfile
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.errors import CheckpointError
@@ -44,41 +43,6 @@ def test_another_format_is_refused_with_the_version_that_wrote_it(monkeypatch: p
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"expected format shardwise.checkpoint 2.* found .* 3.*shardwise 9\.9"):
         manifestfile.from_bytes(data, "m.json")
-
-
-def test_tensors_are_listed_in_one_order_whichever_ranks_had_them() -> None:
-    names = ["wte", "h.2.w", "h.10.w", "h.1.b", "head"]
-    tensors = [StoredTensor(name, "parameter", (0,), "float32", ()) for name in sorted(names)]
-
-    def listed(*orders: list[str]) -> list[str]:
-        return [tensor.name for tensor in manifest.in_order(tensors, orders)]
-
-    assert listed(names) == listed(names, names) == names
-    for cut in range(1, 5):
-        assert listed(names[cut:], names[:cut]) == ["h.1.b", "h.2.w", "h.10.w", "head", "wte"]
-
-
-def test_parts_of_ranks_are_joined_and_checked() -> None:
-    def part(start: int, stop: int, dtype: str = "float32") -> StoredTensor:
-        return StoredTensor("w", "parameter", (6,), dtype, (Slice(f"f{start}", "k", start, stop),))
-
-    (joined,) = manifest.combine([part(4, 6), part(0, 4)])
-    assert [run.start for run in joined.slices] == [0, 4]
-    for parts, message in (
-        ([part(0, 4)], "4 of 6 elements are stored"),
-        ([part(0, 4), part(5, 6)], "expected a run from element 4, found 5"),
-        ([part(0, 4), part(3, 6)], "expected a run from element 4, found 3"),
-        ([part(0, 4), part(4, 6, "float16")], "ranks disagree"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            manifest.combine(parts)
-    one, other = part(0, 4), part(4, 6)
-    (joined,) = manifest.combine([replace(one, aliases=("v",)), replace(other, aliases=("u", "v"))])
-    assert joined.aliases == ("v", "u")
-    with pytest.raises(CheckpointError, match="ranks disagree"):
-        manifest.combine([replace(one, group=0), replace(other, group=1)])
-    empty = StoredTensor("e", "parameter", (0, 3), "float32", ())
-    assert manifest.combine([empty]) == [empty]
 
 
 def test_absent_manifests_are_explained(tmp_path: Path) -> None:

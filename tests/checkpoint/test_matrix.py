@@ -20,8 +20,8 @@ def test_the_part_has_every_pair_of_layouts_and_every_optimizer() -> None:
     assert set(plan) == set(matrix.entries())
 
 
-EVERY_KIND = ("AdamW", "Rprop", "lamb", "muon", "adamw, bf16", "onebitadam")
-"""One of torch's, one with other state, one of whole tensors, ... in 16 pairs of layouts (`AdamW`) or 4."""
+EVERY_KIND = ("AdamW", "lamb", "adamw, bf16", "onebitadam")
+"""One of torch's, one with norms of tensors, one with masters, one that compresses, in 16 pairs of layouts (`AdamW`) or 4."""
 
 
 @pytest.mark.limit(700)
@@ -33,7 +33,7 @@ def test_every_pair_of_layouts_is_exact_and_goes_on_exactly(labels: tuple[str, .
         if not labels or entry.label in labels
     }
     pairs, wrong = matrix.run(plan, str(tmp_path), timeout=600)
-    assert pairs >= (16 + 5 * 4 if labels else 16 * 16)
+    assert pairs >= (16 + 3 * 4 if labels else 16 * 16)
     assert wrong == []
 
 
@@ -51,16 +51,19 @@ def test_every_size_of_a_mesh_is_exact_and_goes_on(every: bool, tmp_path: Path) 
 FEW = [stages.Stages(2, 2, stages=2, chunks=2), stages.Stages(0, 1)], [stages.Stages(3, 2, stages=2)]
 """Checkpoints of two chunks, and of one process, into two stages on two ranks."""
 
+OFFLOADED = [stages.Stages(2, 4, stages=2, offload="cpu"), FEW[0][1]], [FEW[0][0]._replace(offload="cpu"), FEW[0][1]]
+
 
 @pytest.mark.limit(1500)
 @pytest.mark.parametrize(
     ("dtype", "sources", "targets"),
     [
         ("fp16", *FEW),
+        thorough("fp32", *OFFLOADED),
         thorough("fp32", stages.of_meshes(stages.MESHES, 0), stages.of_meshes(stages.MESHES, 2)),
         thorough("fp16", stages.of_meshes(stages.SOME, 1), stages.of_meshes(stages.SOME, 3)),
     ],
-    ids=["fp16-few", "fp32", "fp16"],
+    ids=["fp16-few", "offloaded", "fp32", "fp16"],
 )
 def test_every_number_of_stages_is_exact_and_goes_on(
     dtype: str, sources: list[stages.Stages], targets: list[stages.Stages], tmp_path: Path

@@ -21,15 +21,11 @@ from tests.checkpoint.matrix import (
     AFTER,
     BEFORE,
     ROWS,
-    Content,
     Entry,
     Layout,
-    held,
     settings,
     start,
     train,
-    unlike,
-    whole,
 )
 from tests.checkpoint.test_copies import as_node
 from tests.harness import run_ranks, thorough
@@ -97,45 +93,6 @@ def test_whole_weights_are_those_of_one_process(entry: Entry, tmp_path: Path) ->
 
 
 COPIES = {"checkpoint": {"memory_copies": {"every": BEFORE}}}
-
-
-def save_in_the_background_and_copy(root: str, entry: Entry, layout: Layout) -> list[str]:
-    """Return what is not as it was, of a state from memory and of a background save."""
-    shardwise.init_distributed(verbose=False)
-    with as_node(f"{root}/node"):
-        first = start(entry, layout, seed=1, **COPIES)
-    train(first, 0, BEFORE)
-    assert first.last_memory_copy.steps == BEFORE
-    state = whole(first), held(first)
-    first.save_checkpoint(f"{root}/saved", tag="b")
-    first.save_checkpoint(f"{root}/saved", tag="a", asynchronous=True)
-    losses = train(first, BEFORE, 1)  # while it is written
-    first.wait_for_checkpoint()
-    later = whole(first), held(first)
-    wrong = [] if state[0] != later[0] else ["a step has changed nothing"]
-    with as_node(f"{root}/node"):
-        second = start(entry, layout, seed=2, **COPIES)
-    second.resume(f"{root}/runs")
-    assert second.resumed.source == "memory"
-    wrong += [] if (whole(second), held(second)) == state else ["memory"]
-    wrong += [] if train(second, BEFORE, 1) == losses else ["losses after memory"]
-    wrong += [] if (whole(second), held(second)) == later else ["a step after memory"]
-    second.load_checkpoint(f"{root}/saved", tag="a")
-    wrong += unlike(second, Content(f"{root}/saved"))
-    wrong += [] if (whole(second), held(second)) == state else ["background save"]
-    first.destroy()
-    second.destroy()
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("layout", "entry"),
-    [thorough(SHARED._replace(stage=1), ADAMW), thorough(Layout(2, 4, 2, 2, 2), NARROW), (SHARED, MUON)],
-    ids=str,
-)
-def test_memory_and_background_saves_are_exact(entry: Entry, layout: Layout, tmp_path: Path) -> None:
-    for wrong in run_ranks(save_in_the_background_and_copy, layout.world, str(tmp_path), entry, layout):
-        assert wrong == []
 
 
 def go_on(root: str, node: str, layout: Layout, first: int) -> tuple[list[float], str]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import shardwise
-from shardwise.checkpoint import open_source
-from shardwise.checkpoint.inspection import describe_run
-from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
-from tests.checkpoint.job import on_ranks
+from shardwise.checkpoint.listing import CheckpointDirectory
 from tests.checkpoint.test_retention import make
 
 
@@ -45,63 +39,7 @@ def test_what_is_not_finite_or_not_readable_comes_last(tmp_path: Path) -> None:
     assert ordered(tmp_path) == ["a", "b", "c"]
 
 
-def every_reader(root: str) -> list[Any]:
-    """Save with a clock that goes back; return what each reader takes for the newest."""
-    right = time.time
-
-    def engine() -> Any:
-        settings = {
-            "train_batch_size": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "checkpoint": {"keep_last": 3},
-        }
-        return shardwise.initialize(model=torch.nn.Linear(4, 4), config=settings)[0]
-
-    first = engine()
-    for step in range(1, 9):
-        first.backward(first(torch.ones(1, 4)).square().mean())
-        first.step()
-        time.time = (lambda: right() + 7200) if step <= 2 else right
-        try:
-            first.save_checkpoint(root)
-        finally:
-            time.time = right
-    first.destroy()
-    found: list[Any] = [sorted(os.listdir(root))]
-    for read in ("resume", "load_checkpoint"):
-        other = engine()
-        getattr(other, read)(root)
-        found.append(other.global_steps)
-        other.destroy()
-    os.unlink(f"{root}/latest")
-    with open_source(root) as source:
-        found.append(os.path.basename(source.path))
-    found.append(describe_run(root)["checkpoints"][-1]["tag"])
-    other = engine()
-    found.append(other.load_checkpoint(root)[0])
-    other.destroy()
-    return found
-
-
-def test_every_reader_takes_the_same_after_a_clock_that_went_back(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    names, *readers = on_ranks(every_reader, 1, root)[0]
-    assert names == ["global_step6", "global_step7", "global_step8", "latest"]
-    assert readers == [8, 8, "global_step8", "global_step8", f"{root}/global_step8"]
-
-
 def test_a_latest_that_is_damaged_and_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff")
     with pytest.raises(shardwise.errors.CheckpointError, match="latest"):
         CheckpointDirectory(str(tmp_path)).newest_first()
-
-
-def test_numbers_are_above_those_of_another_job_in_the_directory(tmp_path: Path) -> None:
-    numbers = StateNumbers()
-    assert numbers.after(str(tmp_path)) == 1
-    numbers.see(1)
-    make(tmp_path, "other", 1, 7)
-    CheckpointDirectory(str(tmp_path)).set_latest("other")
-    assert numbers.after(str(tmp_path)) == 8
-    make(tmp_path / "earlier", "unnamed", 1, 9)  # and `latest` names nothing
-    assert numbers.after(str(tmp_path / "earlier")) == 10

@@ -151,6 +151,10 @@ def refusals(path: str, trained: bool) -> list[tuple[str, str, bool]]:
         same = len(before) == len(after) and all(map(torch.equal, before, after))
         assert names[0] in str(caught.value)
         found.append((kind, str(caught.value), same))
+    moment = next(place for kind, place in places.items() if kind.startswith("optimizer/"))
+    flip(f"{path}/a/{names[0]}", moment)
+    engine.load_checkpoint(path, "a", load_module_only=True)  # what is not wanted is not verified
+    flip(f"{path}/a/{names[0]}", moment)
     engine.load_checkpoint(path, "a")
     engine.destroy()
     return found

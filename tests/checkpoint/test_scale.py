@@ -54,11 +54,6 @@ def test_buffers_are_compared_with_those_of_the_first_rank_by_8_bytes_each(world
     assert own_buffers(model_of(first, module), inventories) == dict.fromkeys(same["buffers"])
 
 
-def test_ranks_with_other_buffers_save_those_that_no_earlier_rank_has() -> None:
-    stages = [{"buffers": ["a", "shared"]}, {"buffers": ["shared", "b"]}]
-    assert first_holders(stages, "buffers") == {"a": 0, "shared": 0, "b": 1}
-
-
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_load_of_10000_names_takes_less_than_2_mb_of_each_rank(world: int) -> None:
     names = [f"layers.{number}.attention.query_key_value.weight" for number in range(10_000)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardwise.checkpoint import Manifest, Slice, StoredTensor, WeightsReader, manifest, manifestfile
+from shardwise.checkpoint import Manifest, StoredTensor, WeightsReader, manifest, manifestfile
+from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.safetensors_writer import write_tensors
 
 
@@ -22,40 +24,22 @@ def save_by_hand(
 ) -> None:
     """Write a checkpoint whose parameters are cut into several runs, in two files."""
     os.makedirs(path)
-    parts: tuple[dict[str, torch.Tensor], ...] = ({}, {})
-    names = [f"rank0000{n}of00002-0123456{n}.safetensors" for n in range(2)]
-    stored = []
+    plans = [RankSavePlan(f"rank0000{n}of00002-0123456{n}.safetensors") for n in range(2)]
     for number, (name, tensor) in enumerate(tensors.items()):
-        flat, slices = tensor.reshape(-1), []
-        for cut in range(cuts):
-            start, stop = flat.numel() * cut // cuts, flat.numel() * (cut + 1) // cuts
-            if start < stop:
-                file = (number + cut) % 2
-                parts[file][f"{name}[{start}:{stop}]"] = flat[start:stop]
-                slices.append(Slice(names[file], f"{name}[{start}:{stop}]", start, stop))
-        also = tuple((aliases or {}).get(name, ()))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        stored.append(
-            StoredTensor(
-                name,
-                "parameter",
-                tuple(tensor.shape),
-                dtype,
-                tuple(slices),
-                also,
-                trainable=name not in frozen,
-                group=0,
-            )
-        )
-    files = {name: write_tensors(os.path.join(path, name), part) for name, part in zip(names, parts, strict=True)}
+        shape, also, flat = tuple(tensor.shape), tuple((aliases or {}).get(name, ())), tensor.reshape(-1)
+        dtype, trainable = manifest.name_of(tensor.dtype), name not in frozen
+        stored = StoredTensor(name, "parameter", shape, dtype, (), also, trainable=trainable, group=0)
+        edges = [flat.numel() * cut // cuts for cut in range(cuts + 1)]
+        for cut, (start, stop) in enumerate(itertools.pairwise(edges)):
+            plans[(number + cut) % 2].add_runs(stored, [(start, stop, flat[start:stop])] if start < stop else [])
     made = Manifest(
         tag=os.path.basename(path),
         created=1.0,
         versions={"shardwise": "0"},
         layout={"sequence": sequence, "world": 2},
         config={},
-        files=files,
-        tensors=stored,
+        files={plan.file: write_tensors(os.path.join(path, plan.file), plan.tensors) for plan in plans},
+        tensors=manifest.in_order(manifest.combine(t for plan in plans for t in plan.stored), [list(tensors)]),
         counters={"global_steps": 3},
     )
     with open(os.path.join(path, manifest.NAME), "wb") as file:
