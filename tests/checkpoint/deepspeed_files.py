@@ -15,7 +15,7 @@ import re
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardwise import boxes
 from shardwise.boxes import Region
 from shardwise.checkpoint import Checkpoint
 from shardwise.registry import cut
+from tests.harness import run_ranks
 
 VERSION = "0.19.8"
 
@@ -171,6 +172,42 @@ def content_of(path: str) -> Content:
         )
 
 
+Started = Callable[..., Any]
+"""Makes an engine from a seed, a degree of parallelism, a ZeRO stage, a dtype and more; its module makes batches."""
+
+
+def _train(engine: Any, steps: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        engine.backward(engine(engine.module.batch(generator)))
+        engine.step()
+
+
+def _save(started: Started, path: str, *options: Any) -> None:
+    engine = started(1, 1, 1, *options)
+    _train(engine, 3)
+    engine.save_checkpoint(path, tag="a")
+    engine.destroy()
+
+
+def saved_by(started: Started, path: str, *options: Any) -> Content:
+    """Train on one rank, save, and return what our checkpoint holds."""
+    run_ranks(_save, 1, started, path, *options)
+    found = content_of(os.path.join(path, "a"))
+    found.client = {"epoch": 3}
+    return found
+
+
+def save_again(started: Started, sources: list[str], degree: int, stage: int, *options: Any) -> None:
+    """Load each, on the ranks that call this, and save it again as it is, in our format."""
+    engine = started(2, degree, stage, *options)
+    for source in sources:
+        _train(engine, 1)  # so that nothing is left of what was loaded before
+        assert engine.load_checkpoint(source)[1] == {"epoch": 3}
+        engine.save_checkpoint(source + "-again", tag="a")
+    engine.destroy()
+
+
 def write(parent: str, tag: str, content: Content, stage: int, world: int, **options: Any) -> str:
     """Write `<parent>/<tag>/` and `<parent>/latest`; return the path of the checkpoint.
 
@@ -195,7 +232,7 @@ def write(parent: str, tag: str, content: Content, stage: int, world: int, **opt
     return path
 
 
-def _save(value: Any, path: str, name: str, legacy: bool = False) -> None:
+def _put(value: Any, path: str, name: str, legacy: bool = False) -> None:
     torch.save(value, os.path.join(path, name), _use_new_zipfile_serialization=not legacy)
 
 
@@ -302,7 +339,7 @@ def _write_experts(path: str, content: Content) -> None:
     for number, (layer, count) in enumerate(content.counts.items()):
         for expert in range(count):
             own = {n: content.module[n] for n, place in content.experts.items() if place[:2] == (layer, expert)}
-            _save(own, path, f"layer_{number}_expert_{expert}_mp_rank_00_model_states.pt")
+            _put(own, path, f"layer_{number}_expert_{expert}_mp_rank_00_model_states.pt")
 
 
 def _of_place(content: Content, group: list[str], place: int, ep: int) -> dict[str, str]:
@@ -332,11 +369,11 @@ def _write_0(
     model = model_states(content, world)
     model["ds_config"]["use_data_before_expert_parallelism"] = data_first
     states = [_numbered(content, place, ep) for place in range(ep)]
-    _save({**model, "optimizer": states[0]}, path, f"mp_rank_{content.part:02d}_model_states.pt", legacy)
+    _put({**model, "optimizer": states[0]}, path, f"mp_rank_{content.part:02d}_model_states.pt", legacy)
     if content.experts:
         _write_experts(path, content)
         for place, state in enumerate(states):
-            _save({"optimizer": state}, path, f"expp_rank_{place}_mp_rank_00_optim_states.pt")
+            _put({"optimizer": state}, path, f"expp_rank_{place}_mp_rank_00_optim_states.pt")
 
 
 def _settings(content: Content, ep: int) -> list[dict[str, Any]]:
@@ -402,7 +439,7 @@ def _write_flat(
     model["shared_params"] = dict(content.shared)
     model["ds_config"]["use_data_before_expert_parallelism"] = data_first
     model["ds_config"]["zero_optimization"] = {"stage": stage, "round_robin_gradients": round_robin}
-    _save(model, path, f"mp_rank_{content.part:02d}_model_states.pt", legacy)
+    _put(model, path, f"mp_rank_{content.part:02d}_model_states.pt", legacy)
     _write_experts(path, content)
     copies = [world // ep if any(name in content.experts for name in group) else world for group in groups]
     for rank in range(world):
@@ -446,7 +483,7 @@ def _write_flat(
         if align > 1:
             inner["param_alignment_paddings"] = gaps
         value = {"optimizer_state_dict": inner, "ds_config": model["ds_config"], "ds_version": VERSION}
-        _save(value, path, _optimizer_file(content, rank), legacy)
+        _put(value, path, _optimizer_file(content, rank), legacy)
 
 
 def _flat(values: list[torch.Tensor], gaps: list[int]) -> torch.Tensor:
@@ -495,7 +532,7 @@ def _write_divided(
             frozen_param_fragments=OrderedDict((name, _part(content.module[name], rank, world)) for name in frozen),
             shared_params=dict(content.shared) if rank == 0 else {},
         )
-        _save(model, path, f"zero_pp_rank_{rank}_mp_rank_{content.part:02d}_model_states.pt", legacy)
+        _put(model, path, f"zero_pp_rank_{rank}_mp_rank_{content.part:02d}_model_states.pt", legacy)
         states: dict[int, dict[str, Any]] = {}
         flats = []
         for number, (_, names) in enumerate(subs):
@@ -519,7 +556,7 @@ def _write_divided(
             "fp32_flat_groups": flats,
         }
         value = {"optimizer_state_dict": inner, "ds_config": model["ds_config"], "ds_version": VERSION}
-        _save(value, path, _optimizer_file(content, rank), legacy)
+        _put(value, path, _optimizer_file(content, rank), legacy)
 
 
 def _part(value: torch.Tensor, rank: int, world: int) -> torch.Tensor:

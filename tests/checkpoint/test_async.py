@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -252,34 +251,17 @@ def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
 # -- processes that end ------------------------------------------------------------------------------------------------
 
 
-def in_child(function: Callable[[], None]) -> int:
-    """Call a function in a forked process; return its status."""
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            function()
-        os._exit(7)
-    return os.waitpid(child, 0)[1]
-
-
 @as_ranks(1)
-def test_a_killed_process_publishes_nothing_and_a_child_leaves_the_parents_save_alone(tmp_path: Path) -> None:
-    run = started(tmp_path, config(1))
-
-    def killed() -> None:
-        with standing():
-            run.engine.save_checkpoint(tmp_path, tag="b", asynchronous=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-
+def test_a_child_leaves_the_parents_save_alone(tmp_path: Path) -> None:
+    run = started(str(tmp_path), config(1))
     with standing():
         run.engine.save_checkpoint(tmp_path, tag="c", asynchronous=True)
-        assert os.WTERMSIG(in_child(killed)) == signal.SIGKILL
-        assert in_child(lambda: os._exit(int(run.engine.checkpoint_pending))) == 0  # the parent's, not the child's
+        child = os.fork()
+        if child == 0:
+            os._exit(int(run.engine.checkpoint_pending))  # the parent's, not the child's
+        assert os.waitpid(child, 0)[1] == 0
         assert run.engine.checkpoint_pending
     assert run.engine.wait_for_checkpoint() == f"{tmp_path}/c"
-    run.engine.save_checkpoint(tmp_path, tag="d", asynchronous=True)
-    run.engine.destroy()
-    assert sorted(os.listdir(tmp_path)) == ["c", "d", "first", "latest"]  # the killed process's draft is removed
 
 
 EXIT = """

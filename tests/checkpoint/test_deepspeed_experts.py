@@ -48,6 +48,9 @@ class Net(nn.Module):
         experts = [nn.Sequential(nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH)) for _ in range(EXPERTS)]
         return MoE(WIDTH, nn.ModuleList(experts), EXPERTS, ep_size, k=2, use_residual=inner == 3, drop_tokens=False)
 
+    def batch(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(6, 3, generator=generator).to(self.first.weight.dtype)
+
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         values = self.first(values)
         total = values.new_zeros(())
@@ -76,34 +79,8 @@ def started(seed: int, ep_size: int, stage: int, dtype: str, limit: int | None =
     return engine
 
 
-def train(engine: Any, steps: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        values = torch.randn(6, 3, generator=generator).to(next(engine.module.parameters()).dtype)
-        engine.backward(engine(values))
-        engine.step()
-
-
-def save(path: str, dtype: str, limit: int | None = None) -> None:
-    engine = started(1, 1, 1, dtype, limit)
-    train(engine, 3)
-    engine.save_checkpoint(path, tag="a")
-    engine.destroy()
-
-
-def load(sources: list[str], ep_size: int, stage: int, dtype: str, limit: int | None = None) -> None:
-    """Load each and save it again as it is, in our format."""
-    engine = started(2, ep_size, stage, dtype, limit)
-    for source in sources:
-        train(engine, 1)  # so that nothing is left of what was loaded before
-        assert engine.load_checkpoint(source)[0] is not None
-        engine.save_checkpoint(source + "-again", tag="a")
-    engine.destroy()
-
-
-def ours(path: Path, dtype: str, limit: int | None = None) -> tuple[files.Content, dict[str, Any]]:
-    run_ranks(save, 1, str(path), dtype, limit)
-    return files.content_of(str(path / "a")), without_names(content(str(path)))
+def ours(path: Path, *options: Any) -> tuple[files.Content, dict[str, Any]]:
+    return files.saved_by(started, str(path), *options), without_names(content(str(path)))
 
 
 def without_names(found: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +99,7 @@ def test_experts_are_loaded_into_every_layout(dtype: str, targets: list[tuple[in
     for path, (stage, world, options) in zip(sources, SOURCES, strict=True):
         files.write(path, "global_step3", held, stage, world, **options)
     for world, ep_size, stage in targets:
-        run_ranks(load, world, sources, ep_size, stage, dtype)
+        run_ranks(files.save_again, world, started, sources, ep_size, stage, dtype)
         for source, described in zip(sources, SOURCES, strict=True):
             assert same(without_names(content(source + "-again")), expected), (described, (world, ep_size, stage))
 
@@ -134,7 +111,7 @@ def test_experts_in_several_groups(tmp_path: Path) -> None:
     sources = [str(tmp_path / f"source{stage}") for stage in range(3)]
     for stage, path in enumerate(sources):
         files.write(path, "x", held, stage, 2, ep=1)
-    run_ranks(load, 2, sources, 1, 2, "fp32", 100)
+    run_ranks(files.save_again, 2, started, sources, 1, 2, "fp32", 100)
     for source in sources:
         assert same(without_names(content(source + "-again")), expected)
 

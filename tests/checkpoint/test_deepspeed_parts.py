@@ -57,6 +57,9 @@ class Net(nn.Module):
         self.head.weight = self.words.weight
         self.register_buffer("scale", torch.tensor(seed / 2))
 
+    def batch(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, WORDS, (6, 4), generator=generator)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.blocks(self.words(tokens)) * self.scale)
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), (tokens.flatten() + 1) % WORDS)
@@ -103,36 +106,8 @@ def started(seed: int, degree: int, stage: int, dtype: str) -> Any:
     return engine
 
 
-def train(engine: Any, steps: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        engine.backward(engine(torch.randint(0, WORDS, (6, 4), generator=generator)))
-        engine.step()
-
-
-def save(path: str, dtype: str) -> None:
-    engine = started(1, 1, 1, dtype)
-    train(engine, 3)
-    engine.save_checkpoint(path, tag="a")
-    engine.destroy()
-
-
-def load(sources: list[str], degree: int, stage: int, dtype: str) -> None:
-    """Load each and save it again as it is, in our format."""
-    engine = started(2, degree, stage, dtype)
-    for source in sources:
-        train(engine, 1)  # so that nothing is left of what was loaded before
-        _, client = engine.load_checkpoint(source)
-        assert client == {"epoch": 3}
-        engine.save_checkpoint(source + "-again", tag="a")
-    engine.destroy()
-
-
 def ours(path: Path, dtype: str) -> tuple[files.Content, dict[str, Any]]:
-    run_ranks(save, 1, str(path), dtype)
-    held = files.content_of(str(path / "a"))
-    held.client = {"epoch": 3}
-    return held, content(str(path))
+    return files.saved_by(started, str(path), dtype), content(str(path))
 
 
 def write(parent: str, held: files.Content, count: int, info: Any, stage: int, world: int, **options: Any) -> str:
@@ -157,7 +132,7 @@ def test_parts_are_loaded_into_every_layout(dtype: str, targets: list[tuple[int,
     for path, (stage, world, count) in zip(sources, cases, strict=True):
         write(path, held, count, exact(held, count), stage, world)
     for world, degree, stage in targets:
-        run_ranks(load, world, sources, degree, stage, dtype)
+        run_ranks(files.save_again, world, started, sources, degree, stage, dtype)
         for source in sources:
             assert same(content(source + "-again"), expected), (source, world, degree, stage)
 

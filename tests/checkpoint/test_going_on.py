@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.peer_replicas import make_own
 from shardwise.errors import CheckpointError, CheckpointPathError
-from tests.checkpoint.job import Run, as_ranks, config, differences, on_ranks
+from tests.checkpoint.job import Run, as_ranks, config, differences
 from tests.checkpoint.test_copies import barrier, change_a_byte, copying, start
 
 
@@ -57,12 +57,10 @@ def test_what_cannot_be_read_is_an_error_and_not_a_beginning(tmp_path: Path) -> 
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
         return original(path)
 
-    os.listdir = listdir  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "listdir", listdir)
         with pytest.raises(CheckpointError, match=r"cannot be listed.*no new run is started|failed on rank 0"):
             run.engine.resume(runs)
-    finally:
-        os.listdir = original
     barrier()
     first_rank(lambda: os.truncate(f"{runs}/global_step1/manifest.json", 100))
     with pytest.raises(CheckpointError, match="global_step1"):
@@ -133,22 +131,21 @@ def own(place: str, **more: Any) -> dict[str, Any]:
 @as_ranks(2)
 def test_copies_are_left_after_a_failure_and_removed_after_a_success(tmp_path: Path) -> None:
     place, runs = f"{tmp_path}/memory", f"{tmp_path}/runs"
-    for error in (None, ValueError("on this rank alone")):
+    for fails in (False, True):
         run = start("unused", own(place), seed=1)
         run.engine.resume(runs)
         steps(run, 2)
         expected = run.fingerprint()
         barrier()
-        try:
-            if error is not None and dist.get_rank() == 0:
-                raise error
-        except ValueError:
-            run.engine._faults.end()  # of destroy() in a `finally`; the other rank is somewhere else
-        else:
-            if error is None:
-                run.engine.destroy()
+        if not fails:
+            run.engine.destroy()
+        elif dist.get_rank() == 0:
+            try:
+                raise ValueError("on this rank alone")
+            except ValueError:
+                run.engine._faults.end()  # of destroy() in a `finally`; the other rank is somewhere else
         barrier()
-        assert os.path.isdir(f"{place}/engine0") == (error is not None)
+        assert os.path.isdir(f"{place}/engine0") == fails
     other = start("unused", own(place), seed=2)
     other.engine.resume(runs)
     assert differences(expected, other.fingerprint()) == []
@@ -236,16 +233,12 @@ def test_copies_are_made_in_a_directory_of_this_user_only(tmp_path: Path) -> Non
             make_own(str(first))
 
 
-def foreign_files(root: str) -> list[str]:
-    place = f"{root}/memory"
-    run = start("unused", own(place), seed=1)
+@as_ranks(1)
+def test_what_others_have_put_beside_copies_stays(tmp_path: Path) -> None:
+    place = tmp_path / "memory"
+    run = start("unused", own(str(place)), seed=1)
     steps(run, 1)
-    first_rank(os.makedirs, f"{place}/engine0/results/sub")
+    (place / "engine0" / "results" / "sub").mkdir(parents=True)
     steps(run, 3)
     run.engine.destroy()
-    barrier()
-    return sorted(os.listdir(f"{place}/engine0"))
-
-
-def test_what_others_have_put_beside_copies_stays(tmp_path: Path) -> None:
-    assert on_ranks(foreign_files, 1, str(tmp_path)) == [["results", "shardwise.copies"]]
+    assert sorted(os.listdir(place / "engine0")) == ["results", "shardwise.copies"]

@@ -21,7 +21,7 @@ def test_the_part_has_every_pair_of_layouts_and_every_optimizer() -> None:
 
 
 EVERY_KIND = ("AdamW", "lamb", "adamw, bf16", "onebitadam")
-"""One of torch's, one with norms of tensors, one with masters, one that compresses, in 16 pairs of layouts (`AdamW`) or 4."""
+"""One of torch's, one with norms of tensors, one with masters, one that compresses."""
 
 
 @pytest.mark.limit(700)

@@ -1,4 +1,4 @@
-"""Checkpoints of models of stages: copies in memory, exports, parameter groups, ranks' own state."""
+"""Checkpoints of models of stages: exports, parameter groups, ranks' own state."""
 
 from __future__ import annotations
 
@@ -15,51 +15,10 @@ import shardwise
 from shardwise.checkpoint import export
 from shardwise.errors import CheckpointError
 from tests.checkpoint import stages
-from tests.checkpoint.stages import Stages, start, state, train
-from tests.checkpoint.test_copies import as_node
+from tests.checkpoint.stages import Stages, start, train
 from tests.harness import run_ranks, thorough
 
 TWO, ALONE = Stages(1, 2, stages=2), Stages(0, 1)
-
-
-# -- copies in memory --------------------------------------------------------------------------------------------------
-
-COPIES = {"checkpoint": {"memory_copies": {"every": 2}}}
-
-
-def copied(root: str, saved: Stages, loaded: Stages) -> list[str]:
-    """Copy, and resume from the copy in another layout; return what was not as it was."""
-    shardwise.init_distributed(verbose=False)
-    with as_node(f"{root}/node"):
-        first = start(saved, 1, **COPIES)
-    train(first, 0, 2)
-    assert first.last_memory_copy.steps == 2
-    before = state(first)
-    train(first, 2, 1)
-    with as_node(f"{root}/node"):
-        second = start(loaded, 2, **COPIES)
-    second.resume(f"{root}/runs")
-    assert second.resumed.source == "memory" and second.global_steps == 2
-    after = state(second)
-    wrong = [key for key in before if key != "held" and before[key] != after[key]]
-    if saved == loaded and before["held"] != after["held"]:
-        wrong.append("held")
-    second.destroy()
-    first.destroy()
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (TWO, TWO),
-        thorough(Stages(3, 4, stages=2), Stages(1, 4, stages=4)),
-        thorough(Stages(1, 4, stages=4), Stages(2, 4, tensor=2, stages=2)),
-    ],
-)
-def test_copies_in_memory(saved: Stages, loaded: Stages, tmp_path: Path) -> None:
-    for wrong in run_ranks(copied, saved.world, str(tmp_path), saved, loaded):
-        assert wrong == []
 
 
 def saved_in(root: str, layout: Stages) -> dict[str, torch.Tensor]:

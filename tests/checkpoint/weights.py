@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from shardwise.checkpoint import Manifest, StoredTensor, WeightsReader, manifest, manifestfile
@@ -52,3 +56,21 @@ def read_range(source: WeightsReader, name: str, start: int = 0, stop: int | Non
     out = torch.empty((tensor.numel if stop is None else stop) - start, dtype=tensor.torch_dtype)
     source.read_into(tensor, start, out)
     return out
+
+
+def taken(action: Callable[[], Any]) -> int:
+    """Return how much memory of this process something takes at most."""
+
+    def status(name: str) -> int:
+        (found,) = re.findall(name + r":\s+(\d+)", Path("/proc/self/status").read_text())
+        return int(found) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    action()
+    return status("VmHWM") - before
+
+
+measures_memory = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not tell the peak"
+)
