@@ -14,7 +14,6 @@ import torch
 
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
-from shardwise.checkpoint.formats.deepspeed.layer_files import tied_by_gaps
 from shardwise.checkpoint.formats.universal_writer import write_universal
 from shardwise.errors import CheckpointError
 from shardwise.launch.cli import main
@@ -22,7 +21,8 @@ from shardwise.pipe import LayerSpec
 from tests.checkpoint import deepspeed_files as files
 from tests.checkpoint import deepspeed_layers as made
 from tests.checkpoint.job import Run as PlainRun
-from tests.checkpoint.job import config, on_ranks
+from tests.checkpoint.job import as_ranks, config, on_ranks
+from tests.checkpoint.test_deepspeed import train as train_plainly
 from tests.harness import thorough
 from tests.pipeline.training import Block, Setting, engine_of, layers, train, untied
 
@@ -170,16 +170,8 @@ def test_another_number_of_layers_is_refused_by_name(sources: dict[str, str], tm
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a checkpoint of a plain model with a tied head, a frozen parameter, buffers and two groups."""
     path = str(tmp_path_factory.mktemp("plain"))
-    on_ranks(plain_run, 1, path)
+    on_ranks(train_plainly, 1, path, 1, "fp32", "AdamW")
     return os.path.join(path, "a")
-
-
-def plain_run(path: str) -> None:
-    """Train two steps, and save."""
-    run = PlainRun(config(1), seed=1, noise=False)
-    for _ in range(2):
-        run.step()
-    run.engine.save_checkpoint(path, tag="a")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -193,14 +185,6 @@ def test_universal_checkpoints_of_stages_are_read(sources: dict[str, str], tmp_p
     content = files.content_of(sources["tied"])
     path = made.write_universal(str(tmp_path), "uni", content, 1, ends=ENDS, tied=TIED)
     assert_same(path, sources["tied"], buffers=False).close()  # the format has no buffers of stages
-
-
-def test_layers_of_shared_modules_follow_from_gaps_or_are_left_open() -> None:
-    assert tied_by_gaps([["tied_modules.a.w", "1.w"], ["2.w", "tied_modules.a.w"]]) == {"a": 0}
-    assert tied_by_gaps([["tied_modules.a.w", "2.w"], ["3.w", "tied_modules.a.w"]]) == {}
-    assert tied_by_gaps([["0.w"], ["1.w", "tied_modules.a.w"]]) == {}
-    both = [["tied_modules.a.w", "tied_modules.b.w", "1.w"], ["3.w", "tied_modules.a.w"]]
-    assert tied_by_gaps(both) == {"a": 0, "b": 2}
 
 
 @pytest.mark.parametrize(("source", "stages"), [("plain", False), ("tied", True), ("bf16", True)])
@@ -221,25 +205,24 @@ def test_universal_checkpoints_are_written(
     assert_same(str(tmp_path / "uni"), ours).close()
 
 
-def chosen(theirs: str, both: str) -> None:
-    """Load by `latest_universal`: by itself, and with the key where there is a `latest` too."""
+@as_ranks(2)
+def test_the_configuration_chooses_the_universal_checkpoint(plain: str, tmp_path: Path) -> None:
+    """`latest_universal` is used by itself, and with the key where there is a `latest` too."""
+    theirs, both = str(tmp_path / "theirs"), str(tmp_path / "both")
+    if torch.distributed.get_rank() == 0:
+        shutil.copytree(os.path.dirname(plain), both)
+        with Checkpoint(plain) as saved:
+            write_universal(saved, theirs, "uni")
+            write_universal(saved, both, "uni")
+    torch.distributed.barrier()
     run = PlainRun(config(2), seed=2, noise=False)
     assert run.load(theirs)[0] == os.path.join(theirs, "uni")
     assert run.load(both)[0] == os.path.join(both, "a")
     on = PlainRun({**config(2), "checkpoint": {"load_universal": True}}, seed=2, noise=False)
     assert on.load(both)[0] == os.path.join(both, "uni")
     with pytest.raises(CheckpointError, match="no file 'latest_universal'"):
-        on.load(os.path.dirname(theirs))
+        on.load(tmp_path)
     assert on.load(both, "a")[0] == os.path.join(both, "a")
-
-
-def test_the_configuration_chooses_the_universal_checkpoint(plain: str, tmp_path: Path) -> None:
-    theirs, both = str(tmp_path / "theirs"), str(tmp_path / "both")
-    shutil.copytree(os.path.dirname(plain), both)
-    for parent in (theirs, both):
-        with Checkpoint(plain) as saved:
-            write_universal(saved, parent, "uni")
-    on_ranks(chosen, 2, theirs, both)
 
 
 def test_the_command_writes_and_imports(plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,15 +248,8 @@ def main_ok(*arguments: str) -> None:
     assert not ended.value.code
 
 
-def sgd(path: str) -> None:
-    """Save the state of an optimizer other than Adam."""
-    run = PlainRun(config(1, "fp32", "SGD"), seed=1, noise=False)
-    run.step()
-    run.engine.save_checkpoint(path, tag="a")
-
-
 def test_other_optimizers_are_not_written(tmp_path: Path) -> None:
-    on_ranks(sgd, 1, str(tmp_path / "ours"))
+    on_ranks(train_plainly, 1, str(tmp_path / "ours"), 1, "fp32", "SGD")
     with Checkpoint(str(tmp_path / "ours" / "a")) as saved, pytest.raises(CheckpointError, match="the state of Adam"):
         write_universal(saved, tmp_path / "theirs", "uni")
     assert not os.path.exists(tmp_path / "theirs" / "uni")
