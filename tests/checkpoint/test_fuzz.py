@@ -21,6 +21,7 @@ from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
 from tests.checkpoint import hostile
 from tests.checkpoint.job import Run, config, differences, on_ranks
+from tests.checkpoint.test_codec import same
 
 randoms = st.integers(0, 2**32 - 1).map(random.Random)
 CLIENT = {
@@ -64,16 +65,6 @@ def everything(path: Path) -> list[Any]:
         held = saved.manifest
         trees = [held.client, held.scheduler, held.scaler, held.ranks, held.extra, held.optimizer]
         return [*(saved.read(tensor) for tensor in held.tensors), *(saved.decode(tree) for tree in trees)]
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, (torch.Tensor, numpy.ndarray)):
-        return type(one) is type(other) and one.dtype == other.dtype and bool((one == other).all())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 @settings(max_examples=150)

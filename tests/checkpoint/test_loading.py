@@ -42,19 +42,31 @@ def adapter_steps(engine: Any, first: int, count: int, dtype: torch.dtype = torc
         engine.step()
 
 
-def adapters(path: str, stage: int, target_stage: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "target_stage", "precision"),
+    [
+        (2, 1, "fp32"),
+        (3, 3, "bf16"),
+        *(thorough(stage, 3 - stage, "fp32") for stage in range(4)),
+        *(thorough(stage, stage, "bf16") for stage in range(3)),
+    ],
+)
+@on_ranks(2)
+def test_adapters_and_their_base_come_from_different_checkpoints(
+    stage: int, target_stage: int, precision: str, tmp_path: Path
+) -> None:
     """A base in one checkpoint, adapters in another; a third engine, with other values, takes each from its own."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     source = adapter_engine(stage, 5, precision)
-    source.save_checkpoint(f"{path}/base", tag="base")
+    source.save_checkpoint(f"{tmp_path}/base", tag="base")
     adapter_steps(source, 0, 3, dtype)
-    source.save_checkpoint(f"{path}/adapters", exclude_frozen_parameters=True)
+    source.save_checkpoint(f"{tmp_path}/adapters", exclude_frozen_parameters=True)
     saved = source.module_state_dict()
     adapter_steps(source, 3, 2, dtype)
     end = source.module_state_dict()
     source.destroy()
 
-    with Checkpoint(f"{path}/adapters/global_step3") as files:
+    with Checkpoint(f"{tmp_path}/adapters/global_step3") as files:
         assert not any("base" in tensor.name for tensor in files.manifest.tensors)
         assert sorted(files.manifest.excluded) == sorted(name for name in saved if "base" in name)
     base = [name for name in saved if "base" in name]
@@ -63,31 +75,20 @@ def adapters(path: str, stage: int, target_stage: int, precision: str) -> None:
     target = adapter_engine(target_stage, 6, precision)
     before = target.module_state_dict()
     assert not any(torch.equal(before[name], saved[name]) for name in saved)
-    target.load_checkpoint(f"{path}/adapters")
+    target.load_checkpoint(f"{tmp_path}/adapters")
     found = target.module_state_dict()
     assert same(found, saved, trained) and same(found, before, base)
     report = target.last_load
     assert set(report.loaded) == set(trained) and set(report.left_out) == set(base)
-    assert not report.differs and report.optimizer and report.path == f"{path}/adapters/global_step3"
+    assert not report.differs and report.optimizer and report.path == f"{tmp_path}/adapters/global_step3"
     # The base comes from elsewhere, before or after.
-    target.load_checkpoint(f"{path}/base", "base", load_module_only=True, include="*.base.*")
+    target.load_checkpoint(f"{tmp_path}/base", "base", load_module_only=True, include="*.base.*")
     assert set(target.last_load.loaded) == set(base) and set(target.last_load.skipped) == set(trained)
     assert same(target.module_state_dict(), saved)
     adapter_steps(target, 3, 2, dtype)
     if precision == "fp32" or stage == target_stage:
         assert same(target.module_state_dict(), end)
     target.destroy()
-
-
-def all_adapters(path: str) -> None:
-    for stage in range(4):
-        adapters(f"{path}/{stage}", stage, 3 - stage, "fp32")
-        adapters(f"{path}/{stage}b", stage, stage, "bf16")
-
-
-@pytest.mark.parametrize("world", [thorough(1), 2])
-def test_adapters_and_their_base_come_from_different_checkpoints(world: int, tmp_path: Path) -> None:
-    run_ranks(all_adapters, world, str(tmp_path))
 
 
 # -- parts and names ---------------------------------------------------------------------------------------------------
@@ -159,15 +160,17 @@ def values_in(path: str) -> dict[str, torch.Tensor]:
         return files.module_values()
 
 
-def parts(path: str, stage: int) -> None:
-    expected = values_in(path)
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_parts_are_loaded_by_patterns(saved: str, stage: int) -> None:
+    expected = values_in(saved)
     engine = engine_of(Model(2, noise=False), stage)
     before = engine.module_state_dict()
 
     def load(**options: Any) -> tuple[list[str], LoadReport]:
         """Load into the values of before; return what has changed."""
         engine.load_module_state_dict(before)
-        engine.load_checkpoint(path, "a", **options)
+        engine.load_checkpoint(saved, "a", **options)
         found = engine.module_state_dict()
         changed = [name for name in found if not torch.equal(found[name], before[name])]
         assert same(found, expected, changed)
@@ -190,11 +193,6 @@ def parts(path: str, stage: int) -> None:
     changed, report = load(include=["blocks.*", "blcks.*"], load_module_strict=False, **only)
     assert changed == blocks and report.unused == ("include 'blcks.*'",) and "blcks" in str(report)
     engine.destroy()
-
-
-def test_parts_are_loaded_by_patterns(saved: str) -> None:
-    for stage in (0, 3):
-        run_ranks(parts, 2, saved, stage)
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -273,8 +271,10 @@ def test_a_load_that_is_not_strict_tells_what_differed(saved: str) -> None:
     engine.destroy()
 
 
-def renamed(path: str, stage: int) -> None:
-    expected, end = values_in(path), torch.load(f"{path}/end.pt", weights_only=True)
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_names_may_have_changed(saved: str, stage: int) -> None:
+    expected, end = values_in(saved), torch.load(f"{saved}/end.pt", weights_only=True)
     for rules in (
         [(r"^", "inner.")],
         [("^blocks", "parts"), ("^(?!parts)", "inner."), ("^parts", "inner.blocks")],
@@ -283,7 +283,7 @@ def renamed(path: str, stage: int) -> None:
     ):
         engine = engine_of(Wrapped(2), stage)
         steps(engine, 100, 1)
-        engine.load_checkpoint(path, "a", rename=rules)
+        engine.load_checkpoint(saved, "a", rename=rules)
         report = engine.last_load
         assert report.renamed["temperature"] == "inner.temperature" and not report.differs
         found = {name.removeprefix("inner."): value for name, value in engine.module_state_dict().items()}
@@ -295,15 +295,10 @@ def renamed(path: str, stage: int) -> None:
     # One parameter, under its other name; what the rest has is missing.
     engine = engine_of(Wrapped(2), stage)
     engine.load_checkpoint(
-        path, "a", rename={"head.weight": "inner.embedding.weight"}, include="inner.embedding.*", load_module_only=True
+        saved, "a", rename={"head.weight": "inner.embedding.weight"}, include="inner.embedding.*", load_module_only=True
     )
     assert torch.equal(engine.module_state_dict()["inner.head.weight"], expected["embedding.weight"])
     engine.destroy()
-
-
-def test_names_may_have_changed(saved: str) -> None:
-    for stage in (1, 3):
-        run_ranks(renamed, 2, saved, stage)
 
 
 # -- parameter groups --------------------------------------------------------------------------------------------------

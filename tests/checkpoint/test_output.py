@@ -13,7 +13,7 @@ import pytest
 from shardwise.checkpoint import file_writer, publish
 from shardwise.checkpoint.file_writer import FileWriter
 from shardwise.config import resolve
-from tests.checkpoint.job import Run, config, on_ranks
+from tests.checkpoint.job import Run, as_ranks, config
 
 BUFFER = 8192
 
@@ -45,23 +45,17 @@ def test_bytes_are_those_that_were_given(size: int, step: int, tmp_path: Path) -
     assert (tmp_path / "x").read_bytes() == data
 
 
-@pytest.mark.parametrize("refused", ["flag", "writes"])
 def test_a_file_system_that_cannot_do_it_gets_the_bytes_through_the_cache(
-    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, put = fcntl.fcntl, os.write
-
-    def set_flags(descriptor: int, command: int, value: int = 0) -> int:
-        if command == fcntl.F_SETFL and value & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return call(descriptor, command, value)
+    put = os.write
 
     def written(descriptor: int, data: Any) -> int:
-        if call(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return put(descriptor, data)
 
-    monkeypatch.setattr(*((fcntl, "fcntl", set_flags) if refused == "flag" else (os, "write", written)))
+    monkeypatch.setattr(os, "write", written)
     data = os.urandom(3 * BUFFER + 9)
     assert not write(tmp_path / "x", data, 1000).direct
     assert (tmp_path / "x").read_bytes() == data
@@ -77,7 +71,8 @@ def test_the_key_or_the_kind_of_save_decides(writer: dict[str, Any] | None, expe
     assert (found.writes_directly(background=False), found.writes_directly(background=True)) == expected
 
 
-def saves(path: str) -> list[bool]:
+@as_ranks(1)
+def test_saves_in_the_background_are_direct(tmp_path: Path) -> None:
     seen: list[bool] = []
     original = publish.write_tensors
 
@@ -88,11 +83,7 @@ def saves(path: str) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publish, "write_tensors", noted)
         engine = Run(config(1), seed=1).engine
-        engine.save_checkpoint(path, tag="a")
-        engine.save_checkpoint(path, tag="b", asynchronous=True)
+        engine.save_checkpoint(tmp_path, tag="a")
+        engine.save_checkpoint(tmp_path, tag="b", asynchronous=True)
         engine.wait_for_checkpoint()
-    return seen
-
-
-def test_saves_in_the_background_are_direct(tmp_path: Path) -> None:
-    assert on_ranks(saves, 1, str(tmp_path)) == [[False, True]]
+    assert seen == [False, True]

@@ -102,11 +102,6 @@ def masters_are_set(run: Run) -> None:
     shardwise.utils.safe_set_full_fp32_param(weight, torch.ones(weight.shape))
 
 
-def state_is_set(run: Run) -> None:
-    weight = run.model.head.weight
-    shardwise.utils.safe_set_full_optimizer_state(weight, torch.ones(weight.shape), "exp_avg")
-
-
 def gathered_parameters_are_changed(run: Run) -> None:
     weight = run.model.head.weight
     with shardwise.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
@@ -118,19 +113,6 @@ def another_is_loaded(run: Run) -> None:
     run.load(os.path.dirname(path), tag="first")
 
 
-def forward_changes_parameters(run: Run) -> None:
-    inner = run.model.blocks[1].inner
-
-    def clamp(*_: object) -> None:
-        with torch.no_grad():
-            inner.weight.mul_(2)
-
-    hook = inner.register_forward_pre_hook(clamp)
-    run.micro_batch()
-    hook.remove()
-    run.micro_batch()
-
-
 def batch_statistics_change(run: Run) -> None:
     run.micro_batch()
 
@@ -139,10 +121,8 @@ DISTURBANCES = [
     step,
     user_changes_parameters,
     masters_are_set,
-    state_is_set,
     gathered_parameters_are_changed,
     another_is_loaded,
-    forward_changes_parameters,
     batch_statistics_change,
 ]
 

@@ -81,32 +81,6 @@ def test_targets_say_what_was_met(bench: Any, tmp_path: Path) -> None:
     assert met["13 B under 32 GiB, TFLOP/s on a card as fast as a V100"] is True
 
 
-def test_systems_take_turns_where_they_fit(bench: Any) -> None:
-    groups = bench("train")["together"]
-    memory = {"alone": {"held": 20, "allocated": 30}, "a": {"held": 26, "allocated": 40}, "b": {"failed": "no"}}
-    memory["c"] = {"held": 10, "allocated": 12}
-    assert groups(list(memory), memory, 80) == [["alone", "a"], ["alone", "c"]]  # 20 + 26 + 10 + 14 > 68
-    assert groups(list(memory), memory, 90) == [["alone", "a", "c"]]
-    assert groups(["alone", "b"], memory, 90) == [["alone"]]
-
-
-def test_a_child_that_dies_takes_only_itself_along(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = bench("train")
-    calls = []
-
-    def child(*arguments: str, limit: float) -> dict[str, Any]:
-        names = arguments[3].split(";")
-        calls.append(names)
-        done = names[: names.index("bad")] if "bad" in names else names
-        return {"rows": {name: {"held": 1} for name in done}, "failed": "CUDA error"}
-
-    through = module["through"]
-    monkeypatch.setitem(through.__globals__, "child", child)
-    found = through("memory", ["a", "bad", "c"], 10.0)
-    assert found["bad"] == {"failed": "CUDA error"} and set(found) == {"a", "bad", "c"}
-    assert calls == [["a", "bad", "c"], ["c"]]
-
-
 def test_nothing_goes_on_behind_a_part_that_takes_too_long(bench: Any, tmp_path: Path) -> None:
     file = tmp_path / "number"
     grandchild = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
