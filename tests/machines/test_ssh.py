@@ -70,6 +70,8 @@ def test_the_end_of_the_launcher_ends_all_processes_everywhere(
 ) -> None:
     process = start(["-H", str(lab.hostfile(1))], "sleep", "0")
     running(process, 3)
+    listening = lab.run(1, ["ss", "-ltnH"]).stdout
+    assert f"{lab.address(1)}:29500" in listening and not re.search(r"(0\.0\.0\.0|\*|\[::\]):29500", listening)
     process.send_signal(sig)
     _, err = process.communicate(timeout=20)
     assert process.returncode == code, err

@@ -1,8 +1,8 @@
 """Rendezvous of ranks in a store, before they have a process group.
 
-torch's `TCPStore` has no password and, by default, listens on every interface. A store with a loopback address listens
-on that address only here: the listening socket is created first and handed over. A taken port is therefore an error at
-once.
+torch's `TCPStore` has no password and, by default, listens on every interface. Here it listens on the address that the
+ranks use only, if that is one of this machine: the listening socket is created first and handed over. A taken port is
+therefore an error at once.
 
 Because torch waits without a message for the whole limit of a collective, ranks meet before they form a process group.
 Each rank writes its arrival. After seconds the first rank logs the missing ones; an error names them, too. A launcher
@@ -46,18 +46,16 @@ def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Listen for the ranks of a job.
 
     Args:
-        host: address for the ranks; a loopback address is the only one listened on, any other name opens all
-            interfaces.
+        host: address for the ranks, and the only one listened on. A name that this machine resolves to loopback, and an
+            address that only other machines see (of a translating router), open all interfaces.
         port: TCP port; 0: any free one (the result's `port`).
         timeout: longest wait of a read for a key.
 
     Raises:
         LaunchError: the port is taken or not permitted.
     """
-    loopback = is_loopback(host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bind_to = ("127.0.0.1" if host == "localhost" else host) if loopback else ""
     try:
+        family, bind_to = _own_end(host)
         listener = socket.create_server((bind_to, port), family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -77,6 +75,20 @@ def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def _own_end(host: str) -> tuple[socket.AddressFamily, str]:
+    """Return family and address to listen on for ranks that connect to a host; "" opens all interfaces."""
+    default = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if is_loopback(host):
+        return default, "127.0.0.1" if host == "localhost" else host
+    try:
+        family, _, _, _, own = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((own[0], 0))
+    except OSError:
+        return default, ""
+    return (default, "") if is_loopback(str(own[0])) else (family, str(own[0]))
 
 
 def join(place: RankPlace, port: int, timeout: timedelta, env: Mapping[str, str] = os.environ) -> dist.Store:
