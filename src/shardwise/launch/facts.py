@@ -128,12 +128,8 @@ def differences(facts: Sequence[tuple[str, Facts, float]]) -> list[str]:
                 )
         for file, digest in own.files.items():
             if other.files.get(file) != digest:
-                there = "is missing" if file not in other.files or not other.files[file] else "has other content"
-                found.append(
-                    f"{name}: {file} {there} than on {first}. Copy it there, or use a file system that both share."
-                    if there != "is missing"
-                    else f"{name}: {file} is missing, in {os.getcwd()}. Copy it there, or use a shared file system."
-                )
+                how = f"has other content than on {first}" if other.files.get(file) else f"is missing, in {os.getcwd()}"
+                found.append(f"{name}: {file} {how}. Copy it there, or use a file system that all machines share.")
         names = sorted(
             variable
             for variable in {*own.variables, *other.variables}
