@@ -127,7 +127,7 @@ def mutate(tree: Any, rng: random.Random) -> str:
             near = {id(tree), *map(id, tree.values())}
             places = [place for place in places if id(place[0]) in near]
         container, key = rng.choice(places)
-        kind = rng.choice(["odd", "odd", "odd", "delete", "other", "twice", "number", "deep"])
+        kind = rng.choice(["odd", "odd", "odd", "delete", "other", "number", "deep"])
         if kind == "odd":
             container[key] = copy.deepcopy(rng.choice(_ODD))
         elif kind == "deep":
@@ -139,11 +139,6 @@ def mutate(tree: Any, rng: random.Random) -> str:
             value = other[place]
             if not isinstance(value, (dict, list)) or len(json.dumps(value)) < 1000:
                 container[key] = copy.deepcopy(value)
-        elif kind == "twice":
-            if isinstance(container, list):
-                container.append(copy.deepcopy(container[key]))
-            else:
-                container[f"{key}x"] = copy.deepcopy(container[key])
         elif type(container[key]) is int:
             container[key] += rng.choice([-1, 1, 4, 2**20, -(2**20)])
         told.append(f"{kind} {str(key)[:30]}")

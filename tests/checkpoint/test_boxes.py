@@ -188,14 +188,6 @@ def test_slices_that_do_not_make_up_the_tensor_are_refused(name: str) -> None:
     assert manifestfile.from_bytes(sealed([LEFT, RIGHT], _SHAPE), "m.json").tensors[0].numel == 24
 
 
-def shredded() -> tuple[list[dict[str, Any]], list[int]]:
-    """A tensor of as many boxes as elements, one of which is there twice."""
-    side = 200
-    boxes_ = [[[a, a + 1], [b, b + 1]] for a in range(side) for b in range(side)]
-    boxes_[-1] = boxes_[0]
-    return [piece(box, 0, 1) | {"key": str(number)} for number, box in enumerate(boxes_)], [side, side]
-
-
 def deep() -> tuple[list[dict[str, Any]], list[int]]:
     """Boxes that cut along so many dimensions that they have more corners than fit into memory."""
     shape = [2] * 40
@@ -213,7 +205,6 @@ def combed() -> tuple[list[dict[str, Any]], list[int]]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (shredded, r"element \[0, 0\] .* is in 2 boxes"),
         (deep, "40 dimensions"),
         (combed, "100000 x 100000 ranges"),
     ],

@@ -93,10 +93,6 @@ def copy(pattern: str, name: str) -> Damage:
     return lambda path: shutil.copy(next(Path(path).glob(pattern)), Path(path) / name)
 
 
-def touch(name: str) -> Damage:
-    return lambda path: (Path(path) / name).touch()
-
-
 def truncate(pattern: str) -> Damage:
     return lambda path: os.truncate(next(Path(path).glob(pattern)), 300)
 
@@ -133,22 +129,11 @@ DAMAGE: dict[str, tuple[str, Damage, str]] = {
         copy("*rank_1_*optim*", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
         "optimizer states of rank 2",
     ),
-    "two precisions": (
-        "plain 2",
-        copy("*rank_1_*optim*", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        "bf16_zero_pp_rank_1",
-    ),
-    "two stages": ("plain 3", touch("mp_rank_00_model_states.pt"), "mp_rank_00_model_states.pt"),
     "a changed bit": ("plain 2", flipped, "rank_1.*damaged"),
     "a truncated file": ("plain 2", truncate("*rank_1_*optim*"), "rank_1.*damaged"),
     "another world": ("plain 2", states("*rank_1_*", lambda v: v.update(partition_count=[4, 4])), "partition_count"),
     "another step": ("plain 3", edit("*_1_*model*", lambda v: v.update(global_steps=7)), "global_steps"),
     "a short partition": ("plain 2", states("*rank_1_*", lambda v: v[MASTERS].__setitem__(0, SHORT)), "group 0"),
-    "a short flat group": (
-        "plain 3",
-        states("*", lambda v: v["fp32_flat_groups"].__setitem__(0, SHORT)),
-        "embedding.weight",
-    ),
     "a fragment is missing": (
         "plain 2",
         states("*rank_1_*", lambda v: v["param_slice_mappings"][0].popitem()),
@@ -174,11 +159,6 @@ DAMAGE: dict[str, tuple[str, Damage, str]] = {
         "parts 2",
         states("*mp_rank_01*", lambda v: v[BASE]["state"][0].update(step=NINE)),
         "part 1.*'step'",
-    ),
-    "another shape of a part": (
-        "parts 2",
-        described(lambda v: v["ranks"][1].update(shard_shape=[6, 8])),
-        "qkv.weight.*affine_map",
     ),
     "a piece is not described": (
         "parts 2",

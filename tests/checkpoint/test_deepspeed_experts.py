@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint.convert import convert
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from shardwise.errors import CheckpointError
 from shardwise.moe import MoE
@@ -119,19 +118,6 @@ def test_experts_in_several_groups(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> files.Content:
     return ours(tmp_path_factory.mktemp("ours"), "fp32")[0]
-
-
-@pytest.mark.parametrize(("stage", "ep"), [(0, 2), (1, 2), (2, 1)])
-def test_experts_are_converted_without_a_model(stage: int, ep: int, held: files.Content, tmp_path: Path) -> None:
-    path = files.write(str(tmp_path / "theirs"), "x", held, stage, 4, ep=ep)
-    with DeepSpeedCheckpoint(path) as saved:
-        convert(saved, str(tmp_path / "plain"), "a", optimizer="AdamW")
-    found = content(str(tmp_path / "plain"))
-    for name, master in held.masters.items():
-        assert torch.equal(found[f"parameter {name}"], master)
-        for key, value in held.states[name].items():
-            kept = found[f"values {name}"][key] if key == "step" else found[f"optimizer/{key} {name}"]
-            assert key == "step" or torch.equal(kept, value), (name, key)
 
 
 @pytest.mark.parametrize("pattern", ["expp_rank_1_*", "expp*"])

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint.convert import convert
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from shardwise.checkpoint.formats.deepspeed.tp_merge import Divisions
 from shardwise.errors import CheckpointError
@@ -140,18 +139,6 @@ def test_parts_are_loaded_into_every_layout(dtype: str, targets: list[tuple[int,
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> files.Content:
     return ours(tmp_path_factory.mktemp("ours"), "fp32")[0]
-
-
-def test_parts_are_converted_without_a_model(held: files.Content, tmp_path: Path) -> None:
-    path = write(str(tmp_path / "theirs"), held, 2, exact(held, 2), 2, 3)
-    with DeepSpeedCheckpoint(path) as saved:
-        assert saved.manifest.layout["world"] == 6 and saved.find("head.weight").name == "words.weight"
-        saved.verify(saved.blocks())
-        convert(saved, str(tmp_path / "plain"), "a", optimizer="AdamW")
-    found = content(str(tmp_path / "plain"))
-    for name, master in held.masters.items():
-        assert torch.equal(found[f"parameter {name}"], master)
-        assert torch.equal(found[f"optimizer/exp_avg_sq {name}"], held.states[name]["exp_avg_sq"])
 
 
 def known_only_here(path: str, again: str) -> str:

@@ -96,14 +96,6 @@ def test_what_others_have_left_stays(tmp_path: Path) -> None:
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
-def test_a_draft_of_another_tag_keeps_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "manifest.json").write_text("{}")
-    draft = directory.StagingDirectory(str(tmp_path), "a.b")
-    assert CheckpointDirectory(str(tmp_path)).remove("a")
-    draft.discard()
-
-
 @pytest.mark.parametrize("data", [b"", b"../x", b"\xff\xfe"])
 def test_a_damaged_latest_is_an_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "latest").write_bytes(data)

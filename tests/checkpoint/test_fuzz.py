@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -184,15 +183,6 @@ def test_headers_that_the_format_forbids_are_refused(header: str, message: str, 
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
     with pytest.raises(CheckpointError, match=f"the header is damaged .*{message}"):
         TensorFile(str(path))
-
-
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(files: hostile.Files, scratch: Path) -> None:
-    for name in files:
-        hostile.write_files(scratch, files)
-        (scratch / name).unlink()
-        os.mkfifo(scratch / name)
-        with pytest.raises(CheckpointError, match=name):
-            everything(scratch)
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checkpoints of models of stages: exports, parameter groups, ranks' own state."""
+"""Checkpoints of models of stages: parameter groups, ranks' own state."""
 
 from __future__ import annotations
 
@@ -9,42 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 import shardwise
-from shardwise.checkpoint import export
 from shardwise.errors import CheckpointError
 from tests.checkpoint import stages
 from tests.checkpoint.stages import Stages, start, train
 from tests.harness import on_ranks, run_ranks, thorough
 
-TWO, ALONE = Stages(1, 2, stages=2), Stages(0, 1)
-
-
-def saved_in(root: str, layout: Stages) -> dict[str, torch.Tensor]:
-    shardwise.init_distributed(verbose=False)
-    engine = start(layout, 1)
-    train(engine, 0, 2)
-    engine.save_checkpoint(f"{root}/runs", tag="a")
-    found = engine.module_state_dict()
-    engine.destroy()
-    return found
-
-
-def test_a_checkpoint_is_exported_in_each_format(tmp_path: Path) -> None:
-    found = run_ranks(saved_in, 2, str(tmp_path), TWO)[0]
-    export(tmp_path / "runs", tmp_path / "hf", tag="a")
-    export(tmp_path / "runs", tmp_path / "pt", tag="a", format="pt")
-    export(tmp_path / "runs", tmp_path / "dcp", tag="a", format="dcp")
-    export(tmp_path / "dcp", tmp_path / "from_dcp")
-    pickled = torch.load(tmp_path / "pt" / "pytorch_model.bin", weights_only=True)
-    for values in (
-        load_file(tmp_path / "hf" / "model.safetensors"),
-        load_file(tmp_path / "from_dcp" / "model.safetensors"),
-        pickled,
-    ):
-        assert found.keys() == values.keys()
-        assert all(torch.equal(value, found[name]) for name, value in values.items() if not name.endswith("seen"))
+TWO = Stages(1, 2, stages=2)
 
 
 # -- parameter groups --------------------------------------------------------------------------------------------------
