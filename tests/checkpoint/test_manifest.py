@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import manifestfile
+from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.errors import CheckpointError
@@ -66,3 +68,26 @@ def test_a_run_that_never_reports_is_saved(tmp_path: Path) -> None:
     assert engine.save_checkpoint(str(tmp_path), tag="one")
     assert json.loads((tmp_path / "one" / "manifest.json").read_text())["config"]["steps_per_print"] is None
     engine.destroy()
+
+
+def test_tensors_are_listed_in_one_order_whichever_ranks_had_them() -> None:
+    names = ["wte", "h.2.w", "h.10.w", "h.1.b", "head"]
+    tensors = [StoredTensor(name, "parameter", (0,), "float32", ()) for name in sorted(names)]
+
+    def listed(*orders: list[str]) -> list[str]:
+        return [tensor.name for tensor in manifest.in_order(tensors, orders)]
+
+    assert listed(names) == listed(names, names) == names
+    for cut in range(1, 5):
+        assert listed(names[cut:], names[:cut]) == ["h.1.b", "h.2.w", "h.10.w", "head", "wte"]
+
+
+def test_parts_of_ranks_are_joined_and_checked() -> None:
+    def part(start: int, stop: int, **other: Any) -> StoredTensor:
+        return replace(StoredTensor("w", "parameter", (6,), "float32", (Slice("f", "k", start, stop),)), **other)
+
+    (joined,) = manifest.combine([part(4, 6, aliases=("v",)), part(0, 4, aliases=("u", "v"))])
+    assert [run.start for run in joined.slices] == [0, 4] and set(joined.aliases) == {"u", "v"}
+    for second in (part(5, 6), part(3, 6), part(4, 6, dtype="float16"), part(4, 6, group=1)):
+        with pytest.raises(CheckpointError, match="'w'"):
+            manifest.combine([part(0, 4), second])

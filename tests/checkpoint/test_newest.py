@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.checkpoint.listing import CheckpointDirectory
+from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
 from tests.checkpoint.test_retention import make
 
 
@@ -43,3 +43,14 @@ def test_a_latest_that_is_damaged_and_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff")
     with pytest.raises(shardwise.errors.CheckpointError, match="latest"):
         CheckpointDirectory(str(tmp_path)).newest_first()
+
+
+def test_numbers_are_above_those_of_another_job_in_the_directory(tmp_path: Path) -> None:
+    numbers = StateNumbers()
+    assert numbers.after(str(tmp_path)) == 1
+    numbers.see(1)
+    make(tmp_path, "other", 1, 7)
+    CheckpointDirectory(str(tmp_path)).set_latest("other")
+    assert numbers.after(str(tmp_path)) == 8
+    make(tmp_path / "earlier", "unnamed", 1, 9)  # and `latest` names nothing
+    assert numbers.after(str(tmp_path / "earlier")) == 10

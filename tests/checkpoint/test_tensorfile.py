@@ -95,3 +95,13 @@ def test_a_file_that_is_written_over_keeps_its_place(before: bytes, tmp_path: Pa
     assert path.stat().st_ino == place
     back = load_file(path)
     assert all(equal(back[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_the_default_device_has_no_say(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    write_tensors(path, TENSORS)
+    out = torch.zeros(3, dtype=torch.float64)
+    with torch.device("meta"), TensorFile(path) as file:
+        assert equal(file.read("a/b[3:9]"), TENSORS["a/b[3:9]"])
+        file.read_into("a/b[3:9]", 2, out)
+    assert torch.equal(out, TENSORS["a/b[3:9]"][2:5].double())
