@@ -197,7 +197,8 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks_and_nothing_else_is_
 
 @as_ranks(2)
 def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Path) -> None:
-    engine = Run(config(1), seed=1).engine
+    run = Run(config(1), seed=1)
+    engine = run.engine
     with pytest.raises(UsageError, match="asynchronous is False on rank 0 and True on rank 1"):
         engine.save_checkpoint(tmp_path, asynchronous=rank() == 1)
     told = "are free for it" if rank() == 1 else "failed on rank 1"
@@ -211,11 +212,14 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Pa
     meet()
     assert os.listdir(tmp_path) == []
     engine.save_checkpoint(tmp_path, asynchronous=True)
+    run.step()
+    engine.save_checkpoint(tmp_path, asynchronous=True)  # of more than before
     engine.destroy()
+    verify(f"{tmp_path}/global_step1")
     with pytest.raises(UsageError, match="wait_for_checkpoint"):
         engine.wait_for_checkpoint()
     meet()
-    assert sorted(os.listdir(tmp_path)) == ["global_step0", "latest"]
+    assert sorted(os.listdir(tmp_path)) == ["global_step0", "global_step1", "latest"]
 
 
 @on_ranks(2)

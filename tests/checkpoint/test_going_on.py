@@ -120,6 +120,29 @@ def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Pa
     assert fresh(place, runs, 5, every=4) == ("disk", 9)
 
 
+@as_ranks(2)
+def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: Path) -> None:
+    runs, place = f"{tmp_path}/runs", f"{tmp_path}/memory"
+    run = start(place, copying(2, every=2), seed=1)
+    steps(run, 4)
+    first_rank(change_a_byte, next(Path(place).glob("engine0/step4-*/rank00001*.safetensors")))
+    run.engine.resume(runs)
+    assert run.engine.global_steps == 2
+    copies, seen = run.engine._faults.copies, []
+    original = copies._write
+
+    def write(*args: Any) -> Any:
+        result = original(*args)
+        seen.append(sorted(name[:5] for name in os.listdir(copies.path) if name.startswith("step")))
+        return result
+
+    copies._write = write  # type: ignore[method-assign]
+    steps(run, 6)
+    # While the copies of steps 4 and 6 are written, there is always one that is whole.
+    assert seen == [["step2"], ["step4"]]
+    assert fresh(place, runs, 2, every=2) == ("memory", 6)
+
+
 # -- copies in a directory of the job's own ----------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Weights, background saves, copies in memory and earlier state of ranks that share tensors, sequences and experts.
+"""Weights, copies in memory and earlier state of ranks that share tensors, sequences and experts.
 
 `test_matrix.py` has the checkpoints of every mesh, each loaded into every other.
 """
