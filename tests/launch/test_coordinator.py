@@ -139,6 +139,15 @@ def test_the_store_moves_when_its_machine_is_lost() -> None:
     assert [(plan.first_rank, plan.master_addr) for plan in job.plans()] == [(0, "10.0.0.1"), (1, "10.0.0.1")]
 
 
+def test_a_machine_that_cannot_serve_the_store_is_named() -> None:
+    job = Job([1, 1])
+    job.run.begin()  # another attempt, whose store is not served yet
+    job.run.handle(job.nodes[0], "lost", "Port 1 is taken.")
+    job.run.handle(job.nodes[1], "stopped", Report())
+    assert job.run.outcome is not None
+    assert job.run.outcome.message == "shardwise run: machine a is lost: Port 1 is taken."
+
+
 def test_a_slot_that_fails_twice_in_a_row_is_left_out() -> None:
     job = Job([2, 2], max_restarts=3, min_ranks=3)
     for _ in range(2):

@@ -125,6 +125,22 @@ def test_machines_that_cannot_be_used_are_named_with_the_fix(
     assert nothing_left(lab)
 
 
+def test_a_taken_port_of_the_first_machine_is_named(lab: Lab, run: Run) -> None:
+    holder = lab.start(
+        1,
+        [
+            sys.executable,
+            "-c",
+            f'import socket, time; s = socket.create_server(("{lab.address(1)}", 4321)); time.sleep(60)',
+        ],
+    )
+    time.sleep(1.0)
+    done = run(["-H", str(lab.hostfile(1, [1, 2])), "--master_port", "4321"])
+    holder.kill()
+    assert done.returncode == 1 and "m1" in done.stderr and "Port 4321 on 10.77.0.2 is taken" in done.stderr
+    assert nothing_left(lab)
+
+
 def test_a_key_that_is_refused_and_a_host_key_that_is_not_known(lab: Lab, run: Run) -> None:
     hosts = ["-H", str(lab.hostfile(1, [1, 2]))]
     for name, words in (("authorized_keys", "refuses the key"), ("known_hosts", "host key is not the known one")):

@@ -96,6 +96,7 @@ class Node:
     report: Report | None = None
     lost: str = ""
     lost_at: float = 0.0
+    lost_in: int = -1
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class Coordinator:
         """Handle that a machine is lost: its agent has ended, or does not answer."""
         if node.lost:
             return
-        node.lost, node.lost_at = reason, time.time()
+        node.lost, node.lost_at, node.lost_in = reason, time.time(), self.attempt
         if self._phase == "stopping":
             self._conclude()
         elif self._phase == "running" and node.exits is not None:
@@ -257,7 +258,7 @@ class Coordinator:
             self.outcome = Outcome(end.exit_code, f"shardwise run: {end.message()}")
             return
         troubles = [trouble for report in reports for trouble in report.troubles]
-        lost = [node for node in self.nodes if node.lost and node.ranks and node.report is None]
+        lost = [node for node in self.nodes if node.lost_in == self.attempt and node.report is None]
         own = [trouble for trouble in troubles if not trouble.lost_peer]
         if lost and not (own and min(trouble.began for trouble in own) < min(node.lost_at for node in lost)):
             self._lost_machines(lost)
@@ -276,7 +277,8 @@ class Coordinator:
 
     def _lost_machines(self, lost: Sequence[Node]) -> None:
         first = min(lost, key=lambda node: node.lost_at)
-        what = f"machine {first.name} ({ranks_in_words(list(first.ranks))}) is lost: {first.lost}"
+        ranks = f" ({ranks_in_words(list(first.ranks))})" if first.ranks else ""  # none before the start
+        what = f"machine {first.name}{ranks} is lost: {first.lost}"
         self.failure = Failure(
             Exit(first.ranks.start, 0, 1, first.lost_at, False, first.name),
             max(0.0, first.lost_at - self._started),
@@ -286,7 +288,7 @@ class Coordinator:
             sum(len(node.ranks) for node in self.nodes),
         )
         if not self._restart(what, first.ranks.start, first.lost_at):
-            left = f"; all other processes have ended, {self.failure.elapsed:.1f} s after the start."
+            left = f"; all other processes have ended, {self.failure.elapsed:.1f} s after the start." if ranks else ""
             self.outcome = Outcome(1, f"shardwise run: {what}{left}")
 
     def _restart(self, what: str, rank: int, failed: float) -> bool:

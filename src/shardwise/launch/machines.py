@@ -71,7 +71,6 @@ class _Machine:
     facts: facts.Facts | None = None
     arrived: float = 0.0
     refused: str = ""
-    lost: str = ""
     ended_at: float = 0.0
 
 
@@ -192,6 +191,8 @@ class Launcher:
             if kind == "refused":
                 machine.refused = content[0]
                 content[1].send({"do": "end"})
+                if coordinator is not None:  # its ranks, or the store, could not be started
+                    coordinator.lost(coordinator.nodes[number], content[0])
             elif kind == "facts":
                 machine.facts, machine.channel = facts.Facts(**content[0]), content[1]
                 machine.arrived = content[2]
