@@ -31,6 +31,18 @@ class BatchSizeError(ConfigError, AssertionError):
     """The three batch sizes contradict each other or the number of ranks."""
 
 
+class ElasticBatchError(BatchSizeError):
+    """No batch size can be chosen from the section `elasticity`."""
+
+
+class ElasticConfigError(ElasticBatchError):
+    """The section `elasticity` is incomplete, or contradicts another key or the scheduler's."""
+
+
+class ElasticWorldSizeError(ElasticBatchError):
+    """The number of ranks cannot keep the elastic batch size."""
+
+
 class ConflictError(ConfigError, AssertionError):
     """Two valid configuration keys contradict each other."""
 

@@ -83,7 +83,7 @@ def test_stubs_can_be_imported_and_say_why_when_they_are_called() -> None:
     ("path", "name", "kind"),
     [
         ("deepspeed", "InferenceEngine", "class"),
-        ("deepspeed.elasticity.config", "ElasticityError", "exception"),
+        ("deepspeed.elasticity", "DSElasticAgent", "class"),
         ("deepspeed", "init_inference", "function"),
         ("deepspeed.comm.constants", "NCCL_BACKEND", "value"),
         ("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset", "valid_dtypes", "value"),

@@ -1,19 +1,6 @@
-from typing import Any, NoReturn
-
-from typing_extensions import deprecated
-
+from shardwise.config.schema.elasticity import Elasticity as ElasticityConfig
+from shardwise.errors import ElasticConfigError as ElasticityConfigError
+from shardwise.errors import ElasticBatchError as ElasticityError
+from shardwise.errors import ElasticWorldSizeError as ElasticityIncompatibleWorldSize
 
 __all__ = ["ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize"]
-
-@deprecated('elastic batch sizes are not built yet (`shardwise run --max-restarts N --min-nproc M` restarts a job with fewer processes)')
-class ElasticityConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('elastic batch sizes are not built yet (`shardwise run --max-restarts N --min-nproc M` restarts a job with fewer processes)')
-class ElasticityConfigError(Exception):
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('elastic batch sizes are not built yet (`shardwise run --max-restarts N --min-nproc M` restarts a job with fewer processes)')
-class ElasticityError(Exception):
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('elastic batch sizes are not built yet (`shardwise run --max-restarts N --min-nproc M` restarts a job with fewer processes)')
-class ElasticityIncompatibleWorldSize(Exception):
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -5,6 +5,7 @@ at the end.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from .auto import resolve_autos
 from .batch import MICRO, STEPS, TRAIN, ResolvedBatch, solve
 from .checks import check_combinations, check_worth_a_warning
 from .deepspeed import warning
+from .elasticity import solve_elastic
 from .gradient_compression import check_compression, doubtful_compression, method_name
 from .normalize import Scan, scan
 from .optimizer_params import check_optimizer, check_scheduler, settle
@@ -105,10 +107,14 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_built(config, found, lenient=document.written is not None),
         *sequence_problems,
     ]
-    solved = solve(config, copies, facts, found, document)
+    solved: ResolvedBatch | Problem
+    if config.elasticity.enabled and not any(config.elasticity.contradictions(str)):
+        solved = solve_elastic(config, world_size, copies, found, os.environ)
+    else:
+        solved = solve(config, copies, facts, found, document)
     if isinstance(solved, ResolvedBatch):
         notes += _fill_batch(config, solved)
-    elif not _explained(problems):
+    elif not _explained(problems) and not (config.elasticity.enabled and problems):
         problems.append(solved)
     raise_problems(problems, document.origin)
     notes += _settle(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .batch import MICRO, STEPS, TRAIN
 from .integrations import read_by_clients
 from .names import optimizer_model
 from .normalize import Scan
@@ -101,6 +102,10 @@ def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> 
 
 def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     zero, sparse = config.zero_optimization, config.sparse_attention
+    if path[0] in (TRAIN, MICRO, STEPS) and config.elasticity.enabled:
+        return "`elasticity` chooses the batch sizes (`ignore_non_elastic_batch_info`)"
+    if path[:1] == ("elasticity",) and path[1:] == ("num_gpus_per_node",) and config.elasticity.version == 0.1:
+        return "it belongs to version 0.2"
     if path == ("aio",) and "nvme" not in _offloaded(config):
         return "nothing is offloaded to disk"
     if path == ("zero_optimization", "sub_group_size") and (

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, StepCount, key, section
 from .checkpoint import CheckpointOptions
+from .elasticity import Elasticity
 from .not_built import NotBuilt, not_built
 from .observe import (
     Comet,
@@ -197,7 +198,7 @@ class Config(ConfigSection):
     quantize_training: Annotated[Any, NotBuilt("quantize_training")] = not_built("quantize_training")
     eigenvalue: Annotated[Any, NotBuilt("eigenvalue")] = not_built("eigenvalue")
 
-    elasticity: Annotated[Any, NotBuilt("elasticity")] = not_built("elasticity")
+    elasticity: Elasticity = section(Elasticity, "Batch sizes that stay equal when the number of ranks changes.")
     autotuning: Annotated[Any, NotBuilt("autotuning")] = not_built("autotuning")
     hybrid_engine: Annotated[Any, NotBuilt("hybrid_engine")] = not_built("hybrid_engine")
     compile: Annotated[Any, NotBuilt("compile")] = not_built("compile")
