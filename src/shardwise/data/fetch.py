@@ -43,19 +43,19 @@ class SeededDataset(Dataset[Any]):
 
 
 class RankStream(IterableDataset[Any]):
-    """Every world-th sample of a stream, equally many on each rank; the next iteration skips `start` of them."""
+    """Every world-th sample of a stream from `offset` on, equally many on each rank; `start` of them are skipped."""
 
     def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, drop_last: bool) -> None:
         self.dataset = dataset
         self.rank = rank
         self.world_size = world_size
         self.drop_last = drop_last
-        self.start = 0
+        self.start = self.offset = 0
 
     def __iter__(self) -> Iterator[Any]:
         stream = iter(self.dataset)
         with replaying():
-            for _ in islice(stream, self.start * self.world_size):
+            for _ in islice(stream, self.offset + self.start * self.world_size):
                 pass
         mine = last = None
         seen = 0

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shardwise.data.fetch import mixed_seed
-from shardwise.data.sources import Indexed, SampleSource, Share, Streamed, own_sampler
+from shardwise.data.sources import Indexed, Position, SampleSource, Share, Streamed, own_sampler
 from shardwise.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger("shardwise")
@@ -98,7 +98,7 @@ class EngineDataLoader:
         else:
             sampler = own_sampler(dataset, self._share, shuffle) if data_sampler is None else data_sampler
             self._source = Indexed(dataset, sampler, self._share, options)
-        self._next = (0, 0)
+        self._next = (0, Position())
         self._current: _Epoch | None = None
 
     @property
@@ -117,7 +117,7 @@ class EngineDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         number, start = self._next
-        self._next = (number + 1, 0)
+        self._next = (number + 1, Position())
         self._generator.manual_seed(mixed_seed(self._share.seed, number, self._share.rank))
         current = self._current = _Epoch(number, start)
         return self._hand_out(self._source.batches(number, start), current)
@@ -138,9 +138,9 @@ class EngineDataLoader:
         number, start = self._next
         if epoch == number:
             return
-        if start:
+        if any(start):
             _log.warning("set_epoch(%d) discards the restored position in epoch %d of the training data", epoch, number)
-        self._next = (epoch, 0)
+        self._next = (epoch, Position())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded batch, as JSON types. After an early end of a loop it stays inside
@@ -153,7 +153,8 @@ class EngineDataLoader:
             position = self._source.after(self._current.start, self._current.handed_out)
         return {
             "epoch": epoch,
-            "position": position,
+            "position": position.count,
+            "offset": position.offset,
             "kind": self._source.kind,
             "world_size": self._share.world_size,
             **self._source.order_state(),
@@ -163,11 +164,11 @@ class EngineDataLoader:
         """Restore a saved position and order (seed, shuffling): the next iteration yields the rest of its epoch.
 
         With the engine's sampler or stream, the number of ranks and the batch size may differ from the saved run:
-        samples seen by any rank are skipped. Raises CheckpointError if the state is of another kind of data or dataset
-        length, or of another number of ranks where the order cannot be redistributed.
+        exactly the samples seen by any rank are skipped. Raises CheckpointError if the state is of another kind of data
+        or dataset length, or of another number of ranks where the order cannot be redistributed.
         """
-        for name, least in (("epoch", 0), ("position", 0), ("world_size", 1), ("seed", None)):
-            value = state.get(name)
+        for name, least in (("epoch", 0), ("position", 0), ("offset", 0), ("world_size", 1), ("seed", None)):
+            value = state.get(name, 0 if name == "offset" else None)  # old checkpoints have no offset
             if not isinstance(value, int) or (least is not None and value < least):
                 raise CheckpointError(
                     f"position in the training data, {name!r}: expected an integer"
@@ -181,7 +182,7 @@ class EngineDataLoader:
                 f"with set_epoch({state['epoch'] + 1}) instead of restoring the position"
             )
         self._source.restore_order(state)
-        position = state["position"]
+        position = Position(state["position"], state.get("offset", 0))
         if state["world_size"] != self._share.world_size:
             position = self._source.divided_anew(position, state["world_size"])
         self._next = (state["epoch"], position)
@@ -195,7 +196,7 @@ class EngineDataLoader:
 
 
 class _Epoch:
-    def __init__(self, number: int, start: int) -> None:
+    def __init__(self, number: int, start: Position) -> None:
         self.number = number
         self.start = start
         self.handed_out = 0

@@ -56,30 +56,38 @@ class ResumableDistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.epoch = 0
         self.start = 0
+        self.offset = 0
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Select the epoch (from 0) of the next iteration, skipping `start` samples of this rank at its beginning."""
+    def set_epoch(self, epoch: int, start: int = 0, offset: int = 0) -> None:
+        """Select the epoch (from 0) of the next iteration. Ranks share the samples from `offset` on, and `start` of
+        this rank's share are skipped.
+        """
         self.epoch = epoch
         self.start = start
+        self.offset = offset
 
-    def order(self, epoch: int) -> torch.Tensor:
-        """Return this rank's indices in an epoch (int64, `len(self)` elements)."""
+    def order(self, epoch: int, offset: int = 0) -> torch.Tensor:
+        """Return this rank's indices in an epoch without its first `offset` samples (int64)."""
         count = len(self.dataset)
         if self.shuffle:
             generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
             indices = torch.randperm(count, generator=generator, device="cpu")
         else:
             indices = torch.arange(count, device="cpu")
-        total = len(self) * self.world_size
-        if total > count:
+        end = offset + self.share(offset) * self.world_size
+        if end > count:
             # Repeat the samples more than once if they are fewer than the ranks.
-            indices = indices.repeat(-(-total // count))
-        return indices[self.rank : total : self.world_size]
+            indices = indices.repeat(-(-end // count))
+        return indices[offset + self.rank : end : self.world_size]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.order(self.epoch)[self.start :].tolist())
+        return iter(self.order(self.epoch, self.offset)[self.start :].tolist())
 
     def __len__(self) -> int:
         """Return the number of samples of this rank in a whole epoch."""
-        count = len(self.dataset)
+        return self.share(0)
+
+    def share(self, offset: int) -> int:
+        """Return the number of samples of this rank in an epoch without its first `offset` samples."""
+        count = max(0, len(self.dataset) - offset)
         return count // self.world_size if self.drop_last else -(-count // self.world_size)

@@ -1,6 +1,4 @@
-"""Sample sources of the loader: the meaning of a position for each kind of data, and iteration from it. A position
-counts on one rank: samples where the loader distributes their order, otherwise batches.
-"""
+"""Sample sources of the loader: the meaning of a position for each kind of data, and iteration from it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -21,6 +19,18 @@ _log = logging.getLogger("shardwise")
 
 SHARDS_ITSELF = "shards_itself"
 """Attribute (True) of an iterable dataset that yields only this rank's and worker's samples."""
+
+
+class Position(NamedTuple):
+    """A position in an epoch.
+
+    Attributes:
+        count: on one rank: samples where the loader distributes their order, otherwise batches.
+        offset: samples that all ranks together had seen when their number changed; `count` begins there.
+    """
+
+    count: int = 0
+    offset: int = 0
 
 
 @dataclass
@@ -54,18 +64,18 @@ class SampleSource(ABC):
         self.share = share
 
     @abstractmethod
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def batches(self, epoch: int, start: Position) -> Iterator[Any]:
         """Start an iteration at a position of an epoch."""
 
     @abstractmethod
-    def after(self, start: int, handed_out: int) -> int:
+    def after(self, start: Position, handed_out: int) -> Position:
         """Return the position `handed_out` batches after `start`."""
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch; TypeError if it is unknown."""
 
-    def divided_anew(self, position: int, world_size: int) -> int:
+    def divided_anew(self, position: Position, world_size: int) -> Position:
         """Convert a position saved on another number of ranks."""
         raise CheckpointError(
             f"position in the training data: it was saved on {world_size} ranks, this run has {self.share.world_size}, "
@@ -83,13 +93,6 @@ class SampleSource(ABC):
             _log.info("the training data goes on in the saved order (seed %s, not %d)", seed, self.share.seed)
         self.share.seed = state["seed"]
 
-    def _in_turn(self, position: int, world_size: int) -> int:
-        """Skip the samples seen by any rank; repeat a few if they do not divide by the number of ranks."""
-        seen = position * world_size
-        if again := seen % self.share.world_size:
-            _log.info("%d samples of the epoch are seen again: %d ranks had seen %d", again, world_size, seen)
-        return seen // self.share.world_size
-
 
 class Indexed(SampleSource):
     """A map-style dataset with the engine's sampler or the user's."""
@@ -101,11 +104,11 @@ class Indexed(SampleSource):
         self._ours = isinstance(sampler, ResumableDistributedSampler)
         self._in_batches = isinstance(sampler, BatchSampler)
         self.kind = "dataset" if self._ours else "batch sampler" if self._in_batches else "sampler"
-        self._begin = (0, 0)
+        self._begin = (0, Position())
         fetched = SeededDataset(dataset) if options["num_workers"] else dataset
         self._loader: DataLoader[Any] = DataLoader(fetched, batch_sampler=self, **options)
 
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def batches(self, epoch: int, start: Position) -> Iterator[Any]:
         """Start an iteration at a position of an epoch."""
         self._begin = (epoch, start)
         return iter(self._loader)
@@ -114,32 +117,33 @@ class Indexed(SampleSource):
         """Yield the batches of indices of the started iteration, for torch's loader."""
         epoch, start = self._begin
         if self._ours:
-            self.sampler.set_epoch(epoch, start)
+            self.sampler.set_epoch(epoch, *start)
             indices = iter(self.sampler)
         else:
             _set_epoch(self.sampler, epoch)
-            indices = islice(iter(self.sampler), start, None)
+            indices = islice(iter(self.sampler), start.count, None)
         return self._grouped(indices, epoch, start)
 
-    def after(self, start: int, handed_out: int) -> int:
+    def after(self, start: Position, handed_out: int) -> Position:
         """Return the position `handed_out` batches after `start`."""
+        count, offset = start
         if self._in_batches:
-            return start + handed_out
-        position = start + handed_out * self.share.batch_size
-        return min(position, len(self.sampler)) if hasattr(self.sampler, "__len__") else position
+            return Position(count + handed_out)
+        count += handed_out * self.share.batch_size
+        if self._ours:
+            return Position(min(count, self.sampler.share(offset)), offset)
+        return Position(min(count, len(self.sampler)) if hasattr(self.sampler, "__len__") else count)
 
     def __len__(self) -> int:
         return len(self.sampler) if self._in_batches else self.share.batches_of(len(self.sampler))
 
-    def divided_anew(self, position: int, world_size: int) -> int:
+    def divided_anew(self, position: Position, world_size: int) -> Position:
         """Convert a position saved on another number of ranks."""
         if not self._ours:
             return super().divided_anew(position, world_size)
-        count = len(self._dataset)
-        whole_epoch = count // world_size if self.share.drop_last else -(-count // world_size)
-        if position >= whole_epoch:
-            return len(self.sampler)
-        return min(self._in_turn(position, world_size), len(self.sampler))
+        rest = len(self._dataset) - position.offset
+        ended = position.count >= (rest // world_size if self.share.drop_last else -(-rest // world_size))
+        return Position(0, len(self._dataset) if ended else _seen(position, world_size))
 
     def order_state(self) -> dict[str, Any]:
         """Return the parameters of the order, as JSON types."""
@@ -157,9 +161,9 @@ class Indexed(SampleSource):
                     f"one has {len(self._dataset)}, so the order cannot be continued; use the same dataset, or begin a "
                     f"new epoch with set_epoch({state['epoch'] + 1}) instead of restoring the position"
                 )
-            if state["position"] > len(self._dataset):
+            if (beyond := max(state["position"], state.get("offset", 0))) > len(self._dataset):
                 raise CheckpointError(
-                    f"position in the training data: {state['position']} is beyond its {len(self._dataset)} samples"
+                    f"position in the training data: {beyond} is beyond its {len(self._dataset)} samples"
                 )
             self.sampler.seed = state["seed"]
             self.sampler.shuffle = state["shuffle"]
@@ -171,7 +175,8 @@ class Indexed(SampleSource):
             )
         super().restore_order(state)
 
-    def _grouped(self, indices: Iterator[Any], epoch: int, position: int) -> Iterator[Indices]:
+    def _grouped(self, indices: Iterator[Any], epoch: int, start: Position) -> Iterator[Indices]:
+        position, moved = start.count, start[1:] if start.offset else ()
         while True:
             if self._in_batches:
                 batch = Indices(next(indices, ()))
@@ -183,7 +188,7 @@ class Indexed(SampleSource):
                     return
             if not batch:
                 return
-            batch.seed = mixed_seed(self.share.seed, epoch, self.share.rank, position)
+            batch.seed = mixed_seed(self.share.seed, epoch, self.share.rank, position, *moved)
             yield batch
             position += step
 
@@ -213,21 +218,22 @@ class Streamed(SampleSource):
             **options,
         )
 
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def batches(self, epoch: int, start: Position) -> Iterator[Any]:
         """Start an iteration at a position of an epoch."""
         _set_epoch(self._dataset, epoch)
         if self._stream is not None:
-            self._stream.start = start
+            self._stream.start, self._stream.offset = start
             return iter(self._loader)
         iterator = iter(self._loader)
         with replaying():
-            for _ in islice(iterator, start):
+            for _ in islice(iterator, start.count):
                 pass
         return iterator
 
-    def after(self, start: int, handed_out: int) -> int:
+    def after(self, start: Position, handed_out: int) -> Position:
         """Return the position `handed_out` batches after `start`."""
-        return start + handed_out * (1 if self._stream is None else self.share.batch_size)
+        count = start.count + handed_out * (1 if self._stream is None else self.share.batch_size)
+        return Position(count, start.offset)
 
     def __len__(self) -> int:
         samples = len(self._dataset)
@@ -236,11 +242,11 @@ class Streamed(SampleSource):
             samples = samples // ranks if self.share.drop_last else -(-samples // ranks)
         return self.share.batches_of(samples)
 
-    def divided_anew(self, position: int, world_size: int) -> int:
+    def divided_anew(self, position: Position, world_size: int) -> Position:
         """Convert a position saved on another number of ranks."""
         if self._stream is None:
             return super().divided_anew(position, world_size)
-        return self._in_turn(position, world_size)
+        return Position(0, _seen(position, world_size))
 
 
 def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistributedSampler:
@@ -264,6 +270,11 @@ def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistribut
             + ("; set dataloader_drop_last to false, or use smaller batches" if len(dataset) else "")
         )
     return sampler
+
+
+def _seen(position: Position, world_size: int) -> int:
+    """Return the samples that all ranks together have seen."""
+    return position.offset + position.count * world_size
 
 
 def _set_epoch(owner: Any, epoch: int) -> None:
