@@ -153,7 +153,7 @@ class EngineDataLoader:
             position = self._source.after(self._current.start, self._current.handed_out)
         return {
             "epoch": epoch,
-            "position": position.count,
+            "position": position.local,
             "offset": position.offset,
             "kind": self._source.kind,
             "world_size": self._share.world_size,

@@ -25,11 +25,11 @@ class Position(NamedTuple):
     """A position in an epoch.
 
     Attributes:
-        count: on one rank: samples where the loader distributes their order, otherwise batches.
-        offset: samples that all ranks together had seen when their number changed; `count` begins there.
+        local: on one rank: samples where the loader distributes their order, otherwise batches.
+        offset: samples that all ranks together had seen when their number changed; `local` begins there.
     """
 
-    count: int = 0
+    local: int = 0
     offset: int = 0
 
 
@@ -121,7 +121,7 @@ class Indexed(SampleSource):
             indices = iter(self.sampler)
         else:
             _set_epoch(self.sampler, epoch)
-            indices = islice(iter(self.sampler), start.count, None)
+            indices = islice(iter(self.sampler), start.local, None)
         return self._grouped(indices, epoch, start)
 
     def after(self, start: Position, handed_out: int) -> Position:
@@ -142,7 +142,7 @@ class Indexed(SampleSource):
         if not self._ours:
             return super().divided_anew(position, world_size)
         rest = len(self._dataset) - position.offset
-        ended = position.count >= (rest // world_size if self.share.drop_last else -(-rest // world_size))
+        ended = position.local >= (rest // world_size if self.share.drop_last else -(-rest // world_size))
         return Position(0, len(self._dataset) if ended else _seen(position, world_size))
 
     def order_state(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class Indexed(SampleSource):
         super().restore_order(state)
 
     def _grouped(self, indices: Iterator[Any], epoch: int, start: Position) -> Iterator[Indices]:
-        position, moved = start.count, start[1:] if start.offset else ()
+        position, moved = start.local, start[1:] if start.offset else ()
         while True:
             if self._in_batches:
                 batch = Indices(next(indices, ()))
@@ -226,13 +226,13 @@ class Streamed(SampleSource):
             return iter(self._loader)
         iterator = iter(self._loader)
         with replaying():
-            for _ in islice(iterator, start.count):
+            for _ in islice(iterator, start.local):
                 pass
         return iterator
 
     def after(self, start: Position, handed_out: int) -> Position:
         """Return the position `handed_out` batches after `start`."""
-        count = start.count + handed_out * (1 if self._stream is None else self.share.batch_size)
+        count = start.local + handed_out * (1 if self._stream is None else self.share.batch_size)
         return Position(count, start.offset)
 
     def __len__(self) -> int:
@@ -274,7 +274,7 @@ def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistribut
 
 def _seen(position: Position, world_size: int) -> int:
     """Return the samples that all ranks together have seen."""
-    return position.offset + position.count * world_size
+    return position.offset + position.local * world_size
 
 
 def _set_epoch(owner: Any, epoch: int) -> None:
