@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -433,3 +436,15 @@ def test_default_collation_and_batched_fetching() -> None:
     for workers in (0, 1):
         loader = EngineDataLoader(Batched(4), 2, shuffle=False, num_workers=workers)
         assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
+
+
+def test_workers_outlive_the_first_signal_of_a_scheduler() -> None:
+    loader = EngineDataLoader(Numbers(8), 1, num_workers=1, shuffle=False, collate_fn=as_list)
+    iterator = iter(loader)
+    seen = next(iterator)
+    for worker in multiprocessing.active_children():
+        for name in ("SIGTERM", "SIGUSR1"):
+            os.kill(worker.pid or 0, getattr(signal, name))
+    for batch in iterator:
+        seen += batch
+    assert seen == list(range(8))

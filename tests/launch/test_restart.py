@@ -9,10 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from shardwise.checkpoint import verify
 from shardwise.checkpoint.listing import CheckpointDirectory
+from tests.harness import thorough
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "resumable.py"
 
@@ -20,9 +24,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "resumable.py"
 class Job:
     """The example under `shardwise run`, and what it has said so far."""
 
-    def __init__(self, out: Path, *options: str, steps: int = 100_000) -> None:
+    def __init__(self, out: Path, *options: str, steps: int = 100_000, script: Sequence[str] = ()) -> None:
         command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--tag-output", "always", *options]
-        command += [str(SCRIPT), "--out", str(out), "--steps", str(steps), "--pause", "0.005"]
+        command += script or [str(SCRIPT), "--out", str(out), "--steps", str(steps), "--pause", "0.005"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
         )
@@ -84,6 +88,78 @@ def test_a_job_survives_a_kill_and_is_preempted(tmp_path: Path) -> None:
     assert job.said.count("starting all 2 processes again") == 1
     assert CheckpointDirectory(str(out)).latest() == f"global_step{ended[1]}"
     assert not memory.exists()
+
+
+IN_PHASES = """
+import os, sys, time, torch, shardwise
+phase, out, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+reached = set()
+
+def at(here):
+    if here == phase and here not in reached:
+        reached.add(here)
+        print("in", here, flush=True)
+        time.sleep(1)
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        at("forward")
+        return super().forward(x)
+    def get_extra_state(self):
+        at("save")
+        return None
+    def set_extra_state(self, state):
+        pass
+
+def rate(step):
+    at("step") if step > 2 else None
+    return 1.0
+
+at("init")
+model = Model(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+config = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"on_signal": {"save_dir": out}}}
+engine, *_ = shardwise.initialize(
+    model=model, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, rate), config=config
+)
+engine.resume(out)
+while engine.global_steps < last:
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    with torch.no_grad():
+        for _ in range(5):
+            at("eval") if engine.global_steps > 2 else None
+            engine(torch.ones(1, 4))
+    engine.save_checkpoint(out) if engine.global_steps == last or phase == "save" else None
+engine.destroy()
+"""
+PHASES = {"init": 2, "forward": 3, "eval": 4, "save": 4, "step": 4}
+"""Phase that a signal reaches, and the newest checkpoint afterwards; the older one is of step 2."""
+
+
+@pytest.mark.parametrize(
+    ("phase", "everyone"),
+    [("eval", True), *(thorough(p, e) for p in PHASES for e in (True, False) if (p, e) != ("eval", True))],
+)
+def test_a_signal_in_any_phase(phase: str, everyone: bool, tmp_path: Path) -> None:
+    """The job saves, or leaves the older checkpoint as it is; and ends within the grace period."""
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(IN_PHASES)
+    assert Job(out, script=[str(script), "none", str(out), "2"]).end() == 0
+    job = Job(out, script=[str(script), phase, str(out), "1000"])
+    for rank in (0,) if phase == "save" else (0, 1):  # rank 0 saves the module's own state
+        job.wait_for(rf"\[rank {rank}\] in {phase}")
+    began = time.monotonic()
+    if everyone:
+        job.process.send_signal(signal.SIGTERM)
+    else:
+        os.kill(job.ranks()[0], signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM, job.said
+    assert time.monotonic() - began < 30
+    newest = f"global_step{PHASES[phase]}"
+    assert CheckpointDirectory(str(out)).latest() == newest, job.said
+    assert verify(str(out / newest)) and (phase == "init" or f"SIGTERM: saved step {PHASES[phase]}" in job.said)
 
 
 FAILS_ON_SLOT_1 = """

@@ -8,15 +8,37 @@ which a checkpoint restores.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+_FOR_RANKS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+
+
+def outlive_signals(worker_id: int = 0) -> None:
+    """Ignore the first signal of each kind in a worker process; the `worker_init_fn` of a loader.
+
+    Because schedulers signal all processes of a job, a worker would end, and its rank fail before it has saved.
+    """
+    seen: set[int] = set()
+
+    def ignore_first(number: int, frame: FrameType | None) -> None:
+        if number in seen:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        seen.add(number)
+
+    for name in _FOR_RANKS:
+        signal.signal(getattr(signal, name), ignore_first)
 
 
 class Indices(list[int]):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from shardwise.data.fetch import mixed_seed
+from shardwise.data.fetch import mixed_seed, outlive_signals
 from shardwise.data.sources import Indexed, Position, SampleSource, Share, Streamed, own_sampler
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -86,6 +86,7 @@ class EngineDataLoader:
             # Seed of the workers. Without it each epoch would draw a seed from the global RNG, and a resumed run would
             # differ from an uninterrupted one.
             "generator": self._generator,
+            "worker_init_fn": outlive_signals if num_workers else None,
         }
         self._source: SampleSource
         if isinstance(dataset, IterableDataset):
