@@ -81,6 +81,10 @@ class CheckpointedModel(Protocol):
         """Communicator of the ranks that have the same units as this rank."""
 
     @property
+    def replica(self) -> Communicator:
+        """Communicator of ranks that together have all units; more than one such group: with `local_sgd`."""
+
+    @property
     def place(self) -> Mapping[str, tuple[int, int]]:
         """Coordinate of this rank in each dimension of the mesh, with the size of the dimension; empty: not known."""
 

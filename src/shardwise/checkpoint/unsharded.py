@@ -77,7 +77,7 @@ class UnshardedWeights:
         hold: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:
         self._model, self._to_first, self._hold = model, to_first, hold
-        comm, group = model.comm, model.pass_group
+        comm, group = model.replica, model.pass_group
         self._receives = not to_first or comm.rank == 0
         self._firsts, self._first_ranks, self.own = [0] * comm.world, [0], 0
         self._masters: _MasterWeights | None = None
@@ -105,7 +105,7 @@ class UnshardedWeights:
 
     def _compare(self, exclude_frozen: bool, masters: bool) -> None:
         """Exchange the numbers of tensors, and send the descriptions to the ranks that receive the tensors."""
-        comm = self._model.comm
+        comm = self._model.replica
         leads = self._model.pass_group.rank == 0
         with collective_step(comm, "gathering whole weights") as step:
             mine = self._collect(exclude_frozen, masters)
@@ -172,7 +172,7 @@ class UnshardedWeights:
 
     def _sent_on(self, tensor: UnshardedTensor | None, values: torch.Tensor | None, first: int) -> torch.Tensor | None:
         """Send a tensor from the first rank of its pass group to the ranks that receive it."""
-        comm, device = self._model.comm, self._model.device
+        comm, device = self._model.replica, self._model.device
         if not self._to_first:
             assert tensor is not None
             if values is None or comm.rank != first:

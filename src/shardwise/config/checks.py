@@ -24,6 +24,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_onebit(config),
         *_ranks(config, world_size),
         *_watch(config),
+        *_local(config, world_size),
     ]
 
 
@@ -206,3 +207,54 @@ def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     if wanted is not None and wanted != world_size and config.sequence_parallel_size * config.tensor_parallel.size == 1:
         message = f"is {wanted}, but there are {world_size} ranks; remove the key or start {wanted} ranks"
         yield Problem("data_parallel_size", message, ConflictError)
+
+
+def _local(config: Config, world_size: int) -> Iterator[Problem]:
+    local, size = config.local_sgd, config.local_sgd.replica_size
+    if not local.enabled:
+        return
+    if size is not None and world_size % size:
+        message = f"is {size}, which does not divide the number of ranks, {world_size}"
+        yield Problem("local_sgd.replica_size", message, ConflictError)
+    for path, reason in _not_local(config):
+        yield Problem(path, f"cannot be combined with `local_sgd`: {reason}. Keep one of them", ConflictError)
+
+
+def _not_local(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the keys that `local_sgd` excludes, each with the reason."""
+    zero, watch = config.zero_optimization, config.anomaly_watch
+    if config.fp16.enabled or (config.torch_autocast.dtype == "fp16" and config.torch_autocast.enabled):
+        yield "fp16.enabled", "each replica would find a loss scale, and skip steps, of its own (bf16 has none)"
+    acting = {"non_finite": config.non_finite}
+    if watch.enabled:
+        acting |= {"anomaly_watch.loss_spike": watch.loss_spike, "anomaly_watch.grad_norm_spike": watch.grad_norm_spike}
+    for path, action in acting.items():
+        if action in ("skip", "rewind"):
+            yield path, "one replica would skip steps, and have another learning rate than the others"
+    if config.bf16.check_grad_overflow:
+        yield "bf16.check_grad_overflow", "one replica would skip steps, and have another learning rate than the others"
+    if config.checkpoint.memory_copies is not None:
+        yield "checkpoint.memory_copies", "a copy has the state of one replica"
+    if (config.optimizer.type or "").lower() in names.ONEBIT_OPTIMIZERS:
+        yield "optimizer.type", "it makes local steps and averages them itself"
+    if (config.compression.type or "none").lower() != "none":
+        yield "compression.type", "gradients stay within a replica (`local_sgd.quantize_bits` is for exchanges)"
+    for key in ("zero_quantized_gradients", "zero_quantized_weights"):
+        if getattr(zero, key):
+            yield f"zero_optimization.{key}", "collectives of a step stay within a replica"
+    if zero.zero_hpz_partition_size > 1:
+        yield "zero_optimization.zero_hpz_partition_size", "collectives of a step stay within a replica"
+    if zero.mics_shard_size > 0 or zero.optimizer_over_replicas:
+        path = "mics_shard_size" if zero.mics_shard_size > 0 else "optimizer_over_replicas"
+        yield f"zero_optimization.{path}", "replicas have whole state, of `local_sgd.replica_size` ranks"
+    for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if offload is not None and offload.device != "none":
+            yield f"zero_optimization.{name}", "exchanges need master weights on the device"
+    if config.pipeline.stages not in ("auto", 1):
+        yield "pipeline.stages", "a replica is not divided into stages"
+    if config.tensor_parallel.size > 1:
+        yield "tensor_parallel", "a replica is divided by ZeRO only"
+    if config.expert_parallel.enabled:
+        yield "expert_parallel.enabled", "a replica is divided by ZeRO only"
+    if config.sequence_parallel_size > 1:
+        yield "sequence_parallel_size", "a replica is divided by ZeRO only"

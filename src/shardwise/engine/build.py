@@ -45,6 +45,7 @@ from shardwise.engine.faults import FaultTolerance, note_ready
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.mesh import (
+    RankGrid,
     RequestedParallelism,
     check_shard_size,
     domain_of,
@@ -55,6 +56,7 @@ from shardwise.engine.mesh import (
     mesh_place,
     model_parallel_size,
     reduction,
+    replicas_of,
     requested_by,
 )
 from shardwise.engine.modules import (
@@ -200,8 +202,13 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     if agree_on_arguments(job, known, facts_of_arguments(known, resolution, mesh, mpu)):
         spread_from_first(model, job)
 
+    # Replicas that step on their own run passes of their own.
+    replicas = replicas_of(settings, job, requested.arrangement)
+    # Ranks that step together: the sums of a step are over them.
+    together = job if replicas is None else replicas.own
+
     # The ranks of one pipeline position run the same layers, and form a pass group. Each builds its own layers.
-    whole, place, pipe = job, None, None
+    whole, place, pipe = together, None, None
     copies: dict[int, CopiesElsewhere] = {}
     if pipeline is not None:
         rank_of = placement_of(settings.pipeline.schedule, positions, settings.pipeline.chunks)
@@ -223,7 +230,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         else OwnSequences(whole, data)
     )
     undo.callback(sequences.close)
-    domain = domain_of(settings, whole, requested)
+    domain = domain_of(settings, whole, requested) if replicas is None else Domain(whole)
     if job.rank == 0 and domain.async_gathers:
         warn_of_one_queue()
     # Shard tensors and experts before domains are assigned to parameters.
@@ -266,10 +273,12 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     # Sizes of later exchanges depend on each rank's model.
-    check_agreement(whole, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
+    check_agreement(
+        whole if replicas is None else job, {**facts_of(model, stepped, resolution), "torch": torch.__version__}
+    )
 
     # Memory preflight before weights are sharded; the watchdog starts here.
-    target = PlanningTarget.of(model, stepped, resolution, domain, place)
+    target = PlanningTarget.of(model, stepped, resolution, domain, place, replicas)
     budget = preflight(target, job) if is_wanted(settings, plan.where.names) else None
     watchdog = None
     if budget is not None and has_watchdog(settings, plan.where.names) and job.rank == budget.node[0]:
@@ -295,10 +304,13 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
                 wires=wire_dtypes(model, settings),
                 plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
-                norm_group=job,
+                norm_group=together,
                 copies=copies,
                 chunks=chunks_of(model),
-                place=mesh_place(lines, whole.rank, (0, 1) if place is None else (place.position, len(place.ranks))),
+                place=mesh_place(lines, whole.rank, (0, 1) if place is None else (place.position, len(place.ranks)))
+                if replicas is None
+                else mesh_place(RankGrid.of(job.world), job.rank, (0, 1)),
+                replicas=None if replicas is None else (replicas, settings.local_sgd),
             ),
         )
 
@@ -311,7 +323,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
     shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
     shows_loss |= display_mode(settings) != "off" or place is not None
-    step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
+    step = TrainStep(sharded, settings, together, batches, stepped, scheduler, scaler, signals, shows_loss)
     step.exchanges = exchanges_in_backward(model, lines)
     job.ledger.step = functools.partial(getattr, step, "global_steps")  # called for each collective
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)

@@ -278,6 +278,8 @@ class Checkpoints:
             with_scheduler = load_lr_scheduler_states and not options.module_only
             if not options.module_only:
                 self._check_training_state(saved.manifest, saved.path, with_scheduler=with_scheduler)
+            if options.with_optimizer:
+                self._check_replicas(saved.manifest, saved.path)
             if with_scheduler and self._step.lr_scheduler is not None:
                 check_schedule(saved, self._step.lr_scheduler)
 
@@ -323,6 +325,18 @@ class Checkpoints:
                 "weights"
             )
 
+    def _check_replicas(self, manifest: Manifest, path: str) -> None:
+        """Raise CheckpointError if replicas differed when the checkpoint was saved, and are others now."""
+        saved, local = manifest.layout.get("local_sgd"), self._sharded.local
+        if saved is None or saved["agreed"] or (local is not None and local.layout()["layout"] == saved["layout"]):
+            return
+        raise CheckpointError(
+            f"{path}: was saved by {saved['replicas']} replicas between two exchanges (local_sgd), each with its own "
+            "parameters and optimizer state, which only as many replicas of the same layout can continue. Load it "
+            "there, call engine.synchronize_replicas() and save again; or pass load_optimizer_states=False for the "
+            "parameters of the last exchange"
+        )
+
     def check_can_save(self) -> None:
         """Raise a UsageError if the engine does not span all processes of the job."""
         everyone = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -351,7 +365,8 @@ class Checkpoints:
         compute = self._sharded.policy.compute_dtype or torch.float32
         schedule = schedule_name(self._step.lr_scheduler)
         named = {} if schedule is None else {"scheduler": schedule}
-        return {"stage": self._sharded.plan.stage, "dtype": name_of(compute), **named}
+        local = {} if self._sharded.local is None else {"local_sgd": self._sharded.local.layout()}
+        return {"stage": self._sharded.plan.stage, "dtype": name_of(compute), **named, **local}
 
     def training_state(self, client: dict[str, Any]) -> TrainingState:
         """Return the state to be saved besides parameters and optimizer; `client` is the script's state."""

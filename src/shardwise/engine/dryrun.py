@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.comm.domain import Domain
 from shardwise.comm.fake import FakeCommunicator
 from shardwise.engine.batch import Batches
-from shardwise.engine.mesh import RankGrid, domain_of, domains_of, reduction
+from shardwise.engine.mesh import RankGrid, domain_of, domains_of, reduction, replicas_of
 from shardwise.engine.modules import chunks_of, leaves_of, modules_with, place_buffers
 from shardwise.engine.observers import Activations
 from shardwise.engine.parallel import SharedTensors, divide_experts
@@ -125,7 +125,13 @@ class DryRunEngine:
             own = fake_optimizer(optimizer, [{**group, "params": params} for group, params in options])
         with self._computing():
             self._job, comm, elsewhere = self._ranks(twin, world, like)
-            domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
+            replicas = replicas_of(config, self._job, grid)
+            together = self._job
+            if replicas is not None:
+                together = comm = replicas.own
+                domain = Domain(comm)
+            else:
+                domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
             tensors = None
             if config.tensor_parallel.size > 1:
@@ -146,24 +152,26 @@ class DryRunEngine:
                     domains=domains_of(twin, domain),
                     device=device,
                     accountant=accountant,
-                    prescale=prescale_of(config, world),
+                    prescale=prescale_of(config, domain.world),
                     compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
                     leaves=[*leaves_of(twin, config.zero_optimization.leaf_module), *modules_with(twin, elsewhere)],
                     homes=homes_of(plan.where, device, self._disks),
                     wires=wire_dtypes(twin, config),
-                    norm_group=self._job,
+                    norm_group=together,
                     copies=elsewhere,
                     chunks=self._chunks(twin),
+                    replicas=None if replicas is None else (replicas, config.local_sgd),
                 ),
             )
             self._communicators = CommunicatorMemory(accountant, device, self._job.world, planned=True)
-            self._batches = Batches(config, comm.part(lines.data, "data_parallel"), device)
+            data = self._job if replicas is not None else comm.part(lines.data, "data_parallel")
+            self._batches = Batches(config, data, device)
             self._activations = Activations(
                 config, twin, device, accountant, None if tensors is None else tensors.group
             )
             scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
             self._step = TrainStep(
-                self.sharded, config, self._job, self._batches, own, None, scaler, SignalWatch(), self.shows_loss
+                self.sharded, config, together, self._batches, own, None, scaler, SignalWatch(), self.shows_loss
             )
 
     def _ranks(

@@ -311,6 +311,8 @@ class Engine(StateGetters):
 
     is_gradient_accumulation_boundary = of_part("_step", TrainStep.is_gradient_accumulation_boundary)
 
+    synchronize_replicas = of_part("_step", TrainStep.synchronize_replicas)
+
     set_gradient_accumulation_boundary = of_part("_step", TrainStep.set_gradient_accumulation_boundary)
 
     @never_compiled

@@ -26,14 +26,16 @@ from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import members_of
 from shardwise.comm.compression import BlockCode, Compressor, Feedback, Hops, QuantizedReduction
 from shardwise.comm.compression.registry import build
-from shardwise.comm.domain import Arrangement, Domain, Domains
+from shardwise.comm.domain import REPLICATE, Arrangement, Domain, Domains
 from shardwise.comm.environment import discover
+from shardwise.comm.replicas import Replicas
 from shardwise.config.checks import not_in_groups
 from shardwise.errors import ConfigError, ConflictError, LaunchError, NotBuiltError, UsageError
 from shardwise.parallel.sequence import SequenceGroup, across
 from shardwise.parallel.tensor.dtensors import line_of
 from shardwise.parallel.tensor.entry import divided_over
 from shardwise.registry import DomainKey, part_of
+from shardwise.utils.logging import warn_once
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -394,6 +396,35 @@ def domain_of(config: Config, comm: Communicator, requested: RequestedParallelis
                 f"whole nodes of {near}; choose a multiple of {near}, or switch it off"
             )
     return Domain(comm, Arrangement.of_groups(comm.world, shard, near))
+
+
+def replicas_of(config: Config, job: Communicator, grid: Arrangement | None) -> Replicas | None:
+    """Return the replicas that step on their own (`local_sgd`), or None (all ranks call); `grid`: that of a mesh."""
+    local = config.local_sgd
+    if not local.enabled:
+        return None
+    if grid is not None and local.replica_size is not None and job.world // _replicate(grid) != local.replica_size:
+        raise ConflictError(
+            f"local_sgd.replica_size: is {local.replica_size}, and the mesh passed to initialize() has replicas of "
+            f"{job.world // _replicate(grid)} ranks. Remove the key"
+        )
+    size = local.replica_size or local_ranks(job.world)
+    if grid is None and job.world % size:
+        raise ConfigError(
+            f"local_sgd.replica_size: {size} ranks of a machine do not divide {job.world} ranks. Set the key to a size "
+            "that does"
+        )
+    replicas = Replicas.of(job, grid or Arrangement.of_groups(job.world, size))
+    if replicas.count == 1 and job.world > 1 and job.rank == 0:
+        warn_once(
+            f"local_sgd: all {job.world} ranks are one replica, which averages with no other. Set "
+            "local_sgd.replica_size, or pass a mesh with a dimension named replicate to initialize()"
+        )
+    return replicas
+
+
+def _replicate(grid: Arrangement) -> int:
+    return grid.sizes[-1] if grid.names[-1] == REPLICATE else 1
 
 
 def check_shard_size(config: Config, requested: RequestedParallelism) -> None:

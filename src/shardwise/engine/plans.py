@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Arrangement, Domain
 from shardwise.comm.fake import FakeCommunicator
+from shardwise.comm.replicas import Replicas
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
 from shardwise.engine.dryrun import DryRunEngine, MemoryPlan
@@ -291,6 +292,7 @@ class PlanningTarget:
         resolution: Resolution,
         domain: Domain,
         place: PipelineRanks | None = None,
+        replicas: Replicas | None = None,
     ) -> PlanningTarget:
         """Return the target for a configured engine before it is built."""
         config = resolution.config
@@ -299,8 +301,11 @@ class PlanningTarget:
         sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
         positions = 1 if place is None else len(place.ranks)
         stage = config.zero_optimization.stage
-        setting = Setting(stage, micro, steps, domain.world, sequence=sequence, tensor=tensor, pipeline=positions)
-        return cls(module, optimizer, groups, resolution, domain.ranks, setting, domain.arrangement, place)
+        ranks, grid = domain.ranks, domain.arrangement
+        if replicas is not None:
+            ranks, grid = replicas.job, replicas.grid
+        setting = Setting(stage, micro, steps, ranks.world, sequence=sequence, tensor=tensor, pipeline=positions)
+        return cls(module, optimizer, groups, resolution, ranks, setting, grid, place)
 
 
 class Planner:

@@ -142,6 +142,8 @@ def _check(sharded: ShardedModel) -> None:
             "engine.refresh(): gradients of an unfinished accumulation window are held, and would be lost. Call it "
             "after the engine.step() that ends a window"
         )
+    if sharded.local is not None:
+        raise UsageError("engine.refresh(): not with local_sgd. Change the model before initialize()")
     if sharded.stepping.communicates or sharded.compressor is not None:
         raise UsageError(
             "engine.refresh(): the optimizer or the gradient compression keeps errors of what each rank has sent, "

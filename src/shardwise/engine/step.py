@@ -465,10 +465,41 @@ class TrainStep:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self._step_schedule(lr_kwargs or {})
+        self._exchange_replicas(self.global_steps)
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0 and self._job.rank == 0:
             logger.info("step=%d skipped=%d lr=%s", self.global_steps, self.skipped_steps, self._rates())
         return True
+
+    def _exchange_replicas(self, step: int | None) -> None:
+        if not self._sharded.exchange_replicas(step):
+            return
+        assert self._sharded.sharding.replicas is not None
+        job = self._sharded.sharding.replicas[0].job
+        told = self._signals.facts(job.rank)
+        if told:
+            sums = torch.tensor(told, device=self._sharded.device)
+            job.all_reduce(sums, "signals").wait()
+            self._signals.hear(Later(sums).read())
+
+    def synchronize_replicas(self) -> None:
+        """Make the replicas of `local_sgd` exchange now, and their parameters equal (all ranks call).
+
+        The outer optimizer steps on what replicas have done since their last exchange. Call it at the end of training,
+        and before a checkpoint for another number of replicas. Without `local_sgd` it does nothing.
+
+        Raises:
+            UsageError: the engine has been destroyed, or gradients of an unfinished accumulation window are held.
+        """
+        self._sharded.check_open("engine.synchronize_replicas()")
+        if self._sharded.local is not None and self._sharded.local.diverged:
+            if self._sharded.state.holds_gradients:
+                raise UsageError(
+                    "engine.synchronize_replicas(): gradients of an unfinished accumulation window are held, which are "
+                    "of other parameters. Call it after the engine.step() that ends a window"
+                )
+            self._sharded.hooks.settle()
+            self._exchange_replicas(None)
 
     def _step_schedule(self, arguments: dict[str, Any]) -> None:
         last = getattr(self.lr_scheduler, "last_epoch", None)
@@ -560,7 +591,8 @@ class TrainStep:
         probe = None if self._computes_norm else formed
         non_finite: float | torch.Tensor = 0.0 if probe is None else self._non_finite.flag(probe)
         losses = self._window.loss_facts() if self._shows_loss else []
-        signals = self._signals.facts(self._job.rank)
+        # Replicas that step on their own learn of signals when they exchange, at the same step.
+        signals = self._signals.facts(self._job.rank) if sharded.local is None else []
         inputs, self._inputs = self._inputs, None
         compared = [] if inputs is None else inputs.facts()
         ahead = float(sharded.model_pass.unsharder.take_ahead())

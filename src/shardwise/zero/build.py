@@ -183,6 +183,9 @@ class UnitBuilder:
             # The domain of a part has a group for reductions, which no pass uses yet.
             kind = "explicit" if unit.domain is self._domains.main else "reduce"
             unit.domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial", kind).wait()
+            if self._model.sharding.replicas is not None:
+                replicas = self._model.sharding.replicas[0]
+                replicas.spread(section.source, replicas.job.members[0], f"{unit.name}.initial")
 
 
 def largest_sizes(registry: Registry, domains: Domains) -> list[int]:

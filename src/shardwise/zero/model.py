@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
 from shardwise.comm.desync import RankState, inside_of
 from shardwise.comm.domain import Domains
+from shardwise.comm.replicas import Replicas
 from shardwise.compat import without_overrides
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
@@ -67,10 +68,14 @@ from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.comm_optimizer import CommUpdate
+from shardwise.zero.updates.local_sgd import LocalSgdUpdate, check_local
 from shardwise.zero.updates.owner_sharded import WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.tp_split import SplitTensors
 from shardwise.zero.updates.update import StateKind, Stepping, Update
+
+if TYPE_CHECKING:
+    from shardwise.config.schema.local import LocalSGD
 
 T = TypeVar("T")
 
@@ -96,6 +101,8 @@ class Sharding:
         copies: by `id(parameter)`, parameters that ranks outside of the pass group have, too.
         chunks: parts of the model that run in passes of their own; none: the model is one.
         place: coordinate of this rank in each dimension of the mesh, and the size of the dimension.
+        replicas: replicas that step on their own between exchanges, with the settings; None: gradients are reduced over
+            all ranks.
     """
 
     stepping: Stepping
@@ -115,6 +122,7 @@ class Sharding:
     copies: Mapping[int, CopiesElsewhere] = field(default_factory=dict)
     chunks: Sequence[nn.Module] = ()
     place: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    replicas: tuple[Replicas, LocalSGD] | None = None
 
 
 class ShardedModel:
@@ -343,12 +351,16 @@ class ShardedModel:
         parts: SplitTensors | None,
     ) -> tuple[Update, WholeUpdate | None]:
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
+        if self.sharding.replicas is not None:
+            check_local(domains, self.plan, stepping)
         state_args = (self.accountant, is_elementwise)
         norms = stepping.norms or (stepping.communicates and hasattr(optimizer, NORMS))
         at_once = norms or stepping.communicates
         segments = SegmentUpdate(*common, self.comm, self.numbering, *state_args, norms=norms, at_once=at_once)
         if stepping.communicates:
             return CommUpdate(optimizer, segments, domains, self.accountant, self.plan), None
+        if self.sharding.replicas is not None:
+            return LocalSgdUpdate(optimizer, segments, *self.sharding.replicas, self.accountant), None
         if not stepping.whole:
             return Update(optimizer, [segments]), None
         replicated = not self.plan.shard_optimizer
@@ -503,6 +515,27 @@ class ShardedModel:
         for unit in self._gathered_after_steps:
             unit.all_gather_update()
         self.shards_written()
+
+    @property
+    def local(self) -> LocalSgdUpdate | None:
+        """The update of replicas that step on their own; None: all ranks step together."""
+        return self.update if isinstance(self.update, LocalSgdUpdate) else None
+
+    def exchange_replicas(self, step: int | None) -> bool:
+        """Exchange the units that are due after a step between replicas (None: all); return False if none is due.
+
+        All ranks call.
+        """
+        local = self.local
+        due = [] if local is None else local.due(step)
+        if local is None or not due:
+            return False
+        self.finish_gathers()
+        self.await_copies()
+        with self.accountant.owning(Category.OTHER), named("exchange replicas"):
+            local.exchange(due)
+        self.state.publish([self.units[index] for index in due])
+        return True
 
     def shards_written(self) -> None:
         """Make all-gathers and fetches of peers wait for the new values of the shards."""

@@ -31,8 +31,11 @@ class ShardedState:
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
         self.module, self.optimizer = model.module, model.optimizer
-        self.comm, self.device = model.sharding.norm_group or model.comm, model.device
+        self.replica, self.device = model.sharding.norm_group or model.comm, model.device
         self.pass_group, self.place = model.comm, model.sharding.place
+        replicas = model.sharding.replicas
+        self.comm = self.replica if replicas is None else replicas[0].job
+        self._saves = replicas is None or replicas[0].number == 0
 
     @property
     def registry(self) -> Registry:
@@ -120,7 +123,13 @@ class ShardedState:
 
     def load_rank_state(self, state: dict[str, Any] | None) -> bool:
         """Load a result of `rank_state` of this rank; return False if its layout differs."""
-        return state is None if self._model.update is None else self._model.update.load_rank_state(state)
+        if self._model.update is None:
+            return state is None
+        fits = self._model.update.load_rank_state(state)
+        local = self._model.local
+        if local is not None and local.has_own_values:
+            self.publish()
+        return fits
 
     def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
         """Return (start, stop, 1-D view) of master weights stepped here, or this rank's other values, by parameter."""
@@ -146,7 +155,7 @@ class ShardedState:
         """Return the ranges of each parameter that this rank saves. Over all ranks, each element is saved once."""
         ranges: dict[int, list[tuple[int, int]]] = {}
         for index, (section, own) in self._own_pieces().items():
-            if not self._model.numbering.counts[index] and not section.layout.cut:
+            if not self._saves or (not self._model.numbering.counts[index] and not section.layout.cut):
                 ranges[index] = []  # saved by other ranks
                 continue
             finest = section.levels.optimizer == section.domain.depth
@@ -248,6 +257,8 @@ class ShardedState:
                     root = ranks.group_rank(src) if src in ranks.members else 0
                     for section in unit.sections:
                         ranks.broadcast(section.full, root, f"{unit.name}.modified").wait()
+                        if self._model.sharding.replicas is not None:
+                            self._model.sharding.replicas[0].spread(section.full, src, f"{unit.name}.modified")
                     unit.store_shard()
                     if self._model.update is not None:
                         self._model.take_over(unit)

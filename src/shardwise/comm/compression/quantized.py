@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from shardwise.comm.compression.averaging import BlockMean
 from shardwise.comm.compression.base import Compressor, Flat, Running
 from shardwise.comm.compression.quantize import BlockCode
 
@@ -191,6 +192,46 @@ class QuantizedReduction(Compressor):
                 self.kept.drop(lambda name: name.endswith(_SECOND))
         if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"].cpu())
+
+
+class QuantizedMean(BlockMean):
+    """The mean over ranks of one flat buffer of `numel` values, a multiple of the number of ranks, as quantised blocks.
+
+    Each rank sends its values for every owner, and each owner the mean of its range. All ranks use the sent means: the
+    result has the same bits everywhere. The fp32 errors are "worker", of this rank's values, and "server", of the means
+    of its range; both are added to the next values.
+    """
+
+    def __init__(self, comm: Communicator, numel: int, code: BlockCode, label: str, device: torch.device) -> None:
+        super().__init__()
+        self._comm, self._code, self._label = comm, code, label
+        self._shard = numel // comm.world
+        for name, size in (("worker", numel), ("server", self._shard)):
+            self.errors[name] = torch.zeros(size, dtype=torch.float32, device=device)
+
+    @override
+    def average(self, values: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+        comm, code, shard = self._comm, self._code, self._shard
+        worker, server = self.errors.values()
+        size = code.nbytes(shard)
+        # Zeros, because padding at the end of a message is sent, too.
+        sent = torch.zeros(comm.world, size, dtype=torch.uint8, device=values.device)
+        code.encode(values.view(comm.world, shard), sent, error=worker.view(comm.world, shard))
+        received, sizes = torch.empty_like(sent), [size] * comm.world
+        handle = comm.all_to_all(received.view(-1), sent.view(-1), sizes, sizes, self._label, kind="reduce")
+        yield received, sent
+        handle.wait()
+        mean = torch.empty(1, shard, dtype=torch.float32, device=values.device)
+        code.add_up(received, mean[0])
+        mean.div_(comm.world)
+        received = torch.zeros_like(sent)
+        message = received[comm.rank : comm.rank + 1]
+        code.encode(mean, message, error=server.view(1, shard))
+        del sent, mean
+        handle = comm.all_gather([(received.view(-1), message.view(-1))], self._label, kind="reduce")
+        yield (received,)
+        handle.wait()
+        code.decode(received, values.view(comm.world, shard))
 
 
 def in_blocks(

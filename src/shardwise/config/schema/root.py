@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, StepCount, key, section
 from .checkpoint import CheckpointOptions
 from .elasticity import Elasticity
+from .local import LocalSGD
 from .not_built import NotBuilt, not_built
 from .observe import (
     Comet,
@@ -131,6 +132,7 @@ class Config(ConfigSection):
     graph_harvesting: bool = key(False, "Record small kernels of the optimizer as CUDA graphs.")
     comms_logger: CommsLoggerOptions = section(CommsLoggerOptions, "Recording of collectives.")
     compression: Compression = section(Compression, "Lossy compression of gradients.")
+    local_sgd: LocalSGD = section(LocalSGD, "Replicas that train on their own between exchanges (DiLoCo).")
 
     fp16: FP16 = section(FP16, "Half precision.")
     bf16: BF16 = section(BF16, "bfloat16.", names=("bfloat16",))

@@ -24,6 +24,9 @@ from shardwise.registry import LogicalTensor
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.unit import Unit
 
+OUTER = "outer_"
+"""Prefix of the names of an outer optimizer's state (`shardwise.zero.updates.local_sgd`) in checkpoints."""
+
 StateKind = Callable[[Any, int, str], bool]
 """Whether an entry of optimizer state (value, elements of the parameter, name) has one value per element."""
 
@@ -267,7 +270,8 @@ class Update:
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
-        """Create optimizer state of a parameter (`UpdatePart.make_state`)."""
+        """Create optimizer state of a parameter (`UpdatePart.make_state`); an outer optimizer makes its own."""
+        elementwise = {key: dtype for key, dtype in elementwise.items() if not key.startswith(OUTER)}
         self.part_of(index).make_state(index, elementwise, whole, filled=filled)
 
     def cut_by(self, shared: Mapping[int, Any]) -> None:

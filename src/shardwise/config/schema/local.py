@@ -1,0 +1,60 @@
+"""Local SGD: replicas of the model that train on their own between exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from shardwise.errors import ConflictError
+
+from .base import ConfigSection, Contradiction, Int, key, section
+
+
+class OuterOptimizer(ConfigSection):
+    """`local_sgd.outer_optimizer`: the optimizer whose gradient is the mean change of the parameters."""
+
+    type: Literal["Nesterov", "SGD", "Average"] = key(
+        "Nesterov",
+        "SGD with Nesterov momentum (DiLoCo), SGD with momentum, or the mean of the parameters.",
+    )
+    lr: float | None = key(None, "Learning rate; null: 0.7 for Nesterov, 1 for SGD.", gt=0)
+    momentum: float | None = key(None, "Momentum; null: 0.9 for Nesterov, 0 for SGD.", ge=0, lt=1)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, by default that of the type."""
+        return (0.7 if self.type == "Nesterov" else 1.0) if self.lr is None else self.lr
+
+    @property
+    def decay(self) -> float:
+        """The momentum, by default that of the type; 0: none."""
+        return (0.9 if self.type == "Nesterov" else 0.0) if self.momentum is None else self.momentum
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield options of a mean."""
+        for name in ("lr", "momentum"):
+            if self.type == "Average" and getattr(self, name) is not None:
+                yield name, f"belongs to {at('type')} Nesterov and SGD, which is Average; remove it", ConflictError
+
+
+class LocalSGD(ConfigSection):
+    """`local_sgd`: local SGD and DiLoCo. Not a section of DeepSpeed."""
+
+    enabled: bool = key(False, "Replicas exchange parameters at intervals instead of gradients in each step.")
+    sync_every: Int = key(100, "Steps between two exchanges of a parameter.", gt=0)
+    replica_size: Int | None = key(
+        None,
+        "Adjacent ranks of a replica, over which ZeRO divides; null: those of the mesh, or of a machine.",
+        gt=0,
+    )
+    outer_optimizer: OuterOptimizer = section(OuterOptimizer, "Steps on the mean change over replicas.")
+    fragments: Int = key(1, "Parts of the model that are exchanged at different steps of an interval.", gt=0)
+    quantize_bits: Literal[4, 8] | None = key(
+        None, "Bits of an exchanged value, with error feedback; null: fp32, exactly."
+    )
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield more fragments than steps."""
+        if self.fragments > self.sync_every:
+            message = f"is {self.fragments}, and {at('sync_every')} = {self.sync_every}: one step has one at most"
+            yield "fragments", message, ConflictError

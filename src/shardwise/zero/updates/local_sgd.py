@@ -1,0 +1,300 @@
+"""Local SGD: replicas step on their own, and exchange at intervals the change of their parameters.
+
+Stich, "Local SGD converges fast and communicates little", 2018 (arXiv 1805.09767). Douillard et al., "DiLoCo:
+Distributed low-communication training of language models", 2023 (arXiv 2311.08105). Fragments: Douillard et al.,
+"Streaming DiLoCo with overlapping communication", 2025 (arXiv 2501.18512), without the overlap.
+
+Each rank keeps its range of the parameters that replicas last agreed on, in fp32, and the momentum of the outer
+optimizer. In an exchange the mean over replicas of (agreed - own parameters) is the gradient of the outer optimizer,
+whose result becomes the agreed parameters. All replicas compute the same bits, so each is complete without the others.
+The inner optimizer's state is the replica's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from shardwise.comm.compression import BlockCode
+from shardwise.comm.compression.averaging import BlockMean, ExactMean, average
+from shardwise.comm.compression.quantized import QuantizedMean
+from shardwise.comm.domain import Domains
+from shardwise.comm.replicas import Replicas
+from shardwise.errors import ConflictError, DesyncError, UsageError
+from shardwise.memory import Accountant, Category
+from shardwise.memory.places import ALL_ON_DEVICE
+from shardwise.zero.units.flat_param import FlatParamStorage
+from shardwise.zero.units.plan import Plan
+from shardwise.zero.units.unit import Unit
+from shardwise.zero.updates.segments import SegmentUpdate
+from shardwise.zero.updates.update import OUTER, Stepping, Update
+
+if TYPE_CHECKING:
+    from shardwise.config.schema.local import LocalSGD
+
+MOMENTUM = OUTER + "momentum"
+"""Name of the outer optimizer's momentum in checkpoints, beside the state of the inner optimizer."""
+
+
+@dataclass
+class _Outer:
+    """Outer state of this rank's master weights in a flat parameter; `numel` is padded for the exchange."""
+
+    name: str
+    section: FlatParamStorage
+    agreed: torch.Tensor
+    momentum: torch.Tensor | None
+    mean: BlockMean
+    numel: int
+
+
+class LocalSgdUpdate(Update):
+    """Steps elementwise optimizers on each replica, and exchanges parameters between replicas.
+
+    Raises ConflictError if the plan offloads state, ranks have parameters of their own, or the optimizer needs whole
+    tensors.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        segments: SegmentUpdate,
+        replicas: Replicas,
+        settings: LocalSGD,
+        accountant: Accountant,
+    ) -> None:
+        super().__init__(optimizer, [segments])
+        self._segments, self._replicas, self._settings, self._accountant = segments, replicas, settings, accountant
+        self._outer: dict[int, list[_Outer]] = {}  # by unit
+        self._of_section: dict[int, _Outer] = {}
+        self._places: dict[int, int] = {}  # first element in the master weights, by `id` of a segment
+        self._diverged: set[int] = set()  # units
+        self._own_values: dict[str, torch.Tensor] = {}  # of a checkpoint, until they are published
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    @override
+    def bind(self, own_gradient: Any, written: Any) -> None:
+        super().bind(own_gradient, written)
+        self._places = {id(parameter): where.start for _, where, parameter in self._segments.segments}
+        hold, outer = functools.partial(self._accountant.hold, Category.OPTIMIZER), self._settings.outer_optimizer
+        for unit in self._segments.units:
+            for place, section in enumerate(unit.trainable):
+                assert section.master is not None
+                name, size = f"{unit.index}.{unit.name}.{place}", section.master.numel()
+                agreed = section.master.detach().to(torch.float32, copy=True)
+                momentum = torch.zeros_like(agreed) if outer.decay else None
+                mean, numel = self._mean(name, size, agreed.device)
+                one = _Outer(name, section, agreed, momentum, mean, numel)
+                for tensor in (agreed, momentum, *mean.errors.values()):
+                    if tensor is not None:
+                        hold(tensor)
+                self._outer.setdefault(unit.index, []).append(one)
+                self._of_section[id(section)] = one
+        if self._settings.fragments > len(self._outer):
+            raise ConflictError(
+                f"local_sgd.fragments: is {self._settings.fragments}, and the model has {len(self._outer)} units with "
+                "trained parameters, of which each fragment needs one. Lower one of fragments and reduce_bucket_size"
+            )
+        if self._replicas.count > 1:
+            self._replicas.across.connect("reduce")
+
+    def _mean(self, name: str, size: int, device: torch.device) -> tuple[BlockMean, int]:
+        across, bits = self._replicas.across, self._settings.quantize_bits
+        numel = size + -size % across.world
+        if bits is None or across.world == 1:
+            return ExactMean(across, name), numel
+        return QuantizedMean(across, numel, BlockCode(bits), name, device), numel
+
+    # -- exchange ----------------------------------------------------------------------------------------------------
+
+    def due(self, step: int | None) -> list[int]:
+        """Return the units whose replicas exchange after step `step` (from 1; None: all); the same on all ranks."""
+        if step is None:
+            return list(self._outer)
+        every, fragments = self._settings.sync_every, self._settings.fragments
+        numbers = {n for n in range(fragments) if (step + n * every // fragments) % every == 0}
+        return [unit for place, unit in enumerate(self._outer) if place % fragments in numbers]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether replicas have stepped since an exchange of some unit."""
+        return bool(self._diverged)
+
+    @override
+    def _step(self, factor: float | torch.Tensor) -> None:
+        super()._step(factor)
+        self._diverged.update(self._outer)
+
+    @torch.no_grad()
+    def exchange(self, units: Iterable[int]) -> None:
+        """Step the outer optimizer on some units (all ranks call); `publish` of them follows."""
+        self._check_groups()
+        outer, chosen = self._settings.outer_optimizer, [one for unit in units for one in self._outer[unit]]
+        hold = functools.partial(self._accountant.hold, Category.BUFFERS)
+        changes = []
+        for one in chosen:
+            assert one.section.master is not None
+            change = one.agreed.new_zeros(one.numel)
+            hold(change)
+            torch.sub(one.agreed, one.section.master.detach(), out=change[: one.agreed.numel()])
+            changes.append(change)
+        average([one.mean for one in chosen], changes, hold)
+        for one, change in zip(chosen, changes, strict=True):
+            gradient = change[: one.agreed.numel()]
+            if one.momentum is not None:
+                one.momentum.mul_(outer.decay).add_(gradient)
+                gradient = gradient.add_(one.momentum, alpha=outer.decay) if outer.type == "Nesterov" else one.momentum
+            one.agreed.sub_(gradient, alpha=outer.rate)
+
+    def _check_groups(self) -> None:
+        """Raise DesyncError if options of parameter groups differ between replicas."""
+        options = [
+            {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+            for group in self.optimizer.param_groups
+        ]
+        texts = self._replicas.across.fingerprints(repr([sorted(group.items()) for group in options]), "param_groups")
+        others = [number for number, text in enumerate(texts) if text != texts[0]]
+        if others:
+            raise DesyncError(
+                f"local_sgd: options of the optimizer's parameter groups (lr, betas, ...) differ between replicas: "
+                f"replica 0 and {others} (this is {self._replicas.number}, with {options}). Set them from values that "
+                "all replicas have"
+            )
+
+    # -- agreed values -----------------------------------------------------------------------------------------------
+
+    @override
+    def publish(self, unit: Unit) -> None:
+        self._diverged.discard(unit.index)
+        for one in self._outer.get(unit.index, ()):
+            assert one.section.master is not None
+            own = self._own_values.pop(one.name, None)
+            one.section.master.detach().copy_(one.agreed if own is None else own)
+            if own is not None:
+                self._diverged.add(unit.index)
+        super().publish(unit)
+
+    @override
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        self.check_agreed(f"parameters of unit {unit.name!r}")
+        super().refresh(unit, loaded)
+        for one in self._outer.get(unit.index, ()):
+            assert one.section.master is not None
+            one.agreed.copy_(one.section.master.detach())
+
+    @override
+    def check_agreed(self, what: str) -> None:
+        if self._diverged:
+            raise UsageError(
+                f"{what} changed while replicas differ: they have made steps of their own since they last exchanged. "
+                "Call engine.synchronize_replicas() on all ranks before changing them"
+            )
+
+    @override
+    def check_movable(self, what: str) -> None:
+        raise UsageError(f"{what}: with local_sgd the optimizer's state stays on the device. Leave local_sgd out")
+
+    @override
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        return [(start, stop, one.agreed[places]) for start, stop, one, places in self._pieces(index)]
+
+    @override
+    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
+        if key != MOMENTUM:
+            return super().state_pieces(index, key)
+        pieces = self._pieces(index)
+        return [(start, stop, one.momentum[at]) for start, stop, one, at in pieces if one.momentum is not None]
+
+    def _pieces(self, index: int) -> list[tuple[int, int, _Outer, slice]]:
+        found = []
+        for section, piece, parameter in self._segments.runs.get(index, ()):
+            first = self._places[id(parameter)] + piece.offset
+            places = slice(first, first + piece.stop - piece.start)
+            found.append((piece.start, piece.stop, self._of_section[id(section)], places))
+        return found
+
+    @override
+    def state(self, index: int) -> Mapping[str, Any]:
+        momenta = [one.momentum for _, _, one, _ in self._pieces(index) if one.momentum is not None]
+        return {**super().state(index), **({MOMENTUM: momenta[0]} if momenta else {})}
+
+    @override
+    def clear_state(self) -> None:
+        super().clear_state()
+        for one in self._of_section.values():
+            for tensor in (one.momentum, *one.mean.errors.values()):
+                if tensor is not None:
+                    tensor.zero_()
+
+    @override
+    def cut_by(self, shared: Mapping[int, Any]) -> None:
+        super().cut_by(shared)
+        self._places = {id(parameter): where.start for _, where, parameter in self._segments.segments}
+
+    # -- state of single replicas in checkpoints ---------------------------------------------------------------------
+
+    def layout(self) -> dict[str, Any]:
+        """Return the facts of a checkpoint from which another layout can be told."""
+        sections = [(one.name, one.section.layout.numel, one.agreed.numel()) for one in self._of_section.values()]
+        text = repr((self._replicas.count, self._replicas.own.world, sections))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return {"replicas": self._replicas.count, "agreed": not self._diverged, "layout": digest}
+
+    @override
+    def rank_state(self) -> dict[str, Any] | None:
+        inner = [self.optimizer.state.get(parameter, {}) for _, _, parameter in self._segments.segments]
+        chosen = [one for unit in sorted(self._diverged) for one in self._outer[unit]]
+        return {
+            **self.layout(),
+            "values": {one.name: one.section.master for one in chosen},
+            "inner": [dict(state) for state in inner] if self._replicas.number else [],
+            "errors": {one.name: one.mean.errors for one in self._of_section.values() if one.mean.errors},
+        }
+
+    @override
+    def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
+        if state is None or state.get("layout") != self.layout()["layout"]:
+            return False
+        for (_, _, parameter), saved in zip(self._segments.segments, state["inner"], strict=False):
+            known = self.optimizer.state[parameter]
+            for name, value in saved.items():
+                if isinstance(value, torch.Tensor) and isinstance(known.get(name), torch.Tensor):
+                    known[name].copy_(value)
+                else:
+                    known[name] = value
+        for one in self._of_section.values():
+            for name, error in one.mean.errors.items():
+                error.copy_(state["errors"][one.name][name])
+        self._own_values = dict(state["values"])
+        self._segments.hold_state()
+        return True
+
+    @property
+    def has_own_values(self) -> bool:
+        """Whether a checkpoint has brought this replica's own parameters, which are to be published."""
+        return bool(self._own_values)
+
+
+def check_local(domains: Domains, plan: Plan, stepping: Stepping) -> None:
+    """Raise ConflictError for what local SGD cannot have."""
+    if plan.where != ALL_ON_DEVICE:
+        raise ConflictError(
+            "local_sgd: state cannot be elsewhere than on the device. Remove offload_optimizer and "
+            "offload_param from zero_optimization"
+        )
+    if domains.others:
+        raise ConflictError(
+            "local_sgd: parameters that only some ranks share (declare_part) are not supported. Leave local_sgd out"
+        )
+    if stepping.whole or stepping.communicates:
+        raise ConflictError(
+            "local_sgd: needs an optimizer with one value of state per element (SGD, Adam, AdamW, Lion, Adagrad), and "
+            "this one steps whole tensors, or communicates itself. Take another one"
+        )
