@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from tests.harness import of_all_ranks, on_ranks
-from tests.harness.training import parameters_digest
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.compression import BlockCode
+from shardwise.comm.compression.quantized import QuantizedMean
+from shardwise.comm.ledger import Ledger
+from shardwise.config import resolve
+from shardwise.errors import CheckpointError, ConfigError, ConflictError, DesyncError, UsageError
+from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
+from tests.harness.training import digest, parameters_digest
 from tests.models import CASES
 
 CASE = CASES["gpt"]
@@ -21,7 +30,9 @@ INNER = {
 }
 
 
-def engine_of(stage: int = 0, inner: str = "AdamW", size: int = 1, precision: str = "fp32", **local: Any) -> Any:
+def engine_of(
+    stage: int = 0, inner: str = "AdamW", size: int | None = 1, precision: str = "fp32", mesh: Any = None, **local: Any
+) -> Any:
     model = CASE.make()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
@@ -29,7 +40,7 @@ def engine_of(stage: int = 0, inner: str = "AdamW", size: int = 1, precision: st
         "local_sgd": {"enabled": True, "replica_size": size, **local},
         "bf16": {"enabled": precision == "bf16"},
     }
-    return shardwise.initialize(model=model, optimizer=INNER[inner](model.parameters()), config=config)[0]
+    return shardwise.initialize(model=model, optimizer=INNER[inner](model.parameters()), config=config, mesh=mesh)[0]
 
 
 def train(engine: Any, steps: range, rank: int | None = None) -> None:
@@ -49,22 +60,28 @@ class Simulated:
         self.agreed = CASE.make()
         self.outer = outer(list(self.agreed.parameters()))
 
-    def step(self, number: int) -> None:
+    def number_of(self, rank: int) -> int:
+        return next(number for number, ranks in enumerate(self.replicas) if rank in ranks)
+
+    def step(self, number: int, exchanged: set[str] | None = None) -> None:
         for ranks, model, inner in zip(self.replicas, self.models, self.inner, strict=True):
             losses = [CASE.loss(model, CASE.data(number, 0, rank, torch.float32)) for rank in ranks]
             inner.zero_grad()
             (sum(losses) / len(losses)).backward()
             inner.step()
-        if (number + 1) % self.every == 0:
-            self.exchange()
+        if exchanged is None and (number + 1) % self.every == 0:
+            exchanged = {name for name, _ in self.agreed.named_parameters()}
+        if exchanged:
+            self.exchange(exchanged)
 
-    def exchange(self) -> None:
-        groups = zip(self.agreed.parameters(), *(model.parameters() for model in self.models), strict=True)
-        for agreed, *own in groups:
-            agreed.grad = torch.stack([agreed.detach() - one.detach() for one in own]).mean(0)
+    def exchange(self, names: set[str]) -> None:
+        for name, agreed in self.agreed.named_parameters():
+            own = [model.get_parameter(name) for model in self.models]
+            agreed.grad = torch.stack([agreed - one for one in own]).detach().mean(0) if name in names else None
         self.outer.step()
         for model in self.models:
-            model.load_state_dict(self.agreed.state_dict())
+            for name in names:
+                model.get_parameter(name).data.copy_(self.agreed.get_parameter(name))
 
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -77,14 +94,272 @@ def assert_same(engine: Any, model: nn.Module, tolerance: float = 1e-5) -> None:
         assert torch.allclose(found[name].float(), expected, rtol=tolerance, atol=tolerance), name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@on_ranks(2)
-def test_two_replicas(stage: int) -> None:
-    simulated = Simulated([[0], [1]], "AdamW", 3, nesterov)
-    engine = engine_of(stage, sync_every=3)
-    for step in range(9):
+def as_simulated(engine: Any, simulated: Simulated, steps: int) -> None:
+    number = simulated.number_of(dist.get_rank())
+    for step in range(steps):
         simulated.step(step)
         train(engine, range(step, step + 1))
-        assert_same(engine, simulated.models[dist.get_rank()])
+        assert_same(engine, simulated.models[number])
+
+
+def across(engine: Any) -> int:
+    """Bytes that this rank has sent to other replicas."""
+    return sum(r.sent for r in engine.ledger.records() if r.group == "replicate" and ".initial" not in r.label)
+
+
+# -- what is computed --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_diloco_of_two_replicas_is_that_of_one_process() -> None:
+    for stage in (0, 3):
+        engine = engine_of(stage, sync_every=3)
+        as_simulated(engine, Simulated([[0], [1]], "AdamW", 3, nesterov), 9)
+        assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), thorough(3)])
+@on_ranks(4)
+def test_replicas_of_two_ranks(stage: int) -> None:
+    engine = engine_of(stage, size=2, sync_every=3)
+    as_simulated(engine, Simulated([[0, 1], [2, 3]], "AdamW", 3, nesterov), 6)
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
     engine.destroy()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    engine = engine_of(stage, size=None, mesh=mesh, sync_every=2, outer_optimizer={"type": "SGD", "momentum": 0.5})
+    heavy_ball = lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5)  # noqa: E731
+    as_simulated(engine, Simulated([[0, 2], [1, 3]], "AdamW", 2, heavy_ball), 4)
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_a_mean_after_each_step_is_data_parallel_sgd() -> None:
+    found = []
+    for local in ({"sync_every": 1, "outer_optimizer": {"type": "Average"}}, {"enabled": False, "replica_size": None}):
+        engine = engine_of(1, "SGD", **local)
+        train(engine, range(6))
+        found.append(engine.module_state_dict())
+        engine.destroy()
+    for name, values in found[0].items():
+        assert torch.allclose(values, found[1][name], rtol=1e-6, atol=1e-7), name
+
+
+@on_ranks(2)
+def test_fragments_are_exchanged_at_their_own_steps() -> None:
+    engine = engine_of(1, sync_every=4, fragments=2)
+    units = [{t.name for t in unit.tensors} for unit in engine.sharded.units]
+    firsts = [set().union(*units[0::2]), set().union(*units[1::2])]
+    simulated = Simulated([[0], [1]], "AdamW", 4, nesterov)
+    for step in range(1, 11):
+        chosen = [names for names, offset in zip(firsts, (0, 2), strict=True) if (step + offset) % 4 == 0]
+        simulated.step(step, exchanged=set().union(*chosen))
+        train(engine, range(step, step + 1))
+        assert_same(engine, simulated.models[dist.get_rank()])
+    simulated.step(11, exchanged={name for names in firsts for name in names})
+    before = engine.sharded.local.diverged
+    train(engine, range(11, 12))
+    engine.synchronize_replicas()
+    assert before
+    assert not engine.sharded.local.diverged
+    assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+    engine.destroy()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@on_ranks(2)
+def test_quantised_exchanges_have_error_feedback_and_the_same_bits(bits: int) -> None:
+    random = torch.Generator().manual_seed(dist.get_rank())
+    job = Communicator(None, Ledger(), torch.device("cpu"))
+    mean, total, sent = QuantizedMean(job, 1000, BlockCode(bits), "test", job.device), 0.0, 0.0
+    for _ in range(20):
+        values = torch.randn(1000, generator=random)
+        exact = sum(of_all_ranks(values.clone())) / 2
+        for _ in mean.average(values):
+            pass
+        assert len(set(of_all_ranks(digest([values])))) == 1
+        total, sent = total + exact, sent + values
+    rest = sum(of_all_ranks(mean.errors["worker"])) / 2 + torch.cat(of_all_ranks(mean.errors["server"]))
+    assert torch.allclose(sent + rest, total, atol=1e-4)  # what has not been sent is kept
+    assert float(rest.norm() / total.norm()) < (0.01 if bits == 8 else 0.2)
+
+
+@on_ranks(2)
+def test_bytes_between_replicas() -> None:
+    sent = {}
+    for name, local in {
+        "each step": {"sync_every": 1},
+        "8 steps": {"sync_every": 8},
+        "8 steps, fragments": {"sync_every": 8, "fragments": 2},
+        "8 bits": {"sync_every": 8, "quantize_bits": 8},
+        "4 bits": {"sync_every": 8, "quantize_bits": 4},
+    }.items():
+        engine = engine_of(1, **local)
+        train(engine, range(2))
+        before = across(engine) if name == "each step" else 0
+        train(engine, range(2, 16))
+        sent[name] = across(engine) - before
+        elements = sum(unit.trainable[0].layout.numel for unit in engine.sharded.units)
+        options = 2 * 32 if name != "8 steps, fragments" else 4 * 32  # digests of parameter groups
+        assert name == "each step" or sent[name] >= options
+        engine.destroy()
+    exact = 2 * 4 * elements  # two exchanges: a reduce-scatter and an all-gather of half of 4 bytes to the one other
+    print(sent, exact)
+    assert exact <= sent["8 steps"] <= exact * 1.02
+    assert sent["each step"] == pytest.approx(7 * sent["8 steps"], rel=0.01)
+    assert sent["8 steps, fragments"] == pytest.approx(sent["8 steps"], rel=0.02)
+    assert sent["8 bits"] < 0.30 * sent["8 steps"]
+    assert sent["4 bits"] < 0.18 * sent["8 steps"]
+
+
+@on_ranks(2)
+def test_norm_loss_and_options_of_a_replica() -> None:
+    engine = engine_of(0, "SGD", sync_every=2)
+    rank, model = dist.get_rank(), CASE.make()
+    CASE.loss(model, CASE.data(0, 0, rank, torch.float32)).backward()
+    own = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    train(engine, range(1))
+    assert engine.get_global_grad_norm() == pytest.approx(float(own), rel=1e-5)
+    engine.optimizer.param_groups[0]["lr"] = 0.05 + 0.01 * rank
+    with pytest.raises(DesyncError, match="replica 0 and \\[1\\]"):
+        train(engine, range(1, 2))
+    engine.destroy()
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_initial_and_changed_parameters_are_those_of_one_rank() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = CASES["gpt"].build()
+    for parameter in model.parameters():
+        parameter.data.add_(dist.get_rank())
+    config = {"train_micro_batch_size_per_gpu": 2, "local_sgd": {"enabled": True, "replica_size": 1, "sync_every": 2}}
+    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    optimizer = INNER["AdamW"](model.parameters())
+    engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+    assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+    parameter = next(engine.module.parameters())
+    with shardwise.zero.GatheredParameters(parameter, modifier_rank=1):
+        if dist.get_rank() == 1:
+            parameter.data.fill_(0.5)
+    assert torch.equal(safe_get_full_fp32_param(parameter), torch.full(parameter.shape, 0.5))
+    assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+    train(engine, range(1))
+    with pytest.raises(UsageError, match="synchronize_replicas"):
+        safe_set_full_fp32_param(parameter, torch.zeros(parameter.shape))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, thorough(1), 3])
+@pytest.mark.parametrize("fragments", [1, 2])
+@on_ranks(2)
+def test_resumed_between_exchanges(tmp_path: Path, stage: int, fragments: int) -> None:
+    local = {"sync_every": 4, "fragments": fragments, "quantize_bits": 8 if fragments == 2 else None}
+    engine = engine_of(stage, **local)
+    train(engine, range(6))
+    engine.save_checkpoint(str(tmp_path))
+    agreed = engine.sharded.local.layout()
+    train(engine, range(6, 10))
+    expected = parameters_digest(engine.module)
+    engine.destroy()
+    engine = engine_of(stage, **local)
+    engine.load_checkpoint(str(tmp_path))
+    assert engine.sharded.local.layout() == agreed
+    train(engine, range(6, 10))
+    assert parameters_digest(engine.module) == expected
+    engine.destroy()
+
+
+def saved(directory: str) -> dict[str, torch.Tensor]:
+    engine = engine_of(1, sync_every=4)
+    train(engine, range(8))
+    engine.save_checkpoint(directory, tag="agreed")
+    values = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    train(engine, range(8, 9))
+    engine.save_checkpoint(directory, tag="apart")
+    assert not torch.equal(next(iter(values.values())), next(iter(engine.module_state_dict().values())))
+    engine.destroy()
+    return values
+
+
+def loaded(directory: str, values: dict[str, torch.Tensor], **local: Any) -> list[str]:
+    engine = engine_of(3, **local)
+    engine.load_checkpoint(directory, tag="agreed")
+    assert all(torch.equal(value, values[name]) for name, value in engine.module_state_dict().items())
+    momentum = None
+    if engine.sharded.local is not None:
+        momentum = safe_get_full_optimizer_state(next(engine.module.parameters()), "outer_momentum")
+        assert momentum.abs().sum() > 0
+    assert not any("outer_momentum" in state for state in engine.optimizer.state.values())
+    with pytest.raises(CheckpointError, match="2 replicas between two exchanges"):
+        engine.load_checkpoint(directory, tag="apart")
+    engine.load_checkpoint(directory, tag="apart", load_optimizer_states=False)
+    assert all(torch.equal(value, values[name]) for name, value in engine.module_state_dict().items())
+    train(engine, range(8, 11))
+    engine.synchronize_replicas()
+    digests = of_all_ranks(parameters_digest(engine.module))
+    engine.destroy()
+    return digests
+
+
+def test_loaded_by_other_replicas(tmp_path: Path) -> None:
+    values = run_ranks(saved, 2, str(tmp_path))[0]
+    for ranks, local in ((4, {"sync_every": 4}), (2, {"sync_every": 4, "size": 2}), (1, {"enabled": False})):
+        digests = run_ranks(loaded, ranks, str(tmp_path), values, **local)[0]
+        assert len(set(digests)) == 1
+
+
+@on_ranks(2)
+def test_memory_is_planned() -> None:
+    for stage, fragments, bits in ((0, 1, None), (1, 1, 8), (3, 2, None)):
+        engine = engine_of(stage, sync_every=2, fragments=fragments, quantize_bits=bits, precision="bf16")
+        train(engine, range(4))
+        engine.accountant.reset_peak()
+        train(engine, range(4, 8))
+        report = engine.memory_report(CASE.data(0, 0, 0, torch.float32)["tokens"])
+        print(stage, bits, report)
+        engine.destroy()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"non_finite": "skip"}, "non_finite"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}}, "bf16.check_grad_overflow"),
+        ({"anomaly_watch": {"enabled": True, "loss_spike": "skip"}}, "anomaly_watch.loss_spike"),
+        ({"checkpoint": {"memory_copies": {"every": 10}}}, "checkpoint.memory_copies"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
+        ({"compression": {"type": "int8"}}, "compression.type"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel.enabled"),
+        ({"local_sgd": {"enabled": True, "replica_size": 3}}, "local_sgd.replica_size"),
+        ({"local_sgd": {"enabled": True, "sync_every": 2, "fragments": 3}}, "local_sgd.fragments"),
+        ({"local_sgd": {"outer_optimizer": {"type": "Average", "lr": 1.0}}}, "local_sgd.outer_optimizer.lr"),
+    ],
+)
+def test_refused_settings(config: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError, match=path):
+        resolve({"train_batch_size": 8, "local_sgd": {"enabled": True}, **config}, world_size=4)
+
+
+@on_ranks(2)
+def test_refused_models() -> None:
+    with pytest.raises(ConflictError, match="fragments: is 50"):
+        engine_of(1, fragments=50)
+    model = CASE.make()
+    config = {"train_micro_batch_size_per_gpu": 2, "local_sgd": {"enabled": True, "replica_size": 1}}
+    with pytest.raises(ConflictError, match="one value of state per element"):
+        shardwise.initialize(model=model, config={**config, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})

@@ -407,7 +407,8 @@ class Checkpoints:
             self._log(
                 f"{loaded.path}: what each rank has not sent yet (the errors of compressed communication, and steps of "
                 f"its own since the last average) is dropped, because it belongs to {len(loaded.manifest.ranks)} ranks "
-                "and the layout it was saved with; training goes on from what all ranks agree on"
+                "and the layout it was saved with; training goes on from what all ranks agree on, with the optimizer "
+                "state of the first replica where replicas had their own (local_sgd)"
             )
 
     def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool, going_back: bool) -> None:

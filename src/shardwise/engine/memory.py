@@ -255,7 +255,9 @@ class MemoryReporting(StepObserver):
 
     def _target(self) -> PlanningTarget:
         sharded, batches = self.sharded, self._batches
-        target = PlanningTarget.of(sharded.module, sharded.optimizer, self._resolution, sharded.domain, self._place)
+        replicas = None if sharded.sharding.replicas is None else sharded.sharding.replicas[0]
+        model, domain = (sharded.module, sharded.optimizer), sharded.domain
+        target = PlanningTarget.of(*model, self._resolution, domain, self._place, replicas)
         setting = replace(target.setting, micro_batch=batches.micro, accumulation=batches.steps)
         return replace(target, groups=sharded.client_groups, setting=setting)
 

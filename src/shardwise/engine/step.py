@@ -147,7 +147,7 @@ class TrainStep:
         self._forwards = self._backwards = 0  # since the last `take`
         self._scheduled: Any = object()  # `last_epoch` at the next step if the script also steps the schedule
         self._own_schedule_steps = 0
-        self._inputs: SameInputs | None = SameInputs(job.world) if batches.ranks > 1 else None
+        self._inputs: SameInputs | None = SameInputs(job.world) if min(batches.ranks, job.world) > 1 else None
         self._reference_agreed = False
         self._pending: tuple[Later, StepGradients, bool] | None = None
         self.attach()

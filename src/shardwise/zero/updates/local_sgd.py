@@ -75,6 +75,7 @@ class LocalSgdUpdate(Update):
         self._of_section: dict[int, _Outer] = {}
         self._places: dict[int, int] = {}  # first element in the master weights, by `id` of a segment
         self._diverged: set[int] = set()  # units
+        self._planning = False  # each step exchanges the largest fragment
         self._own_values: dict[str, torch.Tensor] = {}  # of a checkpoint, until they are published
 
     # -- building ----------------------------------------------------------------------------------------------------
@@ -118,9 +119,16 @@ class LocalSgdUpdate(Update):
         """Return the units whose replicas exchange after step `step` (from 1; None: all); the same on all ranks."""
         if step is None:
             return list(self._outer)
-        every, fragments = self._settings.sync_every, self._settings.fragments
-        numbers = {n for n in range(fragments) if (step + n * every // fragments) % every == 0}
-        return [unit for place, unit in enumerate(self._outer) if place % fragments in numbers]
+        every, count, units = self._settings.sync_every, self._settings.fragments, list(self._outer)
+        parts = [units[number::count] for number in range(count)]  # not runs of units, which differ in size more
+        if self._planning:
+            return max(parts, key=lambda part: sum(one.numel for unit in part for one in self._outer[unit]))
+        return [u for n, part in enumerate(parts) if (step + n * every // count) % every == 0 for u in part]
+
+    @override
+    def begin_averaging(self) -> bool:
+        self._planning = True
+        return True
 
     @property
     def diverged(self) -> bool:
