@@ -77,6 +77,10 @@ def ways(steps: int, nproc: int) -> list[Way]:
         keys = {"stage3_param_persistence_threshold": 0, **keys}  # small as it is, the model is gathered
         return Way("zeropp", name, stage=3, more={"zero_optimization": keys})
 
+    def local(name: str, **keys: Any) -> Way:
+        keys = {"enabled": True, "replica_size": node, "sync_every": 8, **keys}
+        return Way("local_sgd", name, more={"local_sgd": keys})
+
     def bf16(name: str, **keys: Any) -> Way:
         return Way("precision", name, more={"bf16": {"enabled": True, **keys}})
 
@@ -122,6 +126,12 @@ def ways(steps: int, nproc: int) -> list[Way]:
             zero_quantized_gradients=True,
             zero_node_size=node,
         ),
+        Way("local_sgd", "gradients, each step", more={"zero_optimization": {"mics_shard_size": node}}),
+        local("mean, 8 steps", outer_optimizer={"type": "Average"}),
+        local("Nesterov, 8 steps"),
+        local("Nesterov, 8 steps, 4 fragments", fragments=4),
+        local("Nesterov, 8 steps, 8 bits", quantize_bits=8),
+        local("Nesterov, 8 steps, 4 bits", quantize_bits=4),
         Way("precision", "fp32"),
         bf16("bf16, fp32 masters"),
         bf16("bf16 only, nearest", master_weights="none", rounding="nearest"),
@@ -184,10 +194,14 @@ def train(way: Way, steps: int) -> Row:
     engine, *_ = shardwise.initialize(model=NextByte(), config=way.config())
     start = time.perf_counter()
     seen, sent, marks, total = [], [], [], torch.zeros(())
+    between, known = 0, 0  # bytes to other replicas, and the first record that is not counted
     for step in range(steps):
         loss = engine(windows(data, step * dist.get_world_size() + dist.get_rank(), SIZE.rows))
         engine.backward(loss)
         engine.step()
+        records = list(engine.ledger.records(known))
+        between += sum(record.sent for record in records if record.group == "replicate")
+        known = records[-1].sequence + 1 if records else known
         total += loss.detach()
         if (step + 1) % EVERY == 0:
             seen.append(mean(total / EVERY))
@@ -195,6 +209,7 @@ def train(way: Way, steps: int) -> Row:
             marks.append(step + 1)
             total.zero_()
     seconds = time.perf_counter() - start
+    engine.synchronize_replicas()
     engine.eval()
     with torch.no_grad():
         final = mean(torch.stack([engine(windows(held_out, seed, 16)) for seed in range(8)]).mean())
@@ -203,6 +218,7 @@ def train(way: Way, steps: int) -> Row:
     last = (sent[-1] - sent[-2]) / EVERY / parameters
     figures = {"last_loss": seen[-1], "held_out": final, "taken_s": seconds, "parameters": parameters}
     figures |= {"sent_bytes_a_parameter": sent[-1] / steps / parameters, "last_sent_bytes_a_parameter": last}
+    figures["replicas_sent_bytes_a_parameter"] = between / steps / parameters
     curves = {"steps": marks, "loss": seen, "sent_bytes": sent}
     return {"system": way.name, **figures, **curves, "group": way.group, "configuration": way.config()}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +96,9 @@ def assert_same(engine: Any, model: nn.Module, tolerance: float = 1e-5) -> None:
         assert torch.allclose(found[name].float(), expected, rtol=tolerance, atol=tolerance), name
 
 
-def as_simulated(engine: Any, simulated: Simulated, steps: int) -> None:
+def as_simulated(engine: Any, simulated: Simulated, steps: range) -> None:
     number = simulated.number_of(dist.get_rank())
-    for step in range(steps):
+    for step in steps:
         simulated.step(step)
         train(engine, range(step, step + 1))
         assert_same(engine, simulated.models[number])
@@ -114,7 +116,7 @@ def across(engine: Any) -> int:
 def test_diloco_of_two_replicas_is_that_of_one_process() -> None:
     for stage in (0, 3):
         engine = engine_of(stage, sync_every=3)
-        as_simulated(engine, Simulated([[0], [1]], "AdamW", 3, nesterov), 9)
+        as_simulated(engine, Simulated([[0], [1]], "AdamW", 3, nesterov), range(9))
         assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
         engine.destroy()
 
@@ -123,13 +125,13 @@ def test_diloco_of_two_replicas_is_that_of_one_process() -> None:
 @on_ranks(4)
 def test_replicas_of_two_ranks(stage: int) -> None:
     engine = engine_of(stage, size=2, sync_every=3)
-    as_simulated(engine, Simulated([[0, 1], [2, 3]], "AdamW", 3, nesterov), 6)
+    as_simulated(engine, Simulated([[0, 1], [2, 3]], "AdamW", 3, nesterov), range(6))
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
     engine.destroy()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
     engine = engine_of(stage, size=None, mesh=mesh, sync_every=2, outer_optimizer={"type": "SGD", "momentum": 0.5})
     heavy_ball = lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5)  # noqa: E731
-    as_simulated(engine, Simulated([[0, 2], [1, 3]], "AdamW", 2, heavy_ball), 4)
+    as_simulated(engine, Simulated([[0, 2], [1, 3]], "AdamW", 2, heavy_ball), range(4))
     engine.destroy()
 
 
@@ -200,11 +202,8 @@ def test_bytes_between_replicas() -> None:
         train(engine, range(2, 16))
         sent[name] = across(engine) - before
         elements = sum(unit.trainable[0].layout.numel for unit in engine.sharded.units)
-        options = 2 * 32 if name != "8 steps, fragments" else 4 * 32  # digests of parameter groups
-        assert name == "each step" or sent[name] >= options
         engine.destroy()
     exact = 2 * 4 * elements  # two exchanges: a reduce-scatter and an all-gather of half of 4 bytes to the one other
-    print(sent, exact)
     assert exact <= sent["8 steps"] <= exact * 1.02
     assert sent["each step"] == pytest.approx(7 * sent["8 steps"], rel=0.01)
     assert sent["8 steps, fragments"] == pytest.approx(sent["8 steps"], rel=0.02)
@@ -318,9 +317,38 @@ def test_memory_is_planned() -> None:
         train(engine, range(4))
         engine.accountant.reset_peak()
         train(engine, range(4, 8))
-        report = engine.memory_report(CASE.data(0, 0, 0, torch.float32)["tokens"])
-        print(stage, bits, report)
+        rows = engine.memory_report(CASE.data(0, 0, 0, torch.float32)["tokens"]).rows
+        for row in rows:
+            if row.name in ("parameters", "gradients", "master weights", "optimizer state", "communication buffers"):
+                assert row.measured <= row.planned <= row.measured * 1.03, (stage, row)
+        masters, state = (next(row.measured for row in rows if row.name == name) for name in NAMES)
+        errors = 0 if bits is None else 1.5  # of own values, and of the means of half of them
+        assert state == pytest.approx((4 + errors) * masters, rel=0.01)  # two moments, agreed values, outer momentum
         engine.destroy()
+
+
+NAMES = ("master weights", "optimizer state")
+
+
+@on_ranks(4)
+def test_signals_weights_and_init(tmp_path: Path) -> None:
+    rank, config = dist.get_rank(), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    config["local_sgd"] = {"enabled": True, "replica_size": 2, "sync_every": 3}
+    with shardwise.zero.Init():
+        model = CASE.make()
+    engine = shardwise.initialize(model=model, optimizer=INNER["AdamW"](model.parameters()), config=config)[0]
+    simulated = Simulated([[0, 1], [2, 3]], "AdamW", 3, nesterov)
+    engine.checkpoint_on_signal(str(tmp_path / "on_signal"), save_on=["SIGUSR1"])
+    for step in range(5):
+        if step == 3 and rank == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        as_simulated(engine, simulated, range(step, step + 1))
+    engine.save_16bit_model(str(tmp_path), "own.bin")
+    found = torch.load(tmp_path / "own.bin")
+    assert all(torch.equal(found[name], v) for name, v in engine.module_state_dict().items()) or rank > 1
+    train(engine, range(5, 6))
+    assert [path.name for path in (tmp_path / "on_signal").iterdir() if path.is_dir()] == ["global_step6"]
+    engine.destroy()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

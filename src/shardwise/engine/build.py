@@ -185,6 +185,12 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
             known = nn.Module()
         if pipeline is not None and settings.pipeline.activation_checkpoint_interval:
             pipeline.set_checkpoint_interval(settings.pipeline.activation_checkpoint_interval)
+        sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
+        if settings.local_sgd.enabled and (pipeline is not None or sequence * tensor > 1):
+            raise ConflictError(
+                "local_sgd: a replica is divided by ZeRO only, and this model is a pipeline, or has tensor or sequence "
+                f"parallelism ({requested.where or 'configured'}). Leave local_sgd out"
+            )
         check_packages(settings)
         check_shard_size(settings, requested)
 
@@ -220,7 +226,6 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
             data = whole
             copies = tie(pipeline, place, job)
 
-    sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
     lines = grid_of(whole, sequence, tensor, requested, mpu)
     if sequence * tensor > 1:
         data = whole.part(lines.data, "data_parallel")

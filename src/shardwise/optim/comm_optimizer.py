@@ -123,7 +123,7 @@ class CommOptimizer(Optimizer):
         if state is None:
             return True
         blocks = {block.name: block for block in self._blocks}
-        fits = state["world"] == self._ranks.world and all(
+        fits = state.get("world") == self._ranks.world and all(
             name in blocks and saved["worker"].numel() == blocks[name].numel for name, saved in state["blocks"].items()
         )
         if fits:

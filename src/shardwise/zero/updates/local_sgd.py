@@ -26,7 +26,7 @@ from shardwise.comm.compression.averaging import BlockMean, ExactMean, average
 from shardwise.comm.compression.quantized import QuantizedMean
 from shardwise.comm.domain import Domains
 from shardwise.comm.replicas import Replicas
-from shardwise.errors import ConflictError, DesyncError, UsageError
+from shardwise.errors import CheckpointError, ConflictError, DesyncError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ALL_ON_DEVICE
 from shardwise.zero.units.flat_param import FlatParamStorage
@@ -270,7 +270,13 @@ class LocalSgdUpdate(Update):
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
         if state is None or state.get("layout") != self.layout()["layout"]:
             return False
-        for (_, _, parameter), saved in zip(self._segments.segments, state["inner"], strict=False):
+        segments = self._segments.segments
+        if len(state["inner"]) not in (0, len(segments)):
+            raise CheckpointError(
+                f"the optimizer state of replica {self._replicas.number} has {len(state['inner'])} parts, and the "
+                f"engine {len(segments)}: parameters have other step counts. Pass load_optimizer_states=False"
+            )
+        for (_, _, parameter), saved in zip(segments, state["inner"], strict=False):
             known = self.optimizer.state[parameter]
             for name, value in saved.items():
                 if isinstance(value, torch.Tensor) and isinstance(known.get(name), torch.Tensor):
