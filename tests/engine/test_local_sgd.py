@@ -33,12 +33,18 @@ INNER = {
 
 
 def engine_of(
-    stage: int = 0, inner: str = "AdamW", size: int | None = 1, precision: str = "fp32", mesh: Any = None, **local: Any
+    stage: int = 0,
+    inner: str = "AdamW",
+    size: int | None = 1,
+    precision: str = "fp32",
+    mesh: Any = None,
+    model: Any = None,
+    **local: Any,
 ) -> Any:
-    model = CASE.make()
+    model = CASE.make() if model is None else model
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500, "stage3_param_persistence_threshold": 0},
         "local_sgd": {"enabled": True, "replica_size": size, **local},
         "bf16": {"enabled": precision == "bf16"},
     }
@@ -220,7 +226,7 @@ def test_norm_loss_and_options_of_a_replica() -> None:
     train(engine, range(1))
     assert engine.get_global_grad_norm() == pytest.approx(float(own), rel=1e-5)
     engine.optimizer.param_groups[0]["lr"] = 0.05 + 0.01 * rank
-    with pytest.raises(DesyncError, match="replica 0 and \\[1\\]"):
+    with pytest.raises(DesyncError, match="parameter groups differ between replicas"):
         train(engine, range(1, 2))
     engine.destroy()
 
@@ -228,26 +234,28 @@ def test_norm_loss_and_options_of_a_replica() -> None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (1, "bf16")])
 @on_ranks(2)
-def test_initial_and_changed_parameters_are_those_of_one_rank() -> None:
+def test_initial_and_changed_parameters_are_those_of_one_rank(stage: int, precision: str) -> None:
     torch.manual_seed(dist.get_rank())
-    model = CASES["gpt"].build()
-    for parameter in model.parameters():
-        parameter.data.add_(dist.get_rank())
-    config = {"train_micro_batch_size_per_gpu": 2, "local_sgd": {"enabled": True, "replica_size": 1, "sync_every": 2}}
-    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    optimizer = INNER["AdamW"](model.parameters())
-    engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+    model = CASE.build()
+    engine = engine_of(stage, precision=precision, model=model, sync_every=2)
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
     parameter = next(engine.module.parameters())
     with shardwise.zero.GatheredParameters(parameter, modifier_rank=1):
         if dist.get_rank() == 1:
             parameter.data.fill_(0.5)
     assert torch.equal(safe_get_full_fp32_param(parameter), torch.full(parameter.shape, 0.5))
+    safe_set_full_fp32_param(parameter, torch.full(parameter.shape, 0.125))
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+    with shardwise.zero.GatheredParameters(parameter):
+        assert float(parameter.mean()) == 0.125
     train(engine, range(1))
     with pytest.raises(UsageError, match="synchronize_replicas"):
         safe_set_full_fp32_param(parameter, torch.zeros(parameter.shape))
+    train(engine, range(1, 2))
+    assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+    assert 0 < float((safe_get_full_fp32_param(parameter) - 0.125).abs().max()) < 0.1
     engine.destroy()
 
 

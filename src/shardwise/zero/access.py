@@ -101,7 +101,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         stepped = _as_stepped(model, index, value)
         for start, stop, master in model.update.master_pieces(index):
             master.copy_(stepped[start:stop])
-    if unit.state is UnitState.SHARDED:
+    if unit.state is UnitState.SHARDED or model.local is not None:
         model.state.publish([unit])
     else:
         model.shards_written()
@@ -223,6 +223,11 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
         return
     model, index = found
     assert model.update is not None
+    if model.local is not None:
+        raise UsageError(
+            "safe_set_local_fp32_param: not with local_sgd, because ranks of one place in all replicas "
+            "need one value. Take safe_set_full_fp32_param"
+        )
     model.share_changes()
     with _acquired(model, index, written=True):
         _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)

@@ -143,8 +143,8 @@ class LocalSgdUpdate(Update):
     @torch.no_grad()
     def exchange(self, units: Iterable[int]) -> None:
         """Step the outer optimizer on some units (all ranks call); `publish` of them follows."""
-        self._check_groups()
         outer, chosen = self._settings.outer_optimizer, [one for unit in units for one in self._outer[unit]]
+        self._check_alike(chosen)
         hold = functools.partial(self._accountant.hold, Category.BUFFERS)
         changes = []
         for one in chosen:
@@ -161,20 +161,24 @@ class LocalSgdUpdate(Update):
                 gradient = gradient.add_(one.momentum, alpha=outer.decay) if outer.type == "Nesterov" else one.momentum
             one.agreed.sub_(gradient, alpha=outer.rate)
 
-    def _check_groups(self) -> None:
-        """Raise DesyncError if options of parameter groups differ between replicas."""
+    def _check_alike(self, chosen: Iterable[_Outer]) -> None:
+        """Raise DesyncError if options of parameter groups, or agreed parameters, differ between replicas."""
+        across, number = self._replicas.across, self._replicas.number
+        if across.imagined or across.world == 1:
+            return
         options = [
-            {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+            sorted((name, value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple)))
             for group in self.optimizer.param_groups
         ]
-        texts = self._replicas.across.fingerprints(repr([sorted(group.items()) for group in options]), "param_groups")
-        others = [number for number, text in enumerate(texts) if text != texts[0]]
-        if others:
-            raise DesyncError(
-                f"local_sgd: options of the optimizer's parameter groups (lr, betas, ...) differ between replicas: "
-                f"replica 0 and {others} (this is {self._replicas.number}, with {options}). Set them from values that "
-                "all replicas have"
-            )
+        sums = torch.stack([one.agreed.view(torch.int32).sum() for one in chosen]).tolist()  # of bits, in any order
+        for what, value in (("options of the optimizer's parameter groups", options), ("agreed parameters", sums)):
+            texts = across.fingerprints(repr(value), "replicas")
+            others = [other for other, text in enumerate(texts) if text != texts[0]]
+            if others:
+                raise DesyncError(
+                    f"local_sgd: {what} differ between replicas: {others} have others than 0, and this one ({number}) "
+                    f"has {value!s:.300}. Set them from values that all replicas have"
+                )
 
     # -- agreed values -----------------------------------------------------------------------------------------------
 
@@ -249,7 +253,7 @@ class LocalSgdUpdate(Update):
     # -- state of single replicas in checkpoints ---------------------------------------------------------------------
 
     def layout(self) -> dict[str, Any]:
-        """Return the facts of a checkpoint from which another layout can be told."""
+        """Return the facts of a checkpoint by which layouts are compared."""
         sections = [(one.name, one.section.layout.numel, one.agreed.numel()) for one in self._of_section.values()]
         text = repr((self._replicas.count, self._replicas.own.world, sections))
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
