@@ -83,6 +83,14 @@ SETTINGS = {
     "deterministic": Setting(optimizer="momentum", extra=(("deterministic_reduce", True),)),
     "no_prefetch": Setting(precision="bf16", prefetch=False),
     "hsdp": Setting(precision="bf16", optimizer="AdamW", zero=(("mics_shard_size", 4),), accumulation=2),
+    "local_sgd": Setting(
+        precision="bf16",
+        optimizer="AdamW",
+        extra=(("local_sgd", {"enabled": True, "replica_size": 2, "sync_every": 1, "quantize_bits": 8}),),
+    ),
+    "local_sgd_exact": Setting(
+        optimizer="momentum", extra=(("local_sgd", {"enabled": True, "replica_size": 2, "sync_every": 1}),)
+    ),
     "zeropp": Setting(
         precision="bf16",
         optimizer="AdamW",
