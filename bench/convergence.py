@@ -129,6 +129,7 @@ def ways(steps: int, nproc: int) -> list[Way]:
         Way("local_sgd", "gradients, each step", more={"zero_optimization": {"mics_shard_size": node}}),
         local("mean, 8 steps", outer_optimizer={"type": "Average"}),
         local("Nesterov, 8 steps"),
+        local("Nesterov, momentum 0.5, 8 steps", outer_optimizer={"momentum": 0.5}),
         local("Nesterov, 8 steps, 4 fragments", fragments=4),
         local("Nesterov, 8 steps, 8 bits", quantize_bits=8),
         local("Nesterov, 8 steps, 4 bits", quantize_bits=4),
@@ -194,7 +195,7 @@ def train(way: Way, steps: int) -> Row:
     engine, *_ = shardwise.initialize(model=NextByte(), config=way.config())
     start = time.perf_counter()
     seen, sent, marks, total = [], [], [], torch.zeros(())
-    between, known = 0, 0  # bytes to other replicas, and the first record that is not counted
+    between, known = 0, engine.ledger.sequence  # bytes to other replicas, and the first record that is not counted
     for step in range(steps):
         loss = engine(windows(data, step * dist.get_world_size() + dist.get_rank(), SIZE.rows))
         engine.backward(loss)

@@ -439,6 +439,15 @@ TABLES: dict[str, Table] = {
         )
         for group in ("onebit", "compression", "zeropp", "precision", "optimizers")
     },
+    "convergence_local_sgd": Table(
+        ["convergence_local_sgd"],
+        [
+            SYSTEM,
+            C("training loss", "{last_loss:.3f}"),
+            C("held-out loss", "{held_out:.3f}"),
+            C("bytes sent to other replicas", "{replicas_sent_bytes_a_parameter:.3f}"),
+        ],
+    ),
     "pipeline_idle": Table(
         [PIPELINE[0]],
         [
