@@ -531,7 +531,15 @@ _MOST_VERSIONS = 4  # different versions that are compared
 _MOST_DIFFERENCES = 5  # differences that the error lists
 
 
-def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
+SAME_ARGUMENTS = "Every rank has to build the same model and read the same configuration; only data may differ."
+
+
+def check_agreement(
+    comm: Communicator,
+    facts: Mapping[str, str],
+    what: str = "initialize()",
+    advice: str = SAME_ARGUMENTS,
+) -> None:
     """Compare the arguments of all ranks, by name in one order (all ranks call).
 
     One small collective, and more if they differ: every rank then raises a DesyncError with the first differences.
@@ -540,10 +548,16 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
         return
     given = comm.fingerprints(json.dumps(list(facts.items())), "agreement")
     if len(set(given)) > 1:
-        raise difference(comm, facts, given)
+        raise difference(comm, facts, given, what, advice)
 
 
-def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
+def difference(
+    comm: Communicator,
+    facts: Mapping[str, str],
+    given: Sequence[str],
+    what: str = "initialize()",
+    advice: str = SAME_ARGUMENTS,
+) -> DesyncError:
     """Return an error that names the differences (all ranks call); one rank sends each of the first versions."""
     versions: dict[int, dict[str, str]] = {}
     for rank in sorted(map(given.index, set(given)))[:_MOST_VERSIONS]:
@@ -558,10 +572,10 @@ def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str
     others = [rank for rank, version in enumerate(given) if version != given[0]]
     who = f"{ranks_in_words(others)} {'was' if len(others) == 1 else 'were'}"
     return DesyncError(
-        f"initialize(): {who} not given the same as rank 0:\n"
+        f"{what}: {who} not given the same as rank 0:\n"
         + "\n".join(lines[:_MOST_DIFFERENCES] or ["  the same in another order"])
         + more
-        + "\nEvery rank has to build the same model and read the same configuration; only data may differ."
+        + f"\n{advice}"
     )
 
 

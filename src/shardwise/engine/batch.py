@@ -32,26 +32,26 @@ class Batches:
         self.micro, self.steps = int(config.train_micro_batch_size_per_gpu), int(config.gradient_accumulation_steps)
         self.training_dataloader: EngineDataLoader | None = None
         self._config = config
-        self._data = data
+        self.data = data
         self._device = device
 
     @property
     def ranks(self) -> int:
         """Number of data-parallel ranks."""
-        return self._data.world
+        return self.data.world
 
     @property
     def total(self) -> int:
         """Samples of all ranks in a step."""
-        return self.micro * self.steps * self._data.world
+        return self.micro * self.steps * self.data.world
 
     def samples(self, passes: int) -> int:
         """Return the samples of all ranks in `passes` micro-batches of each."""
-        return self.micro * passes * self._data.world
+        return self.micro * passes * self.data.world
 
     def set_total(self, train_batch_size: int) -> None:
         """Change the number of accumulation steps to reach a global batch size."""
-        unit = self.micro * self._data.world
+        unit = self.micro * self.data.world
         if not self._config.managed_gradient_accumulation and train_batch_size != unit:
             raise BatchSizeError(
                 f"train_batch_size cannot be set to {train_batch_size}: with managed_gradient_accumulation false the "
@@ -60,7 +60,7 @@ class Batches:
         if train_batch_size <= 0 or train_batch_size % unit:
             raise BatchSizeError(
                 f"train_batch_size {train_batch_size} is not a positive multiple of {unit} "
-                f"(micro-batch {self.micro} x {self._data.world} ranks); "
+                f"(micro-batch {self.micro} x {self.data.world} ranks); "
                 f"the nearest is {max(1, round(train_batch_size / unit)) * unit}"
             )
         self.steps = train_batch_size // unit
@@ -104,8 +104,8 @@ class Batches:
         return EngineDataLoader(
             dataset,
             batch_size=int(micro or 1) if batch_size is None else batch_size,
-            rank=self._data.rank,
-            world_size=self._data.world,
+            rank=self.data.rank,
+            world_size=self.data.world,
             collate_fn=collate_fn,
             data_sampler=data_sampler,
             shuffle=route == "train",

@@ -22,6 +22,7 @@ from shardwise.checkpoint.save import SaveRequest, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
 from shardwise.config import effective
 from shardwise.engine.background import BackgroundSaves, check_same_way, size_of, statistics
+from shardwise.engine.facts import check_loaded
 from shardwise.engine.interchange import CustomLoad, check_schedule, load_custom, opener, schedule_name
 from shardwise.engine.scaling import on_non_finite
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
@@ -304,12 +305,23 @@ class Checkpoints:
                 self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
             with collective_step(self._job, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states, going_back)
+            self._check_scalars(loaded.path)
         if self._job.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)
         if not going_back:
             self._last, self._last_in_background = loaded.path, False
             self.last_load = replace(matched.report, notes=matched.report.notes + self._notes)
         return loaded.path, loaded.client
+
+    def _check_scalars(self, path: str) -> None:
+        """Raise a DesyncError if scalars that decide the next step differ between data-parallel ranks."""
+        scheduler, scaler = self._step.lr_scheduler, self._step.loss_scaler
+        trees = {
+            "counter": {name: getattr(self._step, name) for name in _COUNTERS},
+            "schedule": None if scheduler is None else scheduler.state_dict(),
+            "loss scale": None if scaler is None else scaler.state_dict(),
+        }
+        check_loaded(self._batches.data, path, self._sharded.optimizer, trees)
 
     def _check_training_state(self, manifest: Manifest, path: str, *, with_scheduler: bool) -> None:
         if with_scheduler and self._step.lr_scheduler is not None and manifest.scheduler is None:

@@ -61,10 +61,7 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resoluti
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     if optimizer is not None:
         facts["optimizer"] = type(optimizer).__name__
-        for number, group in enumerate(groups):
-            for name, value in group.items():
-                if name not in ("params", "param_names"):
-                    facts[f"optimizer group {number} {name}"] = _value(value)
+        facts |= facts_of_groups(optimizer)
     for number, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
         owner = f", group {group_of[id(parameter)]}" if id(parameter) in group_of else ""
         trained = "" if parameter.requires_grad else ", frozen"
@@ -73,6 +70,32 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resoluti
             continue
         facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{trained}{owner}"
     return facts
+
+
+def facts_of_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the settings of an optimizer's parameter groups (lr, betas, weight_decay, ...), by name."""
+    return {
+        f"optimizer group {number} {name}": _value(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def check_loaded(
+    data: Communicator,
+    path: str,
+    optimizer: torch.optim.Optimizer | None,
+    trees: Mapping[str, Mapping[str, Any] | None],
+) -> None:
+    """Compare settings of parameter groups and the scalars of `trees` between data-parallel ranks after a load; a
+    DesyncError names the differences (all ranks call).
+    """
+    facts = {} if optimizer is None else facts_of_groups(optimizer)
+    for kind, tree in trees.items():
+        facts |= {f"{kind} {name}": _value(value) for name, value in (tree or {}).items()}
+    advice = "Load the same checkpoint with the same arguments on all ranks, and set nothing on single ranks before."
+    check_agreement(data, facts, f"loading checkpoint {path}", advice)
 
 
 def facts_of_arguments(model: nn.Module, resolution: Resolution, mesh: Any, mpu: Any) -> dict[str, str]:
