@@ -132,6 +132,8 @@ def test_diloco_of_two_replicas_is_that_of_one_process() -> None:
 def test_replicas_of_two_ranks(stage: int) -> None:
     engine = engine_of(stage, size=2, sync_every=3)
     as_simulated(engine, Simulated([[0, 1], [2, 3]], "AdamW", 3, nesterov), range(6))
+    elements = sum(section.layout.numel for unit in engine.sharded.units for section in unit.trainable)
+    assert 2 * 2 * elements <= across(engine) <= 2 * 2 * elements + 2 * 64  # 4 bytes of half of the elements, twice
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
     engine.destroy()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))

@@ -280,7 +280,7 @@ class Checkpoints:
             if not options.module_only:
                 self._check_training_state(saved.manifest, saved.path, with_scheduler=with_scheduler)
             if options.with_optimizer:
-                self._check_replicas(saved.manifest, saved.path)
+                self._check_replicas(saved.manifest, saved.path, custom=options.custom)
             if with_scheduler and self._step.lr_scheduler is not None:
                 check_schedule(saved, self._step.lr_scheduler)
 
@@ -337,10 +337,12 @@ class Checkpoints:
                 "weights"
             )
 
-    def _check_replicas(self, manifest: Manifest, path: str) -> None:
-        """Raise CheckpointError if replicas differed when the checkpoint was saved, and are others now."""
+    def _check_replicas(self, manifest: Manifest, path: str, *, custom: bool) -> None:
+        """Raise CheckpointError if replicas differed when they saved, and are others now."""
         saved, local = manifest.layout.get("local_sgd"), self._sharded.local
-        if saved is None or saved["agreed"] or (local is not None and local.layout()["layout"] == saved["layout"]):
+        if saved is None or saved["agreed"]:
+            return
+        if local is not None and local.layout()["layout"] == saved["layout"] and not custom:
             return
         raise CheckpointError(
             f"{path}: was saved by {saved['replicas']} replicas between two exchanges (local_sgd), each with its own "

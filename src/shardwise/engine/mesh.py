@@ -408,13 +408,10 @@ def replicas_of(config: Config, job: Communicator, grid: Arrangement | None) -> 
             f"local_sgd.replica_size: is {local.replica_size}, and the mesh passed to initialize() has replicas of "
             f"{job.world // _replicate(grid)} ranks. Remove the key"
         )
-    size = local.replica_size or local_ranks(job.world)
-    if grid is None and job.world % size:
-        raise ConfigError(
-            f"local_sgd.replica_size: {size} ranks of a machine do not divide {job.world} ranks. Set the key to a size "
-            "that does"
-        )
-    replicas = Replicas.of(job, grid or Arrangement.of_groups(job.world, size))
+    if grid is None:
+        size = local.replica_size or _configured_node_size(config, job, "local_sgd.replica_size")
+        grid = Arrangement.of_groups(job.world, size)
+    replicas = Replicas.of(job, grid)
     if replicas.count == 1 and job.world > 1 and job.rank == 0:
         warn_once(
             f"local_sgd: all {job.world} ranks are one replica, which averages with no other. Set "
@@ -497,12 +494,14 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
     return QuantizedReduction(comm, BlockCode(4), hold, hops=hops, feedback=feedback)
 
 
-def _configured_node_size(config: Config, comm: Communicator) -> int:
+def _configured_node_size(
+    config: Config, comm: Communicator, wanted_by: str = "zero_optimization.zero_quantized_gradients"
+) -> int:
     size = config.zero_optimization.zero_node_size
-    return _node_size(comm) if size is None else int(size)
+    return _node_size(comm, wanted_by) if size is None else int(size)
 
 
-def _node_size(comm: Communicator) -> int:
+def _node_size(comm: Communicator, wanted_by: str) -> int:
     """Return the number of ranks of a node (all ranks call); a ConfigError unless it is the same for all nodes."""
     if comm.imagined:
         local = _local_world() or comm.world
@@ -512,7 +511,7 @@ def _node_size(comm: Communicator) -> int:
     sizes = [size for _, size in runs]
     if len(set(sizes)) > 1 or len({node for node, _ in runs}) < len(runs):
         raise ConfigError(
-            "zero_optimization.zero_quantized_gradients: nodes must have as many ranks each, numbered node by node; "
+            f"{wanted_by}: nodes must have as many ranks each, numbered node by node; "
             f"found runs of {', '.join(map(str, sizes))} ranks on {len(set(nodes))} nodes. Start as many ranks on each "
             "node, or set zero_optimization.zero_node_size to a size that divides all of these (1: no hop within nodes)"
         )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from shardwise.comm.compression import BlockCode
@@ -44,7 +45,7 @@ MOMENTUM = OUTER + "momentum"
 
 @dataclass
 class _Outer:
-    """Outer state of this rank's master weights in a flat parameter; `numel` is padded for the exchange."""
+    """Outer state of this rank's master weights in a flat parameter; `numel` is its own part's, padded for the mean."""
 
     name: str
     section: FlatParamStorage
@@ -52,6 +53,10 @@ class _Outer:
     momentum: torch.Tensor | None
     mean: BlockMean
     numel: int
+
+    def own_part(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the range that no other rank of the replica exchanges, as a view."""
+        return self.section.domain.within(values, self.section.levels.optimizer, self.section.domain.depth)
 
 
 class LocalSgdUpdate(Update):
@@ -88,7 +93,7 @@ class LocalSgdUpdate(Update):
         for unit in self._segments.units:
             for place, section in enumerate(unit.trainable):
                 assert section.master is not None
-                name, size = f"{unit.index}.{unit.name}.{place}", section.master.numel()
+                name, size = f"{unit.index}.{unit.name}.{place}", section.layout.shard
                 agreed = section.master.detach().to(torch.float32, copy=True)
                 momentum = torch.zeros_like(agreed) if outer.decay else None
                 mean, numel = self._mean(name, size, agreed.device)
@@ -146,16 +151,20 @@ class LocalSgdUpdate(Update):
         outer, chosen = self._settings.outer_optimizer, [one for unit in units for one in self._outer[unit]]
         self._check_alike(chosen)
         hold = functools.partial(self._accountant.hold, Category.BUFFERS)
-        changes = []
+        changes, sent = [], []
         for one in chosen:
             assert one.section.master is not None
-            change = one.agreed.new_zeros(one.numel)
-            hold(change)
-            torch.sub(one.agreed, one.section.master.detach(), out=change[: one.agreed.numel()])
-            changes.append(change)
-        average([one.mean for one in chosen], changes, hold)
-        for one, change in zip(chosen, changes, strict=True):
-            gradient = change[: one.agreed.numel()]
+            changes.append(one.agreed - one.section.master.detach())
+            part = one.own_part(changes[-1])
+            sent.append(part if part.numel() == one.numel else pad(part, (0, one.numel - part.numel())))
+            for buffer in (changes[-1], sent[-1]):
+                hold(buffer)
+        average([one.mean for one in chosen], sent, hold)
+        for one, gradient, mean in zip(chosen, changes, sent, strict=True):
+            part = one.own_part(gradient)
+            part.copy_(mean[: part.numel()])
+            if part.numel() < gradient.numel():  # ranks of the replica have whole master weights
+                self._replicas.own.all_gather([(gradient, part)], one.name, kind="reduce").wait()
             if one.momentum is not None:
                 one.momentum.mul_(outer.decay).add_(gradient)
                 gradient = gradient.add_(one.momentum, alpha=outer.decay) if outer.type == "Nesterov" else one.momentum
@@ -286,7 +295,7 @@ class LocalSgdUpdate(Update):
                 if isinstance(value, torch.Tensor) and isinstance(known.get(name), torch.Tensor):
                     known[name].copy_(value)
                 else:
-                    known[name] = value
+                    known[name] = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
         for one in self._of_section.values():
             for name, error in one.mean.errors.items():
                 error.copy_(state["errors"][one.name][name])
