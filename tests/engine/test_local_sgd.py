@@ -20,6 +20,7 @@ from shardwise.comm.compression.quantized import QuantizedMean
 from shardwise.comm.ledger import Ledger
 from shardwise.config import resolve
 from shardwise.errors import CheckpointError, ConfigError, ConflictError, DesyncError, UsageError
+from shardwise.pipeline.module import PipelineModule
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.training import digest, parameters_digest
@@ -265,10 +266,12 @@ def test_initial_and_changed_parameters_are_those_of_one_rank(stage: int, precis
 @pytest.mark.parametrize("fragments", [1, 2])
 @on_ranks(2)
 def test_resumed_between_exchanges(tmp_path: Path, stage: int, fragments: int) -> None:
-    local = {"sync_every": 4, "fragments": fragments, "quantize_bits": 8 if fragments == 2 else None}
+    local: dict[str, Any] = {"sync_every": 4, "fragments": fragments}
+    if fragments == 2:
+        local |= {"quantize_bits": 8, "precision": "bf16"}
     engine = engine_of(stage, **local)
     train(engine, range(6))
-    engine.save_checkpoint(str(tmp_path))
+    engine.save_checkpoint(str(tmp_path), asynchronous=fragments == 2)
     agreed = engine.sharded.local.layout()
     train(engine, range(6, 10))
     expected = parameters_digest(engine.module)
@@ -397,3 +400,14 @@ def test_refused_models() -> None:
     config = {"train_micro_batch_size_per_gpu": 2, "local_sgd": {"enabled": True, "replica_size": 1}}
     with pytest.raises(ConflictError, match="one value of state per element"):
         shardwise.initialize(model=model, config={**config, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})
+    layers = PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ConflictError, match="this model is a pipeline"):
+        shardwise.initialize(model=layers, config={**config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+
+
+@on_ranks(1)
+def test_one_replica_has_an_outer_optimizer_too() -> None:
+    engine = engine_of(2, size=None, sync_every=2, quantize_bits=4)
+    as_simulated(engine, Simulated([[0]], "AdamW", 2, nesterov), range(6))
+    assert not across(engine)
+    engine.destroy()
