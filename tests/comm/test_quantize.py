@@ -14,6 +14,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Feedback, Flat, Hops, QuantizedReduction
 from shardwise.comm.compression.quantize import SMALLEST, BlockCode
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.machines import groups_of
 from tests.comm.blocks import Simulation, rounded
 from tests.harness import run_ranks
 
@@ -104,12 +105,14 @@ def full_of(rank: int, step: int, world: int, name: str) -> torch.Tensor:
     return torch.randn(world * SHARDS[name], generator=generator)
 
 
-def reductions(node: int, bits: int, memory: float | None, whole: bool) -> tuple[list[torch.Tensor], list[int]]:
+def reductions(
+    node: int, bits: int, memory: float | None, whole: bool, nodes: str = "aabb"
+) -> tuple[list[torch.Tensor], list[int]]:
     """Two steps of two reductions each; what this rank has, and the bytes sent in each group."""
     ledger = Ledger()
     comm = Communicator(None, ledger, torch.device("cpu"))
     world, code = comm.world, BlockCode(bits, 64)
-    hops = Hops(comm.run_of(node, "node"), comm.across_runs(node, "nodes")) if node < world else None
+    hops = Hops.of(comm, groups_of(nodes, node)) if node < world else None
     feedback = None if memory is None else Feedback(memory)
     counted: list[torch.Tensor] = []
     method = QuantizedReduction(comm, code, counted.append, hops=hops, feedback=feedback)
@@ -131,7 +134,8 @@ def reductions(node: int, bits: int, memory: float | None, whole: bool) -> tuple
             method.reduce(flats[:1], "again", accumulate=True, scale=1.0, wire_dtype=None).wait()
             seen.append(flats[0].own)
         method.end_step(True)
-    sent = [sum(r.sent for r in ledger.records(start) if r.group == g) for g in ("data_parallel", "node", "nodes")]
+    groups = ("data_parallel", "node", "across_nodes")
+    sent = [sum(r.sent for r in ledger.records(start) if r.group == g) for g in groups]
     comm.destroy()
     return seen, sent
 
@@ -170,6 +174,20 @@ def test_sums_are_those_of_one_process(world: int, node: int, bits: int, memory:
             assert sent == [(world - 1) * message + copies, 0, 0]
         else:  # a message for each node, to each rank of the node; then one to each other node
             assert sent == [copies, (node - 1) * nodes * message, (nodes - 1) * message]
+
+
+def test_nodes_of_ranks_in_turn_have_the_sums_of_ranks_node_by_node() -> None:
+    """With the ranks 0, 2 and 1, 3 on a node the sums are those of ranks and ranges in this order."""
+    for nodes, order in (("abab", (0, 2, 1, 3)), ("abba", (0, 3, 1, 2))):
+        answers = run_ranks(reductions, 4, 2, 4, 0.5, False, nodes)
+        simulation = Simulation(4, 2, 4, 64, 0.5)
+        for step in range(2):
+            for place, name in enumerate(SHARDS):
+                fulls = [torch.cat([full_of(r, step, 4, name).chunk(4)[one] for one in order]) for r in order]
+                for rank, own in zip(order, simulation.reduce(name, fulls).chunk(4), strict=True):
+                    assert torch.equal(answers[rank][0][3 * step + place], own)
+            fulls = [torch.cat([full_of(r, step, 4, "first").chunk(4)[one] for one in order]) for r in order]
+            simulation.reduce("first", fulls)
 
 
 def _ignore(buffer: torch.Tensor) -> None:

@@ -178,6 +178,11 @@ class Lab:
         """Take the cable of a machine out, or put it in."""
         _do("ip", "link", "set", f"swv{number}", "up" if up else "down", space="swnet")
 
+    def wall(self, number: int, other: int, up: bool) -> None:
+        """Keep packets of one machine from another; both still reach all others."""
+        change = "add" if up else "del"
+        _do("ip", "route", change, "unreachable", f"{self.address(other)}/32", space=self.space(number))
+
     def shape(self, number: int, *rule: str) -> None:
         """Limit what a machine sends and receives by `tc ... netem RULE`; without a rule nothing is limited."""
         for space, device in (("swnet", f"swv{number}"), (self.space(number), "eth0")):

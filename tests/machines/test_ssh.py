@@ -125,6 +125,17 @@ def test_machines_that_cannot_be_used_are_named_with_the_fix(
     assert nothing_left(lab)
 
 
+def test_machines_that_do_not_reach_each_other_are_named_before_the_start(lab: Lab, run: Run) -> None:
+    lab.wall(2, 3, True)
+    try:
+        text = refused(run, ["-H", str(lab.hostfile(1))])
+    finally:
+        lab.wall(2, 3, False)
+    assert f"m2: cannot reach m3 at {lab.address(3)}:" in text and "no route to host" in text
+    assert "m1: cannot reach" not in text and "open TCP between the machines, in both directions" in text
+    assert nothing_left(lab)
+
+
 def test_a_taken_port_of_the_first_machine_is_named(lab: Lab, run: Run) -> None:
     holder = lab.start(
         1,
@@ -168,6 +179,9 @@ def test_the_doctor_compares_machines(lab: Lab) -> None:
     assert [(one["name"], one["address"], one["interface"], one["processes"]) for one in found["machines"]] == [
         (lab.name(number), lab.address(number), "eth0", 2) for number in (1, 2, 3)
     ]
+    assert all(one["next_bytes_per_s"] > 1e6 and 0 < one["next_round_trip_s"] < 0.5 for one in found["machines"])
+    code, text = doctor(lab.hostfile(2))
+    assert code == 0 and "round trip" in " ".join(text.split()) and "eth0" in text
     lab.link(3, False)
     code, text = doctor(lab.hostfile(2))
     lab.link(3, True)

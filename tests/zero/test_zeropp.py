@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.comm.compression import BlockCode
+from shardwise.comm.environment import MACHINE
+from shardwise.comm.machines import groups_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import rounded
@@ -298,12 +300,11 @@ def test_models_built_for_codes_are_gathered_as_codes(flag: bool) -> None:
 
 
 def hops_of(sizes: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the sizes of both hops where a launcher names nodes of so many ranks, or the refusal."""
+    """Return the sizes of both hops on machines of so many ranks, or the refusal."""
     rank, ends = dist.get_rank(), list(itertools.accumulate(sizes))
     node = next(number for number, end in enumerate(ends) if rank < end)
-    told = {"LOCAL_WORLD_SIZE": str(sizes[node]), "LOCAL_RANK": str(rank - ends[node] + sizes[node])}
     try:
-        with mock.patch.dict("os.environ", told):
+        with mock.patch.dict("os.environ", {MACHINE: f"m{node}"}):
             engine = start(CASES["gpt"], {"zero_quantized_gradients": True})
     except ConfigError as error:
         return str(error), []
@@ -313,21 +314,19 @@ def hops_of(sizes: Sequence[int]) -> tuple[str, list[int]]:
 
 
 def test_second_shards_that_lie_on_several_nodes_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    for nodes, size in ((["a", "a", "b", "b"], 2), (["a"] * 4, 4), (["a", "a", "b", "b"], 1)):
-        _look_for_nodes(nodes, size)
+    for nodes, size in ((["a", "a", "b", "b"], 2), (["a"] * 4, 4), (["a", "a", "b", "b"], 1), (["a", "b"] * 2, 2)):
+        _look_for_nodes(nodes, groups_of(nodes, size))
     assert not caplog.records
-    _look_for_nodes(["a", "b", "a", "b"], 2)
+    _look_for_nodes(["a", "a", "a", "b"], groups_of(["a", "a", "a", "b"], 2))
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "zero_optimization.zero_hpz_partition_size is 2, and such runs of ranks lie on"
-    )
+    assert "is 2, and 1 of 2 such groups lie on several machines, which have 1 or 3 ranks" in record.getMessage()
 
 
 @pytest.mark.parametrize(("nodes", "hops"), [([2, 2], [2, 2]), ([4], []), ([1, 1, 1, 1], [])])
-def test_nodes_are_those_that_the_launcher_tells(nodes: list[int], hops: list[int]) -> None:
+def test_nodes_are_the_machines_of_the_ranks(nodes: list[int], hops: list[int]) -> None:
     assert run_ranks(hops_of, WORLD, nodes) == [("", hops)] * WORLD
 
 
 def test_nodes_of_different_sizes_are_refused() -> None:
     for message, _ in run_ranks(hops_of, WORLD, [3, 1]):
-        assert "runs of 3, 1 ranks" in message and "zero_node_size" in message
+        assert "1 on m1 and 3 on m0" in message and "zero_node_size" in message

@@ -216,19 +216,12 @@ class Communicator:
         """Return ranks and purpose of each process group created by this communicator and its parts."""
         return [] if self._cache is None else self._cache.made()
 
-    def run_of(self, size: int, name: str) -> Communicator:
-        """Return a communicator of this rank's run, where runs of `size` ranks follow one another (all ranks call).
-
-        Ranks exchange messages, because a rank that waits in one shared-memory transport does not serve another one.
-        """
-        return self.part([range(first, first + size) for first in range(0, self.world, size)], name)
-
-    def across_runs(self, size: int, name: str) -> Communicator:
-        """Return a communicator of the ranks at this rank's place in all runs of `size` ranks, as `run_of`."""
-        return self.part([range(place, self.world, size) for place in range(size)], name)
-
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
-        """Return a communicator of this rank's list of disjoint `parts` (all ranks call); `near`: shared memory."""
+        """Return a communicator of this rank's list of disjoint `parts` (all ranks call); `near`: shared memory.
+
+        Without it ranks exchange messages, because a rank that waits in one shared-memory transport does not serve
+        another one.
+        """
         own = next(list(places) for places in parts if self.rank in places)
         part = Communicator(
             None,
@@ -424,9 +417,9 @@ class Communicator:
         return found
 
     def nodes(self) -> Sequence[str]:
-        """Return each rank's node, in rank order (first call: a small collective). Fake ranks share one node."""
+        """Return each rank's machine, in rank order (first call: a small collective). Fake ranks share one machine."""
         if self._nodes is None:
-            self._nodes = self.fingerprints(node(), "nodes")
+            self._nodes = self.exchange(node(), "nodes")
         return self._nodes
 
     def group_rank(self, rank: int) -> int:

@@ -43,7 +43,7 @@ class Arrangement:
         sizes: ranks in each dimension.
         order: ranks by the place of their range at the finest level.
 
-    >>> grid = Arrangement.of_groups(4, 2)
+    >>> grid = Arrangement.of_groups([[0, 1], [2, 3]])
     >>> grid.sizes, grid.order, grid.lines(0), grid.lines(1)
     ((2, 2), (0, 2, 1, 3), [[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
@@ -53,13 +53,13 @@ class Arrangement:
     order: tuple[int, ...]
 
     @classmethod
-    def of_groups(cls, world: int, shard: int, near: int | None = None) -> Arrangement:
-        """Return the grid of runs of `shard` ranks, over each of which all state is sharded; `shard` divides `world`.
+    def of_groups(cls, groups: Sequence[Sequence[int]], near: int | None = None) -> Arrangement:
+        """Return the grid of groups of ranks of one size, over each of which all state is sharded.
 
-        Runs of `near` ranks, of which a run consists, become a dimension of their own.
+        Runs of `near` ranks of a group become a dimension of their own.
         """
-        near = shard if near is None else near
-        return cls.of([[list(range(a, a + near)) for a in range(r, r + shard, near)] for r in range(0, world, shard)])
+        size = near or len(groups[0])
+        return cls.of([[group[at : at + size] for at in range(0, len(group), size)] for group in groups])
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Sequence[int]]]) -> Arrangement:
@@ -86,7 +86,7 @@ class Arrangement:
 
         `lines` are all lists of ranks that need the same grid. None: a list is no grid, or lists form different ones.
 
-        >>> Arrangement.of_groups(8, 4).within([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]])
+        >>> Arrangement.of_groups([[0, 1, 2, 3], [4, 5, 6, 7]]).within([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]])
         Arrangement(names=('shard', 'replicate'), sizes=(2, 2), order=(0, 2, 1, 3))
         """
         places = {rank: place for place, rank in enumerate(self.order)}
@@ -103,6 +103,16 @@ class Arrangement:
             return None
         order = sorted(range(len(ranks)), key=lambda number: places[ranks[number]])
         return self._of_dimensions(zip(self.names, shape, strict=True), order)
+
+
+def dimension_names(names: Sequence[str]) -> list[str]:
+    """Return different names of a grid's dimensions.
+
+    >>> dimension_names(("shard", "shard", "replicate"))
+    ['shard', 'shard_2', 'replicate']
+    """
+    counts = [names[:number].count(name) for number, name in enumerate(names)]
+    return [f"{name}_{again + 1}" if again else name for name, again in zip(names, counts, strict=True)]
 
 
 class Domain:
@@ -140,12 +150,8 @@ class Domain:
         self.world, self.depth = ranks.world, len(self.sizes)
         self.dimensions: tuple[Communicator, ...] = (ranks,)
         if len(self.sizes) > 1 or arrangement.order != tuple(range(ranks.world)):
-            parts = []
-            for number, name in enumerate(self.names):
-                again = self.names[:number].count(name)
-                label = f"{name}_{again + 1}" if again else name
-                parts.append(ranks.part(arrangement.lines(number), label))
-            self.dimensions = tuple(parts)
+            labels = enumerate(dimension_names(self.names))
+            self.dimensions = tuple(ranks.part(arrangement.lines(number), label) for number, label in labels)
         first = ranks if like is None else like.ranks
         self.async_gathers, self.async_reductions = first.async_gathers, not first.waits_on_host
         if like is None:

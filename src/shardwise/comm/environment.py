@@ -38,6 +38,8 @@ DEVICE_LIMIT = "SHARDWISE_DEVICE_LIMIT"
 """Variable that overrides `memory_limits.device`: most bytes of a rank on its device, as "2GiB"."""
 PROGRESS = "SHARDWISE_PROGRESS"
 """Variable with which `shardwise run` sets whether ranks show progress: "auto", or "off" despite the configuration."""
+MACHINE = "SHARDWISE_MACHINE"
+"""Variable that names the machine of a process; without it, processes that share a loopback interface share one."""
 NO_LAUNCHER = "no launcher"
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import logging
 import os
@@ -29,7 +30,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardwise.comm.coded import ranks_in_words
-from shardwise.comm.environment import RankPlace, discover, is_loopback
+from shardwise.comm.environment import MACHINE, RankPlace, is_loopback
 from shardwise.compat import store_host
 from shardwise.errors import DesyncError, LaunchError, ShardwiseError
 
@@ -174,14 +175,15 @@ def machine() -> str:
 
 
 def node() -> str:
-    """Return a text that is equal in the processes of one node (by the launcher, or by loopback), and there only."""
-    try:
-        place = discover(os.environ)
-    except LaunchError:
-        return machine()
-    if place.local_world_size is None or place.world_size == 1:  # the job has more ranks than the environment knows of
-        return machine()
-    return f"{place.local_world_size} {place.rank - place.local_rank}"
+    """Return a short text that is equal in the processes of one machine, and there only: its name and a digest.
+
+    The variable `MACHINE` overrides it. The launcher's variables do not count: their ranks may be dealt to machines in
+    turn.
+    """
+    given = os.environ.get(MACHINE, "")
+    if given:
+        return given
+    return f"{socket.gethostname()} {hashlib.sha256(machine().encode()).hexdigest()[:6]}"
 
 
 def own_address() -> str:

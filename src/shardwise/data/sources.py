@@ -42,7 +42,6 @@ class Share:
     batch_size: int
     drop_last: bool
     seed: int
-    blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -189,11 +188,7 @@ class Indexed(SampleSource):
                     return
             if not batch:
                 return
-            if self.share.blocks:  # random numbers follow the samples
-                first = start.offset + position * self.share.world_size + self.share.rank * self.share.batch_size
-                batch.seed = mixed_seed(self.share.seed, epoch, first)
-            else:
-                batch.seed = mixed_seed(self.share.seed, epoch, self.share.rank, position, *moved)
+            batch.seed = mixed_seed(self.share.seed, epoch, self.share.rank, position, *moved)
             yield batch
             position += step
 
@@ -268,7 +263,6 @@ def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistribut
         shuffle=shuffle,
         seed=share.seed,
         drop_last=share.drop_last,
-        block=share.batch_size if share.blocks else 1,
     )
     if share.batches_of(len(sampler)) == 0:
         raise ConfigError(

@@ -53,6 +53,7 @@ from shardwise.engine.mesh import (
     grid_of,
     group_of,
     local_ranks,
+    log_machines,
     mesh_place,
     model_parallel_size,
     reduction,
@@ -251,6 +252,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     # The plan: sharding, domains and dtypes.
     policy = policy_from_config(settings)
     plan = _plan(settings, domain, model)
+    log_machines(job, whole, lines, domain, plan.secondary)
     if plan.releases and settings.expandable_segments:
         let_segments_grow(device)  # before permanent allocations
 

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +25,10 @@ from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import members_of
 from shardwise.comm.compression import BlockCode, Compressor, Feedback, Hops, QuantizedReduction
 from shardwise.comm.compression.registry import build
-from shardwise.comm.domain import REPLICATE, Arrangement, Domain, Domains
+from shardwise.comm.domain import REPLICATE, Arrangement, Domain, Domains, dimension_names
 from shardwise.comm.environment import discover
+from shardwise.comm.machines import by_machine, groups_of, split_by, topology
+from shardwise.comm.rendezvous import own_address
 from shardwise.comm.replicas import Replicas
 from shardwise.config.checks import not_in_groups
 from shardwise.errors import ConfigError, ConflictError, LaunchError, NotBuiltError, UsageError
@@ -35,7 +36,7 @@ from shardwise.parallel.sequence import SequenceGroup, across
 from shardwise.parallel.tensor.dtensors import line_of
 from shardwise.parallel.tensor.entry import divided_over
 from shardwise.registry import DomainKey, part_of
-from shardwise.utils.logging import warn_once
+from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -395,7 +396,45 @@ def domain_of(config: Config, comm: Communicator, requested: RequestedParallelis
                 f"zero_optimization.mics_hierarchical_params_gather: groups of mics_shard_size = {shard} ranks are not "
                 f"whole nodes of {near}; choose a multiple of {near}, or switch it off"
             )
-    return Domain(comm, Arrangement.of_groups(comm.world, shard, near))
+    groups = groups_of(comm.nodes(), shard)
+    split = split_by(comm.nodes(), groups)
+    if split:
+        warn_once(
+            f"zero_optimization.mics_shard_size is {shard}, and {split}: gathers of such groups cross machines. Choose "
+            "a divisor of the ranks of each machine, or whole machines"
+        )
+    return Domain(comm, Arrangement.of_groups(groups, near))
+
+
+def log_machines(job: Communicator, whole: Communicator, grid: RankGrid, domain: Domain, secondary: int) -> None:
+    """Log the machines of a job of several, and where the groups of each mesh dimension lie (all ranks call).
+
+    Warns of groups that share a tensor or a sequence and have parts of machines. `secondary`: ranks of hpZ's groups.
+    """
+    if len(set(job.nodes())) == 1:
+        return
+    name = "GLOO_SOCKET_IFNAME" if job.waits_on_host else "NCCL_SOCKET_IFNAME"
+    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else job.device.type
+    facts = job.exchange([os.environ.get(name, "") or own_address(), device], "machines")
+    if job.rank > 0:
+        return
+    nodes = whole.nodes()
+    lines = {name: domain.arrangement.lines(number) for number, name in enumerate(dimension_names(domain.names))}
+    if secondary > 1:
+        lines["secondary"] = groups_of(nodes, secondary)
+    for name, groups in (("tensor", grid.tensor), ("sequence", grid.sequence)):
+        if len(groups[0]) > 1:
+            lines[name] = groups
+            if split := split_by(nodes, groups):
+                warn_once(
+                    f"groups of {len(groups[0])} ranks that share a {name}: {split}. Exchanges of every layer cross "
+                    "machines. Number ranks machine by machine (srun --distribution=block, mpirun --map-by slot), and "
+                    "choose a size that divides the ranks of each"
+                )
+    numbers = {member: number for number, member in enumerate(job.members)}
+    own = [numbers[member] for member in whole.members]
+    lines = {name: [[own[rank] for rank in group] for group in groups] for name, groups in lines.items()}
+    logger.info("%d machines\n%s", len(set(job.nodes())), topology(job.nodes(), facts, lines))
 
 
 def replicas_of(config: Config, job: Communicator, grid: Arrangement | None) -> Replicas | None:
@@ -408,9 +447,24 @@ def replicas_of(config: Config, job: Communicator, grid: Arrangement | None) -> 
             f"local_sgd.replica_size: is {local.replica_size}, and the mesh passed to initialize() has replicas of "
             f"{job.world // _replicate(grid)} ranks. Remove the key"
         )
+<<<<<<< HEAD
     if grid is None:
         size = local.replica_size or _configured_node_size(config, job, "local_sgd.replica_size")
         grid = Arrangement.of_groups(job.world, size)
+=======
+    size = local.replica_size or _node_size(job, "local_sgd.replica_size")
+    if grid is None and job.world % size:
+        raise ConfigError(
+            f"local_sgd.replica_size: {size} ranks of a machine do not divide {job.world} ranks. Set the key to a size "
+            "that does"
+        )
+    if grid is None:
+        groups = groups_of(job.nodes(), size)
+        split = split_by(job.nodes(), groups)
+        if split:
+            warn_once(f"local_sgd.replica_size is {size}, and {split}: each step of such replicas crosses machines")
+        grid = Arrangement.of_groups([sorted(group) for group in groups])
+>>>>>>> bf9ff0c8 (Groups of ranks are laid over real machines: hpZ, MiCS and qgZ by machine, in any order of ranks; topology in the log)
     replicas = Replicas.of(job, grid)
     if replicas.count == 1 and job.world > 1 and job.rank == 0:
         warn_once(
@@ -486,7 +540,7 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
     size = _configured_node_size(config, comm)
     hops = None
     if 1 < size < comm.world:
-        hops = Hops(comm.run_of(size, "node"), comm.across_runs(size, "across_nodes"))
+        hops = Hops.of(comm, groups_of(comm.nodes(), size))
         hops.node.connect("reduce")
         hops.across.connect("reduce")
     loco = zero.zeropp_loco_param
@@ -498,24 +552,36 @@ def _configured_node_size(
     config: Config, comm: Communicator, wanted_by: str = "zero_optimization.zero_quantized_gradients"
 ) -> int:
     size = config.zero_optimization.zero_node_size
+<<<<<<< HEAD
     return _node_size(comm, wanted_by) if size is None else int(size)
 
 
 def _node_size(comm: Communicator, wanted_by: str) -> int:
+=======
+    return _node_size(comm, "zero_optimization.zero_node_size") if size is None else int(size)
+
+
+def _node_size(comm: Communicator, key: str) -> int:
+>>>>>>> bf9ff0c8 (Groups of ranks are laid over real machines: hpZ, MiCS and qgZ by machine, in any order of ranks; topology in the log)
     """Return the number of ranks of a node (all ranks call); a ConfigError unless it is the same for all nodes."""
     if comm.imagined:
         local = _local_world() or comm.world
         return comm.world if comm.world % local else local
-    nodes = comm.nodes()
-    runs = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
-    sizes = [size for _, size in runs]
-    if len(set(sizes)) > 1 or len({node for node, _ in runs}) < len(runs):
+    sizes = {node: len(ranks) for node, ranks in by_machine(comm.nodes()).items()}
+    if len(set(sizes.values())) > 1:
+        least, most = min(sizes, key=lambda node: sizes[node]), max(sizes, key=lambda node: sizes[node])
         raise ConfigError(
+<<<<<<< HEAD
             f"{wanted_by}: nodes must have as many ranks each, numbered node by node; "
             f"found runs of {', '.join(map(str, sizes))} ranks on {len(set(nodes))} nodes. Start as many ranks on each "
             "node, or set zero_optimization.zero_node_size to a size that divides all of these (1: no hop within nodes)"
+=======
+            f"{key}: is not set, and machines have different numbers of ranks: {sizes[least]} on {least} and "
+            f"{sizes[most]} on {most}, of {len(sizes)} machines. Start as many ranks on each machine, or set it to "
+            f"a size that divides the ranks of each ({math.gcd(*sizes.values())} does)"
+>>>>>>> bf9ff0c8 (Groups of ranks are laid over real machines: hpZ, MiCS and qgZ by machine, in any order of ranks; topology in the log)
         )
-    return sizes[0]
+    return next(iter(sizes.values()))
 
 
 def _local_world() -> int | None:

@@ -74,7 +74,9 @@ def _read(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of one machine; files and variables by digest."""
+    """Facts of one machine; files and variables by digest. `port` is open for other machines of the job before the
+    start; `speed` is that of the interface, in bytes per second, if the driver knows.
+    """
 
     host: str
     clock: float
@@ -85,6 +87,8 @@ class Facts:
     disk: int
     interface: str = ""
     address: str = ""
+    port: int = 0
+    speed: float | None = None
     devices: list[str] = field(default_factory=list)
     processes: int = 0
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.errors import LaunchError, ShardwiseError
-from shardwise.launch import facts, local, wire
+from shardwise.launch import facts, local, reach, wire
 from shardwise.launch.agent import Agent
 from shardwise.launch.coordinator import GRACE_S, Plan
 from shardwise.launch.hosts import is_this_machine
@@ -92,7 +92,10 @@ def _serve(
     host = Host(given["machines"][number]["name"], tuple(given["machines"][number]["slots"]))
     placement = place(wanted.resources, find_devices(), host)
     cores = local.cores_of(wanted, placement)
-    interface = of_address(own, interfaces())
+    known = interfaces()
+    interface = of_address(own, known)
+    secret = bytes.fromhex(given["secret"])
+    neighbour = reach.Neighbour(own, secret)
     out, err = standard_screens()
     with (
         local.display_of(wanted, out, err) as display,
@@ -104,6 +107,8 @@ def _serve(
             worker_environment(wanted, placement, interface=""),
             interface=interface,
             address=own,
+            port=neighbour.port,
+            speed=next((one.speed for one in known if one.name == interface), None),
             devices=list(placement.devices or ()),
             processes=placement.nproc,
         )
@@ -126,10 +131,15 @@ def _serve(
                         return 1
                     if message["do"] == "end":
                         return 0
-                    _obey(message, agent, tell)
+                    if message["do"] == "reach":
+                        tell("reached", [reach.reach(secret=secret, **one) for one in message["machines"]])
+                    else:
+                        neighbour.close()
+                        _obey(message, agent, tell)
         finally:
             agent.stop(signal.SIGKILL, 0.0)
             agent.close()
+            neighbour.close()
 
 
 def _obey(message: dict[str, Any], agent: Agent, tell: Any) -> None:

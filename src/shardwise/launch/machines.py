@@ -14,8 +14,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shardwise.comm.environment import is_loopback
 from shardwise.errors import LaunchError
@@ -72,6 +72,8 @@ class _Machine:
     arrived: float = 0.0
     refused: str = ""
     ended_at: float = 0.0
+    neighbours: list[_Machine] = dataclasses.field(default_factory=list)
+    reached: list[dict[str, Any]] | None = None
 
 
 Event = tuple[int, str, Any]
@@ -140,11 +142,39 @@ class Launcher:
                     machine.refused = f"has not answered within {START_S:.0f} s"
             self._handle(_LOOK_S)
 
+    def reach(self, *, measure: bool = False) -> None:
+        """Let each machine connect to the next and the last one in the hostfile, if all have reported."""
+        count = len(self.machines)
+        if count == 1 or any(machine.facts is None for machine in self.machines):
+            return
+        for number, machine in enumerate(self.machines):
+            near = dict.fromkeys(((number + 1) % count, (number - 1) % count))
+            machine.neighbours = [self.machines[other] for other in near]
+            assert machine.channel is not None
+            places = [(other.facts.address, other.facts.port) for other in machine.neighbours if other.facts]
+            asked = [
+                {"address": address, "port": port, "measure": measure and not place}
+                for place, (address, port) in enumerate(places)
+            ]
+            machine.channel.send({"do": "reach", "machines": asked})
+        deadline = time.monotonic() + START_S
+        while any(machine.reached is None and not machine.refused for machine in self.machines):
+            if self._stopping is not None or time.monotonic() > deadline:
+                raise LaunchError("the machines have not tried their connections to each other.")
+            self._handle(_LOOK_S, until=lambda: all(machine.reached is not None for machine in self.machines))
+
     def problems(self) -> list[str]:
         """Return why machines cannot be used, and their differences."""
+        closed = [
+            f"{machine.host.name}: cannot reach {other.host.name} at {other.facts.address}:{other.facts.port}: "
+            f"{found['error']}. Ranks connect to each other: open TCP between the machines, in both directions."
+            for machine in self.machines
+            for other, found in zip(machine.neighbours, machine.reached or (), strict=False)
+            if other.facts is not None and found["error"]
+        ]
         refused = [f"{machine.host.name}: {machine.refused}" for machine in self.machines if machine.refused]
         known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None]
-        return refused + (facts.differences(known) if len(known) > 1 and not self._job.unchecked else [])
+        return refused + closed + (facts.differences(known) if len(known) > 1 and not self._job.unchecked else [])
 
     def _look(self) -> None:
         """Take in new connections, and notice runners that have ended before their agent has reported."""
@@ -180,9 +210,11 @@ class Launcher:
         channel = wire.Channel(connection, message, ended)
         channel.begin()
 
-    def _handle(self, wait: float, coordinator: Coordinator | None = None) -> None:
-        """Handle events until there are none for `wait` seconds."""
-        while True:
+    def _handle(
+        self, wait: float, coordinator: Coordinator | None = None, until: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Handle events until there are none for `wait` seconds, or `until` is true."""
+        while not until():
             try:
                 number, kind, content = self._events.get(timeout=wait)
             except queue.Empty:
@@ -196,6 +228,8 @@ class Launcher:
             elif kind == "facts":
                 machine.facts, machine.channel = facts.Facts(**content[0]), content[1]
                 machine.arrived = content[2]
+            elif kind == "reached":
+                machine.reached = content
             elif coordinator is not None:
                 node = coordinator.nodes[number]
                 if kind == "say":
@@ -282,6 +316,8 @@ def run_on_machines(job: Job, hosts: Sequence[Host]) -> int:
         try:
             launcher.start()
             launcher.gather()
+            if not job.unchecked:
+                launcher.reach()
             problems = launcher.problems()
             if problems:
                 raise LaunchError("The job is not started.\n" + "\n".join(f"  {line}" for line in problems))
@@ -291,19 +327,31 @@ def run_on_machines(job: Job, hosts: Sequence[Host]) -> int:
     return end(outcome, err)
 
 
-def compare(job: Job, hosts: Sequence[Host]) -> tuple[list[tuple[str, facts.Facts | None, float]], list[str]]:
-    """Return for each machine its name, its facts, and its clock minus that of this machine in seconds; and why
-    machines cannot be used together.
+class Compared(NamedTuple):
+    """A machine: name, facts, its clock minus that of this machine in seconds; of the connection to the next machine
+    the bytes per second and the round trip in seconds (None: not measured).
     """
+
+    name: str
+    facts: facts.Facts | None
+    ahead: float
+    rate: float | None = None
+    trip: float | None = None
+
+
+def compare(job: Job, hosts: Sequence[Host]) -> tuple[list[Compared], list[str]]:
+    """Return the machines, and why they cannot be used together."""
     out, err = standard_screens()
     launcher = Launcher(job, hosts, out, err)
     try:
         launcher.start()
         launcher.gather()
+        launcher.reach(measure=True)
         rows = []
         for machine in launcher.machines:
             ahead = 0.0 if machine.facts is None else machine.facts.clock - machine.arrived
-            rows.append((machine.host.name, machine.facts, ahead))
+            measured = dict(machine.reached[0]) if machine.reached else {}
+            rows.append(Compared(machine.host.name, machine.facts, ahead, measured.get("rate"), measured.get("trip")))
         return rows, launcher.problems()
     finally:
         launcher.close()

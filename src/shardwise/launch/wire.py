@@ -133,10 +133,16 @@ def connect(address: str, port: int, secret: bytes, limit: float) -> tuple[Conne
                 ) from error
             time.sleep(0.2)
     own = str(made.getsockname()[0])
-    connection = _connection(made)
-    if not _handshake(connection, secret, first=False):
+    connection = authenticated(made, secret)
+    if connection is None:
         raise LaunchError(f"{address}:{port}: the process there does not know the secret of this job.")
     return connection, own
+
+
+def authenticated(made: socket.socket, secret: bytes) -> Connection | None:
+    """Return the connection to a listener, or None if the process there does not know the secret."""
+    connection = _connection(made)
+    return connection if _handshake(connection, secret, first=False) else None
 
 
 def near_address(host: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.comm.domain import Domain, Domains
+from shardwise.comm.machines import by_machine, groups_of
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory.places import ON_DEVICE, Homes, acquiring
 from shardwise.registry import Registry
@@ -164,8 +165,9 @@ class UnitBuilder:
                 unit.codes = codes if codes.coded else None
         if self._plan.secondary > 1 and self._update is not None:
             ranks = self._domains.main.ranks
-            _look_for_nodes(ranks.nodes(), self._plan.secondary)
-            group = ranks.run_of(self._plan.secondary, "secondary")
+            groups = groups_of(ranks.nodes(), self._plan.secondary)
+            _look_for_nodes(ranks.nodes(), groups)
+            group = ranks.part(groups, "secondary")
             group.connect("gather")
             for unit in sharded:
                 unit.keep_second(group)
@@ -246,11 +248,13 @@ def check_domains(registry: Registry, domains: Domains, plan: Plan, *, compresse
             )
 
 
-def _look_for_nodes(nodes: Sequence[str], size: int) -> None:
-    """Warn if groups of `size` consecutive ranks, which share a secondary copy, span nodes."""
-    if any(len(set(nodes[first : first + size])) > 1 for first in range(0, len(nodes), size)):
+def _look_for_nodes(nodes: Sequence[str], groups: Sequence[Sequence[int]]) -> None:
+    """Warn if groups of ranks, which share a secondary copy, span machines."""
+    crossing = [group for group in groups if len({nodes[rank] for rank in group}) > 1]
+    if crossing:
+        sizes = sorted({len(ranks) for ranks in by_machine(nodes).values()})
         warn_once(
-            f"zero_optimization.zero_hpz_partition_size is {size}, and such runs of ranks lie on several nodes: "
-            "backward passes gather between nodes as without it, and memory is spent. Set it to the number of ranks of "
-            "a node, or a divisor, and number ranks node by node"
+            f"zero_optimization.zero_hpz_partition_size is {len(groups[0])}, and {len(crossing)} of {len(groups)} such "
+            f"groups lie on several machines, which have {' or '.join(map(str, sizes))} ranks: backward passes gather "
+            "between machines as without it, and memory is spent. Set it to a divisor of the ranks of each machine"
         )

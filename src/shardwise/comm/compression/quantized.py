@@ -15,6 +15,7 @@ rounding error of a 256th.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,10 +47,22 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Hops:
-    """The groups of two hops: `node` of this rank, and `across`, of ranks at this rank's place in all nodes."""
+    """The groups of two hops: `node` of this rank, and `across`, of ranks at this rank's place in all nodes.
+
+    `ranks` are all ranks, node by node; None: in their own order.
+    """
 
     node: Communicator
     across: Communicator
+    ranks: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, comm: Communicator, nodes: Sequence[Sequence[int]]) -> Hops:
+        """Return the hops of nodes of as many ranks each (all ranks call)."""
+        order = tuple(itertools.chain(*nodes))
+        across = [list(line) for line in zip(*nodes, strict=True)]
+        found = None if order == tuple(range(comm.world)) else order
+        return cls(comm.part(nodes, "node"), comm.part(across, "across_nodes"), found)
 
 
 class QuantizedReduction(Compressor):
@@ -60,7 +73,7 @@ class QuantizedReduction(Compressor):
         code: of the values.
         hold: counts a buffer until it is released.
         start: steps at the beginning that are reduced exactly.
-        hops: exchange within nodes first; None: one exchange among all ranks. Ranks are numbered node by node.
+        hops: exchange within nodes first; None: one exchange among all ranks.
         feedback: None: rounding errors are lost.
         stochastic: stochastic rounding, which makes errors zero on average.
         exact_copies: where every rank keeps the whole sum, gather it exactly; False: as codes.
@@ -137,6 +150,13 @@ class QuantizedReduction(Compressor):
             yield messages, slice(None)
             return
         places = messages.shape[0] // self.nodes
+        order = None if self.hops is None else self.hops.ranks
+        if order is not None:
+            for row in range(messages.shape[0]):
+                place, node = divmod(row, self.nodes)
+                owner = order[node * places + place]
+                yield messages[row : row + 1], slice(owner, owner + 1)
+            return
         for place in range(places):
             yield messages[place * self.nodes : (place + 1) * self.nodes], slice(place, None, places)
 
@@ -180,6 +200,8 @@ class QuantizedReduction(Compressor):
     @override
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), "nodes": self.nodes}
+        if self.hops is not None and self.hops.ranks is not None:
+            state["ranks"] = list(self.hops.ranks)
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
         return state
@@ -188,7 +210,8 @@ class QuantizedReduction(Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.feedback is not None:
             super().load_state_dict(state)
-            if state["nodes"] != self.nodes:
+            ranks = None if self.hops is None or self.hops.ranks is None else list(self.hops.ranks)
+            if state["nodes"] != self.nodes or state.get("ranks") != ranks:
                 self.kept.drop(lambda name: name.endswith(_SECOND))
         if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"].cpu())

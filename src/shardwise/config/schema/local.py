@@ -44,7 +44,7 @@ class LocalSGD(ConfigSection):
     sync_every: Int = key(100, "Steps between two exchanges of a parameter.", gt=0)
     replica_size: Int | None = key(
         None,
-        "Adjacent ranks of a replica, over which ZeRO divides; null: those of the mesh, or of a machine.",
+        "Ranks of a replica, on one machine if they fit, over which ZeRO divides; null: of the mesh, or a machine.",
         gt=0,
     )
     outer_optimizer: OuterOptimizer = section(OuterOptimizer, "Steps on the mean change over replicas.")

@@ -197,8 +197,8 @@ class ZeroConfig(ConfigSection):
 
     zero_hpz_partition_size: Int = key(
         1,
-        "Neighbouring ranks that share a second copy of the parameters, from which backward passes gather; 1: none "
-        "(stage 3).",
+        "Ranks, of one machine if they fit, that share a second copy of the parameters, from which backward passes "
+        "gather; 1: none (stage 3).",
         ge=1,
         stages=(3,),
     )
@@ -214,11 +214,11 @@ class ZeroConfig(ConfigSection):
     )
     zero_node_size: Int | None = key(
         None,
-        "Ranks of a node, for zero_quantized_gradients; null: as the launcher says, else as share a machine.",
+        "Ranks of a node, for zero_quantized_gradients; null: those of a machine.",
         ge=1,
     )
     mics_shard_size: Int = key(
-        -1, "Ranks over which state is divided (MiCS, HSDP); beyond them it is replicated. -1: all ranks."
+        -1, "Ranks, of one machine if they fit, over which state is divided (MiCS, HSDP); -1: all ranks."
     )
     mics_hierarchical_params_gather: bool = key(False, "Gather in two levels (across nodes, then within each).")
     optimizer_over_replicas: bool = key(

@@ -61,18 +61,25 @@ def show_machines(job: Job, as_json: bool) -> int:
     rows, problems = compare(job, hosts)
     if as_json:
         machines = [
-            {"name": name, "clock_ahead_s": ahead, **(vars(found) if found else {})} for name, found, ahead in rows
+            {
+                "name": row.name,
+                "clock_ahead_s": row.ahead,
+                "next_bytes_per_s": row.rate,
+                "next_round_trip_s": row.trip,
+                **(vars(row.facts) if row.facts else {}),
+            }
+            for row in rows
         ]
         typer.echo(json.dumps({"machines": machines, "problems": problems, "ok": not problems}, indent=2))
         return int(bool(problems))
     shown = table(
         *("machine", "address", "interface", "Python", "torch", "shardwise", "processes", "devices"),
-        *("free memory", "free disk", "clock (s)"),
-        numbers=("processes", "free memory", "free disk", "clock (s)"),
+        *("free memory", "free disk", "clock (s)", "link", "to the next", "round trip"),
+        numbers=("processes", "free memory", "free disk", "clock (s)", "link", "to the next", "round trip"),
     )
-    for name, found, ahead in rows:
+    for name, found, ahead, rate, trip in rows:
         if found is None:
-            shown.add_row(name, *["-"] * 10)
+            shown.add_row(name, *["-"] * 13)
         else:
             sizes = format_size(found.memory), format_size(found.disk)
             devices = ", ".join(found.devices) or "CPU"
@@ -87,6 +94,8 @@ def show_machines(job: Job, as_json: bool) -> int:
                     devices,
                     *sizes,
                     f"{ahead:+.2f}",
+                    *("-" if one is None else f"{format_size(int(one))}/s" for one in (found.speed, rate)),
+                    "-" if trip is None else f"{trip * 1e3:.2f} ms",
                 )
             )
     output().print(shown)
