@@ -390,7 +390,7 @@ def domain_of(config: Config, comm: Communicator, requested: RequestedParallelis
         return Domain(comm)
     near = shard
     if zero.mics_hierarchical_params_gather:
-        near = min(_configured_node_size(config, comm), shard)
+        near = min(_configured_node_size(config, comm, "zero_optimization.mics_hierarchical_params_gather"), shard)
         if shard % near:
             raise ConfigError(
                 f"zero_optimization.mics_hierarchical_params_gather: groups of mics_shard_size = {shard} ranks are not "
@@ -447,24 +447,13 @@ def replicas_of(config: Config, job: Communicator, grid: Arrangement | None) -> 
             f"local_sgd.replica_size: is {local.replica_size}, and the mesh passed to initialize() has replicas of "
             f"{job.world // _replicate(grid)} ranks. Remove the key"
         )
-<<<<<<< HEAD
     if grid is None:
         size = local.replica_size or _configured_node_size(config, job, "local_sgd.replica_size")
-        grid = Arrangement.of_groups(job.world, size)
-=======
-    size = local.replica_size or _node_size(job, "local_sgd.replica_size")
-    if grid is None and job.world % size:
-        raise ConfigError(
-            f"local_sgd.replica_size: {size} ranks of a machine do not divide {job.world} ranks. Set the key to a size "
-            "that does"
-        )
-    if grid is None:
         groups = groups_of(job.nodes(), size)
         split = split_by(job.nodes(), groups)
         if split:
             warn_once(f"local_sgd.replica_size is {size}, and {split}: each step of such replicas crosses machines")
         grid = Arrangement.of_groups([sorted(group) for group in groups])
->>>>>>> bf9ff0c8 (Groups of ranks are laid over real machines: hpZ, MiCS and qgZ by machine, in any order of ranks; topology in the log)
     replicas = Replicas.of(job, grid)
     if replicas.count == 1 and job.world > 1 and job.rank == 0:
         warn_once(
@@ -552,17 +541,10 @@ def _configured_node_size(
     config: Config, comm: Communicator, wanted_by: str = "zero_optimization.zero_quantized_gradients"
 ) -> int:
     size = config.zero_optimization.zero_node_size
-<<<<<<< HEAD
     return _node_size(comm, wanted_by) if size is None else int(size)
 
 
 def _node_size(comm: Communicator, wanted_by: str) -> int:
-=======
-    return _node_size(comm, "zero_optimization.zero_node_size") if size is None else int(size)
-
-
-def _node_size(comm: Communicator, key: str) -> int:
->>>>>>> bf9ff0c8 (Groups of ranks are laid over real machines: hpZ, MiCS and qgZ by machine, in any order of ranks; topology in the log)
     """Return the number of ranks of a node (all ranks call); a ConfigError unless it is the same for all nodes."""
     if comm.imagined:
         local = _local_world() or comm.world
@@ -571,15 +553,10 @@ def _node_size(comm: Communicator, key: str) -> int:
     if len(set(sizes.values())) > 1:
         least, most = min(sizes, key=lambda node: sizes[node]), max(sizes, key=lambda node: sizes[node])
         raise ConfigError(
-<<<<<<< HEAD
-            f"{wanted_by}: nodes must have as many ranks each, numbered node by node; "
-            f"found runs of {', '.join(map(str, sizes))} ranks on {len(set(nodes))} nodes. Start as many ranks on each "
-            "node, or set zero_optimization.zero_node_size to a size that divides all of these (1: no hop within nodes)"
-=======
-            f"{key}: is not set, and machines have different numbers of ranks: {sizes[least]} on {least} and "
-            f"{sizes[most]} on {most}, of {len(sizes)} machines. Start as many ranks on each machine, or set it to "
-            f"a size that divides the ranks of each ({math.gcd(*sizes.values())} does)"
->>>>>>> bf9ff0c8 (Groups of ranks are laid over real machines: hpZ, MiCS and qgZ by machine, in any order of ranks; topology in the log)
+            f"{wanted_by}: machines have different numbers of ranks, {sizes[least]} on {least} and {sizes[most]} on "
+            f"{most}, of {len(sizes)} machines. Start as many ranks on each machine, or set "
+            "zero_optimization.zero_node_size to a size that divides the ranks of each "
+            f"({math.gcd(*sizes.values())} does)"
         )
     return next(iter(sizes.values()))
 
