@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.errors import DesyncError
+from shardwise.errors import CheckpointError, DesyncError
 from tests.checkpoint.job import Run, as_ranks, config, on_ranks
 from tests.harness import thorough
 
@@ -67,3 +67,31 @@ def test_a_scalar_that_differs_after_a_load_is_named(tmp_path: Path) -> None:
     message = r"rank 1.*\n  optimizer group 1 weight_decay: 0\.1 on rank 0, 0\.5 on rank 1"
     with pytest.raises(DesyncError, match=message):
         run.load(tmp_path, load_param_groups=False)
+
+
+def with_dropout(world: int, root: str, to: int) -> torch.Tensor:
+    settings = config(1, sample_seed=7) | {"train_batch_size": BATCH}
+    del settings["gradient_accumulation_steps"]
+    run = Run(settings, seed=1)
+    run.load(root) if to > 2 else None
+    while run.engine.global_steps < to:
+        run.step()
+    run.engine.save_checkpoint(root) if to == 2 else None
+    if to == 4:  # the epoch goes on with micro-batches of another size
+        del settings["train_batch_size"]
+        other = Run(settings | {"train_micro_batch_size_per_gpu": 2}, seed=1)
+        with pytest.raises(CheckpointError, match=r"micro-batches of 3 samples, and now they have 2"):
+            other.load(root)
+    return torch.cat([value.detach().flatten() for value in run.engine.module.parameters()])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), thorough(4, 2), thorough(1, 4)])
+def test_dropout_follows_the_sample(before: int, after: int, tmp_path: Path) -> None:
+    """A rank with more micro-batches draws for each of them what another rank drew."""
+    early = on_ranks(with_dropout, before, before, str(tmp_path / "a"), 2)
+    other = on_ranks(with_dropout, after, after, str(tmp_path / "b"), 2)
+    torch.testing.assert_close(early[0], other[0], rtol=0, atol=1e-5)
+    resized = on_ranks(with_dropout, after, after, str(tmp_path / "a"), 4)
+    reference = on_ranks(with_dropout, before, before, str(tmp_path / "a"), 4)
+    torch.testing.assert_close(resized[0], reference[0], rtol=0, atol=1e-5)
+    assert not torch.allclose(resized[0], early[0], rtol=0, atol=1e-3)

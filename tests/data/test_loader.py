@@ -448,3 +448,27 @@ def test_workers_outlive_the_first_signal_of_a_scheduler() -> None:
     for batch in iterator:
         seen += batch
     assert seen == list(range(8))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (4, 1), (3, 2, 4, 1)])
+def test_blocks_do_not_depend_on_the_number_of_ranks(sizes: tuple[int, ...]) -> None:
+    """Each micro-batch has the same samples and random numbers on any rank, also after resizes."""
+
+    def batches(world: int, state: Any, count: int) -> tuple[list[Any], Any]:
+        options: dict[str, Any] = {"world_size": world, "blocks": True, "num_workers": 1, "seed": 3}
+        loaders = [EngineDataLoader(Noise(26), 2, rank=rank, **options) for rank in range(world)]
+        for loader in loaders:
+            loader.load_state_dict(state) if state is not None else None
+        iterators = [iter(loader) for loader in loaders]
+        found = [next(iterator).tolist() for _ in range(count // world) for iterator in iterators]
+        return found, saved(loaders[0])
+
+    reference, _ = batches(1, None, 12)
+    found: list[Any] = []
+    state = None
+    for world in sizes:
+        more, state = batches(world, state, world)
+        found += more
+    assert found == reference[: len(found)]
+    with pytest.raises(ConfigError, match="sample_seed"):
+        EngineDataLoader(Stream(8), 1, blocks=True)

@@ -24,6 +24,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_onebit(config),
         *_ranks(config, world_size),
         *_watch(config),
+        *_sample_seed(config),
         *_local(config, world_size),
     ]
 
@@ -200,6 +201,23 @@ def _watch(config: Config) -> Iterator[Problem]:
                     '10}}, or choose "skip" or "stop"'
                 )
                 yield Problem(path, message, ConflictError)
+
+
+def _sample_seed(config: Config) -> Iterator[Problem]:
+    if config.sample_seed is None:
+        return
+    for path, held, reason in (
+        (
+            "sequence_parallel_size",
+            config.sequence_parallel_size > 1,
+            "parts of a sequence need masks of their own",
+        ),
+        ("pipeline.stages", config.pipeline.stages not in ("auto", 1), "stages run several micro-batches at a time"),
+        ("managed_gradient_accumulation", not config.managed_gradient_accumulation, "micro-batches are not counted"),
+    ):
+        if held:
+            message = f"cannot be combined with `{path}` of this configuration: {reason}; remove one of them"
+            yield Problem("sample_seed", message, ConflictError)
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ canonical, deprecated keys move to their replacement. Every "auto" is recorded a
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -191,10 +192,10 @@ def _parent(data: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | Non
 def put(data: dict[str, Any], path: Path, value: Any) -> None:
     """Set a value at a path, making the sections above it; the check of types reports a section of another type."""
     place: Any = data
-    for part in path[:-1]:
+    for part, below in itertools.pairwise(path):
         if isinstance(place, dict) and place.get(part) is None:
             place[part] = {}
         place = place[part]
-        if not isinstance(place, dict | list):
+        if not isinstance(place, list if isinstance(below, int) else dict):
             return
     place[path[-1]] = value

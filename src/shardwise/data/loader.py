@@ -43,6 +43,8 @@ class EngineDataLoader:
         drop_last: True drops samples that do not fill a batch on every rank. False repeats samples until all ranks have
             equally many; the last batch may be smaller, equally on every rank.
         num_workers: prefetching processes; 0 fetches in this one.
+        blocks: give each batch adjacent samples of the epoch's order, so that the batches of all ranks together do not
+            depend on the number of ranks (map-style datasets without `data_sampler`).
         device: target device of batches. Memory is pinned for a CUDA device only.
 
     Raises:
@@ -71,13 +73,14 @@ class EngineDataLoader:
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int = 0,
+        blocks: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.collate_fn = collate_fn
-        self._share = Share(rank, world_size, batch_size, drop_last, seed)
+        self._share = Share(rank, world_size, batch_size, drop_last, seed, blocks)
         self._generator = torch.Generator("cpu")
         options: dict[str, Any] = {
             "collate_fn": collate_fn,
@@ -89,6 +92,11 @@ class EngineDataLoader:
             "worker_init_fn": outlive_signals if num_workers else None,
         }
         self._source: SampleSource
+        if blocks and (isinstance(dataset, IterableDataset) or data_sampler is not None):
+            raise ConfigError(
+                "blocks (`sample_seed` of the configuration): the order of an iterable dataset or of a "
+                "data_sampler is not the loader's; pass a map-style dataset, or remove the key"
+            )
         if isinstance(dataset, IterableDataset):
             if data_sampler is not None:
                 raise ConfigError(
@@ -184,7 +192,8 @@ class EngineDataLoader:
             )
         self._source.restore_order(state)
         position = Position(state["position"], state.get("offset", 0))
-        if state["world_size"] != self._share.world_size:
+        # Blocks begin where the batches of all ranks have ended, also with another batch size.
+        if state["world_size"] != self._share.world_size or self._share.blocks:
             position = self._source.divided_anew(position, state["world_size"])
         self._next = (state["epoch"], position)
         self._current = None

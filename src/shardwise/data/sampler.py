@@ -25,6 +25,8 @@ class ResumableDistributedSampler(Sampler[int]):
         seed: seed of the permutations, the same on all ranks.
         drop_last: if the dataset does not divide by the number of ranks, True drops the tail, False repeats samples
             from the beginning of the epoch. Each rank has equally many in both cases.
+        block: samples that a rank takes at a time, so that the blocks of an epoch do not depend on the number of ranks;
+            samples that fill no block on every rank are distributed one by one.
 
     Raises ConfigError if the rank is outside the world.
 
@@ -45,6 +47,7 @@ class ResumableDistributedSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        block: int = 1,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not in a world of {world_size} ranks (0 to {world_size - 1})")
@@ -54,6 +57,7 @@ class ResumableDistributedSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.block = block
         self.epoch = 0
         self.start = 0
         self.offset = 0
@@ -78,7 +82,10 @@ class ResumableDistributedSampler(Sampler[int]):
         if end > count:
             # Repeat the samples more than once if they are fewer than the ranks.
             indices = indices.repeat(-(-end // count))
-        return indices[offset + self.rank : end : self.world_size]
+        indices = indices[offset:end]
+        whole = len(indices) // (self.block * self.world_size) * self.block * self.world_size
+        blocks = indices[:whole].view(-1, self.world_size, self.block)[:, self.rank].reshape(-1)
+        return torch.cat([blocks, indices[whole + self.rank :: self.world_size]])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.order(self.epoch, self.offset)[self.start :].tolist())

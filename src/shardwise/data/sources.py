@@ -42,6 +42,7 @@ class Share:
     batch_size: int
     drop_last: bool
     seed: int
+    blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -188,7 +189,11 @@ class Indexed(SampleSource):
                     return
             if not batch:
                 return
-            batch.seed = mixed_seed(self.share.seed, epoch, self.share.rank, position, *moved)
+            if self.share.blocks:  # random numbers follow the samples
+                first = start.offset + position * self.share.world_size + self.share.rank * self.share.batch_size
+                batch.seed = mixed_seed(self.share.seed, epoch, first)
+            else:
+                batch.seed = mixed_seed(self.share.seed, epoch, self.share.rank, position, *moved)
             yield batch
             position += step
 
@@ -263,6 +268,7 @@ def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistribut
         shuffle=shuffle,
         seed=share.seed,
         drop_last=share.drop_last,
+        block=share.batch_size if share.blocks else 1,
     )
     if share.batches_of(len(sampler)) == 0:
         raise ConfigError(

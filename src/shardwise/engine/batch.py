@@ -111,5 +111,6 @@ class Batches:
             shuffle=route == "train",
             drop_last=self._config.dataloader_drop_last,
             num_workers=num_local_io_workers or 0,
+            blocks=route == "train" and self._config.sample_seed is not None,
             device=self._device if pin_memory else None,
         )

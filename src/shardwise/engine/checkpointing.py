@@ -459,6 +459,13 @@ class Checkpoints:
             rng.restore(loaded.rank["rng"], self._sharded.device)
 
     def _compare_batches(self, loaded: Loaded) -> None:
+        micro = loaded.manifest.config.get("train_micro_batch_size_per_gpu")
+        if self._resolution.config.sample_seed is not None and micro not in (None, self._batches.micro):
+            raise CheckpointError(
+                f"{loaded.path}: saved with micro-batches of {micro} samples, and now they have {self._batches.micro}; "
+                "with `sample_seed` random numbers follow micro-batches of equal size. Set "
+                f"train_micro_batch_size_per_gpu to {micro}, or remove sample_seed"
+            )
         before, now = loaded.manifest.config.get("train_batch_size"), self._resolution.config.train_batch_size
         if self._sharded.update is not None and before is not None and before != now:
             self._log(

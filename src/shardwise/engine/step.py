@@ -13,6 +13,7 @@ import torch
 
 from shardwise.comm.ledger import user_line
 from shardwise.compat import never_compiled
+from shardwise.data.fetch import mixed_seed
 from shardwise.device import Later
 from shardwise.engine.anomalies import Anomalies, Anomaly, OverflowReport
 from shardwise.engine.inputs import SameInputs
@@ -175,6 +176,10 @@ class TrainStep:
         """Record a training forward pass of the engine."""
         self.new_micro_batch = True
         self._forwards += 1
+        seed = self._config.sample_seed
+        if seed is not None and self._forwards == 1:  # two passes of a micro-batch draw different numbers
+            number = (self.micro_steps - self.window_began) * self._batches.ranks + self._batches.data.rank
+            torch.manual_seed(mixed_seed(seed, self.global_steps, number))
         if self._inputs is not None:
             self._inputs.note(inputs)
 

@@ -56,6 +56,13 @@ class Config(ConfigSection):
         "The engine counts micro-batches and takes their mean; false: every step() updates, with the sum of the "
         "gradients (gradient_accumulation_steps is 1 then).",
     )
+    sample_seed: Int | None = key(
+        None,
+        "Set torch's random number generators before each micro-batch from this seed, the step and the micro-batch's "
+        "number in the step, and give each micro-batch adjacent samples: dropout then follows samples, not ranks, when "
+        "the number of ranks changes and the micro-batch size does not.",
+        ge=0,
+    )
     dataloader_drop_last: bool = key(False, "The engine's loader drops the last incomplete batch.")
     sequence_parallel_size: Int = key(
         1,
