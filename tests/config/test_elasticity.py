@@ -80,6 +80,7 @@ def test_other_batch_keys() -> None:
         assert [note.path for note in found.no_effect] == [key, "elasticity.min_time"]
         assert resolve({key: "auto", "elasticity": LARGE}, world_size=64).config.train_batch_size == 9792
     reasons = {note.path: note.reason for note in resolve({"elasticity": LARGE}, world_size=64).notes}
+    assert reasons["train_batch_size"].startswith("elasticity: it fits 23 numbers of ranks: 32, 34, ")
     assert reasons["gradient_accumulation_steps"] == "elasticity: 9792 = 17 x 9 x 64 ranks"
 
 

@@ -116,8 +116,9 @@ def solve_elastic(
         message = f"is false, but `elasticity` needs {steps} micro-batches in a step of {world_size} ranks; remove it"
         return Problem("managed_gradient_accumulation", message, ElasticConfigError)
     sizes = batch.world_sizes
+    shown = sizes if len(sizes) <= LISTED else (*sizes[:LISTED], "...", sizes[-1])
     reasons = {
-        TRAIN: f"elasticity: it fits {len(sizes)} numbers of ranks from {sizes[0]} to {sizes[-1]}",
+        TRAIN: f"elasticity: it fits {len(sizes)} numbers of ranks: {', '.join(map(str, shown))}",
         MICRO: f"elasticity: the largest that divides {batch.train // copies} samples of a rank",
         STEPS: f"elasticity: {batch.train} = {micro} x {steps} x {copies} ranks",
     }
