@@ -95,7 +95,7 @@ def _serve(
     known = interfaces()
     interface = of_address(own, known)
     secret = bytes.fromhex(given["secret"])
-    neighbour = reach.Neighbour(own, secret)
+    echo = reach.EchoServer(own, secret)
     out, err = standard_screens()
     with (
         local.display_of(wanted, out, err) as display,
@@ -107,7 +107,7 @@ def _serve(
             worker_environment(wanted, placement, interface=""),
             interface=interface,
             address=own,
-            port=neighbour.port,
+            port=echo.port,
             speed=next((one.speed for one in known if one.name == interface), None),
             devices=list(placement.devices or ()),
             processes=placement.nproc,
@@ -134,12 +134,12 @@ def _serve(
                     if message["do"] == "reach":
                         tell("reached", [reach.reach(secret=secret, **one) for one in message["machines"]])
                     else:
-                        neighbour.close()
+                        echo.close()
                         _obey(message, agent, tell)
         finally:
             agent.stop(signal.SIGKILL, 0.0)
             agent.close()
-            neighbour.close()
+            echo.close()
 
 
 def _obey(message: dict[str, Any], agent: Agent, tell: Any) -> None:

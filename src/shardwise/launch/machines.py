@@ -72,7 +72,7 @@ class _Machine:
     arrived: float = 0.0
     refused: str = ""
     ended_at: float = 0.0
-    neighbours: list[_Machine] = dataclasses.field(default_factory=list)
+    adjacent: list[_Machine] = dataclasses.field(default_factory=list)
     reached: list[dict[str, Any]] | None = None
 
 
@@ -149,14 +149,14 @@ class Launcher:
             return
         for number, machine in enumerate(self.machines):
             near = dict.fromkeys(((number + 1) % count, (number - 1) % count))
-            machine.neighbours = [self.machines[other] for other in near]
+            machine.adjacent = [self.machines[other] for other in near]
             assert machine.channel is not None
-            places = [(other.facts.address, other.facts.port) for other in machine.neighbours if other.facts]
-            asked = [
+            places = [(other.facts.address, other.facts.port) for other in machine.adjacent if other.facts]
+            requested = [
                 {"address": address, "port": port, "measure": measure and not place}
                 for place, (address, port) in enumerate(places)
             ]
-            machine.channel.send({"do": "reach", "machines": asked})
+            machine.channel.send({"do": "reach", "machines": requested})
         deadline = time.monotonic() + START_S
         while any(machine.reached is None and not machine.refused for machine in self.machines):
             if self._stopping is not None or time.monotonic() > deadline:
@@ -169,7 +169,7 @@ class Launcher:
             f"{machine.host.name}: cannot reach {other.host.name} at {other.facts.address}:{other.facts.port}: "
             f"{found['error']}. Ranks connect to each other: open TCP between the machines, in both directions."
             for machine in self.machines
-            for other, found in zip(machine.neighbours, machine.reached or (), strict=False)
+            for other, found in zip(machine.adjacent, machine.reached or (), strict=False)
             if other.facts is not None and found["error"]
         ]
         refused = [f"{machine.host.name}: {machine.refused}" for machine in self.machines if machine.refused]

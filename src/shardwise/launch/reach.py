@@ -18,14 +18,14 @@ _TRIPS = 10
 _BLOCK = 1 << 18
 
 
-class Neighbour:
+class EchoServer:
     """Answers other machines of the job at an address of this machine, on any free port, until it is closed."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._listener = wire.Listener([address], secret)
         self.port = self._listener.port(address)
         self._closed = threading.Event()
-        threading.Thread(target=self._serve, name="neighbour", daemon=True).start()
+        threading.Thread(target=self._serve, name="echo", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
@@ -37,7 +37,7 @@ class Neighbour:
         while not self._closed.is_set():
             with contextlib.suppress(queue.Empty):
                 connection, _ = self._listener.arrived.get(timeout=0.5)
-                threading.Thread(target=_answer, args=(connection,), name="neighbour", daemon=True).start()
+                threading.Thread(target=_answer, args=(connection,), name="echo", daemon=True).start()
 
 
 def _answer(connection: Connection) -> None:
