@@ -75,7 +75,7 @@ def test_what_is_not_built_is_refused(name: str) -> None:
         ([], "user_script"),
         (["--launcher", "rsh", "train.py"], "--launcher: invalid choice: 'rsh'"),
         (["--log_level", "loud", "train.py"], "--log_level: invalid choice: 'loud'"),
-        (["--num_nodes", "2", __file__], "--num_nodes 2: the machines are not known"),
+        (["--num_nodes", "2", __file__], "--nnodes 2: the machines are not known"),
     ],
 )
 def test_wrong_options_are_one_message(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -69,7 +70,8 @@ class Job:
     def report(self, node: Node, *, code: int = -15, text: str = "", began: float = 0.0) -> None:
         """Report that a machine's ranks were stopped, of which the first failed by itself if there is a text."""
         exits = [
-            Exit(rank, 100 + rank, code if rank == node.ranks[0] else -15, 2e9, True, node.name) for rank in node.ranks
+            Exit(rank, 100 + rank, code if rank == node.ranks[0] or not code else -15, 2e9, True, node.name)
+            for rank in node.ranks
         ]
         found = [Trouble(exits[0], began, text, True, "peer" in text)] if text else []
         self.run.handle(node, "stopped", Report(tuple(exits), {}, tuple(found)))
@@ -164,11 +166,61 @@ def test_a_signal_ends_the_job_without_a_restart(when: str) -> None:
     job = Job([1, 1], max_restarts=1)
     if when == "after a failure":
         job.run.handle(job.nodes[0], "failing")
-    job.run.handle(job.nodes[0], "signalled", signal.SIGTERM)
+    job.run.handle(job.nodes[0], "leaving", signal.SIGTERM)
     for node in job.nodes:
         job.report(node)
     assert job.run.outcome is not None and job.run.outcome.exit_code == 143
     assert job.run.outcome.message == "shardwise run: received SIGTERM; all processes have ended."
+
+
+def _stopped(job: Job) -> None:
+    for node in list(job.nodes):
+        job.report(node)
+
+
+def test_machines_come_leave_and_stand_by() -> None:
+    job = Job([1, 1], min_nodes=1, max_nodes=2, wait_s=9.0)
+    spare = Imagined()
+    job.run.join(Node("spare", spare, [0, 1], "10.0.0.9"))
+    assert not spare.messages and [agent.last[0] for agent in job.agents] == ["start", "start"]
+    # Machine b leaves in order, and the spare takes its place without a restart that counts.
+    job.run.handle(job.nodes[1], "leaving", signal.SIGTERM)
+    assert all(agent.last == ("stop", signal.SIGTERM, None) for agent in job.agents)  # all may save a checkpoint
+    _stopped(job)
+    assert job.lines[-1] == "machine b leaves on SIGTERM; starting all 3 processes again on 2 machines"
+    job.serve()
+    assert [(plan.first_rank, plan.world_size) for plan in job.plans()] == [(0, 3), (1, 3)]
+    # All are lost but one that comes: all ranks start with it.
+    for node in list(job.nodes):
+        job.run.handle(node, "lost", "no message for 6 s")
+    assert "0 of at least 1 machines are left: waiting for others, up to 9 s" in job.lines[-1]
+    job.run.join(Node("c", Imagined(), [0], "10.0.0.7"))
+    job.serve()
+    assert [plan.world_size for plan in job.plans()] == [1] and job.plans()[0].restarted
+    # A machine that comes during the restart is in the same attempt or the next.
+    job.run.join(Node("d", Imagined(), [0], "10.0.0.8"))
+    _stopped(job)
+    assert job.lines[-1] == "machine d has come; starting all 2 processes again on 2 machines"
+    assert job.run.outcome is None and job.run.attempt == 3
+
+
+def test_the_end_of_a_wait_and_of_a_script_during_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job([1, 1], min_nodes=2, max_nodes=3, wait_s=9.0)
+    job.run.handle(job.nodes[1], "lost", "connection closed")
+    job.report(job.nodes[0])
+    job.run.look()
+    assert job.run.outcome is None
+    later = time.monotonic() + 10
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    job.run.look()
+    assert job.run.outcome is not None and job.run.outcome.exit_code == 1
+    assert "1 of at least 2 machines are left, and no other has come within 9 s" in job.run.outcome.message
+    monkeypatch.undo()
+
+    job = Job([1], min_nodes=1, max_nodes=2, wait_s=9.0)
+    job.run.join(Node("b", Imagined(), [0], "10.0.0.8"))
+    job.report(job.nodes[0], code=0)  # the script has ended as the machine came
+    assert job.run.outcome is not None and job.run.outcome.exit_code == 0
 
 
 def test_messages_grow_with_machines() -> None:

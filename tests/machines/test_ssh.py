@@ -87,7 +87,7 @@ def test_a_lost_machine_ends_the_job_or_is_left_out(lab: Lab, start: Start) -> N
     assert process.returncode == 1 and "machine m3 (rank 2) is lost: no message for 6 s" in err
     assert nothing_left(lab) and time.monotonic() - began < 15
     lab.link(3, True)
-    process = start(["-H", str(lab.hostfile(1)), "--max-restarts", "1", "--min-nodes", "2"], "sleep", "0")
+    process = start(["-H", str(lab.hostfile(1)), "--max-restarts", "1", "--nnodes", "2:"], "sleep", "0")
     running(process, 3)
     lab.link(3, False)
     out, err = process.communicate(timeout=60)

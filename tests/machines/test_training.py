@@ -78,7 +78,7 @@ def test_a_lost_machines_part_comes_from_the_memory_of_another(
     whole = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    options = ["-H", str(lab.hostfile(1)), "--max-restarts", "1", "--min-nodes", "2"]
+    options = ["-H", str(lab.hostfile(1)), "--max-restarts", "1", "--nnodes", "2:"]
     process = start(options, "3", "12", "0.5", str(tmp_path / "none"), script=script)
     assert process.stdout is not None
     before = ""

@@ -549,3 +549,15 @@ def test_by_configuration_alone() -> None:
     assert notes == {"optimizer.params.cuda_aware", "optimizer.params.comm_backend_name"}
     with pytest.raises(ConfigError, match=r"compression\.type"):
         resolve({**config, "compression": {"type": "powersgd"}})
+
+
+@on_ranks(2)
+def test_a_checkpoint_from_before_compression_is_loaded_during_it(tmp_path: Path) -> None:
+    engine = begin(maker("OnebitLamb"))
+    engine.save_checkpoint(str(tmp_path))
+    first = go_on(engine, range(8))
+    assert engine.optimizer.param_groups[0]["coefficient"] is not None
+    engine.load_checkpoint(str(tmp_path))
+    assert engine.optimizer.param_groups[0]["coefficient"] is None
+    assert go_on(engine, range(8)) == first
+    engine.destroy()

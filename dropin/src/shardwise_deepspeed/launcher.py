@@ -47,6 +47,11 @@ def _parser() -> Parser:
     several.add_argument("--launcher_args", default="", help="arguments of that launcher")
     several.add_argument("--ssh_port", type=int, help="port of ssh")
     several.add_argument("--venv_script", metavar="PATH", help="shell script to source on each machine")
+    several.add_argument("--no_ssh", action="store_true", help="this command is started by hand on each machine")
+    several.add_argument("--node_rank", type=int, default=-1, metavar="R", help="number of this machine then")
+    several.add_argument("--elastic_training", action="store_true", help="go on with other numbers of machines")
+    several.add_argument("--min_elastic_nodes", type=int, default=-1, metavar="N", help="least number of machines")
+    several.add_argument("--max_elastic_nodes", type=int, default=-1, metavar="N", help="largest number of machines")
     several.add_argument("--no_ssh_check", action="store_true", help="do not try ssh first")
     add("user_script", help="script to run")
     add("user_args", nargs=argparse.REMAINDER, help="everything after the script is the script's")
@@ -67,12 +72,18 @@ def job_of(arguments: list[str]) -> Job:
     if hostfile is not None and not os.path.exists(hostfile):
         log.warning("--hostfile %s: there is no such file; this machine is used", hostfile)
         hostfile = None
-    nproc, nodes = (None if number == -1 else number for number in (given.num_gpus, given.num_nodes))
+    nproc = None if given.num_gpus == -1 else given.num_gpus
+    nodes = None if given.num_nodes == -1 else str(given.num_nodes)
+    if given.elastic_training:
+        nodes = f"{max(1, given.min_elastic_nodes)}:{given.max_elastic_nodes if given.max_elastic_nodes > 0 else ''}"
+    if given.no_ssh:
+        hostfile = None
     return Job(
         script=given.user_script,
         args=tuple(given.user_args),
         nproc=nproc,
-        num_nodes=nodes,
+        nodes=nodes,
+        node_rank=None if given.node_rank == -1 else given.node_rank,
         include=given.include or None,
         exclude=given.exclude or None,
         hostfile=hostfile,

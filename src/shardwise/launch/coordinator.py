@@ -97,17 +97,27 @@ class Node:
     lost: str = ""
     lost_at: float = 0.0
     lost_in: int = -1
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules of a job: number of restarts, least numbers of ranks and machines of a restarted attempt, and the address
-    of the store (None: that of the first machine; port None: any).
+    """Rules of a job.
+
+    Attributes:
+        max_restarts: number of restarts after failures; those for machines that come or leave do not count.
+        min_ranks: least number of ranks of a restarted attempt; None: all.
+        min_nodes: least number of machines; None: all of the start, and no machine is replaced.
+        max_nodes: most machines; further ones are spares. None: any number.
+        wait_s: seconds to wait for machines if fewer than `min_nodes` are left.
+        master_addr, master_port: address of the store (None: that of the first machine; port None: any).
     """
 
     max_restarts: int = 0
     min_ranks: int | None = None
     min_nodes: int | None = None
+    max_nodes: int | None = None
+    wait_s: float = 0.0
     master_addr: str | None = None
     master_port: int | None = None
 
@@ -130,7 +140,13 @@ class Coordinator:
         self.failure: Failure | None = None
         self._policy = policy
         self._say = say
-        self._phase: Literal["serving", "running", "stopping"] = "serving"
+        self._phase: Literal["waiting", "serving", "running", "stopping"] = "serving"
+        self._least = policy.min_nodes or len(self.nodes)
+        self._restarts = 0
+        self._spares: list[Node] = []
+        self._change = ""
+        self._again: tuple[str, int, float, bool] = "", 0, 0.0, False
+        self._deadline = 0.0
         self._signal: signal.Signals | None = None
         self._started = 0.0
         self._noticed = 0.0
@@ -145,13 +161,11 @@ class Coordinator:
     def begin(self) -> None:
         """Begin the next attempt."""
         self.attempt += 1
-        self._phase = "serving"
+        self._phase, self._change = "serving", ""
+        self.nodes = self.used
         for node in self.nodes:
             node.exits = node.report = None
             node.ranks = range(0)
-        self._serve()
-
-    def _serve(self) -> None:
         first = self.used[0]
         first.link.serve(self._policy.master_addr or first.address, self._policy.master_port)
 
@@ -167,9 +181,9 @@ class Coordinator:
             self.failing()
         elif kind == "ended":
             self.ended(content)
-        elif kind in ("recovered", "signalled"):
-            getattr(self, kind)(content)
-        elif kind in ("finished", "stopped", "lost"):
+        elif kind == "recovered":
+            self.recovered(content)
+        elif kind in ("finished", "stopped", "lost", "leaving"):
             getattr(self, kind)(node, content)
 
     def serving(self, node: Node, address: str, port: int) -> None:
@@ -183,8 +197,10 @@ class Coordinator:
         for number, one in enumerate(used):
             one.ranks = range(rank, rank + len(one.slots))
             rank += len(one.slots)
-            slots, restarted = tuple(one.slots), self.failure is not None
-            plan = Plan(self.attempt, slots, one.ranks.start, world_size, number, len(used), address, port, restarted)
+            slots = tuple(one.slots)
+            plan = Plan(
+                self.attempt, slots, one.ranks.start, world_size, number, len(used), address, port, self.attempt > 0
+            )
             one.link.start(plan)
 
     def ended(self, rank: int) -> None:
@@ -216,6 +232,38 @@ class Coordinator:
         else:
             self._phase = "running"
             self._stop_all(signal.SIGTERM, GRACE_S)
+
+    def join(self, node: Node) -> None:
+        """Handle that a machine has come, or has returned: all ranks start again with it, unless the job has all of its
+        machines. Then the machine is a spare, and takes the place of the next that is lost.
+        """
+        self._spares.append(node)
+        if self._phase == "waiting":
+            self._restart(*self._again)
+        elif self._policy.max_nodes is None or len(self.used) < self._policy.max_nodes:
+            self._restart_with_others(f"machine {node.name} has come", signal.SIGTERM)
+
+    def leaving(self, node: Node, sig: signal.Signals) -> None:
+        """Handle a signal to the agent of a machine: the machine leaves, or the job ends if it needs the machine."""
+        if self._policy.min_nodes is None:
+            self.signalled(sig)
+            return
+        node.leaves = True
+        self._restart_with_others(f"machine {node.name} leaves on {sig.name}", sig)
+
+    def _restart_with_others(self, what: str, sig: signal.Signals) -> None:
+        self._change = self._change or what
+        if self._phase == "serving":  # the store is started before the ranks
+            self._phase = "running"
+        self._stop_all(sig, None)
+
+    def look(self) -> None:
+        """End a job that has waited too long for machines."""
+        if self._phase == "waiting" and time.monotonic() > self._deadline and self.outcome is None:
+            self.outcome = Outcome(
+                1,
+                f"shardwise run: {self._too_few()}, and no other has come within {self._policy.wait_s:.0f} s.",
+            )
 
     def stopped(self, node: Node, report: Report) -> None:
         """Handle that all ranks of a machine are stopped."""
@@ -252,6 +300,8 @@ class Coordinator:
             return
         reports = [node.report for node in self.nodes if node.report is not None]
         exits = {end.rank: end for report in reports for end in report.exits}
+        for node in self.used:
+            node.lost = "has left" if node.leaves else ""
         if self._signal is not None:
             killed = {rank: state for report in reports for rank, state in report.killed.items()}
             end = ShutdownResult(self._signal, exits, killed, max((report.grace for report in reports), default=0.0))
@@ -263,6 +313,12 @@ class Coordinator:
         if lost and not (own and min(trouble.began for trouble in own) < min(node.lost_at for node in lost)):
             self._lost_machines(lost)
             return
+        if self._change:
+            if exits and all(end.code == 0 for end in exits.values()):
+                self.outcome = Outcome(0)  # the script has ended at this moment
+            elif not self._restart(self._change, 0, 0.0, counted=False):
+                self.outcome = Outcome(1, f"shardwise run: {self._change}; {self._too_few()}.")
+            return
         self.failure = first_failure(troubles, exits, self._started, [r for report in reports for r in report.frozen])
         received = _ENDED_ON.get(self.failure.exit.code)
         if received is not None:
@@ -271,8 +327,8 @@ class Coordinator:
             return
         failure = self.failure
         what = failure.root_cause if failure.root_cause_rank is not None else f"failed first ({failure.cause()})"
-        without = self._leave_out(failure.rank) if self.attempt < self._policy.max_restarts else ""
-        if not self._restart(f"rank {failure.rank} {what}{without}", failure.rank, failure.exit.at):
+        without = self._leave_out(failure.rank) if self._restarts < self._policy.max_restarts else ""
+        if not self._restart(f"rank {failure.rank} {what}{without}", failure.rank, failure.exit.at, counted=True):
             self.outcome = Outcome(failure.exit_code, failure.message())
 
     def _lost_machines(self, lost: Sequence[Node]) -> None:
@@ -287,25 +343,35 @@ class Coordinator:
             sum(len(node.ranks) for node in lost),
             sum(len(node.ranks) for node in self.nodes),
         )
-        if not self._restart(what, first.ranks.start, first.lost_at):
+        if not self._restart(what, first.ranks.start, first.lost_at, counted=self._policy.min_nodes is None):
             left = f"; all other processes have ended, {self.failure.elapsed:.1f} s after the start." if ranks else ""
             self.outcome = Outcome(1, f"shardwise run: {what}{left}")
 
-    def _restart(self, what: str, rank: int, failed: float) -> bool:
-        """Start again if the rules allow it; return whether they do."""
-        used = self.used
-        ranks, left = sum(len(node.slots) for node in used), self._policy.max_restarts - self.attempt
-        least = self._policy.min_nodes or len(self.nodes)
-        if left <= 0 or not used or len(used) < least:
+    def _restart(self, what: str, rank: int, failed: float, counted: bool) -> bool:
+        """Start again, at once or when enough machines have come, if the rules allow it; return whether they do."""
+        policy = self._policy
+        if counted and self._restarts >= policy.max_restarts:
             return False
-        among = f" on {len(used)} machines" if len(self.nodes) > 1 else ""
-        self._say(
-            f"{what}; starting all {ranks} processes again{among} (restart {self.attempt + 1} of "
-            f"{self._policy.max_restarts})"
-        )
-        self._recovering = rank, failed
+        while self._spares and (policy.max_nodes is None or len(self.used) < policy.max_nodes):
+            self.nodes.append(self._spares.pop(0))
+        used = self.used
+        ranks = sum(len(node.slots) for node in used)
+        if len(used) < self._least:
+            if policy.wait_s and self._phase != "waiting":
+                self._say(f"{what}; {self._too_few()}: waiting for others, up to {policy.wait_s:.0f} s")
+                self._phase, self._deadline = "waiting", time.monotonic() + policy.wait_s
+                self._again = what, rank, failed, counted
+            return bool(policy.wait_s)
+        self._restarts += counted
+        among = f" on {len(used)} machine{'s' * (len(used) > 1)}" if len(self.nodes) > 1 or policy.min_nodes else ""
+        number = f" (restart {self._restarts} of {policy.max_restarts})" if counted else ""
+        self._say(f"{what}; starting all {ranks} processes again{among}{number}")
+        self._recovering = (rank, failed) if failed else None
         self.begin()
         return True
+
+    def _too_few(self) -> str:
+        return f"{len(self.used)} of at least {self._least} machines are left"
 
     def _leave_out(self, rank: int) -> str:
         """Drop a slot that has failed first twice in a row, which points to its device; return a note."""

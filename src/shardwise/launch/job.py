@@ -40,8 +40,23 @@ class Job:
             "device, or one.",
         ),
     ] = None
-    num_nodes: Annotated[
-        int | None, typer.Option("--num-nodes", metavar="N", help="Use the first N machines of the hostfile.")
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--num-nodes",
+            "--nnodes",
+            metavar="N|MIN:MAX",
+            help="Number of machines: the first N of the hostfile, or without a hostfile N that are started by hand. "
+            "MIN:MAX: start with MIN or more, go on without lost ones, and take in those that come or return.",
+        ),
+    ] = None
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--node-rank",
+            metavar="R",
+            help="Number of this machine, where the command is started by hand on each; 0 has the --master-addr.",
+        ),
     ] = None
     include: Annotated[
         str | None, typer.Option("--include", "-i", metavar="SPEC", help="Slots to use: NAME[:slot,slot]@NAME...")
@@ -83,14 +98,6 @@ class Job:
             metavar="M",
             help="Restart without a slot whose process has failed first twice in a row, down to M "
             "processes. Default: always restart all.",
-        ),
-    ] = None
-    min_nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--min-nodes",
-            metavar="M",
-            help="Restart without lost machines, down to M machines. Default: a lost machine ends the job.",
         ),
     ] = None
     bind_cores: Annotated[
@@ -176,7 +183,24 @@ class Job:
     @property
     def resources(self) -> Resources:
         """Requested resources."""
-        return Resources(self.nproc, self.num_nodes, self.include or None, self.exclude or None, self.hostfile)
+        most = None if self.machines is None else self.machines[1]
+        return Resources(self.nproc, most, self.include or None, self.exclude or None, self.hostfile)
+
+    @property
+    def machines(self) -> tuple[int, int | None] | None:
+        """Least and largest number of machines (None: all of the hostfile); None if not given.
+
+        Raises CommandLineError if the option cannot be read.
+        """
+        if self.nodes is None:
+            return None
+        least, colon, most = self.nodes.partition(":")
+        if not least.isdigit() or not (most.isdigit() or (colon and not most) or not colon):
+            raise CommandLineError(f"--nnodes {self.nodes}: give a number of machines, or MIN:MAX.")
+        found = int(least), int(most) if most else None if colon else int(least)
+        if found[0] < 1 or (found[1] is not None and found[1] < found[0]):
+            raise CommandLineError(f"--nnodes {self.nodes}: expected 1 <= MIN <= MAX.")
+        return found
 
 
 def check(job: Job) -> None:
@@ -199,7 +223,25 @@ def check(job: Job) -> None:
         raise CommandLineError(
             f"--master_port {job.master_port} is not a TCP port (1 to 65535). Leave it out to take a free one."
         )
-    if job.master_addr is not None and job.hostfile is None and not is_this_machine(job.master_addr):
+    if job.node_rank is not None and job.hostfile is not None:
+        raise CommandLineError(
+            f"--node-rank {job.node_rank}: for a job that is started by hand on each machine. Leave out --hostfile, or "
+            "--node-rank."
+        )
+    if by_hand(job):
+        if job.master_addr is None:
+            raise CommandLineError(
+                f"--nnodes {job.nodes}: the machines are not known. Name them with --hostfile; or start this command "
+                "on each machine, with --master-addr ADDRESS of the first."
+            )
+        if job.node_rank is not None and job.node_rank < 0:
+            raise CommandLineError(f"--node-rank {job.node_rank}: give 0 or more.")
+        if job.node_rank == 0 and not is_this_machine(job.master_addr):
+            raise CommandLineError(
+                f"--node-rank 0: --master-addr {job.master_addr} is not an address of this machine "
+                f"({socket.gethostname()})."
+            )
+    elif job.master_addr is not None and job.hostfile is None and not is_this_machine(job.master_addr):
         raise CommandLineError(
             f"--master_addr {job.master_addr} is not an address of this machine ({socket.gethostname()}). "
             f"Leave it out to meet on {LOOPBACK}, or name the machines of the job with --hostfile."
@@ -207,6 +249,13 @@ def check(job: Job) -> None:
     if job.log_dir is not None and Path(job.log_dir).exists() and not Path(job.log_dir).is_dir():
         raise CommandLineError(f"--log-dir {job.log_dir} is a file. Give a directory.")
     check_script(job)
+
+
+def by_hand(job: Job) -> bool:
+    """Whether the command is started on each machine by a user or a scheduler."""
+    if job.hostfile is not None:
+        return False
+    return job.node_rank is not None or (job.machines is not None and job.machines != (1, 1))
 
 
 def check_script(job: Job) -> None:

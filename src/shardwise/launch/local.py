@@ -94,7 +94,7 @@ def display_of(job: Job, out: Terminal, err: Terminal) -> Iterator[Display]:
 
 def policy_of(job: Job) -> Policy:
     """Return the rules of a job on one machine."""
-    return Policy(job.max_restarts, job.min_nproc, None, job.master_addr or LOOPBACK, job.master_port)
+    return Policy(job.max_restarts, job.min_nproc, master_addr=job.master_addr or LOOPBACK, master_port=job.master_port)
 
 
 def sayer(job: Job, err: Terminal) -> Callable[[str], None]:
@@ -144,7 +144,7 @@ def _run(job: Job, placement: Placement, cores: Cores | None) -> int:
             node = Node(socket.gethostname(), link, list(range(placement.nproc)), LOOPBACK)
             coordinator = Coordinator([node], policy_of(job), sayer(job, err))
             interrupts = Interrupts(
-                lambda sig: link.events.append(("signalled", sig)), agent.skip_grace_period, agent.forward
+                lambda sig: link.events.append(("leaving", sig)), agent.skip_grace_period, agent.forward
             )
             try:
                 with interrupts:

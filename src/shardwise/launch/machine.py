@@ -13,7 +13,7 @@ import queue
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import LaunchError, ShardwiseError
@@ -46,8 +46,8 @@ def main() -> None:
     except (ValueError, KeyError, TypeError):
         sys.exit("shardwise agent: this command is for `shardwise run`, which starts it on each machine.")
     try:
-        number = _number([machine["name"] for machine in machines])
-        here = machines[number]
+        here = machines[_number([machine["name"] for machine in machines])]
+        number = here["number"]
         connection, own = wire.connect(here["address"], here["port"], secret, CONNECT_S)
     except ShardwiseError as error:
         sys.exit(f"shardwise agent: {error}")
@@ -55,7 +55,8 @@ def main() -> None:
     channel = wire.Channel(connection, messages.put, lambda reason: messages.put(None))
     channel.begin()
     try:
-        sys.exit(_serve(given, number, own, channel, messages))
+        host = Host(here["name"], tuple(here["slots"]))
+        sys.exit(0 if serve(given, number, host, own, channel, messages) is not None else 1)
     except ShardwiseError as error:
         channel.send({"node": number, "refused": str(error)})
         messages.get()  # until the launcher has read it
@@ -74,13 +75,27 @@ def _number(names: Sequence[str]) -> int:
     return here[0]
 
 
-def _serve(
-    given: dict[str, Any],
+def serve(
+    given: Mapping[str, Any],
     number: int,
+    host: Host,
     own: str,
     channel: wire.Channel,
     messages: queue.SimpleQueue[dict[str, Any] | None],
-) -> int:
+) -> dict[str, Any] | None:
+    """Run the ranks of this machine as the launcher decides; return its last message, or None if it is lost.
+
+    Args:
+        given: the fields of the job, its variables, and its name (`run_id`).
+        number: of this machine in the job.
+        host: name and slots of this machine.
+        own: address of this machine on the way to the launcher.
+        channel: connection to the launcher.
+        messages: messages of the launcher; None: it is lost.
+
+    Raises:
+        ShardwiseError: the ranks cannot be started here.
+    """
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given["job"].items()
     }
@@ -89,7 +104,6 @@ def _serve(
     os.environ.update(given["variables"])
     check_script(wanted)
     local.import_torch()
-    host = Host(given["machines"][number]["name"], tuple(given["machines"][number]["slots"]))
     placement = place(wanted.resources, find_devices(), host)
     cores = local.cores_of(wanted, placement)
     known = interfaces()
@@ -118,7 +132,7 @@ def _serve(
             channel.send({"event": kind, "content": content})
 
         try:
-            with Interrupts(lambda sig: tell("signalled", int(sig)), agent.skip_grace_period, agent.forward):
+            with Interrupts(lambda sig: tell("leaving", int(sig)), agent.skip_grace_period, agent.forward):
                 while True:
                     try:
                         message = messages.get(timeout=POLL_S)
@@ -128,9 +142,9 @@ def _serve(
                         continue
                     if message is None:  # the launcher is lost
                         agent.stop(signal.SIGTERM, GRACE_S)
-                        return 1
+                        return None
                     if message["do"] == "end":
-                        return 0
+                        return message
                     if message["do"] == "reach":
                         tell("reached", [reach.reach(secret=secret, **one) for one in message["machines"]])
                     else:

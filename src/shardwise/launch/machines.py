@@ -35,6 +35,12 @@ NOTICE_S = 5.0
 """Seconds after which machines that have not answered are named; then after twice as many, and so on."""
 START_S = 120.0
 """Seconds after which a machine that has not answered is given up."""
+JOIN_S = 600.0
+"""Seconds to wait for machines that a user or a scheduler starts."""
+LAST_CALL_S = 10.0
+"""Seconds to wait for further machines when the least number has come."""
+RETRY_S = 10.0
+"""Seconds between attempts to start an agent on a lost machine again."""
 _END_S = 5.0
 """Seconds for the agents to end after the last message."""
 
@@ -62,10 +68,14 @@ class _RemoteLink:
 
 @dataclasses.dataclass
 class _Machine:
-    """A machine of the job, as far as the launcher knows it."""
+    """A machine of the job, as far as the launcher knows it. `rank` is its number, if a user has given one."""
 
     host: Host
     address: str
+    rank: int | None = None
+    joined: bool = False
+    node: Node | None = None
+    tried: float = 0.0
     errors: OutputChannel | None = None
     channel: wire.Channel | None = None
     facts: facts.Facts | None = None
@@ -80,43 +90,77 @@ Event = tuple[int, str, Any]
 
 
 class Launcher:
-    """One run of a job on several machines."""
+    """One run of a job on several machines.
 
-    def __init__(self, job: Job, hosts: Sequence[Host], out: Terminal, err: Terminal) -> None:
+    With `meeting` (the address and port of the launcher, and the job's secret), `hosts` is this machine only, and
+    others join by themselves.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        hosts: Sequence[Host],
+        out: Terminal,
+        err: Terminal,
+        meeting: tuple[str, int, bytes] | None = None,
+    ) -> None:
         self._job, self._out, self._err = job, out, err
         self._say = sayer(job, err)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._secret = secrets.token_bytes(32)
-        self.machines = [_Machine(host, _address(host, hosts)) for host in hosts]
+        self._joins = meeting is not None
+        self._least, most = job.machines or (len(hosts), len(hosts))
+        self._most = most or len(hosts)
+        if meeting is None:
+            self._secret, port = secrets.token_bytes(32), 0
+            self.machines = [_Machine(host, _address(host, hosts)) for host in hosts]
+        else:
+            address, port, self._secret = meeting
+            self.machines = [_Machine(host, address, job.node_rank) for host in hosts]
         self._reader = OutputReader()
-        self._listener = wire.Listener([machine.address for machine in self.machines], self._secret)
-        self._started: Started | None = None
+        self._listener = wire.Listener([machine.address for machine in self.machines], self._secret, port)
+        self._run_id = uuid.uuid4().hex
+        self._started: list[tuple[Started, list[int]]] = []
         self._stopping: signal.Signals | None = None
+        self._outcome: Outcome | None = None
 
     # -- the start ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start an agent on each machine."""
+    def start(self, numbers: Sequence[int] | None = None) -> None:
+        """Start an agent on each machine, or on those of some numbers."""
         job = self._job
         variables = facts.exported(job.export)
-        run_id = uuid.uuid4().hex
         python = job.python or sys.executable
         visible = tuple(f"{name}={value}" for name, value in variables.items() if name.startswith("PYTHON"))
         args = tuple(shlex.split(job.launcher_args))
         command = AgentCommand(python, os.getcwd(), visible, job.ssh_port, args, job.setup)
-        machines = [
-            {"name": m.host.name, "slots": m.host.slots, "address": m.address, "port": self._listener.port(m.address)}
-            for m in self.machines
-        ]
-        given = {
-            "machines": machines,
+        given: dict[str, Any] = {
             "secret": self._secret.hex(),
-            "run_id": run_id,
+            "run_id": self._run_id,
             "variables": variables,
             "job": dataclasses.asdict(job),
         }
-        names = [machine.host.name for machine in self.machines]
-        self._started = runner_of(job.launcher, command).start(names, json.dumps(given), self._show)
+        chosen = list(range(len(self.machines))) if numbers is None else list(numbers)
+        for number in chosen:
+            machine = self.machines[number]
+            machine.channel, machine.facts, machine.node, machine.refused = None, None, None, ""
+            machine.tried, machine.ended_at = time.monotonic(), 0.0
+        given["machines"] = [
+            {
+                "number": number,
+                "name": machine.host.name,
+                "slots": machine.host.slots,
+                "address": machine.address,
+                "port": self._listener.port(machine.address),
+            }
+            for number, machine in ((number, self.machines[number]) for number in chosen)
+        ]
+        names = [self.machines[number].host.name for number in chosen]
+
+        def show(position: int, descriptor: int, stream: int) -> None:
+            self._show(chosen[position], descriptor, stream)
+
+        started = runner_of("ssh" if self._joins else job.launcher, command).start(names, json.dumps(given), show)
+        self._started.append((started, chosen))
 
     def _show(self, number: int, descriptor: int, stream: int) -> None:
         channel = OutputChannel(-1, self._out if stream == 1 else self._err)
@@ -127,29 +171,51 @@ class Launcher:
     def gather(self) -> None:
         """Wait until all machines have reported their facts, or cannot."""
         began, notice = time.monotonic(), NOTICE_S
-        while any(machine.facts is None and not machine.refused for machine in self.machines):
+        enough: float | None = None
+        limit = JOIN_S if self._joins else START_S
+        while True:
             self._look()
-            waited = time.monotonic() - began
+            ready = [machine for machine in self.machines if machine.facts is not None and not machine.refused]
             missing = [machine for machine in self.machines if machine.facts is None and not machine.refused]
+            to_come = self._most - len(self.machines) if self._joins else 0
+            if not missing and to_come <= 0:
+                return
+            waited = time.monotonic() - began
+            if len(ready) >= self._least < self._most and not missing:
+                enough = enough or waited
+                if waited - enough >= LAST_CALL_S:
+                    return
             if self._stopping is not None:
                 raise LaunchError(f"received {self._stopping.name} before the job has started.")
-            if missing and waited >= notice:
+            if waited >= notice:
                 notice *= 2
-                names = ", ".join(machine.host.name for machine in missing)
-                self._say(f"waiting for {len(missing)} of {len(self.machines)} machines after {waited:.0f} s: {names}")
-            if waited >= START_S:
+                names = [machine.host.name for machine in missing]
+                names += [f"{to_come} that have not come"] if to_come > 0 else []
+                total = len(self.machines) + max(0, to_come)
+                self._say(
+                    f"waiting for {len(missing) + max(0, to_come)} of {total} machines after {waited:.0f} s: "
+                    f"{', '.join(names)}"
+                )
+            if waited >= limit:
                 for machine in missing:
-                    machine.refused = f"has not answered within {START_S:.0f} s"
+                    machine.refused = f"has not answered within {limit:.0f} s"
+                if to_come > 0 and len(ready) < self._least:
+                    raise LaunchError(
+                        f"{len(ready)} of at least {self._least} machines have come within {limit:.0f} s: "
+                        f"{', '.join(machine.host.name for machine in ready)}."
+                    )
+                return
             self._handle(_LOOK_S)
 
     def reach(self, *, measure: bool = False) -> None:
-        """Let each machine connect to the next and the last one in the hostfile, if all have reported."""
-        count = len(self.machines)
-        if count == 1 or any(machine.facts is None for machine in self.machines):
+        """Let each machine that has reported connect to the next and the last one of them."""
+        ready = [machine for machine in self.machines if machine.facts is not None and not machine.refused]
+        count = len(ready)
+        if count == 1:
             return
-        for number, machine in enumerate(self.machines):
+        for number, machine in enumerate(ready):
             near = dict.fromkeys(((number + 1) % count, (number - 1) % count))
-            machine.adjacent = [self.machines[other] for other in near]
+            machine.adjacent = [ready[other] for other in near]
             assert machine.channel is not None
             places = [(other.facts.address, other.facts.port) for other in machine.adjacent if other.facts]
             requested = [
@@ -158,10 +224,10 @@ class Launcher:
             ]
             machine.channel.send({"do": "reach", "machines": requested})
         deadline = time.monotonic() + START_S
-        while any(machine.reached is None and not machine.refused for machine in self.machines):
+        while any(machine.reached is None and not machine.refused for machine in ready):
             if self._stopping is not None or time.monotonic() > deadline:
                 raise LaunchError("the machines have not tried their connections to each other.")
-            self._handle(_LOOK_S, until=lambda: all(machine.reached is not None for machine in self.machines))
+            self._handle(_LOOK_S, until=lambda: all(machine.reached is not None for machine in ready))
 
     def problems(self) -> list[str]:
         """Return why machines cannot be used, and their differences."""
@@ -173,6 +239,10 @@ class Launcher:
             if other.facts is not None and found["error"]
         ]
         refused = [f"{machine.host.name}: {machine.refused}" for machine in self.machines if machine.refused]
+        if self._least <= len(self.machines) - len(refused) < len(self.machines):
+            for line in refused:
+                self._say(f"{line}. The job starts without this machine.")
+            refused = []
         known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None]
         return refused + closed + (facts.differences(known) if len(known) > 1 and not self._job.unchecked else [])
 
@@ -182,8 +252,7 @@ class Launcher:
             while True:
                 connection, _ = self._listener.arrived.get_nowait()
                 self._admit(connection)
-        assert self._started is not None
-        for number, how in self._started.ended().items():
+        for number, how in [(of[one], how) for started, of in self._started for one, how in started.ended().items()]:
             machine = self.machines[number]
             machine.ended_at = machine.ended_at or time.monotonic()
             quiet = machine.errors is None or machine.errors.closed.is_set()
@@ -196,7 +265,9 @@ class Launcher:
         mine: list[int] = []
 
         def message(content: dict[str, Any]) -> None:
-            if "node" in content:
+            if "join" in content:
+                self._events.put((-1, "join", (content["join"], channel)))
+            elif "node" in content:
                 mine[:] = [int(content["node"])]
                 kind = "refused" if "refused" in content else "facts"
                 self._events.put((mine[0], kind, (content[kind], channel, time.time())))
@@ -219,19 +290,26 @@ class Launcher:
                 number, kind, content = self._events.get(timeout=wait)
             except queue.Empty:
                 return
+            if kind == "join":
+                self._take_in(*content)
+                continue
             machine = self.machines[number]
             if kind == "refused":
                 machine.refused = content[0]
-                content[1].send({"do": "end"})
-                if coordinator is not None:  # its ranks, or the store, could not be started
-                    coordinator.lost(coordinator.nodes[number], content[0])
+                content[1].send({"do": "end", "message": content[0]})
+                if coordinator is not None and machine.node is not None:  # its ranks or store could not be started
+                    coordinator.lost(machine.node, content[0])
             elif kind == "facts":
                 machine.facts, machine.channel = facts.Facts(**content[0]), content[1]
                 machine.arrived = content[2]
+                if coordinator is not None:
+                    self._join(machine, coordinator)
             elif kind == "reached":
                 machine.reached = content
             elif coordinator is not None:
-                node = coordinator.nodes[number]
+                node = machine.node
+                if node is None:
+                    continue
                 if kind == "say":
                     content = f"{machine.host.name}: {content}"
                 coordinator.handle(node, kind, self._decoded(machine, kind, content))
@@ -239,6 +317,53 @@ class Launcher:
                     return
             elif kind == "lost" and not machine.refused:
                 machine.refused = f"the connection to its agent was lost: {content}"
+
+    def _take_in(self, given: Mapping[str, Any], channel: wire.Channel) -> None:
+        """Give a machine that has come by itself its number, or refuse it."""
+        name, rank = str(given["name"]), given["rank"]
+        present = [machine for machine in self.machines if not _gone(machine)]
+        if given["command"] != command_of(self._job):
+            why = f"its command is `{given['command']}`, and that of the first machine `{command_of(self._job)}`"
+        elif rank is not None and rank in [machine.rank for machine in present]:
+            why = f"another machine has --node-rank {rank}"
+        elif not self._joins or (len(present) >= self._most and self._least == self._most):
+            why = f"the job has its {len(present)} machines"
+        else:
+            number = len(self.machines)
+            if any(machine.host.name == name for machine in present):
+                name = f"{name}#{number}"
+            self.machines.append(_Machine(Host(name, tuple(given["slots"])), "", rank, joined=True, channel=channel))
+            channel.send({"do": "take", "number": number, "run_id": self._run_id, "name": name})
+            return
+        self._say(f"{name} is refused: {why}.")
+        channel.send({"do": "end", "message": f"the job refuses this machine: {why}", "exit_code": 1})
+
+    def _join(self, machine: _Machine, coordinator: Coordinator) -> None:
+        """Compare a machine that has come during the job with the others, and let the coordinator use it."""
+        known = [one for one in self.machines if one.facts is not None and one is not machine and not _gone(one)]
+        assert machine.facts is not None and machine.channel is not None
+        both = [(one.host.name, one.facts, one.arrived) for one in (*known[:1], machine) if one.facts is not None]
+        found = facts.differences(both) if len(both) > 1 and not self._job.unchecked else []
+        if found:
+            machine.refused = found[0]
+            for line in found:
+                self._say(f"not taken in: {line}")
+            machine.channel.send({"do": "end", "message": "not taken in: " + " ".join(found), "exit_code": 1})
+            return
+        machine.node = _node(machine)
+        coordinator.join(machine.node)
+
+    def _retry(self) -> None:
+        """Start agents again on lost machines of the hostfile, and release those of machines that have left."""
+        for machine in self.machines:
+            if machine.node is not None and machine.node.leaves and machine.node.lost and machine.channel is not None:
+                machine.channel.send({"do": "end", "message": "this machine has left the job", "exit_code": 143})
+                machine.channel = None
+        if self._least < self._most and self._job.launcher == "ssh":
+            late = time.monotonic() - RETRY_S
+            again = [n for n, one in enumerate(self.machines) if _gone(one) and not one.joined and one.tried < late]
+            if again:
+                self.start(again)
 
     def _decoded(self, machine: _Machine, kind: str, content: Any) -> Any:
         assert machine.facts is not None
@@ -251,7 +376,7 @@ class Launcher:
             killed = {int(rank): state for rank, state in content["killed"].items()}
             report = Report(exits, killed, troubles, tuple(content["frozen"]), content["grace"])
             return renumbered(report, host, ahead)
-        if kind == "signalled":
+        if kind == "leaving":
             return signal.Signals(content)
         if kind == "recovered":
             times = {name: content[name] for name in ("ready", "restored", "stepped")}
@@ -262,20 +387,33 @@ class Launcher:
 
     def run(self) -> Outcome:
         """Run the job to its end."""
-        nodes = []
-        for machine in self.machines:
-            assert machine.channel is not None and machine.facts is not None
-            slots = list(range(machine.facts.processes))
-            nodes.append(Node(machine.host.name, _RemoteLink(machine.channel), slots, machine.facts.address))
         job = self._job
-        policy = Policy(job.max_restarts, job.min_nproc, job.min_nodes, job.master_addr, job.master_port)
+        nodes = []
+        ready = [machine for machine in self.machines if machine.facts is not None and not machine.refused]
+        for machine in sorted(ready, key=lambda one: self._most if one.rank is None else one.rank):
+            machine.node = _node(machine)
+            nodes.append(machine.node)
+        elastic = self._least < self._most
+        policy = Policy(
+            job.max_restarts,
+            job.min_nproc,
+            self._least if elastic else None,
+            self._most,
+            JOIN_S if elastic else 0.0,
+            self.machines[0].address if self._joins else job.master_addr,
+            None if self._joins else job.master_port,
+        )
         coordinator = Coordinator(nodes, policy, self._say)
         coordinator.begin()
         while coordinator.outcome is None:
+            self._look()
             self._handle(_LOOK_S, coordinator)
             if self._stopping is not None:
                 sig, self._stopping = self._stopping, None
                 coordinator.signalled(sig)
+            self._retry()
+            coordinator.look()
+        self._outcome = coordinator.outcome
         return coordinator.outcome
 
     def send_all(self, message: Mapping[str, Any]) -> None:
@@ -290,12 +428,13 @@ class Launcher:
 
     def close(self) -> None:
         """End all agents, and show the rest of their output."""
-        self.send_all({"do": "end"})
+        how = self._outcome or Outcome(1, "the job is not started; the first machine says why.")
+        self.send_all({"do": "end", "message": how.message, "exit_code": how.exit_code})
         deadline = time.monotonic() + _END_S
-        if self._started is not None:
-            while len(self._started.ended()) < len(self.machines) and time.monotonic() < deadline:
+        for started, numbers in self._started:
+            while len(started.ended()) < len(numbers) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            self._started.close()
+            started.close()
         self._listener.close()
         for machine in self.machines:
             if machine.channel is not None:
@@ -303,10 +442,13 @@ class Launcher:
         self._reader.stop()
 
 
-def run_on_machines(job: Job, hosts: Sequence[Host]) -> int:
-    """Run a job on several machines; return its exit code. Raises LaunchError if a machine cannot be used."""
+def run_on_machines(job: Job, hosts: Sequence[Host], meeting: tuple[str, int, bytes] | None = None) -> int:
+    """Run a job on several machines; return its exit code. Arguments as of `Launcher`.
+
+    Raises LaunchError if a machine cannot be used.
+    """
     out, err = standard_screens()
-    launcher = Launcher(job, hosts, out, err)
+    launcher = Launcher(job, hosts, out, err, meeting)
     interrupts = Interrupts(
         launcher.stop,
         functools.partial(launcher.send_all, {"do": "skip_grace_period"}),
@@ -355,6 +497,22 @@ def compare(job: Job, hosts: Sequence[Host]) -> tuple[list[Compared], list[str]]
         return rows, launcher.problems()
     finally:
         launcher.close()
+
+
+def _gone(machine: _Machine) -> bool:
+    """Whether a machine was refused, is lost, or has left."""
+    return bool(machine.refused or (machine.node is not None and machine.node.lost))
+
+
+def _node(machine: _Machine) -> Node:
+    assert machine.channel is not None and machine.facts is not None
+    slots = list(range(machine.facts.processes))
+    return Node(machine.host.name, _RemoteLink(machine.channel), slots, machine.facts.address)
+
+
+def command_of(job: Job) -> str:
+    """Return the command of the ranks, to compare machines that come by themselves."""
+    return shlex.join([job.script, *job.args])
 
 
 def _address(host: Host, hosts: Sequence[Host]) -> str:

@@ -8,7 +8,7 @@ first, or 128 + the signal. A rank that hangs while no other fails is waited for
 from __future__ import annotations
 
 from shardwise.launch.hosts import is_this_machine
-from shardwise.launch.job import Job, check
+from shardwise.launch.job import Job, by_hand, check
 from shardwise.launch.placement import hosts_of
 
 
@@ -25,6 +25,10 @@ def run_job(job: Job) -> int:
         LaunchError: the port is taken, a machine cannot be used, or processes cannot be started.
     """
     check(job)
+    if by_hand(job):
+        from shardwise.launch.meeting import meet
+
+        return meet(job)
     hosts = hosts_of(job.resources)
     if hosts is not None and (len(hosts) > 1 or not is_this_machine(hosts[0].name)):
         from shardwise.launch.machines import run_on_machines

@@ -80,12 +80,15 @@ class Channel:
 
 
 class Listener:
-    """Listens at some addresses of this machine, for ends that know `secret`. `arrived` receives connections."""
+    """Listens at some addresses of this machine, for ends that know `secret`. `arrived` receives connections.
 
-    def __init__(self, addresses: Sequence[str], secret: bytes) -> None:
+    `port` 0 is any free port.
+    """
+
+    def __init__(self, addresses: Sequence[str], secret: bytes, port: int = 0) -> None:
         self.arrived: queue.SimpleQueue[tuple[Connection, str]] = queue.SimpleQueue()
         self._secret = secret
-        self._sockets = {address: _listen(address) for address in dict.fromkeys(addresses)}
+        self._sockets = {address: _listen(address, port) for address in dict.fromkeys(addresses)}
         for listening in self._sockets.values():
             threading.Thread(target=self._accept, args=(listening,), name="listener", daemon=True).start()
 
@@ -162,12 +165,13 @@ def near_address(host: str) -> str:
             raise LaunchError(f"{host}: there is no route to it ({error.strerror}).") from error
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, 0), family=family, backlog=2048)
+        return socket.create_server((address, port), family=family, backlog=2048)
     except OSError as error:
-        raise LaunchError(f"Cannot listen on {address}: {error.strerror}.") from error
+        where = f"{address}:{port}" if port else address
+        raise LaunchError(f"Cannot listen on {where}: {error.strerror}.") from error
 
 
 def _connection(made: socket.socket) -> Connection:

@@ -1,0 +1,131 @@
+"""Jobs whose machines come by themselves, as parts on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import CommandLineError
+from shardwise.launch.job import Job, check
+
+pytestmark = pytest.mark.limit(120)
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+print("world", world, "rank", rank, "secret", "SHARDWISE_SECRET" in os.environ, flush=True)
+(folder / f"{world}-{rank}-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
+while not (folder / "end").exists():
+    time.sleep(0.05)
+sys.exit(int((folder / "end").read_text()))
+"""
+
+
+def _environment() -> dict[str, str]:
+    hidden = ("SHARDWISE_SECRET", "GLOO_SOCKET_IFNAME")  # the loopback interface does not reach other machines
+    return {name: value for name, value in os.environ.items() if name not in hidden}
+
+
+class Parts:
+    """Parts of a job, each with one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.parts: list[subprocess.Popen[str]] = []
+        (folder / "script.py").write_text(SCRIPT)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = str(probe.getsockname()[1])
+
+    def start(self, rank: int, nodes: str, *, secret: str = "s" * 16) -> subprocess.Popen[str]:
+        """Start the part of a machine."""
+        command = [sys.executable, "-m", "shardwise.launch", "run", "--nnodes", nodes, "--node-rank", str(rank)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", self.port, "--nproc", "1"]
+        part = subprocess.Popen(
+            [*command, str(self.folder / "script.py"), str(self.folder)],
+            env={**_environment(), "SHARDWISE_SECRET": secret},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.parts.append(part)
+        return part
+
+    def wait(self, pattern: str) -> None:
+        """Wait for a file of the ranks."""
+        deadline = time.monotonic() + 20
+        while not list(self.folder.glob(pattern)):
+            if time.monotonic() > deadline:
+                self.end(1)
+                raise AssertionError([part.communicate()[0] for part in self.parts])
+            time.sleep(0.05)
+
+    def end(self, code: int) -> None:
+        """Let the ranks exit."""
+        (self.folder / "writing").write_text(str(code))
+        (self.folder / "writing").rename(self.folder / "end")
+
+
+def test_a_part_that_is_killed_is_left_out_and_taken_in_again(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    first, second = parts.start(0, "1:2"), parts.start(1, "1:2")
+    parts.wait("2-1-0")
+    second.kill()
+    parts.wait("1-0-1")
+    again = parts.start(1, "1:2")
+    parts.wait("2-1-2")
+    again.terminate()  # the machine leaves in order
+    parts.wait("1-0-3")
+    parts.end(0)
+    said, left = first.communicate()[0], again.communicate()[0]
+    assert first.returncode == 0 and again.returncode == 143, said + left
+    name = socket.gethostname()
+    assert "(rank 1) is lost: connection closed; starting all 1 processes again on 1 machine" in said
+    assert f"machine {name}#2 has come; starting all 2 processes again on 2 machines" in said
+    assert f"machine {name}#2 leaves on SIGTERM" in said and "this machine has left the job" in left
+    assert "secret True" not in said + left
+
+
+def test_all_parts_end_with_the_code_of_the_rank_that_failed(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    second, first = parts.start(1, "2"), parts.start(0, "2")
+    stranger = parts.start(2, "2", secret="another secret 123")
+    parts.wait("2-1-0")
+    parts.end(7)
+    for part in (first, second):
+        assert "failed first" in part.communicate()[0] and part.returncode == 7
+    stranger.send_signal(signal.SIGKILL)
+    stranger.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": "2"}, "--nnodes 2: the machines are not known"),
+        ({"nodes": "3:2"}, "1 <= MIN <= MAX"),
+        ({"nodes": "two"}, "give a number of machines, or MIN:MAX"),
+        ({"node_rank": 0, "nodes": "2", "master_addr": "192.0.2.1"}, "not an address of this machine"),
+        ({"node_rank": -2, "nodes": "2", "master_addr": "192.0.2.1"}, "give 0 or more"),
+        ({"node_rank": 1, "hostfile": "hosts"}, "Leave out --hostfile"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, str | int], message: str) -> None:
+    with pytest.raises(CommandLineError, match=message):
+        check(Job(__file__, **options))  # type: ignore[arg-type]
+
+
+def test_a_machine_without_the_secret_is_told_where_to_copy_it_from(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    environment = {**_environment(), "XDG_CONFIG_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--node-rank", "1", "--nnodes", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", parts.port, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 2 and f"{tmp_path}/shardwise/secret does not exist. Copy it" in done.stderr
