@@ -59,7 +59,7 @@ def test_what_is_said_about_a_recovery(tmp_path: Path) -> None:
     def described() -> str:
         record = read_recovery(file)
         assert record is not None
-        return describe_recovery(record, rank=1, failed=100.0, noticed=100.05, started=100.25)
+        return describe_recovery(record, cause="the failure of rank 1", failed=100.0, noticed=100.05, started=100.25)
 
     assert read_recovery(file) is None
     file.write_text("{")

@@ -6,8 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.machines.conftest import Run, Start
@@ -93,4 +96,57 @@ def test_a_lost_machines_part_comes_from_the_memory_of_another(
     both, expected = steps(before + out), steps(whole.stdout)
     assert both.keys() == expected.keys() == set(range(12))
     assert all(both[step] == pytest.approx(expected[step], rel=1e-4) for step in both)
+    assert nothing_left(lab)
+
+
+def _kill(lab: Lab, number: int) -> None:
+    """Kill the agent and the ranks of a machine, as a machine does that is switched off and on."""
+    for pid in lab.processes(number):
+        process = psutil.Process(pid)
+        if any("python" in part for part in process.cmdline()[:1]):
+            process.kill()
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=[pytest.mark.thorough, pytest.mark.limit(1800)])])
+def test_machines_are_lost_and_return_again_and_again(
+    lab: Lab, start: Start, script: str, tmp_path: Path, rounds: int
+) -> None:
+    """No step is lost or trained twice: up to rounding all steps are those of a run that was not interrupted."""
+    count = 60 * rounds
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "3", script, "3", str(count), "0"]
+    whole = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    process = start(
+        ["-H", str(lab.hostfile(1)), "--nnodes", "2:3"], "3", str(count), "0.2", str(tmp_path / "none"), script=script
+    )
+    out: list[str] = []
+    err: list[str] = []
+    readers = [
+        threading.Thread(target=lines.extend, args=(stream,), daemon=True)
+        for lines, stream in ((out, process.stdout), (err, process.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+
+    def until(lines: list[str], text: str, number: int) -> None:
+        deadline = time.monotonic() + 90
+        while sum(text in line for line in list(lines)) < number:
+            assert time.monotonic() < deadline and process.poll() is None, "".join(err[-30:])
+            time.sleep(0.05)
+
+    until(out, "step 4 ", 1)
+    for number in range(rounds):
+        _kill(lab, 1 + number % 3)
+        until(err, "has come; starting all 3 processes again", number + 1)
+        until(err, "recovered from a change of machines", number + 1)
+    process.wait(timeout=300)
+    for reader in readers:
+        reader.join()
+    assert process.returncode == 0, "".join(err[-30:])
+    text = "".join(err)
+    assert text.count("is lost: connection closed; starting all 2 processes again on 2 machines") == rounds
+    found, expected = steps("".join(out)), steps(whole.stdout)
+    assert found.keys() == expected.keys() == set(range(count))
+    assert all(found[step] == pytest.approx(expected[step], rel=1e-3) for step in found)
     assert nothing_left(lab)

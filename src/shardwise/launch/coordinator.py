@@ -151,7 +151,7 @@ class Coordinator:
         self._started = 0.0
         self._noticed = 0.0
         self._suspect: tuple[str, int] | None = None
-        self._recovering: tuple[int, float] | None = None
+        self._recovering: tuple[str, float] | None = None
 
     @property
     def used(self) -> list[Node]:
@@ -281,9 +281,9 @@ class Coordinator:
     def recovered(self, record: Mapping[str, Any]) -> None:
         """Handle the recovery report of a rank: its first step after a restart."""
         if self._recovering is not None:
-            rank, failed = self._recovering
+            cause, failed = self._recovering
             self._recovering = None
-            self._say(describe_recovery(record, rank, failed, self._noticed, self._started))
+            self._say(describe_recovery(record, cause, failed, self._noticed, self._started))
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -366,7 +366,8 @@ class Coordinator:
         among = f" on {len(used)} machine{'s' * (len(used) > 1)}" if len(self.nodes) > 1 or policy.min_nodes else ""
         number = f" (restart {self._restarts} of {policy.max_restarts})" if counted else ""
         self._say(f"{what}; starting all {ranks} processes again{among}{number}")
-        self._recovering = (rank, failed) if failed else None
+        cause = f"the failure of rank {rank}" if failed else "a change of machines"
+        self._recovering = cause, failed or self._noticed
         self.begin()
         return True
 

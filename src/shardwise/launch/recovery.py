@@ -19,11 +19,11 @@ def read_recovery(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def describe_recovery(record: Mapping[str, Any], rank: int, failed: float, noticed: float, started: float) -> str:
+def describe_recovery(record: Mapping[str, Any], cause: str, failed: float, noticed: float, started: float) -> str:
     """Return the line of the log about a restart.
 
-    `record` is from `read_recovery`. Exit of the failed rank, the launcher's notice, and the start of the new processes
-    are in seconds since the epoch.
+    `record` is from `read_recovery`, `cause` a failure or a change of machines. Times of the cause, of the launcher's
+    notice, and of the start of the new processes are in seconds since the epoch.
     """
     ready, restored, stepped = record["ready"], record["restored"], record["stepped"]
     step, source = int(record["steps"]), record["source"]
@@ -35,7 +35,7 @@ def describe_recovery(record: Mapping[str, Any], rank: int, failed: float, notic
         state = f"state of step {step} back from {source} after {restored - failed:.2f} s"
     beyond = (started - failed) + (stepped - ready)
     return (
-        f"recovered from the failure of rank {rank} in {stepped - failed:.2f} s: noticed after "
+        f"recovered from {cause} in {stepped - failed:.2f} s: noticed after "
         f"{noticed - failed:.2f} s, processes started again after {started - failed:.2f} s and "
         f"ready (interpreter, imports, data) after {ready - failed:.2f} s, {state}, first step done; "
         f"{beyond:.2f} s beyond the start of processes"
