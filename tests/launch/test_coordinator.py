@@ -197,11 +197,19 @@ def test_machines_come_leave_and_stand_by() -> None:
     job.run.join(Node("c", Imagined(), [0], "10.0.0.7"))
     job.serve()
     assert [plan.world_size for plan in job.plans()] == [1] and job.plans()[0].restarted
-    # A machine that comes during the restart is in the same attempt or the next.
+    # A machine that comes while the ranks stop because of a failure does not hide the failure.
+    job.run.handle(job.nodes[0], "failing")
+    job.run.join(Node("late", Imagined(), [0], "10.0.0.6"))
+    job.report(job.nodes[0], code=1, text=BUG)
+    assert job.run.outcome is not None and job.run.outcome.exit_code == 1 and BUG in job.run.outcome.message
+    job.run.outcome = None
+    job.run.begin()
+    job.serve()
+    # Otherwise all ranks start again with it.
     job.run.join(Node("d", Imagined(), [0], "10.0.0.8"))
     _stopped(job)
     assert job.lines[-1] == "machine d has come; starting all 2 processes again on 2 machines"
-    assert job.run.outcome is None and job.run.attempt == 3
+    assert job.run.outcome is None
 
 
 def test_the_end_of_a_wait_and_of_a_script_during_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

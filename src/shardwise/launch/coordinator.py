@@ -249,10 +249,15 @@ class Coordinator:
             self.signalled(sig)
             return
         node.leaves = True
+        if self._phase == "waiting":
+            node.lost = "has left"
+            return
         self._restart_with_others(f"machine {node.name} leaves on {sig.name}", sig)
 
     def _restart_with_others(self, what: str, sig: signal.Signals) -> None:
-        self._change = self._change or what
+        if self._phase == "stopping":  # the cause of the stop counts; the restart uses the machines of then
+            return
+        self._change = what
         if self._phase == "serving":  # the store is started before the ranks
             self._phase = "running"
         self._stop_all(sig, None)
