@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -102,9 +103,10 @@ def test_a_lost_machines_part_comes_from_the_memory_of_another(
 def _kill(lab: Lab, number: int) -> None:
     """Kill the agent and the ranks of a machine, as a machine does that is switched off and on."""
     for pid in lab.processes(number):
-        process = psutil.Process(pid)
-        if any("python" in part for part in process.cmdline()[:1]):
-            process.kill()
+        with contextlib.suppress(psutil.Error):  # it has ended
+            process = psutil.Process(pid)
+            if any("python" in part for part in process.cmdline()[:1]):
+                process.kill()
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=[pytest.mark.thorough, pytest.mark.limit(1800)])])

@@ -75,6 +75,7 @@ class _Machine:
     rank: int | None = None
     joined: bool = False
     node: Node | None = None
+    start: tuple[int, int] | None = None
     tried: float = 0.0
     errors: OutputChannel | None = None
     channel: wire.Channel | None = None
@@ -140,8 +141,9 @@ class Launcher:
             "job": dataclasses.asdict(job),
         }
         chosen = list(range(len(self.machines))) if numbers is None else list(numbers)
-        for number in chosen:
+        for position, number in enumerate(chosen):
             machine = self.machines[number]
+            machine.start, machine.errors = (len(self._started), position), None
             machine.channel, machine.facts, machine.node, machine.refused = None, None, None, ""
             machine.tried, machine.ended_at = time.monotonic(), 0.0
         given["machines"] = [
@@ -252,8 +254,12 @@ class Launcher:
             while True:
                 connection, _ = self._listener.arrived.get_nowait()
                 self._admit(connection)
-        for number, how in [(of[one], how) for started, of in self._started for one, how in started.ended().items()]:
-            machine = self.machines[number]
+        found = [started.ended() for started, _ in self._started]
+        for machine in self.machines:
+            # Only the last start of a machine counts.
+            how = "" if machine.start is None else found[machine.start[0]].get(machine.start[1], "")
+            if not how:
+                continue
             machine.ended_at = machine.ended_at or time.monotonic()
             quiet = machine.errors is None or machine.errors.closed.is_set()
             if machine.channel is None and not machine.refused and (quiet or time.monotonic() > machine.ended_at + 2):
