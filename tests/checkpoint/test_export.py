@@ -59,7 +59,8 @@ def exports(path: str, stage: int) -> dict[str, Any]:
         before = accountant.total
         run.engine.export(f"{path}/{dtype}/pt", format="pt", dtype="float32")
         largest = max(tensor.numel for tensor in run.engine.sharded.registry) * 4
-        assert accountant.peak_total - before <= 2 * largest, (accountant.peak_total - before, largest)
+        # What is sent, what arrives and the unsharded tensor; Gloo's thread may hold the first two a moment longer.
+        assert accountant.peak_total - before <= 4 * largest, (accountant.peak_total - before, largest)
         run.engine.export(f"{path}/{dtype}/narrow", dtype="bfloat16", exclude_frozen_parameters=True, all_names=True)
         found[dtype] = masters(run)
         run.step()

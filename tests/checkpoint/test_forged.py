@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,13 +107,18 @@ def test_another_job_in_the_same_directory_is_said_once(tmp_path: Path) -> None:
 
 def test_two_jobs_may_save_into_one_directory(tmp_path: Path) -> None:
     def job(name: str) -> None:
-        for number in range(60):
+        for number in range(300):
             draft = directory.StagingDirectory(str(tmp_path), f"{name}{number % 3}")
             directory.write_file(os.path.join(draft.path, "manifest.json"), b"{}")
             draft.publish()
             CheckpointDirectory(str(tmp_path)).set_latest(f"{name}{number % 3}")
 
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(job, name) for name in ("a", "b")]:
-            done.result()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # one job often runs between two system calls of the other
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(job, name) for name in ("a", "b")]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
     assert sorted(os.listdir(tmp_path)) == ["a0", "a1", "a2", "b0", "b1", "b2", "latest"]

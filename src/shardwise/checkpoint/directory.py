@@ -169,9 +169,7 @@ def lock_directory(path: str) -> int | None:
 def lock_new(path: str, content: bytes) -> int:
     """Create a file locked until the returned descriptor is closed; without locks, an unlocked one."""
     new = f"{path}.new"
-    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    descriptor = _created(new)
     try:
         os.write(descriptor, content)
         os.rename(new, path)  # visible only when locked
@@ -183,18 +181,40 @@ def lock_new(path: str, content: bytes) -> int:
     return descriptor
 
 
+def _created(path: str) -> int:
+    """Create a file and lock it. Another writer may take it for a leftover, and remove it, before it is locked."""
+    for _ in range(_LOCK_TRIES):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            return descriptor  # a file system without locks
+        if _is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+    raise BlockingIOError(errno.EWOULDBLOCK, "removed by another writer each time it was created", path)
+
+
+def _is_at(path: str, descriptor: int) -> bool:
+    """Return True if the open file still has this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
 def lock_exclusive(path: str) -> int | None:
-    """Lock an existing file exclusively; None if it is locked, cannot be opened, or there are no locks."""
+    """Lock an existing file exclusively; None if it is locked, cannot be opened or was replaced, or without locks."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if _is_at(path, descriptor):
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 class Hold:
