@@ -57,7 +57,8 @@ class SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "checkpoint on a signal: signals are handled by the main thread, and this is another one; call "
-                "initialize() and engine.checkpoint_on_signal() in the main thread"
+                "initialize() and engine.checkpoint_on_signal() in the main thread. In the other one of Ray, leave "
+                "checkpoint.on_signal out, and call ray.train.get_preemption_info()"
             )
         other = SignalWatch._listening
         if other is not None:
