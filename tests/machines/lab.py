@@ -158,8 +158,9 @@ class Lab:
         for number in range(self.count + 1):
             daemon = f"slurmd -D -f {config} -N {self.name(number)}" if number else f"slurmctld -D -f {config}"
             # Not by `ip netns exec`, which hides the control groups that slurmd needs.
-            script = f"hostname {self.name(number)} && exec {daemon}"
-            command = ["nsenter", f"--net=/run/netns/{self.space(number)}", "unshare", "-u", "sh", "-c", script]
+            hosts = f"mount --bind /etc/netns/{self.space(number)}/hosts /etc/hosts"
+            script = f"hostname {self.name(number)} && {hosts} && exec {daemon}"
+            command = ["nsenter", f"--net=/run/netns/{self.space(number)}", "unshare", "-m", "-u", "sh", "-c", script]
             log = (self.folder / f"slurm-{number}.log").open("wb")
             self._servers.append(subprocess.Popen(command, stdout=log, stderr=log))
             log.close()

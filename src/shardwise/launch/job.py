@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from shardwise.comm.environment import LOOPBACK
 from shardwise.errors import CommandLineError
@@ -175,6 +177,28 @@ class Job:
             "are passed on anyway, with those of .deepspeed_env.",
         ),
     ] = ()
+    slurm: Annotated[
+        bool,
+        typer.Option(
+            "--slurm", help="Submit the job by sbatch; inside an allocation of Slurm, run on its nodes through srun."
+        ),
+    ] = False
+    sbatch_args: Annotated[
+        str,
+        typer.Option("--sbatch-args", metavar="ARGS", help="With --slurm: further options of sbatch, in one string."),
+    ] = ""
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time",
+            metavar="LIMIT",
+            help="With --slurm: time limit, as MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS. The ranks get "
+            "SIGTERM before.",
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --slurm: print the batch script, and submit nothing.")
+    ] = False
     unchecked: Annotated[
         bool, typer.Option("--no-check", help="Do not compare versions, files and environments of the machines.")
     ] = False
@@ -241,7 +265,7 @@ def check(job: Job) -> None:
                 f"--node-rank 0: --master-addr {job.master_addr} is not an address of this machine "
                 f"({socket.gethostname()})."
             )
-    elif job.master_addr is not None and job.hostfile is None and not is_this_machine(job.master_addr):
+    elif job.master_addr is not None and not _several(job) and not is_this_machine(job.master_addr):
         raise CommandLineError(
             f"--master_addr {job.master_addr} is not an address of this machine ({socket.gethostname()}). "
             f"Leave it out to meet on {LOOPBACK}, or name the machines of the job with --hostfile."
@@ -253,9 +277,34 @@ def check(job: Job) -> None:
 
 def by_hand(job: Job) -> bool:
     """Whether the command is started on each machine by a user or a scheduler."""
-    if job.hostfile is not None:
+    if _several(job):
         return False
     return job.node_rank is not None or (job.machines is not None and job.machines != (1, 1))
+
+
+def _several(job: Job) -> bool:
+    return job.slurm or job.hostfile is not None
+
+
+def command_line(job: Job) -> list[str]:
+    """Return the arguments of `shardwise run` that make a job.
+
+    >>> command_line(Job("train.py", ("--lr", "1"), nproc=2, quiet=True, export=("A=1",)))
+    ['--nproc', '2', '--quiet', '--export', 'A=1', 'train.py', '--lr', '1']
+    """
+    found: list[str] = []
+    hints = get_type_hints(Job, include_extras=True)
+    for field in dataclasses.fields(Job):
+        value = getattr(job, field.name)
+        settings = next((one for one in get_args(hints[field.name]) if isinstance(one, OptionInfo)), None)
+        if settings is None or value == field.default:
+            continue
+        option = str(settings.default).partition("/")[0]  # in an annotation this is the first name
+        if value is True:
+            found.append(option)
+        else:
+            found += [part for one in (value if isinstance(value, tuple) else (value,)) for part in (option, str(one))]
+    return [*found, job.script, *job.args]
 
 
 def check_script(job: Job) -> None:

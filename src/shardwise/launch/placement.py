@@ -42,7 +42,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine of the hostfile, with the slots to use."""
+    """A machine of the job, with the slots to use; none: as many as the machine has, or are requested."""
 
     name: str
     slots: tuple[int, ...]
@@ -106,21 +106,19 @@ def hosts_of(resources: Resources) -> list[Host] | None:
 def place(resources: Resources, devices: Devices, host: Host | None = None) -> Placement:
     """Decide on the processes of this machine. Default: one for each visible CUDA device, or one without devices.
 
-    `host` is this machine's entry among several, from `hosts_of`; None: this machine is the only one.
+    `host` is this machine's entry among several; None: this machine is the only one.
 
     Raises CommandLineError if the options contradict each other, the hostfile or the machine.
 
     >>> place(Resources(nproc=2), Devices(("4", "5", "6"), restricted=True))
     Placement(nproc=2, devices=('4', '5'))
     """
-    listed = host is not None
-    if host is None:
-        hosts = hosts_of(resources)
-        listed = hosts is not None
-        if hosts is None:
-            chosen = select(_this_machine_only(resources, devices), resources.include, resources.exclude)
-            hosts = [Host(*pair) for pair in chosen.items()]
-        host = hosts[0]
+    hosts = hosts_of(resources) if host is None else [host] if host.slots else None
+    listed = hosts is not None
+    if hosts is None:
+        chosen = select(_this_machine_only(resources, devices), resources.include, resources.exclude)
+        hosts = [Host(*pair) for pair in chosen.items()]
+    host = hosts[0]
     slots = _on_devices(host.slots, resources, devices) if devices.names else host.slots
     slots = _take(slots, resources, devices, limited=listed or bool(devices.names))
     if not devices.names:

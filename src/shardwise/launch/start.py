@@ -7,6 +7,9 @@ first, or 128 + the signal. A rank that hangs while no other fails is waited for
 
 from __future__ import annotations
 
+import dataclasses
+
+from shardwise.launch import slurm
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.job import Job, by_hand, check
 from shardwise.launch.placement import hosts_of
@@ -16,20 +19,27 @@ def run_job(job: Job) -> int:
     """Run the job to its end.
 
     Returns:
-        0, or the exit code of the rank that failed first (128 + signal if killed), or 128 + the signal that ended the
-            launcher. After a signal other than SIGINT: 137 if ranks had to be killed; the code of a rank that failed
-            during shutdown.
+        0 (also for a job that Slurm has queued), or the exit code of the rank that failed first (128 + signal if
+            killed), or 128 + the signal that ended the launcher. After a signal other than SIGINT: 137 if ranks had
+            to be killed; the code of a rank that failed during shutdown.
 
     Raises:
         CommandLineError: an option or the script's name is wrong.
         LaunchError: the port is taken, a machine cannot be used, or processes cannot be started.
     """
     check(job)
+    slurm.check(job)
     if by_hand(job):
         from shardwise.launch.meeting import meet
 
         return meet(job)
-    hosts = hosts_of(job.resources)
+    if job.slurm:
+        hosts = None if job.dry_run else slurm.allocated(job)
+        if hosts is None:
+            return slurm.submit(job)
+        job = dataclasses.replace(job, launcher="slurm")
+    else:
+        hosts = hosts_of(job.resources)
     if hosts is not None and (len(hosts) > 1 or not is_this_machine(hosts[0].name)):
         from shardwise.launch.machines import run_on_machines
 
