@@ -18,9 +18,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests and tools import the drop-in's package from the checkout; the drop-in itself (`import deepspeed`) is not installed.
 export PYTHONPATH := $(CURDIR)/dropin/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu test-machines exhaustive matrix versions lint format guard size hops bench bench-gpu soak hostile docs clean
+.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu test-machines machines exhaustive matrix versions lint format guard size hops bench bench-gpu soak hostile docs clean
 help:
-	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | test-machines | exhaustive | matrix | versions | lint | format | guard | size | hops | bench | bench-gpu | soak | hostile | docs | clean"
+	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | test-machines | machines | exhaustive | matrix | versions | lint | format | guard | size | hops | bench | bench-gpu | soak | hostile | docs | clean"
 
 venv: $(STAMP)
 
@@ -78,6 +78,10 @@ rehearse-gpu: $(STAMP)
 # openssh-server; pdsh, openmpi-bin, mpich, slurmctld, slurmd and munge where they are installed.
 test-machines: $(STAMP)
 	$(BIN)/python -m pytest -q --progress --durations=10 -n 0 -p no:cacheprovider tests/machines
+
+# Times and bytes of such machines, and 50 of them lost; the results go to bench/results. About twenty minutes.
+machines: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.machines.measure $(MACHINES_FLAGS)
 
 # Also the cases marked thorough, which `make test` leaves out. About an hour on two cores.
 exhaustive: $(STAMP)

@@ -1,6 +1,7 @@
 """Tables of the README and the docs from the files in bench/results.
 
     python bench/report.py README.md docs/numbers.md docs/convergence.md docs/pipeline.md docs/gpu.md docs/frameworks.md
+        docs/local-sgd.md docs/zeropp.md
 
 A page has a table between `<!-- table NAME -->` and `<!-- /table -->`; everything else is written by hand. Figures that
 have not been measured are "-". `<!-- table machine -->` names the machine of most tables of a page; the others name
@@ -446,6 +447,21 @@ TABLES: dict[str, Table] = {
             C("training loss", "{last_loss:.3f}"),
             C("held-out loss", "{held_out:.3f}"),
             C("bytes sent to other replicas", "{replicas_sent_bytes_a_parameter:.3f}"),
+        ],
+    ),
+    "machines_throttled": Table(
+        ["machines_throttled"],
+        [C("", "system"), C("MB per machine and step", "{sent_mb:.1f}"), C("s per step", "{step_s:.2f}")],
+    ),
+    "machines_start": Table(["machines_start"], [C("4 ranks on", "system"), C("s to the first step", "{start_s:.1f}")]),
+    "machines_lost": Table(
+        ["machines_lost"],
+        [
+            C("", "system"),
+            C("times", "count"),
+            C("median s without training", "{recovery_s:.1f}"),
+            C("longest", "{longest_s:.1f}"),
+            C("of the median, after interpreter, imports and data", "{beyond_start_s:.1f}"),
         ],
     ),
     "pipeline_idle": Table(

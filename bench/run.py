@@ -29,7 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGES = ("README.md", *(f"docs/{page}.md" for page in ("numbers", "convergence", "pipeline", "gpu")))
+_DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "zeropp")
+PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 Part = list[tuple[str, str, int]]
 """Names of files, the commands that leave them, and the seconds that each may take."""
 

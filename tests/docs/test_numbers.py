@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("numbers", "convergence", "gpu", "pipeline", "frameworks"))]
+NAMES = ("numbers", "convergence", "gpu", "pipeline", "frameworks", "local-sgd", "zeropp")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 
 @pytest.fixture

@@ -131,6 +131,17 @@ def test_a_lost_machine_is_the_cause_unless_a_rank_failed_before(first: str) -> 
     assert "machine a (rank 0) is lost: connection closed; all other processes have ended" in job.run.outcome.message
 
 
+def test_a_machine_that_goes_down_may_end_its_ranks_before_its_agent() -> None:
+    job = Job([1, 1, 1], min_nodes=2)
+    job.run.handle(job.nodes[2], "failing")
+    job.report(job.nodes[2], code=-9, text="killed", began=1.0)
+    job.run.handle(job.nodes[2], "lost", "connection closed")
+    for node in job.nodes[:2]:
+        job.report(node, code=1, text=LOST, began=2.0)
+    assert job.run.outcome is None
+    assert job.lines[-1].startswith("machine c (rank 2) is lost: connection closed; starting all 2 processes again")
+
+
 def test_the_store_moves_when_its_machine_is_lost() -> None:
     job = Job([1, 1, 1], max_restarts=1, min_nodes=1)
     job.run.handle(job.nodes[0], "lost", "connection closed")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess, Popen
 
@@ -46,10 +44,7 @@ def start(lab: Lab) -> Iterator[Start]:
     begun = []
 
     def begin(options: list[str], *args: str, script: str | None = None) -> Popen[str]:
-        given = [sys.executable, "-m", "shardwise.launch", "run", "--launcher-args", " ".join(lab.ssh), *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        environment.pop("GLOO_SOCKET_IFNAME", None)  # that of the tests on one machine
-        begun.append(lab.start(0, [*given, script or str(lab.folder / "train.py"), *args], env=environment))
+        begun.append(lab.train(options, script or lab.folder / "train.py", *args))
         return begun[-1]
 
     yield begin

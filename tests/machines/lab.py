@@ -5,6 +5,7 @@ Needs root, Linux, iproute2 and OpenSSH's server. Machine 0 is the one to start 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -127,6 +128,13 @@ class Lab:
         )
         return made
 
+    def train(self, options: Sequence[str], script: str | Path, *args: str) -> subprocess.Popen[str]:
+        """Start `shardwise run` on machine 0 with options, a script and its arguments."""
+        given = [sys.executable, "-m", "shardwise.launch", "run", "--launcher-args", " ".join(self.ssh), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment.pop("GLOO_SOCKET_IFNAME", None)  # that of the tests on one machine
+        return self.start(0, [*given, script, *args], env=environment)
+
     def run(self, number: int, argv: Sequence[str | Path], timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a command on a machine to its end."""
         process = self.start(number, argv)
@@ -184,14 +192,22 @@ class Lab:
         change = "add" if up else "del"
         _do("ip", "route", change, "unreachable", f"{self.address(other)}/32", space=self.space(number))
 
-    def shape(self, number: int, *rule: str) -> None:
-        """Limit what a machine sends and receives by `tc ... netem RULE`; without a rule nothing is limited."""
+    def throttle(self, number: int, rate: str = "") -> None:
+        """Limit what a machine sends and receives, such as "100mbit"; without a rate nothing is limited."""
         for space, device in (("swnet", f"swv{number}"), (self.space(number), "eth0")):
             subprocess.run(
                 ["ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root"], capture_output=True
             )
-            if rule:
-                _do("tc", "qdisc", "add", "dev", device, "root", "netem", *rule, space=space)
+            if rate:
+                rule = ("tbf", "rate", rate, "burst", "64k", "latency", "50ms")
+                _do("tc", "qdisc", "add", "dev", device, "root", *rule, space=space)
+
+    def drop(self, number: int, share: float) -> None:
+        """Lose a share of the packets that a machine receives, from 0 to 1; needs iptables."""
+        _do("iptables", "-F", "INPUT", space=self.space(number))
+        if share:
+            how = ("-m", "statistic", "--mode", "random", "--probability", str(share))
+            _do("iptables", "-A", "INPUT", "-i", "eth0", *how, "-j", "DROP", space=self.space(number))
 
     def processes(self, number: int) -> list[int]:
         """Return the processes of a machine, without its ssh server."""
@@ -208,6 +224,9 @@ class Lab:
         return alive
 
     def __enter__(self) -> Lab:
+        # The names of the spaces are those of this computer: another lab ends first.
+        self._lock = open("/run/lock/shardwise-machines", "w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._remove()
         try:
             self._keys()
@@ -225,6 +244,7 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._remove()
+        self._lock.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _keys(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise
 
-WIDTH, LAYERS, STEPS = 512, 6, 4
+WIDTH, LAYERS, STEPS = 512, 6, 8
 
 
 def sent_by(interface: str) -> int:

@@ -35,6 +35,10 @@ LATE_S, LATE_STOPPED_S = 60.0, 10.0
 """Seconds after the last exit with code 0 before running, or stopped, ranks are logged; then doubled."""
 
 
+_SHOWN = 8
+"""Machines that show how they start their processes; of more, only the first one does."""
+
+
 class Event(NamedTuple):
     """An event for the coordinator: the name of its method, and its argument."""
 
@@ -125,7 +129,7 @@ class Agent:
             env[rank] = {**common, **self._variables(plan, local, rank, placement.nproc)}
         argv = {rank: worker_command(job, int(own["LOCAL_RANK"])) for rank, own in env.items()}
         cores = None if dealt is None else dict(zip(argv, dealt, strict=True))
-        if plan.attempt == 0:
+        if plan.attempt == 0 and (plan.node == 0 or plan.nodes <= _SHOWN):
             self._notices.append(_summary(placement, common, f"{plan.master_addr}:{plan.master_port}", each))
         self._plan, self._over, self._late, self._noted = plan, False, 1.0, set()
         self.attempt = Attempt(plan.attempt, argv, env, cores, around.display, around.scratch, plan.world_size)

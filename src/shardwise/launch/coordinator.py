@@ -312,8 +312,10 @@ class Coordinator:
             end = ShutdownResult(self._signal, exits, killed, max((report.grace for report in reports), default=0.0))
             self.outcome = Outcome(end.exit_code, f"shardwise run: {end.message()}")
             return
-        troubles = [trouble for report in reports for trouble in report.troubles]
-        lost = [node for node in self.nodes if node.lost_in == self.attempt and node.report is None]
+        lost = [node for node in self.nodes if node.lost_in == self.attempt and node.exits is None]
+        # A machine that goes down may end its ranks before its agent.
+        gone = {rank for node in lost for rank in node.ranks}
+        troubles = [trouble for report in reports for trouble in report.troubles if trouble.exit.rank not in gone]
         own = [trouble for trouble in troubles if not trouble.lost_peer]
         if lost and not (own and min(trouble.began for trouble in own) < min(node.lost_at for node in lost)):
             self._lost_machines(lost)

@@ -45,6 +45,8 @@ _END_S = 5.0
 """Seconds for the agents to end after the last message."""
 
 _LOOK_S = 0.1
+_NAMED = 3
+"""Machines that are named of those that have the same problem."""
 
 
 class _RemoteLink:
@@ -246,7 +248,8 @@ class Launcher:
                 self._say(f"{line}. The job starts without this machine.")
             refused = []
         known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None]
-        return refused + closed + (facts.differences(known) if len(known) > 1 and not self._job.unchecked else [])
+        differences = facts.differences(known) if len(known) > 1 and not self._job.unchecked else []
+        return _together(refused + closed + differences)
 
     def _look(self) -> None:
         """Take in new connections, and notice runners that have ended before their agent has reported."""
@@ -503,6 +506,25 @@ def compare(job: Job, hosts: Sequence[Host]) -> tuple[list[Compared], list[str]]
         return rows, launcher.problems()
     finally:
         launcher.close()
+
+
+def _together(lines: Sequence[str]) -> list[str]:
+    """Return lines of the form "machine: problem", one for each problem.
+
+    >>> _together(["a: is down", "b: is full", "c: is down", "d: is down", "e: is down", "f: is down"])
+    ['a, c, d and 2 others: is down', 'b: is full']
+    """
+    names: dict[str, list[str]] = {}
+    for line in lines:
+        name, _, problem = line.partition(": ")
+        names.setdefault(problem, []).append(name)
+    found = []
+    for problem, some in names.items():
+        more = len(some) - _NAMED
+        listed = some if more <= 1 else some[:_NAMED]
+        text = ", ".join(listed) + (f" and {more} others" if more > 1 else "")
+        found.append(f"{text}: {problem}")
+    return found
 
 
 def _gone(machine: _Machine) -> bool:

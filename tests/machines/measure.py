@@ -1,0 +1,125 @@
+"""Times and bytes of several machines in small: network namespaces of this computer.
+
+    python -m tests.machines.measure [--only start,throttled,lost] [--losses 50]      (make machines)
+
+Needs root and what `make test-machines` needs. Results go to bench/results:
+
+- `machines_start`: seconds from the command to the end of the first step, four ranks on one machine and on two.
+- `machines_throttled`: two machines of two ranks, each limited to 100 Mbit/s: seconds and sent bytes of a step.
+- `machines_lost`: three machines of one rank, one is killed and returns, again and again: seconds without training.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from harness import Row, options_of, save, show
+
+from tests.machines.lab import Lab, missing
+from tests.machines.losses import STEPS, lose_machines
+
+RATE = "100mbit"
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+CODES = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ZeRO 1": {"optimizer": ADAM, "zero_optimization": {"stage": 1}},
+    "1-bit Adam": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}},
+    "ZeRO 3": {"optimizer": ADAM, "zero_optimization": ZERO3},
+    "HSDP": {"optimizer": ADAM, "zero_optimization": {**ZERO3, "mics_shard_size": 2}},
+    "ZeRO++": {"optimizer": ADAM, "zero_optimization": {**ZERO3, **CODES}},
+    "DiLoCo, every 8 steps": {
+        "optimizer": ADAM,
+        "zero_optimization": {"stage": 1},
+        "local_sgd": {"enabled": True, "sync_every": 8, "replica_size": 2},
+    },
+}
+RECOVERED = re.compile(r"recovered from (a change|the failure)\D+\d* in ([\d.]+) s.*ready \(.*?\) after ([\d.]+) s")
+
+
+def start(lab: Lab, rounds: int) -> Iterator[Row]:
+    """Measure the time until the first step has ended."""
+    layouts = {"one machine": lab.hostfile(4, [1]).read_text(), "two machines": lab.hostfile(2, [1, 2]).read_text()}
+    found: dict[str, list[float]] = {name: [] for name in layouts}
+    for name, content in [*layouts.items()] * rounds:
+        (lab.folder / "hostfile").write_text(content)
+        began = time.perf_counter()
+        process = lab.train(["-H", str(lab.folder / "hostfile")], STEPS, "1", "1", "0")
+        assert process.stdout is not None
+        if not any("step 0" in line for line in process.stdout):
+            raise RuntimeError(process.communicate()[1])
+        found[name].append(time.perf_counter() - began)
+        process.communicate(timeout=60)
+    for name, seconds in found.items():
+        yield {"system": name, "setting": {"ranks": 4}, "start_s": statistics.median(seconds)}
+
+
+def throttled(lab: Lab) -> Iterator[Row]:
+    """Measure steps of two machines with a slow network between them."""
+    for number in (1, 2):
+        lab.throttle(number, RATE)
+    try:
+        for name, config in SETTINGS.items():
+            script = str(Path(__file__).parent / "traffic.py")
+            process = lab.train(["-H", str(lab.hostfile(2, [1, 2]))], script, json.dumps(config))
+            out, err = process.communicate(timeout=300)
+            found = re.search(r"traffic (\{.*\})", out)
+            if found is None:
+                raise RuntimeError(err)
+            row = json.loads(found[1])
+            yield {"system": name, "setting": {}, "step_s": row["seconds"], "sent_mb": row["sent"] / 1e6}
+    finally:
+        for number in (1, 2):
+            lab.throttle(number)
+
+
+def lost(lab: Lab, losses: int) -> Iterator[Row]:
+    """Measure recoveries."""
+    with tempfile.TemporaryDirectory() as directory:
+        code, _, err = lose_machines(lab, losses, Path(directory))
+    if code:
+        raise RuntimeError(err[-3000:])
+    kinds = {"the failure": "a machine is lost", "a change": "a machine returns"}
+    for kind, name in kinds.items():
+        every = [(float(m[2]), float(m[3])) for m in RECOVERED.finditer(err) if m[1] == kind]
+        yield {
+            "system": name,
+            "setting": {},
+            "count": len(every),
+            "recovery_s": statistics.median(whole for whole, _ in every),
+            "longest_s": max(whole for whole, _ in every),
+            "beyond_start_s": statistics.median(whole - ready for whole, ready in every),
+        }
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    options = options_of(__doc__, {"losses": 2, "rounds": 1}, only="start,throttled,lost", losses=50, rounds=5)
+    if reason := missing():
+        raise SystemExit(reason)
+    with Lab(3) as lab:
+        measures = {
+            "start": lambda: start(lab, options.rounds),
+            "throttled": lambda: throttled(lab),
+            "lost": lambda: lost(lab, options.losses),
+        }
+        for name in options.only.split(","):
+            rows = []
+            for row in measures[name]():
+                show([row])
+                rows.append(row)
+            save(options, f"machines_{name}", rows, command=f"python -m tests.machines.measure --only {name}")
+
+
+if __name__ == "__main__":
+    main()
