@@ -34,7 +34,7 @@ def test_the_distribution_is_what_the_library_says() -> None:
     assert project["name"] == "deepspeed" and project["dependencies"][0] == "shardwise"
     assert set(project["scripts"]) == {
         *("deepspeed", "ds", "ds_report", "dsr"),
-        *("ds_bench", "ds_elastic", "ds_io", "ds_nvme_tune", "zero_to_fp32"),
+        *("ds_bench", "ds_elastic", "ds_io", "ds_nvme_tune", "ds_ssh", "zero_to_fp32"),
     }
     for target in project["scripts"].values():
         home, _, name = target.partition(":")

@@ -32,6 +32,7 @@ def test_hostfile_round_trip(machines: dict[str, int]) -> None:
         ("a", "line 1: expected"),
         ("a slots=x", "line 1: expected"),
         ("a slots=0", "line 1: expected"),
+        ("-F slots=1", "line 1: expected"),  # an option of ssh
         ("a slots=2 b slots=2", "line 1: expected"),
         ("# nothing", "names no host"),
     ],

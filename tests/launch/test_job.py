@@ -44,6 +44,7 @@ def folder(tmp_path, monkeypatch):
         (Job("train.py", master_port=70000), "1 to 65535"),
         (Job("train.py", master_addr="192.0.2.1"), "not an address of this machine.*--hostfile"),
         (Job("train.py", log_dir="train.py"), "is a file"),
+        (Job("train.py", launcher_args="-o 'a"), "--launcher-args -o 'a: No closing quotation"),
         (Job("train.py", tags="some"), "choose auto, always or never"),
     ],
 )

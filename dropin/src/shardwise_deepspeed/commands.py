@@ -1,8 +1,11 @@
-"""The command `ds_report`: `shardwise doctor` and a list of operators."""
+"""The commands `ds_report` (`shardwise doctor` and a list of operators) and `ds_ssh` (`shardwise hosts run`)."""
 
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
+
+from shardwise_deepspeed.options import Parser, run
 
 
 def report(args: list[str] | None = None) -> int:
@@ -16,6 +19,24 @@ def report(args: list[str] | None = None) -> int:
     if not given.hide_operator_status:
         _operators(reasons=not given.hide_errors_and_warnings)
     return show()
+
+
+def ssh(args: list[str] | None = None) -> NoReturn:
+    """Run the command and exit with its code; `args` default to those of this process."""
+    run("ds_ssh", _run_on_hosts, args)
+
+
+def _run_on_hosts(arguments: list[str]) -> int:
+    from shardwise.launch.commands.hosts import hosts_named
+    from shardwise.launch.everywhere import run_everywhere
+
+    parser = Parser("ds_ssh", "Run a command on all machines of a hostfile, by `shardwise hosts run`.")
+    parser.add_argument("-f", "--hostfile", metavar="PATH", help="machines, one a line: host slots=N")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command line of the remote shell")
+    given = parser.given(arguments)
+    if not given.command:
+        parser.error("the command is missing")
+    return run_everywhere(hosts_named(given.hostfile), " ".join(given.command))
 
 
 def _operators(reasons: bool) -> None:

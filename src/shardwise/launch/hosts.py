@@ -19,7 +19,7 @@ DEFAULT_HOSTFILE = "/job/hostfile"
 """Read if it exists and no other is given; cluster software for DeepSpeed jobs writes it there."""
 
 _LINE = re.compile(
-    r"(?P<host>[^\s=:@,]+)\s+slots\s*=\s*(?P<slots>[0-9]{1,6})(\s+max[_-]slots\s*=\s*(?P<most>[0-9]{1,6}))?"
+    r"(?P<host>[^\s=:@,-][^\s=:@,]*)\s+slots\s*=\s*(?P<slots>[0-9]{1,6})(\s+max[_-]slots\s*=\s*(?P<most>[0-9]{1,6}))?"
 )
 
 

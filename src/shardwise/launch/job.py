@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import shlex
 import shutil
 import socket
 from dataclasses import dataclass
@@ -241,6 +242,7 @@ def check(job: Job) -> None:
         raise CommandLineError(f"--grace {job.grace}: give 0 or more seconds.")
     if job.device_limit is not None:
         parse_bytes(job.device_limit, "--device-limit")
+    split_arguments(job.launcher_args, "--launcher-args")
     if job.tags not in ("auto", "always", "never"):
         raise CommandLineError(f"--tag-output {job.tags}: choose auto, always or never.")
     if job.master_port is not None and not 1 <= job.master_port < 2**16:
@@ -284,6 +286,18 @@ def by_hand(job: Job) -> bool:
 
 def _several(job: Job) -> bool:
     return job.slurm or job.hostfile is not None
+
+
+def split_arguments(text: str, option: str) -> list[str]:
+    """Return the arguments in the value of an option. Raises CommandLineError if a quotation is open.
+
+    >>> split_arguments("-o 'a b'", "--launcher-args")
+    ['-o', 'a b']
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise CommandLineError(f"{option} {text}: {error}.") from None
 
 
 def command_line(job: Job) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch.agent import SAVING_GRACE_S
-from shardwise.launch.job import Job, command_line
+from shardwise.launch.job import Job, command_line, split_arguments
 from shardwise.launch.placement import Host, check_resources
 
 MARGIN_S = 30
@@ -55,7 +55,7 @@ def check(job: Job) -> None:
         )
     if any(not one.isprintable() for one in job.sbatch_args):
         raise CommandLineError("--sbatch-args: expected one line of printable characters.")
-    _split(job.sbatch_args, "--sbatch-args")
+    split_arguments(job.sbatch_args, "--sbatch-args")
     limit = None if job.time is None else seconds_of(job.time)
     lead = _lead(job)
     if lead > _LONGEST_S:
@@ -101,7 +101,7 @@ def script(job: Job) -> str:
     ]
     lines = [f"#SBATCH {shlex.quote(option)}" for option in options]
     if job.sbatch_args:
-        lines.append(f"#SBATCH {shlex.join(_split(job.sbatch_args, '--sbatch-args'))}")  # the last one counts
+        lines.append(f"#SBATCH {shlex.join(split_arguments(job.sbatch_args, '--sbatch-args'))}")  # the last one counts
     inner = command_line(dataclasses.replace(job, sbatch_args="", time=None, dry_run=False))
     setup = [] if job.setup is None else [f". {shlex.quote(job.setup)}"]
     # The launcher takes the place of the shell, because Slurm sends SIGTERM to the shell only.
@@ -164,13 +164,6 @@ def allocated(job: Job) -> list[Host] | None:
 
 def _lead(job: Job) -> int:
     return math.ceil(SAVING_GRACE_S if job.grace is None else job.grace) + MARGIN_S
-
-
-def _split(text: str, option: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise CommandLineError(f"{option} {text}: {error}.") from None
 
 
 def _output_of(number: str) -> str:

@@ -82,18 +82,15 @@ class SshRunner(Runner):
             remote.append(f". {shlex.quote(command.setup)}")
         variables = map(shlex.quote, (f"{NUMBERS[0]}={number}", *command.variables))
         remote.append(" ".join(["exec env", *variables, *map(shlex.quote, command.argv)]))
-        settings = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=2"]
         folder = Path.home() / ".ssh"
-        if folder.is_dir():
-            settings += ["ControlMaster=auto", f"ControlPath={folder}/shardwise-%C", "ControlPersist=60"]
-        port = [] if command.port is None else ["-p", str(command.port)]
-        flags = [part for setting in settings for part in ("-o", setting)]
-        return ["ssh", "-T", *port, *flags, *command.args, host, " && ".join(remote)]
+        shared = ("ControlMaster=auto", f"ControlPath={folder}/shardwise-%C", "ControlPersist=60")
+        settings = shared if folder.is_dir() else ()
+        return client(host, " && ".join(remote), command.port, command.args, settings)
 
     @override
     def start(self, machines: Sequence[str], line: str, show: Show) -> Started:
-        if shutil.which("ssh") is None and not all(map(is_this_machine, machines)):
-            raise LaunchError("There is no program ssh here. Install the OpenSSH client, or use another --launcher.")
+        if not all(map(is_this_machine, machines)):
+            need("ssh")
         processes = []
         for number, name in enumerate(machines):
             variables = {NUMBERS[0]: str(number), **dict(entry.split("=", 1) for entry in self._command.variables)}
@@ -101,19 +98,37 @@ class SshRunner(Runner):
         return _Connections(processes)
 
 
+def need(program: str) -> None:
+    """Raise LaunchError if a program of OpenSSH is missing."""
+    if shutil.which(program) is None:
+        raise LaunchError(f"There is no program {program} here. Install the OpenSSH client, or use another --launcher.")
+
+
+def client(host: str, remote: str, port: int | None, args: Sequence[str], settings: Sequence[str] = ()) -> list[str]:
+    """Return the command of the ssh client that runs a command line of the remote shell on a host.
+
+    `port` None: as configured. `args` are further arguments of the client, `settings` further options.
+    """
+    alive = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=2")
+    flags = [part for setting in (*alive, *settings) for part in ("-o", setting)]
+    return ["ssh", "-T", *([] if port is None else ["-p", str(port)]), *flags, *args, host, remote]
+
+
 def started(
-    argv: Sequence[str], variables: dict[str, str], line: str, number: int, show: Show
+    argv: Sequence[str], variables: dict[str, str], line: str | None, number: int, show: Show
 ) -> subprocess.Popen[bytes]:
     """Start a process on this machine, in a session of its own because Ctrl-C is the launcher's. It gets a line on
-    standard input, and its output is shown.
+    standard input (None: the input is empty), and its output is shown.
     """
-    pipe = subprocess.PIPE
+    pipe, source = subprocess.PIPE, subprocess.DEVNULL if line is None else subprocess.PIPE
     environment = {**os.environ, **variables}
-    process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True)
+    process = subprocess.Popen(argv, stdin=source, stdout=pipe, stderr=pipe, env=environment, start_new_session=True)
     assert process.stdout is not None and process.stderr is not None
     for stream, file in ((1, process.stdout), (2, process.stderr)):
         show(number, os.dup(file.fileno()), stream)
         file.close()
+    if line is None:
+        return process
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it has ended; the reason is in its output
         process.stdin.write(line.encode() + b"\n")
