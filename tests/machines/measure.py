@@ -87,7 +87,7 @@ def lost(lab: Lab, losses: int) -> Iterator[Row]:
     """Measure recoveries."""
     with tempfile.TemporaryDirectory() as directory:
         code, _, err = lose_machines(lab, losses, Path(directory))
-    if code:
+    if code or "found no state" in err:
         raise RuntimeError(err[-3000:])
     kinds = {"the failure": "a machine is lost", "a change": "a machine returns"}
     for kind, name in kinds.items():

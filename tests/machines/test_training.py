@@ -64,6 +64,7 @@ def test_machines_are_lost_and_return_again_and_again(lab: Lab, tmp_path: Path, 
     """No step is lost or trained twice: up to rounding all steps are those of a run that was not interrupted."""
     code, out, err = lose_machines(lab, rounds, tmp_path)
     assert code == 0, err[-3000:]
+    assert "found no state" not in err
     assert err.count("is lost: connection closed; starting all 2 processes again on 2 machines") == rounds
     found, expected = steps_of(out), one_machine(3, 3, BETWEEN * rounds)
     assert found.keys() == expected.keys() == set(range(BETWEEN * rounds))

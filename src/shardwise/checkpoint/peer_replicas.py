@@ -258,12 +258,14 @@ class InMemoryCheckpoints:
         if self._comm.rank == 0:
             description["header"] = {**header, "optimizer": self._optimizer_name(), "created": time.time()}
         if self._leads:
-            found = {"steps": steps, "sequence": number, "world": self._comm.world, "run": self.run}
-            with open(os.path.join(draft, _FACTS), "w", encoding="utf-8") as text:
-                json.dump(found, text)
+            self._write_facts(draft, steps, number, self._comm.world)
         return write_part(
             draft, part.file, part.tensors, description, fetch=part.fetch, over=True, explain=self._unwritable
         )
+
+    def _write_facts(self, folder: str, steps: int, number: int, world: int) -> None:
+        with open(os.path.join(folder, _FACTS), "w", encoding="utf-8") as text:
+            json.dump({"steps": steps, "sequence": number, "world": world, "run": self.run}, text)
 
     def _unwritable(self, error: OSError, path: str, file: str, size: int) -> CheckpointError:
         here = len(self.nodes[self.node]) * (1 + self.replicas)
@@ -392,6 +394,39 @@ class InMemoryCheckpoints:
         finally:
             if self._leads:
                 shutil.rmtree(target, ignore_errors=True)
+
+    def spread(self, version: Version) -> None:
+        """Copy the parts of a version that fewer nodes have than should, because nodes are lost, to others: the loss of
+        another node before the next copy would end the version. A collective.
+        """
+        wanted, count = 1 + self.replicas, len(self.nodes)
+        if all(len(version.places[rank]) >= wanted for rank in range(version.world)):
+            return
+        what = f"restoring the copies of step {version.steps} in memory ({self.path})"
+        folder = os.path.join(self.path, version.name)
+        with collective_step(self._comm, what) as said:
+            if self._leads:
+                os.makedirs(folder, exist_ok=True)
+                if not os.path.exists(os.path.join(folder, _FACTS)):
+                    self._write_facts(folder, version.steps, version.sequence, version.world)
+                here = [rank for rank in range(version.world) if self.node in version.places[rank]]
+                files = {rank: _file_name(rank, version.world) for rank in here}
+                said.local = [
+                    [rank, *(os.path.getsize(os.path.join(folder, name)) for name in (file, description_name(file)))]
+                    for rank, file in files.items()
+                ]
+        sizes = {rank: size for entry in said.gathered for rank, *size in entry or ()}
+        transfers = []
+        for rank in range(version.world):
+            there = sorted(version.places[rank])
+            giver, file = there[rank % len(there)], _file_name(rank, version.world)
+            free = [node for away in range(1, count) if (node := (giver + away) % count) not in version.places[rank]]
+            for node in free[: max(0, wanted - len(there))]:
+                ends = self.nodes[giver][0], self.nodes[node][0]
+                names = (file, description_name(file))
+                transfers += [FileTransfer(n, size, *ends) for n, size in zip(names, sizes[rank], strict=True)]
+        with collective_step(self._comm, what):
+            self._ship(transfers, folder)
 
     def _assemble(self, version: Version, places: dict[int, set[int]], target: str) -> list[tuple[int, int, str]]:
         """Assemble a version; return (node, rank, reason) of damaged copies."""

@@ -44,13 +44,15 @@ def rounds(transfers: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
     while left:
         sending: set[int] = set()
         receiving: set[int] = set()
-        taken = []
+        taken: list[FileTransfer] = []
+        later: list[FileTransfer] = []
         for transfer in left:
-            if transfer.src not in sending and transfer.dst not in receiving:
+            now = transfer.src not in sending and transfer.dst not in receiving
+            if now:
                 sending.add(transfer.src)
                 receiving.add(transfer.dst)
-                taken.append(transfer)
-        left = [transfer for transfer in left if transfer not in taken]
+            (taken if now else later).append(transfer)
+        left = later
         found.append(taken)
     return found
 
