@@ -31,10 +31,10 @@ KEY = hashlib.sha256(SECRET.encode()).digest()
 class Machine:
     """The connection of an imagined machine; `received` counts the launcher's messages by kind."""
 
-    def __init__(self, number: int, port: int, job: Job, known: facts.Facts) -> None:
+    def __init__(self, number: int, port: int, job: Job, known: facts.Facts, ends: bool) -> None:
         self.received: Counter[str] = Counter()
-        self.ended = threading.Event()
-        self._known = known
+        self.started, self.ended = threading.Event(), threading.Event()
+        self._known, self._ends, self._rank = known, ends, 0
         connection, _ = wire.connect("127.0.0.1", port, KEY, 60.0)
         self._channel = wire.Channel(connection, self._answer, lambda reason: self.ended.set())
         self._channel.begin()
@@ -50,46 +50,89 @@ class Machine:
         elif kind == "reach":
             self._tell("reached", [{"error": ""} for _ in message["machines"]])
         elif kind == "start":
-            end = Exit(message["plan"]["first_rank"], 1, 0, time.time(), False)
-            self._tell("finished", [dataclasses.asdict(end)])
+            self._rank = message["plan"]["first_rank"]
+            self.started.set()
+            if self._ends:
+                self.finish()
+        elif kind == "stop":
+            exits = [dataclasses.asdict(Exit(self._rank, 1, -15, time.time(), True))]
+            self._tell("stopped", {"exits": exits, "killed": {}, "troubles": [], "frozen": [], "grace": 0.0})
         elif kind == "end":
             self._channel.close()
             self.ended.set()
+
+    def finish(self) -> None:
+        """Say that the ranks have ended."""
+        self._tell("finished", [dataclasses.asdict(Exit(self._rank, 1, 0, time.time(), False))])
 
     def _tell(self, kind: str, content: Any) -> None:
         self._channel.send({"event": kind, "content": content})
 
 
+class Started:
+    """A job whose first machine is real: its part of `shardwise run`, and what the others need to join it."""
+
+    def __init__(self, folder: Path, nodes: str, code: str) -> None:
+        script = folder / "script.py"
+        script.write_text(code)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self._port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "shardwise.launch", "run", "--nnodes", nodes, "--node-rank", "0"]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(self._port), "--nproc", "1", str(script)]
+        environment = {**os.environ, "SHARDWISE_SECRET": SECRET}
+        self.process = subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._answers = reach.EchoServer("127.0.0.1", KEY)
+        self._job = Job(script=str(script), nproc=1, tags="always", progress="auto")
+        ranks = worker_environment(self._job, place(self._job.resources, find_devices()), interface="")
+        self._known = facts.facts_of(self._job, ranks, address="127.0.0.1", port=self._answers.port, processes=1)
+        with socket.socket() as probe:
+            while probe.connect_ex(("127.0.0.1", self._port)):
+                assert self.process.poll() is None
+                time.sleep(0.05)
+
+    def join(self, number: int, *, ends: bool = True) -> Machine:
+        """Let an imagined machine join; its ranks end when they are started, or run until they are stopped."""
+        return Machine(number, self._port, self._job, self._known, ends)
+
+    def output(self) -> tuple[str, str]:
+        """Return what the first machine has printed, at the end of the job."""
+        try:
+            return self.process.communicate(timeout=100)
+        finally:
+            self.process.kill()
+            self._answers.close()
+
+
+@pytest.fixture(autouse=True)
+def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # the loopback interface does not reach other machines
+
+
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("count", [64, thorough(1024)])
-def test_messages_and_time_of_a_start_grow_with_machines(
-    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # the loopback interface does not reach other machines
-    script = tmp_path / "script.py"
-    script.write_text("import os\nprint('world', os.environ['WORLD_SIZE'])\n")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "SHARDWISE_SECRET": SECRET}
-    command = [sys.executable, "-m", "shardwise.launch", "run", "--nnodes", str(count), "--node-rank", "0"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nproc", "1", str(script)]
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    job = Job(script=str(script), nproc=1, tags="always", progress="auto")
-    answers = reach.EchoServer("127.0.0.1", KEY)
-    ranks = worker_environment(job, place(job.resources, find_devices()), interface="")
-    known = facts.facts_of(job, ranks, address="127.0.0.1", port=answers.port, processes=1)
-    with socket.socket() as probe:
-        while probe.connect_ex(("127.0.0.1", port)):
-            assert process.poll() is None
-            time.sleep(0.05)
+def test_messages_and_time_of_a_start_grow_with_machines(tmp_path: Path, count: int) -> None:
+    job = Started(tmp_path, str(count), "import os\nprint('world', os.environ['WORLD_SIZE'])\n")
     began = time.monotonic()
-    machines = [Machine(number, port, job, known) for number in range(1, count)]
-    out, err = process.communicate(timeout=100)
-    answers.close()
-    assert process.returncode == 0, err
+    machines = [job.join(number) for number in range(1, count)]
+    out, err = job.output()
+    assert job.process.returncode == 0, err
     assert f"world {count}" in out
     assert all(machine.ended.wait(10) for machine in machines)
-    assert all(machine.received == {"take": 1, "reach": 1, "start": 1, "end": 1} for machine in machines), [
-        m.received for m in machines
-    ]
+    assert all(machine.received == {"take": 1, "reach": 1, "start": 1, "end": 1} for machine in machines)
     assert time.monotonic() - began < 60
+
+
+def test_a_machine_whose_connection_broke_may_come_again_before_that_is_noticed(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    job = Started(tmp_path, "1:2", f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.05)\n")
+    first = job.join(1, ends=False)
+    assert first.started.wait(30)
+    again = job.join(1, ends=False)
+    assert first.ended.wait(10) and again.started.wait(30) and not again.ended.is_set()
+    end.touch()
+    again.finish()
+    _, err = job.output()
+    assert job.process.returncode == 0, err
+    assert "machine m1 (rank 1) is lost: it has come again" in err

@@ -331,9 +331,17 @@ class Launcher:
         """Give a machine that has come by itself its number, or refuse it."""
         name, rank = str(given["name"]), given["rank"]
         present = [machine for machine in self.machines if not _gone(machine)]
+        same = next((machine for machine in present if rank is not None and machine.rank == rank), None)
+        if same is not None and same.node is not None and same.host.name.partition("#")[0] == name:
+            # Its connection broke, and it has noticed before the launcher has.
+            assert same.channel is not None
+            same.channel.send({"do": "end", "message": "this machine has come again", "exit_code": 1})
+            self._events.put((self.machines.index(same), "lost", "it has come again"))
+            present.remove(same)
+            same = None
         if given["command"] != command_of(self._job):
             why = f"its command is `{given['command']}`, and that of the first machine `{command_of(self._job)}`"
-        elif rank is not None and rank in [machine.rank for machine in present]:
+        elif same is not None:
             why = f"another machine has --node-rank {rank}"
         elif not self._joins or (len(present) >= self._most and self._least == self._most):
             why = f"the job has its {len(present)} machines"
