@@ -43,13 +43,13 @@ def test_a_group_that_splits_machines_is_named() -> None:
 
 
 @pytest.mark.parametrize("world", [8, 1024, 4096])
-def test_time_and_text_grow_with_machines_and_ranks_only(world: int) -> None:
+def test_time_grows_with_ranks_only_and_equal_machines_have_one_row(world: int) -> None:
     nodes = [f"node{rank % (world // 8)}" for rank in range(world)]
     began = time.perf_counter()
     groups = groups_of(nodes, 8)
     text = topology(nodes, [("eth0", "cpu")] * world, {"shard": groups, "replicate": list(zip(*groups, strict=True))})
     assert time.perf_counter() - began < 0.5
-    assert groups == list(by_machine(nodes).values()) and len(text) < 80 * (world // 8 + 4)
+    assert groups == list(by_machine(nodes).values()) and len(text) < 80 * 4
     assert "shard: " + f"{world // 8} x 8 ranks, inside of machines" in text
 
 

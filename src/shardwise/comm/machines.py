@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardwise.comm.coded import ranks_in_words
+
+_ROWS = 8
+"""Machines that have a row each in the table."""
 
 
 def by_machine(nodes: Sequence[str]) -> dict[str, list[int]]:
@@ -61,13 +65,19 @@ def topology(
 ) -> str:
     """Return a table of the machines, and a line for each mesh dimension: the groups' sizes and machines.
 
-    `facts` has interface and device of each rank; `dimensions` the groups of ranks by name.
+    `facts` has interface and device of each rank; `dimensions` the groups of ranks by name. Of many machines, those with
+    the same number of ranks, devices and interface have one row.
     """
+    machines = by_machine(nodes)
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for node, ranks in machines.items():
+        what = (len(ranks), *(", ".join(dict.fromkeys(facts[rank][place] for rank in ranks)) for place in (1, 0)))
+        alike.setdefault(what if len(machines) > _ROWS else (*what, node), []).append(node)
     rows = [("machine", "ranks", "devices", "interface")]
-    for node, ranks in by_machine(nodes).items():
-        devices = ", ".join(dict.fromkeys(facts[rank][1] for rank in ranks))
-        interface = ", ".join(dict.fromkeys(facts[rank][0] for rank in ranks))
-        rows.append((node, f"{len(ranks)} ({_numbers(ranks)})", devices, interface))
+    for (_, devices, interface, *_), some in alike.items():
+        held = [rank for node in some for rank in machines[node]]
+        named = some[0] if len(some) == 1 else f"{len(some)}: {some[0]}, {some[1]}{', ...' * (len(some) > 2)}"
+        rows.append((named, f"{len(held)} ({_numbers(held)})", devices, interface))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for name, groups in dimensions.items():
