@@ -53,19 +53,29 @@ def stages_of(setting: Setting) -> int:
     return setting.stages * (2 if setting.schedule in ("interleaved", "zbv") else 1)
 
 
-def built(setting: Setting) -> dict[str, Any]:
+def built(setting: Setting, tied: bool = False) -> dict[str, Any]:
     position = dist.get_rank() // (dist.get_world_size() // setting.stages)
     placed = [position]
     if stages_of(setting) > setting.stages:
         last = 2 * setting.stages - 1
         placed.append(last - position if setting.schedule == "zbv" else position + setting.stages)
     own = own_stages(stages_of(setting))
-    return {"model": PipelineModule.from_stages([own[number] for number in placed], setting.stages, loss_of)}
+    tied = [tie_of(setting)] if tied else []
+    given = [own[number] for number in placed]
+    return {"model": PipelineModule.from_stages(given, setting.stages, loss_of, tied_weights=tied)}
 
 
-def whole_stages(setting: Setting) -> nn.Module:
+def tie_of(setting: Setting) -> list[str]:
+    count = stages_of(setting)
+    return ["stages.0.0.weight", f"stages.{count - 1}.{6 // count - 1}.weight"]
+
+
+def whole_stages(setting: Setting, tied: bool = False) -> nn.Module:
     model = nn.Sequential()
     model.add_module("stages", nn.Sequential(*own_stages(stages_of(setting))))
+    if tied:
+        first, last = tie_of(setting)
+        model.get_submodule(last.rpartition(".")[0]).weight = model.get_parameter(first)
     return model
 
 
@@ -87,6 +97,36 @@ def test_stages_that_the_client_has_built(stages: int, ranks: int, schedule: str
     for run in runs:
         run.losses, run.norms = [*expected.losses[:1], *run.losses], [*expected.norms[:1], *run.norms]
     check(runs, expected)
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "schedule"), [(2, 4, "1f1b"), thorough(3, 3, "zbv"), thorough(3, 3, "interleaved")]
+)
+def test_stages_that_the_client_has_built_share_a_weight(stages: int, ranks: int, schedule: str) -> None:
+    compare(
+        [Setting(stages, schedule, 1, given=partial(built, tied=True), whole=partial(whole_stages, tied=True))], ranks
+    )
+
+
+@pytest.mark.parametrize(
+    ("tied", "words"),
+    [
+        (["stages.0.0.weight"], "expected names of one parameter in two stages"),
+        (["0.weight", "stages.1.0.weight"], "expected names of one parameter in two stages"),
+        (["stages.0.9.weight", "stages.1.0.weight"], "names stages.0.9.weight, and the module of that stage has no"),
+        (["stages.0.0.weight", "stages.1.1.linear.bias"], "the tied parameter stages.0.0.weight"),
+    ],
+)
+@on_ranks(2)
+def test_wrong_shared_weights_are_refused(tied: list[str], words: str) -> None:
+    def given(setting: Setting) -> dict[str, Any]:
+        own = own_stages(2)[dist.get_rank()]
+        return {"model": PipelineModule.from_stages(own, 2, loss_of, tied_weights=[tied])}
+
+    # A rank that has no such name says so, and the other that a rank has failed.
+    with pytest.raises(ShardwiseError) as caught:
+        engine_of(Setting(2, "1f1b", given=given))
+    assert words in str(caught.value) or dist.get_rank() == 1
 
 
 @pytest.mark.parametrize(("count", "schedule"), [(1, "zbv"), (2, "1f1b")])

@@ -65,8 +65,8 @@ def topology(
 ) -> str:
     """Return a table of the machines, and a line for each mesh dimension: the groups' sizes and machines.
 
-    `facts` has interface and device of each rank; `dimensions` the groups of ranks by name. Of many machines, those with
-    the same number of ranks, devices and interface have one row.
+    `facts` has interface and device of each rank; `dimensions` the groups of ranks by name. Of many machines, those
+    with the same number of ranks, devices and interface have one row.
     """
     machines = by_machine(nodes)
     alike: dict[tuple[Any, ...], list[str]] = {}

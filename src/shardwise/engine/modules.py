@@ -125,7 +125,7 @@ def modules_with(model: nn.Module, parameters: Collection[int]) -> list[nn.Modul
 
 def chunks_of(model: nn.Module) -> Sequence[nn.Module]:
     """Return the parts of a model that run in passes of their own: stages of a pipeline; none: the model is one."""
-    return model.stages if isinstance(model, PipelineModule) else ()
+    return model.built_stages if isinstance(model, PipelineModule) else ()
 
 
 def convert_buffers(

@@ -301,7 +301,7 @@ class PipelineEngine(Engine):
         **options: Any,
     ) -> None:
         """Compile the stages of this rank with `torch.compile`; arguments and errors as of `Engine.compile`."""
-        stages = () if self.is_compiled else self._model.stages
+        stages = () if self.is_compiled else self._model.built_stages
         super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled, **options)
         for stage in stages:
             stage.compile(backend=backend, **{**(compile_kwargs or {}), **options})

@@ -105,6 +105,8 @@ def tie(model: PipelineModule, place: PipelineRanks, job: Communicator) -> dict[
             parts[positions] = job.part(lines, f"copies on positions {', '.join(map(str, positions))}")
         ranks = parts[positions]
         parameter = model.get_parameter(tied.name)
+        what = f"{tuple(parameter.shape)} of {parameter.dtype}, trained: {parameter.requires_grad}"
+        check_agreement(ranks, {f"the tied parameter {tied.name}": what})
         declare_part(parameter, ranks=range(len(place.stage_ranks[0])))
         values = parameter.detach().to(job.device)
         ranks.broadcast(values, 0, tied.name).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -130,6 +131,9 @@ class PipelineStage(nn.Module):
         if module not in holder._modules:
             holder.add_module(module, Alias())
         holder.get_submodule(module).register_parameter(own, parameter)
+
+
+_STAGE_NAME = re.compile(r"stages\.(\d+)\.(.+)")
 
 
 class Alias(nn.Module):
@@ -466,27 +470,66 @@ class _LayerStage(PipelineStage):
 
 
 class OwnStages(Layers):
-    """Stages that the client has built, one module for each stage of this rank; module of stage i is `stages.i`."""
+    """Stages that the client has built, one module for each stage of this rank; module of stage i is `stages.i`.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    `tied` are the names of each parameter that stages share.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], tied: Sequence[Sequence[str]] = ()) -> None:
         self._modules = list(modules)
         self._places: dict[int, int] = {}
+        self._shared: dict[str, nn.Parameter] = {}
+        self._tied: dict[str, list[tuple[int, str]]] = {}  # by first name: stage, and name in it
+        for names in tied:
+            found = [_STAGE_NAME.fullmatch(name) for name in names]
+            if len(names) < 2 or not all(found):
+                raise UsageError(
+                    f"PipelineModule.from_stages: tied_weights has {list(names)!r}: expected names of one parameter in "
+                    "two stages or more, such as ['stages.0.words.weight', 'stages.3.head.weight']"
+                )
+            self._tied[names[0]] = [(int(match[1]), match[2]) for match in found if match is not None]
 
     def costs(self) -> list[LayerCost]:
         """Return name and number of parameters of each stage of this rank."""
         return [LayerCost(type(m).__name__, sum(p.numel() for p in m.parameters())) for m in self._modules]
 
     def ties(self) -> list[TiedParameter]:
-        """Return no parameters: stages of other ranks are unknown."""
-        return []
+        """Return the parameters that stages share."""
+        return [
+            TiedParameter(name, name, tuple(sorted({stage for stage, _ in users})))
+            for name, users in self._tied.items()
+        ]
 
     def build(self, number: int, first: int, last: int, recompute: Recompute) -> PipelineStage:
         """Return a stage; the first call is for the first module."""
         stage, place = _LayerStage(number, first, last, recompute), self._places.setdefault(number, len(self._places))
         if place < len(self._modules):  # `keep` checks the number of modules
+            self._tie(stage, self._modules[place])  # first, because a parameter has the first of its names
             stage.add(f"stages.{number}", self._modules[place])
             stage.calls.append((f"stages.{number}", None))
         return stage
+
+    def _tie(self, stage: PipelineStage, module: nn.Module) -> None:
+        """Share parameters of a stage with the other stages of this rank, and give them their names in the model."""
+        for name, users in self._tied.items():
+            own = [path for number, path in users if number == stage.number]
+            for path in own:
+                try:
+                    holder, value = module.get_submodule(path.rpartition(".")[0]), module.get_parameter(path)
+                except AttributeError as error:
+                    raise UsageError(
+                        f"PipelineModule.from_stages: tied_weights names stages.{stage.number}.{path}, and the module "
+                        "of that stage has no such parameter"
+                    ) from error
+                shared = self._shared.setdefault(name, value)
+                if shared.shape != value.shape:
+                    raise UsageError(
+                        f"PipelineModule.from_stages: tied_weights: stages.{stage.number}.{path} is "
+                        f"{tuple(value.shape)}, and {name} {tuple(shared.shape)}. Tie parameters of one shape"
+                    )
+                holder.register_parameter(path.rpartition(".")[2], shared)
+            if own and users[0][0] != stage.number:
+                stage.add_alias(name, self._shared[name])
 
     def keep(self, layers: Collection[int]) -> None:
         """Check that each module is a stage of this rank."""

@@ -112,20 +112,24 @@ class PipelineModule(nn.Module):
         modules: nn.Module | Sequence[nn.Module],
         num_stages: int | None = None,
         loss_fn: Callable[..., Any] | None = None,
+        tied_weights: Sequence[Sequence[str]] = (),
         **options: Any,
     ) -> PipelineModule:
         """Return a pipeline of a model that the client has divided: each rank passes the modules of its own stages.
 
         A stage is called with the result of the stage before, as one argument. Parameters of stage i have the names
-        `stages.i.NAME`. Stages share no parameters. Data-parallel ranks pass modules with equal weights.
+        `stages.i.NAME`. Data-parallel ranks pass modules with equal weights.
 
         Args:
             modules: the module of this rank's stage; several, in order, for a schedule with several stages on a rank.
             num_stages: number of pipeline ranks. Consecutive ranks have the same stage, the first ranks stage 0.
             loss_fn: as of the constructor; only the last stage needs it.
+            tied_weights: for each parameter that stages share, its names: [["stages.0.words.weight",
+                "stages.3.head.weight"]], the same on all ranks. The stage of the first name gives the values, and
+                checkpoints have that name.
             options: `activation_checkpoint_interval`, `activation_checkpoint_func` or `dynamic_shape`.
         """
-        own = OwnStages([modules] if isinstance(modules, nn.Module) else modules)
+        own = OwnStages([modules] if isinstance(modules, nn.Module) else modules, tied_weights)
         return cls(own, num_stages, loss_fn=loss_fn, **options)
 
     def topology(self) -> ProcessTopology | None:
@@ -206,7 +210,7 @@ class PipelineModule(nn.Module):
         return self._stages[number]
 
     @property
-    def stages(self) -> tuple[PipelineStage, ...]:
+    def built_stages(self) -> tuple[PipelineStage, ...]:
         """The stages of this rank in order."""
         return tuple(self._stages.values())
 
@@ -259,7 +263,7 @@ class PipelineModule(nn.Module):
     def train(self, mode: bool = True) -> PipelineModule:
         """Set training mode of all stages."""
         super().train(mode)
-        for stage in self.stages:
+        for stage in self.built_stages:
             stage.train(mode)
         return self
 
