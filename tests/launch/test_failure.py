@@ -69,19 +69,30 @@ def test_one_that_raised_and_was_stopped_has_the_code_of_an_exception(tmp_path) 
     assert (failure.exit.rank, failure.exit_code, failure.failed) == (0, 1, 1)
 
 
-def test_a_lost_peer_is_a_consequence() -> None:
-    # The kernel had closed rank 1's connections before it reported its end.
-    exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, -9, 109.0, False)]
-    failure = _first(exits, {0: _error(LOST, 107.9)})
-    assert (failure.exit.rank, failure.exit_code) == (1, 137)
-    # Where nobody else failed, it is the cause.
-    assert _first(exits[:1], {0: _error(LOST, 107.9)}).exit.rank == 0
-
-
 WAITED = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
 shardwise.errors.PeerLostError: rank 0 of 3 has waited 30.0 s for rank 1 in all_gather 'w' #2
 """
+
+
+GONE = f"""{LOST}
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+shardwise.errors.PeerLostError: rank 0 of 3 has lost rank 1 in exchange 'checkpoint' #73, after 0.0 s.
+Rank 1: it has ended or lost its connection. If it ended without an error, did it get fewer batches?
+"""
+
+
+@pytest.mark.parametrize("text", [LOST, GONE, WAITED])
+def test_a_lost_peer_is_a_consequence(text: str) -> None:
+    # The kernel had closed rank 1's connections before it reported its end.
+    exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, -9, 109.0, False)]
+    failure = _first(exits, {0: _error(text, 107.9)})
+    assert (failure.exit.rank, failure.exit_code) == (1, 137)
+    # Where nobody else failed, it is the cause.
+    assert _first(exits[:1], {0: _error(text, 107.9)}).exit.rank == 0
 
 
 def test_the_rank_that_the_others_waited_for_is_named() -> None:
