@@ -8,6 +8,7 @@ the text is used, or refused with its line. A hostfile has one machine in a line
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from collections.abc import Mapping
@@ -126,6 +127,15 @@ def select(
     if not chosen:
         raise CommandLineError(f"{option} {text} leaves no slot to run on.")
     return chosen
+
+
+def is_address(host: str) -> bool:
+    """Whether `host` is an IP address, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_this_machine(host: str) -> bool:

@@ -17,7 +17,7 @@ from typer.models import OptionInfo
 from shardwise.comm.environment import LOOPBACK
 from shardwise.errors import CommandLineError
 from shardwise.launch.console import parse_bytes
-from shardwise.launch.hosts import is_this_machine
+from shardwise.launch.hosts import is_address, is_this_machine
 from shardwise.launch.placement import Resources
 
 
@@ -262,7 +262,8 @@ def check(job: Job) -> None:
             )
         if job.node_rank is not None and job.node_rank < 0:
             raise CommandLineError(f"--node-rank {job.node_rank}: give 0 or more.")
-        if job.node_rank == 0 and not is_this_machine(job.master_addr):
+        # `meet` waits for a name.
+        if job.node_rank == 0 and is_address(job.master_addr) and not is_this_machine(job.master_addr):
             raise CommandLineError(
                 f"--node-rank 0: --master-addr {job.master_addr} is not an address of this machine "
                 f"({socket.gethostname()})."

@@ -15,11 +15,12 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from shardwise.comm.setup import DEFAULT_PORT
-from shardwise.errors import CommandLineError, ShardwiseError
+from shardwise.errors import CommandLineError, LaunchError, ShardwiseError
 from shardwise.launch import local, machine, wire
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.job import Job
@@ -28,6 +29,9 @@ from shardwise.launch.placement import Host, find_devices, place
 
 SECRET_VARIABLE = "SHARDWISE_SECRET"
 """Variable with the secret of a job."""
+
+NAMED_S = 60.0
+"""Seconds within which the first machine must have the name of --master-addr."""
 
 _SHORTEST = 16
 
@@ -49,7 +53,7 @@ def meet(job: Job) -> int:
     first = job.node_rank == 0 if job.node_rank is not None else is_this_machine(job.master_addr)
     secret = _secret(create=first)
     if first:
-        return run_on_machines(job, [host], (socket.gethostbyname(job.master_addr), port, secret))
+        return run_on_machines(job, [host], (_own_address(job.master_addr), port, secret))
     job = dataclasses.replace(job, nproc=len(host.slots))
     elastic = job.machines is not None and job.machines[0] != job.machines[1]
     while True:
@@ -61,6 +65,24 @@ def meet(job: Job) -> int:
         _say(f"the connection to {job.master_addr}:{port} was lost")
         if not elastic:
             return 1
+
+
+def _own_address(name: str) -> str:
+    """Return the address of a name of this machine; wait for it.
+
+    Because Kubernetes publishes the name of a pod after its start, and may still give the address of the pod before it.
+    """
+    deadline = time.monotonic() + NAMED_S
+    if not is_this_machine(name):
+        _say(f"waiting for {name} to be a name of this machine, at most {NAMED_S:.0f} s")
+    while not is_this_machine(name):
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"--node-rank 0: --master-addr {name} is no name of this machine ({socket.gethostname()}). Name the "
+                "first machine; in Kubernetes by a headless Service with publishNotReadyAddresses."
+            )
+        time.sleep(0.2)
+    return socket.gethostbyname(name)
 
 
 def _join(job: Job, host: Host, port: int, secret: bytes) -> dict[str, Any] | None:
