@@ -85,7 +85,13 @@ Rank 1: it has ended or lost its connection. If it ended without an error, did i
 """
 
 
-@pytest.mark.parametrize("text", [LOST, GONE, WAITED])
+STORE = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.
+"""
+
+
+@pytest.mark.parametrize("text", [LOST, GONE, WAITED, STORE])
 def test_a_lost_peer_is_a_consequence(text: str) -> None:
     # The kernel had closed rank 1's connections before it reported its end.
     exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, -9, 109.0, False)]

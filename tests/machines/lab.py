@@ -22,7 +22,7 @@ _SSHD_CONFIG = """
 Port 22
 ListenAddress {address}
 HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/authorized_keys
+AuthorizedKeysFile {folder}/authorized_keys .ssh/authorized_keys
 PidFile {folder}/sshd-{number}.pid
 StrictModes no
 UsePAM no
@@ -272,8 +272,10 @@ class Lab:
             config = self.folder / f"sshd-{number}"
             config.write_text(_SSHD_CONFIG.format(address=address, folder=self.folder, number=number))
             Path("/run/sshd").mkdir(exist_ok=True)
-            # Machines share no memory: each server has a /dev/shm of its own.
-            script = f"hostname {self.name(number)} && mount -t tmpfs tmpfs /dev/shm && exec {SSHD} -D -e -f {config}"
+            # Machines share no memory and no keys: each server has directories of its own for them.
+            own = "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs -o mode=700 tmpfs /root/.ssh"
+            os.makedirs("/root/.ssh", mode=0o700, exist_ok=True)
+            script = f"hostname {self.name(number)} && {own} && exec {SSHD} -D -e -f {config}"
             command = ["ip", "netns", "exec", space, "unshare", "-m", "-u", "sh", "-c", script]
             self._servers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
             deadline = time.monotonic() + 10

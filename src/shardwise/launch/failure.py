@@ -26,12 +26,12 @@ _HEADER = re.compile(r"^\s*(\+ Exception Group )?Traceback \(most recent call la
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _FATAL = re.compile(r"^(Fatal Python error|terminate called|\*\*\* )")
 _LOST_PEER = re.compile(
-    r"^[\w.]*PeerLostError\b|connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket closed"
-    r"|remote process exited|failed to recv|recvValue failed",
+    r"^[\w.]*(PeerLostError|DistNetworkError)\b|connection (was )?(closed|reset|refused)|closed by peer|broken pipe"
+    r"|socket closed|remote process exited|failed to recv|recvValue failed",
     re.IGNORECASE,
 )
 _WAITED = re.compile(
-    r"^[\w.]*(DesyncError|DistStoreError|DistNetworkError)\b|has not come to the (meeting|making)"
+    r"^[\w.]*(DesyncError|DistStoreError)\b|has not come to the (meeting|making)"
     r"|timed out waiting \d+ms for (recv|send)"
     rf"|{_LOST_PEER.pattern}",
     re.IGNORECASE | re.MULTILINE,
