@@ -22,7 +22,8 @@ _SSHD_CONFIG = """
 Port 22
 ListenAddress {address}
 HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/authorized_keys .ssh/authorized_keys
+AuthorizedKeysFile {folder}/authorized_keys {folder}/home-{number}/.ssh/authorized_keys
+SetEnv HOME={folder}/home-{number}
 PidFile {folder}/sshd-{number}.pid
 StrictModes no
 UsePAM no
@@ -133,6 +134,7 @@ class Lab:
         given = [sys.executable, "-m", "shardwise.launch", "run", "--launcher-args", " ".join(self.ssh), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         environment.pop("GLOO_SOCKET_IFNAME", None)  # that of the tests on one machine
+        environment["HOME"] = str(self.folder)  # without open connections of ssh to the machines of an earlier lab
         return self.start(0, [*given, script, *args], env=environment)
 
     def run(self, number: int, argv: Sequence[str | Path], timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -272,10 +274,9 @@ class Lab:
             config = self.folder / f"sshd-{number}"
             config.write_text(_SSHD_CONFIG.format(address=address, folder=self.folder, number=number))
             Path("/run/sshd").mkdir(exist_ok=True)
-            # Machines share no memory and no keys: each server has directories of its own for them.
-            own = "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs -o mode=700 tmpfs /root/.ssh"
-            os.makedirs("/root/.ssh", mode=0o700, exist_ok=True)
-            script = f"hostname {self.name(number)} && {own} && exec {SSHD} -D -e -f {config}"
+            (self.folder / f"home-{number}").mkdir()
+            # Machines share no memory: each server has a /dev/shm of its own.
+            script = f"hostname {self.name(number)} && mount -t tmpfs tmpfs /dev/shm && exec {SSHD} -D -e -f {config}"
             command = ["ip", "netns", "exec", space, "unshare", "-m", "-u", "sh", "-c", script]
             self._servers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
             deadline = time.monotonic() + 10

@@ -25,7 +25,13 @@ _DRAIN_S = 2.0
 _END_S = 2.0
 
 
-def run_everywhere(hosts: Sequence[str], command: str, port: int | None = None, args: Sequence[str] = ()) -> int:
+def run_everywhere(
+    hosts: Sequence[str],
+    command: str,
+    port: int | None = None,
+    args: Sequence[str] = (),
+    name: str = "shardwise hosts run",
+) -> int:
     """Run a command line of the shell on hosts, in the home directory and without input; show its output by host.
 
     Args:
@@ -33,6 +39,7 @@ def run_everywhere(hosts: Sequence[str], command: str, port: int | None = None, 
         command: command line.
         port: of the ssh servers; None: as configured.
         args: further arguments of ssh.
+        name: of the command that the user has given, for messages.
 
     Returns:
         0, or the exit code of the first host in the list on which the command failed (128 + signal if killed), or
@@ -79,7 +86,7 @@ def run_everywhere(hosts: Sequence[str], command: str, port: int | None = None, 
         meaning = explain(text) if code == NOT_REACHED else ""
         if code:
             how = f"not reached: {text.splitlines()[-1].rstrip('.')}. {meaning}" if meaning else f"exit code {code}"
-            err.write(f"shardwise hosts run: {host}: {how}.\n".encode())
+            err.write(f"{name}: {host}: {how}.\n".encode())
         first = first or code
     return first
 

@@ -35,6 +35,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
     )
     group.command("run", context_settings={"allow_interspersed_args": False})(run)
+    group.command("setup-keys")(setup_keys)
     app.add_typer(group)
 
 
@@ -56,6 +57,32 @@ def run(
     names = hosts_named(hostfile, include, exclude)
     line = command[0] if len(command) == 1 else shlex.join(command)
     raise typer.Exit(run_everywhere(names, line, ssh_port, split_arguments(launcher_args, "--launcher-args")))
+
+
+def setup_keys(
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    ssh_port: Port = None,
+    launcher_args: Arguments = "",
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Private key. Default: id_ed25519, id_ecdsa or id_rsa of ~/.ssh, or a new id_ed25519."
+        ),
+    ] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Run the commands. Default: only print them.")] = False,
+) -> None:
+    """Install a key on all machines of a hostfile, so that jobs start without a password.
+
+    A key without a passphrase is made if there is none. ssh asks for the passwords of the machines, and whether an
+    unknown host key is right. Then each machine must accept the key without a password; exit code 1 if one does not.
+    """
+    from shardwise.launch.keys import set_up
+
+    names = hosts_named(hostfile, include, exclude)
+    args = split_arguments(launcher_args, "--launcher-args")
+    raise typer.Exit(set_up(names, key, ssh_port, args, apply=apply))
 
 
 def hosts_named(hostfile: str | None, include: str | None = None, exclude: str | None = None) -> list[str]:

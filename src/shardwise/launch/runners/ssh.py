@@ -22,7 +22,7 @@ from shardwise.launch.runners import NUMBERS, AgentCommand, Runner, Show, Starte
 CONNECT_S = 10
 _MEANINGS = {
     "permission denied": "Its ssh server asks for a password or refuses the key: set up a key without a passphrase, or "
-    "an ssh agent, for example by ssh-copy-id",
+    "an ssh agent, for example by `shardwise hosts setup-keys`",
     "host key verification failed": "Its host key is not the known one, or not known: compare it, then `ssh-keyscan "
     "HOST >> ~/.ssh/known_hosts`, or `ssh-keygen -R HOST` if the machine was installed anew",
     "could not resolve hostname": "The name is not known: write its address into the hostfile, or a line into "
