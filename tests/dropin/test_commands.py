@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,7 @@ def test_options_become_a_job() -> None:
     assert (plain.resources.nproc, plain.resources.num_nodes, plain.module) == (3, 1, True)
     assert (plain.master_addr, plain.master_port, plain.log_dir) == (None, None, None)
     assert job_of(["-i", "localhost:0,1", "train.py"]).resources.include == "localhost:0,1"
+    assert plain.pid_file is None and job_of(["--save_pid", "a.py"]).pid_file == f"/tmp/{os.getpid()}.deepspeed"
 
 
 def test_a_hostfile_that_is_missing_is_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +64,7 @@ def test_a_hostfile_that_is_missing_is_this_machine(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("name", read("options.toml")["deepspeed"]["refused"])
 def test_what_is_not_built_is_refused(name: str) -> None:
-    flags = ("force_multi", "no_ssh", "elastic_training", "save_pid")
+    flags = ("force_multi", "no_ssh", "elastic_training")
     with pytest.raises(NotBuiltError, match=f"--{name}: .*not built yet"):
         job_of([f"--{name}", *([] if name in flags else ["2"]), "train.py"])
 

@@ -38,6 +38,7 @@ def _parser() -> Parser:
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--no_local_rank", action="store_true", help="do not append --local_rank=N to the arguments")
     add("--enable_each_rank_log", default="None", metavar="DIR", help="also write each rank's output to a file there")
+    add("--save_pid", action="store_true", help="write process ids to /tmp/PID.deepspeed, by the launcher's PID")
     add("--bind_cores_to_rank", action="store_true", help="divide this machine's cores among the processes")
     add("--bind_core_list", metavar="LIST", help="divide these CPUs only: 0,4-6")
     add("--log_level", default="info", choices=LEVELS, help="of the launcher")
@@ -95,6 +96,7 @@ def job_of(arguments: list[str]) -> Job:
         bind_cores=given.bind_cores_to_rank,
         core_list=given.bind_core_list,
         log_dir=None if given.enable_each_rank_log == "None" else given.enable_each_rank_log,
+        pid_file=f"/tmp/{os.getpid()}.deepspeed" if given.save_pid else None,
         quiet=given.quiet,
         progress="off" if given.quiet else None,
         launcher=RUNNERS[given.launcher],

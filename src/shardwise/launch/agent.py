@@ -79,6 +79,7 @@ class Agent:
         self._recovery: Path | None = None
         self._late = 1.0
         self._notices: list[str] = []
+        self._started: list[Event] = []
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,9 @@ class Agent:
             self._notices.append(_summary(placement, common, f"{plan.master_addr}:{plan.master_port}", each))
         self._plan, self._over, self._late, self._noted = plan, False, 1.0, set()
         self.attempt = Attempt(plan.attempt, argv, env, cores, around.display, around.scratch, plan.world_size)
-        self.attempt.start()
+        pids = self.attempt.start()
+        if job.pid_file is not None:
+            self._started.append(Event("started", [plan.attempt, list(pids.items())]))
 
     def _variables(self, plan: Plan, local: int, rank: int, count: int) -> dict[str, str]:
         found: dict[str, Any] = {
@@ -172,7 +175,7 @@ class Agent:
 
     def poll(self) -> list[Event]:
         """Return what has happened since the last call."""
-        found = []
+        found, self._started = self._started, []
         while self._notices:
             found.append(Event("say", self._notices.pop(0)))
         record = None if self._recovery is None else read_recovery(self._recovery)

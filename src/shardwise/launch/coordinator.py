@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from shardwise.launch.failure import Failure, ShutdownResult, Trouble, first_failure, ranks_in_words
+from shardwise.launch.pidfile import PidFile
 from shardwise.launch.processes import Exit
 from shardwise.launch.recovery import describe_recovery
 
@@ -131,15 +132,20 @@ class Outcome:
 
 
 class Coordinator:
-    """State of a job with these machines. `say` prints a line for the user. `outcome` is set at the end of the job."""
+    """State of a job with these machines. `say` prints a line for the user, `pids` takes the process ids of the ranks.
+    `outcome` is set at the end of the job.
+    """
 
-    def __init__(self, nodes: Sequence[Node], policy: Policy, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], policy: Policy, say: Callable[[str], None], pids: PidFile | None = None
+    ) -> None:
         self.nodes = list(nodes)
         self.outcome: Outcome | None = None
         self.attempt = -1
         self.failure: Failure | None = None
         self._policy = policy
         self._say = say
+        self._pids = pids
         self._phase: Literal["waiting", "serving", "running", "stopping"] = "serving"
         self._least = policy.min_nodes or len(self.nodes)
         self._restarts = 0
@@ -177,6 +183,8 @@ class Coordinator:
             self._say(content)
         elif kind == "serving":
             self.serving(node, *content)
+        elif kind == "started" and self._pids is not None:
+            self._pids.note(node.name, *content)
         elif kind == "failing":
             self.failing()
         elif kind == "ended":

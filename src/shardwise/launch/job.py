@@ -124,6 +124,14 @@ class Job:
             help="Also write the output to DIR/rank_N.out and DIR/rank_N.err (appending).",
         ),
     ] = None
+    pid_file: Annotated[
+        str | None,
+        typer.Option(
+            "--pid-file",
+            metavar="PATH",
+            help="Write the process ids of the launcher and the ranks to PATH, as JSON; removed at the end of the job.",
+        ),
+    ] = None
     tags: Annotated[
         str,
         typer.Option(

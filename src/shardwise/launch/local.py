@@ -25,6 +25,7 @@ from shardwise.launch.interrupts import Interrupts
 from shardwise.launch.job import Job
 from shardwise.launch.jobmemory import JobDirectory
 from shardwise.launch.output import OutputReader, Tags, Terminal, standard_screens
+from shardwise.launch.pidfile import pid_file
 from shardwise.launch.placement import Placement, find_devices, place
 
 POLL_S = 0.05
@@ -136,13 +137,13 @@ class _LocalLink:
 
 def _run(job: Job, placement: Placement, cores: Cores | None) -> int:
     out, err = standard_screens()
-    with display_of(job, out, err) as display:
+    with pid_file(job.pid_file, sayer(job, err)) as pids, display_of(job, out, err) as display:
         interface = "lo" if is_loopback(job.master_addr or LOOPBACK) else ""
         with surroundings(job, display, interface, uuid.uuid4().hex) as around:
             agent = Agent(job, placement, cores, around)
             link = _LocalLink(agent)
             node = Node(socket.gethostname(), link, list(range(placement.nproc)), LOOPBACK)
-            coordinator = Coordinator([node], policy_of(job), sayer(job, err))
+            coordinator = Coordinator([node], policy_of(job), sayer(job, err), pids)
             interrupts = Interrupts(
                 lambda sig: link.events.append(("leaving", sig)), agent.skip_grace_period, agent.forward
             )

@@ -26,6 +26,7 @@ from shardwise.launch.interrupts import Interrupts
 from shardwise.launch.job import Job
 from shardwise.launch.local import end, sayer
 from shardwise.launch.output import OutputChannel, OutputReader, Terminal, standard_screens
+from shardwise.launch.pidfile import PidFile, pid_file
 from shardwise.launch.placement import Host
 from shardwise.launch.processes import Exit
 from shardwise.launch.runners import AgentCommand, Started, runner_of
@@ -402,8 +403,8 @@ class Launcher:
 
     # -- the job -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
-        """Run the job to its end."""
+    def run(self, pids: PidFile | None = None) -> Outcome:
+        """Run the job to its end; `pids` takes the process ids of the ranks."""
         job = self._job
         nodes = []
         ready = [machine for machine in self.machines if machine.facts is not None and not machine.refused]
@@ -420,7 +421,7 @@ class Launcher:
             self.machines[0].address if self._joins else job.master_addr,
             None if self._joins else job.master_port,
         )
-        coordinator = Coordinator(nodes, policy, self._say)
+        coordinator = Coordinator(nodes, policy, self._say, pids)
         coordinator.begin()
         while coordinator.outcome is None:
             self._look()
@@ -471,8 +472,9 @@ def run_on_machines(job: Job, hosts: Sequence[Host], meeting: tuple[str, int, by
         functools.partial(launcher.send_all, {"do": "skip_grace_period"}),
         lambda sig: launcher.send_all({"do": "forward", "signal": int(sig)}),
     )
-    with interrupts:
+    with interrupts, contextlib.ExitStack() as stack:
         try:
+            pids = stack.enter_context(pid_file(job.pid_file, sayer(job, err)))
             launcher.start()
             launcher.gather()
             if not job.unchecked:
@@ -480,7 +482,7 @@ def run_on_machines(job: Job, hosts: Sequence[Host], meeting: tuple[str, int, by
             problems = launcher.problems()
             if problems:
                 raise LaunchError("The job is not started.\n" + "\n".join(f"  {line}" for line in problems))
-            outcome = launcher.run()
+            outcome = launcher.run(pids)
         finally:
             launcher.close()
     return end(outcome, err)

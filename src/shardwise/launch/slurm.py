@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -126,8 +127,9 @@ def submit(job: Job) -> int:
     pipe = subprocess.PIPE
     process = subprocess.Popen(["sbatch", "--parsable"], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(text)
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # sbatch has ended; the reason is in its errors
+        process.stdin.write(text)
+        process.stdin.close()
     process.stdin = None
     number = process.stdout.readline().strip().partition(";")[0]  # NUMBER;CLUSTER
     if number:
