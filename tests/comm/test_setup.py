@@ -143,6 +143,9 @@ def test_without_a_launcher_the_rank_is_the_number_on_the_machine() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }
     assert run_ranks(_own_number, 2, slurm | {"SLURM_STEP_NODELIST": "n[1-2]"}) == [(0, 0)] * 2
+    names = {"RANK": "{rank}", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    mpi = {f"OMPI_COMM_WORLD_{name}": value.format(rank=1) for name, value in names.items()}
+    assert run_ranks(_own_number, 2, mpi | {"MASTER_ADDR": "n1"}) == [(0, 0)] * 2
 
 
 def test_init_method(tmp_path) -> None:

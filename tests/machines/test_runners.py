@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -10,7 +11,9 @@ import sys
 import pytest
 
 from tests.machines.lab import Lab
+from tests.machines.losses import STEPS, steps_of
 from tests.machines.test_ssh import nothing_left, places, running
+from tests.machines.test_training import one_machine
 
 pytestmark = pytest.mark.limit(200)
 
@@ -52,4 +55,25 @@ def test_ranks_meet_failures_are_named_and_signals_end_all(lab: Lab, name: str) 
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 143, err
+    assert nothing_left(lab)
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich", "slurm"])
+def test_ranks_that_the_program_starts_itself_train_with_the_bits_of_one_machine(lab: Lab, name: str) -> None:
+    more, variables = options(lab, name)
+    variables["OMP_NUM_THREADS"] = "1"
+    if name != "slurm":  # which says where ranks meet
+        variables["MASTER_ADDR"] = lab.name(1)
+    passed = ("MASTER_ADDR", "OMP_NUM_THREADS", "PYTHONPATH")
+    start = {
+        "openmpi": ["mpirun.openmpi", "-np", "2", "--host", "m1:1,m2:1", *(w for key in passed for w in ("-x", key))],
+        "mpich": ["mpiexec.hydra", "-n", "2", "-hosts", "m1,m2", "-ppn", "1", "-genvlist", ",".join(passed)],
+        "slurm": ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=m1,m2"],
+    }[name]
+    given = shlex.split(more[1]) if more else []
+    process = lab.start(0, [*start, *given, sys.executable, STEPS, "3", "5", "0"], env=variables)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, out + err
+    found = steps_of(out)
+    assert len(found) == 5 and found == one_machine(2, 3, 5)
     assert nothing_left(lab)

@@ -40,7 +40,6 @@ PROGRESS = "SHARDWISE_PROGRESS"
 """Variable with which `shardwise run` sets whether ranks show progress: "auto", or "off" despite the configuration."""
 MACHINE = "SHARDWISE_MACHINE"
 """Variable that names the machine of a process; without it, processes that share a loopback interface share one."""
-NO_LAUNCHER = "no launcher"
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,11 @@ def discover(env: Mapping[str, str] = os.environ, *, schedulers: bool = True) ->
     1
     """
     env = {name: value for name, value in env.items() if value != ""}
-    place = _from_torch_layout(env) or (_from_scheduler(env) if schedulers else None)
+    place = _from_torch_layout(env) or (from_scheduler(env) if schedulers else None)
     if place is None:
         if any(name in env for name in TORCH_LAYOUT):
             _require(env, ("RANK", "WORLD_SIZE"))
-        place = RankPlace(0, 1, 0, 1, LOOPBACK, 0, NO_LAUNCHER)
+        place = RankPlace(0, 1, 0, 1, LOOPBACK, 0, "no launcher")
     return place
 
 
@@ -151,7 +150,8 @@ def _from_torch_layout(env: Mapping[str, str]) -> RankPlace | None:
     return RankPlace(rank, world_size, own, local_size, address, port, source)
 
 
-def _from_scheduler(env: Mapping[str, str]) -> RankPlace | None:
+def from_scheduler(env: Mapping[str, str]) -> RankPlace | None:
+    """Return this process's place from the variables of MPI or Slurm, or None without them."""
     for scheme in _SCHEDULERS:
         if scheme.rank not in env or scheme.world_size not in env:
             continue

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm.desync import publish_end
-from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, RankPlace, discover
+from shardwise.comm.environment import LOOPBACK, TORCH_LAYOUT, RankPlace, discover, from_scheduler
 from shardwise.comm.groups import forget, made_well
 from shardwise.comm.rendezvous import join, meet, private_keys
 from shardwise.device.choice import device_index
@@ -139,9 +139,10 @@ def local_rank(env: Mapping[str, str] = os.environ) -> int:
     """
     if not is_initialized() or env.get("RANK") or env.get("WORLD_SIZE"):
         return discover(env).local_rank
-    # MASTER_ADDR, MASTER_PORT and LOCAL_RANK may be set without RANK and WORLD_SIZE.
-    place = discover({name: value for name, value in env.items() if name not in TORCH_LAYOUT})
-    if place.source != NO_LAUNCHER:
+    # LOCAL_RANK may be set without RANK and WORLD_SIZE; where the ranks have met no longer matters.
+    found = {name: value for name, value in env.items() if value and name not in TORCH_LAYOUT}
+    place = from_scheduler({**found, "MASTER_ADDR": LOOPBACK})
+    if place is not None:
         return place.local_rank
     given = env.get("LOCAL_RANK") or str(dist.get_rank())
     if not given.isdecimal():
