@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer
 
+from shardwise.launch.cli import app
 from tests.harness import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -79,3 +82,20 @@ def test_a_schedule_is_shown_before_it_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pipeline.md").read_text(), re.DOTALL)
     exec(next(block for block in blocks if "simulate(" in block), {})
     assert "11% idle" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_options_of_the_printed_commands_exist(page):
+    commands = typer.main.get_command(app).commands
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        found = re.search(r"\bshardwise ([a-z]+) ?(.*)", line)
+        if found is not None:
+            words = [word for word in shlex.split(found[2], comments=True) if word != "..."]
+            command = commands.get(found[1])
+            if getattr(command, "commands", None):
+                command, words = command.commands[words[0]], words[1:]
+            if command is not None:
+                command.make_context(found[1], words)
+            else:
+                assert line.startswith("kubectl"), line

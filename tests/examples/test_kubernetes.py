@@ -121,3 +121,16 @@ def test_the_command_of_the_page_makes_the_secret_that_pods_read() -> None:
     )
     made = yaml.safe_load(done.stdout)
     assert made["metadata"]["name"] == "shardwise" and len(base64.b64decode(made["data"]["secret"])) == 64
+
+
+def test_the_image_has_what_the_installation_and_the_pods_need() -> None:
+    root = kubernetes.EXAMPLES.parent
+    lines = (kubernetes.EXAMPLES / "kubernetes" / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]}
+    assert all((root / name).exists() for name in copied)
+    assert {"pyproject.toml", "README.md", "LICENSE", "src"} <= copied  # what pyproject.toml names for the wheel
+    for kind in ("job", "trainjob"):
+        pod, runs = pod_of(kind)
+        script = next(word for word in runs["command"] if word.endswith(".py"))
+        assert f"examples/{script}" in copied and f"WORKDIR {pod['containers'][0]['workingDir']}" in lines
+        assert f"-t {pod['containers'][0]['image']} " in lines[0]
