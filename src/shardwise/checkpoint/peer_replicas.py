@@ -404,18 +404,18 @@ class InMemoryCheckpoints:
             return
         what = f"restoring the copies of step {version.steps} in memory ({self.path})"
         folder = os.path.join(self.path, version.name)
-        with collective_step(self._comm, what) as said:
+        with collective_step(self._comm, what) as sized:
             if self._leads:
                 os.makedirs(folder, exist_ok=True)
                 if not os.path.exists(os.path.join(folder, _FACTS)):
                     self._write_facts(folder, version.steps, version.sequence, version.world)
                 here = [rank for rank in range(version.world) if self.node in version.places[rank]]
                 files = {rank: _file_name(rank, version.world) for rank in here}
-                said.local = [
+                sized.local = [
                     [rank, *(os.path.getsize(os.path.join(folder, name)) for name in (file, description_name(file)))]
                     for rank, file in files.items()
                 ]
-        sizes = {rank: size for entry in said.gathered for rank, *size in entry or ()}
+        sizes = {rank: size for entry in sized.gathered for rank, *size in entry or ()}
         transfers = []
         for rank in range(version.world):
             there = sorted(version.places[rank])
