@@ -82,6 +82,7 @@ class Lab:
         self.count = count
         self.folder = Path(tempfile.mkdtemp(prefix="machines-"))
         self._servers: list[subprocess.Popen[bytes]] = []
+        self._slurm_runs = False
 
     def name(self, number: int) -> str:
         """Return the name of a machine."""
@@ -149,17 +150,20 @@ class Lab:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def slurm(self) -> dict[str, str]:
-        """Start Slurm on all machines: its controller on machine 0; return the variables for its commands.
+        """Start Slurm on all machines, once: its controller on machine 0; return the variables for its commands.
 
         Needs slurmctld, slurmd and munge; the daemons end with the lab.
         """
+        config = self.folder / "slurm.conf"
+        variables = {**os.environ, "SLURM_CONF": str(config)}
+        if self._slurm_runs:
+            return variables
         nodes = range(1, self.count + 1)
         for name in ("state", *(f"spool-{self.name(number)}" for number in nodes)):
             (self.folder / name).mkdir()
         lines = [
             f"NodeName={self.name(n)} NodeAddr={self.address(n)} CPUs={os.cpu_count()} State=UNKNOWN" for n in nodes
         ]
-        config = self.folder / "slurm.conf"
         config.write_text(_SLURM_CONFIG.format(folder=self.folder, address=self.address(0), nodes="\n".join(lines)))
         if subprocess.run(["pgrep", "munged"], capture_output=True).returncode:
             os.makedirs("/run/munge", exist_ok=True)
@@ -175,11 +179,11 @@ class Lab:
             self._servers.append(subprocess.Popen(command, stdout=log, stderr=log))
             log.close()
             time.sleep(0.0 if number else 1.5)
-        variables = {**os.environ, "SLURM_CONF": str(config)}
         deadline = time.monotonic() + 30
         while True:
             listed = self.start(0, ["sinfo", "-h", "-o", "%T %D"], env=variables).communicate(timeout=10)[0]
             if listed.split() == ["idle", str(self.count)]:
+                self._slurm_runs = True
                 return variables
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Slurm's machines are not idle: {listed}")

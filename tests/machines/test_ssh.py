@@ -68,14 +68,18 @@ def running(process: Popen[str], ranks: int) -> None:
 def test_the_end_of_the_launcher_ends_all_processes_everywhere(
     lab: Lab, start: Start, sig: signal.Signals, code: int
 ) -> None:
-    process = start(["-H", str(lab.hostfile(1))], "sleep", "0")
+    pids = lab.folder / f"pids-{code}"
+    process = start(["-H", str(lab.hostfile(1)), "--pid-file", str(pids)], "sleep", "0")
     running(process, 3)
+    ranks = json.loads(pids.read_text())["ranks"]
+    assert [ranks[str(rank)]["host"] for rank in range(3)] == ["m1", "m2", "m3"]
+    assert all(ranks[str(rank)]["pid"] in lab.processes(rank + 1) for rank in range(3))
     listening = lab.run(1, ["ss", "-ltnH"]).stdout
     assert f"{lab.address(1)}:29500" in listening and not re.search(r"(0\.0\.0\.0|\*|\[::\]):29500", listening)
     process.send_signal(sig)
     _, err = process.communicate(timeout=20)
     assert process.returncode == code, err
-    assert nothing_left(lab)
+    assert nothing_left(lab) and pids.exists() == (sig is signal.SIGKILL)
 
 
 def test_a_lost_machine_ends_the_job_or_is_left_out(lab: Lab, start: Start) -> None:
