@@ -15,7 +15,7 @@ import psutil
 from tests.machines.lab import Lab
 
 STEPS = str(Path(__file__).parent / "steps.py")
-BETWEEN = 60
+BETWEEN = 20
 """Steps of the job for each loss."""
 
 
@@ -69,7 +69,7 @@ def lose_machines(lab: Lab, rounds: int, directory: Path) -> Trial:
             kill(lab, 1 + number % 3)
             until(err, "has come; starting all 3 processes again", number + 1)
             until(err, "recovered from a change of machines", number + 1)
-        process.wait(timeout=300)
+        process.wait(timeout=60 + 2 * BETWEEN * rounds)
     finally:
         process.kill()
     for reader in readers:
