@@ -459,9 +459,9 @@ TABLES: dict[str, Table] = {
         [
             C("", "system"),
             C("times", "count"),
-            C("median s without training", "{recovery_s:.1f}"),
+            C("s until three machines train again: median", "{recovery_s:.1f}"),
             C("longest", "{longest_s:.1f}"),
-            C("of the median, after interpreter, imports and data", "{beyond_start_s:.1f}"),
+            C("median without start of processes and imports", "{beyond_start_s:.1f}"),
         ],
     ),
     "pipeline_idle": Table(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,21 +11,10 @@ import pytest
 
 from tests.machines.conftest import Run, Start
 from tests.machines.lab import Lab
-from tests.machines.losses import BETWEEN, STEPS, lose_machines, steps_of
+from tests.machines.losses import STEPS, lose_machines, one_machine, steps_of
 from tests.machines.test_ssh import nothing_left
 
 pytestmark = pytest.mark.limit(250)
-
-
-def one_machine(ranks: int, stage: int, steps: int) -> dict[int, float]:
-    """Return the norms of the steps of a job on one machine."""
-    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", str(ranks), STEPS]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(stage), str(steps), "0"], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return steps_of(done.stdout)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -62,13 +48,7 @@ def test_a_lost_machines_part_comes_from_the_memory_of_another(lab: Lab, start: 
 @pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=[pytest.mark.thorough, pytest.mark.limit(1800)])])
 def test_machines_are_lost_and_return_again_and_again(lab: Lab, tmp_path: Path, rounds: int) -> None:
     """No step is lost or trained twice: up to rounding all steps are those of a run that was not interrupted."""
-    code, out, err = lose_machines(lab, rounds, tmp_path)
-    assert code == 0, err[-3000:]
-    assert "found no state" not in err
-    assert err.count("is lost: connection closed; starting all 2 processes again on 2 machines") == rounds
-    found, expected = steps_of(out), one_machine(3, 3, BETWEEN * rounds)
-    assert found.keys() == expected.keys() == set(range(BETWEEN * rounds))
-    assert all(found[step] == pytest.approx(expected[step], rel=1e-3) for step in found)
+    lose_machines(lab, rounds, tmp_path).check(rounds)
     assert nothing_left(lab)
 
 
