@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import CommandLineError
-from shardwise.launch import hosts
-from shardwise.launch.hosts import is_this_machine, parse_filter, parse_hostfile, read_hostfile, select
+from shardwise.errors import CommandLineError, LaunchError
+from shardwise.launch import hosts, machines
+from shardwise.launch.hosts import Host, is_this_machine, parse_filter, parse_hostfile, read_hostfile, select
+from shardwise.launch.job import Job
+from shardwise.launch.runners.ssh import host_of_alias
 
 TWO = {"a": (0, 1, 2, 3), "b": (0, 1)}
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
@@ -96,3 +101,14 @@ def test_this_machine_has_several_names() -> None:
     assert all(map(is_this_machine, ("localhost", "127.0.0.1", "::1", socket.gethostname())))
     assert not is_this_machine("192.0.2.1")  # reserved for documentation: nobody's address
     assert not is_this_machine("no-such-host.invalid")
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh")
+def test_a_name_may_be_one_of_the_configuration_of_ssh_only(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host worker-1\n  HostName 127.0.0.1\n")
+    options = ["-F", str(tmp_path / "config")]
+    assert host_of_alias("worker-1", options) == "127.0.0.1" and host_of_alias("worker-2", options) == "worker-2"
+    job = Job(script="s", launcher_args=shlex.join(options))
+    assert machines._address(Host("worker-1", (0,)), [Host("worker-1", (0,))], job) == "127.0.0.1"
+    with pytest.raises(LaunchError, match="worker-2: this machine knows no address of that name"):
+        machines._address(Host("worker-2", (0,)), [Host("worker-2", (0,))], job)

@@ -28,6 +28,7 @@ PidFile {folder}/sshd-{number}.pid
 StrictModes no
 UsePAM no
 PasswordAuthentication no
+Subsystem sftp internal-sftp
 PermitRootLogin yes
 MaxStartups 100
 LogLevel ERROR
@@ -197,6 +198,14 @@ class Lab:
         """Keep packets of one machine from another; both still reach all others."""
         change = "add" if up else "del"
         _do("ip", "route", change, "unreachable", f"{self.address(other)}/32", space=self.space(number))
+
+    def mount(self, number: int, source: Path, target: str) -> None:
+        """Show a directory at another path to what ssh starts on a machine."""
+        _do("nsenter", "-t", str(self._servers[number - 1].pid), "-m", "mount", "--bind", str(source), target)
+
+    def unmount(self, number: int, target: str) -> None:
+        """Undo `mount`."""
+        _do("nsenter", "-t", str(self._servers[number - 1].pid), "-m", "umount", "-l", target)
 
     def throttle(self, number: int, rate: str = "") -> None:
         """Limit what a machine sends and receives, such as "100mbit"; without a rate nothing is limited."""

@@ -49,12 +49,17 @@ RECOVERED = re.compile(r"recovered from a change of machines in .*; ([\d.]+) s b
 
 def start(lab: Lab, rounds: int) -> Iterator[Row]:
     """Measure the time until the first step has ended."""
-    layouts = {"one machine": lab.hostfile(4, [1]).read_text(), "two machines": lab.hostfile(2, [1, 2]).read_text()}
+    hosts = lab.folder / "hostfile"
+    layouts = {
+        "one machine": ("", ["--nproc", "4"]),
+        "one machine, by ssh": (lab.hostfile(4, [1]).read_text(), ["-H", str(hosts)]),
+        "two machines, by ssh": (lab.hostfile(2, [1, 2]).read_text(), ["-H", str(hosts)]),
+    }
     found: dict[str, list[float]] = {name: [] for name in layouts}
-    for name, content in [*layouts.items()] * rounds:
-        (lab.folder / "hostfile").write_text(content)
+    for name, (content, options) in [*layouts.items()] * rounds:
+        hosts.write_text(content)
         began = time.perf_counter()
-        process = lab.train(["-H", str(lab.folder / "hostfile")], STEPS, "1", "1", "0")
+        process = lab.train(options, STEPS, "1", "1", "0")
         assert process.stdout is not None
         if not any("step 0" in line for line in process.stdout):
             raise RuntimeError(process.communicate()[1])

@@ -38,7 +38,7 @@ def main() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
     config = {"train_micro_batch_size_per_gpu": 1, **json.loads(sys.argv[1])}
     engine = shardwise.initialize(model, config=config).engine
-    job, rank = engine.sharded.comm, dist.get_rank()
+    job, rank = engine.job, dist.get_rank()
 
     def step() -> None:
         engine.backward(engine(torch.randn(1, WIDTH)).square().mean())

@@ -30,7 +30,7 @@ from shardwise.launch.pidfile import PidFile, pid_file
 from shardwise.launch.placement import Host
 from shardwise.launch.processes import Exit
 from shardwise.launch.runners import AgentCommand, Started, runner_of
-from shardwise.launch.runners.ssh import explain
+from shardwise.launch.runners.ssh import explain, host_of_alias
 
 NOTICE_S = 5.0
 """Seconds after which machines that have not answered are named; then after twice as many, and so on."""
@@ -116,7 +116,7 @@ class Launcher:
         self._most = most or len(hosts)
         if meeting is None:
             self._secret, port = secrets.token_bytes(32), 0
-            self.machines = [_Machine(host, _address(host, hosts)) for host in hosts]
+            self.machines = [_Machine(host, _address(host, hosts, job)) for host in hosts]
         else:
             address, port, self._secret = meeting
             self.machines = [_Machine(host, address, job.node_rank) for host in hosts]
@@ -553,12 +553,23 @@ def command_of(job: Job) -> str:
     return shlex.join([job.script, *job.args])
 
 
-def _address(host: Host, hosts: Sequence[Host]) -> str:
+def _address(host: Host, hosts: Sequence[Host], job: Job) -> str:
     """Return the address of this machine for the agent of a host."""
-    found = wire.near_address(host.name)
+    found = _near(host, job)
     if is_loopback(found) and len(hosts) > 1:
-        others = [near for near in (wire.near_address(other.name) for other in hosts) if not is_loopback(near)]
+        others = [near for near in (_near(other, job) for other in hosts) if not is_loopback(near)]
         if not others:
             raise LaunchError(f"{host.name}: has a loopback address only. Name the machines by addresses of a network.")
         return others[0]
     return found
+
+
+def _near(host: Host, job: Job) -> str:
+    """Return the address of this machine on the route to a host, whose name may be one of ssh's configuration only."""
+    try:
+        return wire.near_address(host.name)
+    except LaunchError:
+        known = host_of_alias(host.name, shlex.split(job.launcher_args)) if job.launcher in ("ssh", "pdsh") else ""
+        if known in ("", host.name):
+            raise
+        return wire.near_address(known)

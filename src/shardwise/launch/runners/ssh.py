@@ -104,6 +104,16 @@ def need(program: str) -> None:
         raise LaunchError(f"There is no program {program} here. Install the OpenSSH client, or use another --launcher.")
 
 
+def host_of_alias(name: str, args: Sequence[str]) -> str:
+    """Return the host name or address that the configuration of ssh has for a name; the name if it has none."""
+    try:
+        done = subprocess.run(["ssh", "-G", *args, name], capture_output=True, text=True, timeout=CONNECT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return name
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    return next((line[1] for line in lines if line[0] == "hostname" and len(line) == 2), name)
+
+
 def client(host: str, remote: str, port: int | None, args: Sequence[str], settings: Sequence[str] = ()) -> list[str]:
     """Return the command of the ssh client that runs a command line of the remote shell on a host.
 
