@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch import hosts, machines
-from shardwise.launch.hosts import Host, is_this_machine, parse_filter, parse_hostfile, read_hostfile, select
+from shardwise.launch.hosts import is_this_machine, parse_filter, parse_hostfile, read_hostfile, select
 from shardwise.launch.job import Job
+from shardwise.launch.placement import Host
 from shardwise.launch.runners.ssh import host_of_alias
 
 TWO = {"a": (0, 1, 2, 3), "b": (0, 1)}
