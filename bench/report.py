@@ -1,7 +1,7 @@
 """Tables of the README and the docs from the files in bench/results.
 
     python bench/report.py README.md docs/numbers.md docs/convergence.md docs/pipeline.md docs/gpu.md docs/frameworks.md
-        docs/local-sgd.md docs/zeropp.md
+        docs/local-sgd.md docs/unequal.md docs/zeropp.md
 
 A page has a table between `<!-- table NAME -->` and `<!-- /table -->`; everything else is written by hand. Figures that
 have not been measured are "-". `<!-- table machine -->` names the machine of most tables of a page; the others name
@@ -447,6 +447,15 @@ TABLES: dict[str, Table] = {
             C("training loss", "{last_loss:.3f}"),
             C("held-out loss", "{held_out:.3f}"),
             C("bytes sent to other replicas", "{replicas_sent_bytes_a_parameter:.3f}"),
+        ],
+    ),
+    "unequal_4": Table(
+        ["unequal_4"],
+        [
+            C("one rank of 4 takes", "system"),
+            C("ms per step, equal parts", "{equal_ms:.0f}"),
+            C("by speed", "{unequal_ms:.0f}"),
+            C("samples alone, divided exactly", "{best_ms:.0f}"),
         ],
     ),
     "machines_throttled": Table(

@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-_DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "zeropp")
+_DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "unequal", "zeropp")
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 Part = list[tuple[str, str, int]]
 """Names of files, the commands that leave them, and the seconds that each may take."""
@@ -66,6 +66,7 @@ CPU: dict[str, Part] = {
     "growth": _cpu("host.py --what layers --rounds 10", "host.py --what lengths"),
     "host_time": _cpu("host.py"),
     "monitoring": _cpu(*(f"overhead.py --nproc {nproc}" for nproc in (1, 2))),
+    "unequal": _cpu("unequal.py"),
     "optimizer": _cpu("micro.py --what adam"),
     "offload": _cpu(
         "offload.py",

@@ -26,6 +26,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_watch(config),
         *_sample_seed(config),
         *_local(config, world_size),
+        *_unequal(config),
     ]
 
 
@@ -276,3 +277,18 @@ def _not_local(config: Config) -> Iterator[tuple[str, str]]:
         yield "expert_parallel.enabled", "a replica is divided by ZeRO only"
     if config.sequence_parallel_size > 1:
         yield "sequence_parallel_size", "a replica is divided by ZeRO only"
+
+
+def _unequal(config: Config) -> Iterator[Problem]:
+    if not config.unequal_batches.enabled:
+        return
+    for path, held, reason in (
+        ("pipeline.stages", config.pipeline.stages not in ("auto", 1), "messages of stages have one size"),
+        ("expert_parallel.enabled", config.expert_parallel.enabled, "ranks exchange tokens of equal micro-batches"),
+        ("sample_seed", config.sample_seed is not None, "it needs micro-batches of equal size"),
+        ("gradient_allreduce_op", config.gradient_allreduce_op == "sum", "losses count by samples only in a mean"),
+        ("dataloader_drop_last", not config.dataloader_drop_last, "a last batch that is not full cannot be divided"),
+    ):
+        if held:
+            message = f"{reason}; " + ("set it to true" if path == "dataloader_drop_last" else "remove one of the two")
+            yield Problem(path, f"cannot be combined with `unequal_batches`: {message}", ConflictError)

@@ -7,7 +7,7 @@ loader yields the batches that would have followed the saved one, in this and la
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 
 from shardwise.data.fetch import mixed_seed, outlive_signals
 from shardwise.data.sources import Indexed, Position, SampleSource, Share, Streamed, own_sampler
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.data.unequal import Sizes, Unequal
+from shardwise.errors import CheckpointError, ConfigError, UsageError
 
 _log = logging.getLogger("shardwise")
 
@@ -45,6 +46,8 @@ class EngineDataLoader:
         num_workers: prefetching processes; 0 fetches in this one.
         blocks: give each batch adjacent samples of the epoch's order, so that the batches of all ranks together do not
             depend on the number of ranks (map-style datasets without `data_sampler`).
+        unequal: samples of each rank in a micro-batch, `batch_size` in the mean: all ranks together take the next
+            samples of the epoch's order. Needs a map-style dataset without `data_sampler`, and `drop_last`.
         device: target device of batches. Memory is pinned for a CUDA device only.
 
     Raises:
@@ -74,6 +77,7 @@ class EngineDataLoader:
         drop_last: bool = False,
         num_workers: int = 0,
         blocks: bool = False,
+        unequal: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.dataset = dataset
@@ -81,6 +85,7 @@ class EngineDataLoader:
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self._share = Share(rank, world_size, batch_size, drop_last, seed, blocks)
+        self._unclaimed = 0  # batches since `claim`
         self._generator = torch.Generator("cpu")
         options: dict[str, Any] = {
             "collate_fn": collate_fn,
@@ -97,6 +102,8 @@ class EngineDataLoader:
                 "blocks (`sample_seed` of the configuration): the order of an iterable dataset or of a "
                 "data_sampler is not the loader's; pass a map-style dataset, or remove the key"
             )
+        if unequal is not None:
+            self._share.unequal = self._checked(unequal, dataset, data_sampler)
         if isinstance(dataset, IterableDataset):
             if data_sampler is not None:
                 raise ConfigError(
@@ -109,6 +116,21 @@ class EngineDataLoader:
             self._source = Indexed(dataset, sampler, self._share, options)
         self._next = (0, Position())
         self._current: _Epoch | None = None
+
+    def _checked(self, sizes: Sequence[int], dataset: Any, data_sampler: Any) -> Unequal:
+        share = self._share
+        if isinstance(dataset, IterableDataset) or data_sampler is not None or share.blocks or not share.drop_last:
+            raise ConfigError(
+                "unequal micro-batches (`unequal_batches` of the configuration) need a map-style dataset, no "
+                "data_sampler, no `sample_seed`, and `dataloader_drop_last` true, because a last batch that is not "
+                "full cannot be divided in the same way"
+            )
+        if not share.fits(sizes):
+            raise ConfigError(
+                f"unequal micro-batches (`unequal_batches.samples`): {list(sizes)} are not the samples (1 or more) of "
+                f"{share.world_size} data-parallel ranks, with a mean of {share.batch_size}"
+            )
+        return Unequal(sizes)
 
     @property
     def sampler(self) -> Any:
@@ -127,6 +149,8 @@ class EngineDataLoader:
     def __iter__(self) -> Iterator[Any]:
         number, start = self._next
         self._next = (number + 1, Position())
+        if self._share.unequal is not None and not any(start):
+            self._share.unequal.begin_epoch()
         self._generator.manual_seed(mixed_seed(self._share.seed, number, self._share.rank))
         current = self._current = _Epoch(number, start)
         return self._hand_out(self._source.batches(number, start), current)
@@ -167,6 +191,7 @@ class EngineDataLoader:
             "kind": self._source.kind,
             "world_size": self._share.world_size,
             **self._source.order_state(),
+            **({} if self._share.unequal is None else {"unequal": self._share.unequal.state()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -192,15 +217,60 @@ class EngineDataLoader:
             )
         self._source.restore_order(state)
         position = Position(state["position"], state.get("offset", 0))
+        parts = self._share.unequal
+        same = parts is not None and self._same_parts(parts, state, position)
         # Blocks begin where the batches of all ranks have ended, also with another batch size.
-        if state["world_size"] != self._share.world_size or self._share.blocks:
+        if state["world_size"] != self._share.world_size or self._share.blocks or (parts is not None and not same):
             position = self._source.divided_anew(position, state["world_size"])
         self._next = (state["epoch"], position)
         self._current = None
 
+    def _same_parts(self, parts: Unequal, state: Mapping[str, Any], position: Position) -> bool:
+        """Take over saved sizes of the same ranks and mean; return False if the rest of the epoch is divided anew."""
+        share, saved = self._share, state.get("unequal")
+        if not saved or not all(share.fits(sizes) for _, sizes in saved):
+            return False
+        for first, sizes in saved:
+            parts.change(first, sizes)
+        return position.local % share.batch_size == 0
+
+    @property
+    def parts(self) -> Sizes | None:
+        """Samples of each rank in a micro-batch, as set last; None: equally many."""
+        return None if self._share.unequal is None else self._share.unequal.newest
+
+    def claim(self) -> int:
+        """Return the number of samples of the batch that was yielded last. Raises UsageError if several were yielded
+        since the last call, because it is then unknown which one is meant, or none at all.
+        """
+        count, self._unclaimed = self._unclaimed, 0
+        if count > 1 or self._current is None or not self._current.handed_out:
+            raise UsageError(
+                f"unequal micro-batches: {count} batches were taken from engine.training_dataloader for one backward "
+                "pass, and its weight is the number of samples of one. Take each batch when it is needed (worker "
+                "processes may read ahead), or pass engine.backward(loss, weight=number of samples)"
+            )
+        assert self._share.unequal is not None
+        return self._share.unequal.at(self._number(self._current) - 1)[self._share.rank]
+
+    def divide(self, sizes: Sequence[int]) -> None:
+        """Change the ranks' parts, from the first micro-batch on that no worker process may have begun (all ranks call
+        between the same two batches).
+        """
+        assert self._share.unequal is not None
+        ahead = 2 * self.num_workers  # batches that torch's loader asks its workers for
+        current = self._current
+        if current is None or current.ended:
+            self._share.unequal.begin_epoch()
+        self._share.unequal.change(0 if current is None or current.ended else self._number(current) + ahead, sizes)
+
+    def _number(self, current: _Epoch) -> int:
+        return current.start.local // self._share.batch_size + current.handed_out
+
     def _hand_out(self, batches: Iterator[Any], current: _Epoch) -> Iterator[Any]:
         for batch in batches:
             current.handed_out += 1
+            self._unclaimed += 1
             yield batch
         current.ended = True
 

@@ -70,14 +70,17 @@ class ResumableDistributedSampler(Sampler[int]):
         self.start = start
         self.offset = offset
 
+    def permutation(self, epoch: int) -> torch.Tensor:
+        """Return the indices of all samples in the order of an epoch (int64)."""
+        count = len(self.dataset)
+        if not self.shuffle:
+            return torch.arange(count, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
+        return torch.randperm(count, generator=generator, device="cpu")
+
     def order(self, epoch: int, offset: int = 0) -> torch.Tensor:
         """Return this rank's indices in an epoch without its first `offset` samples (int64)."""
-        count = len(self.dataset)
-        if self.shuffle:
-            generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
-            indices = torch.randperm(count, generator=generator, device="cpu")
-        else:
-            indices = torch.arange(count, device="cpu")
+        count, indices = len(self.dataset), self.permutation(epoch)
         end = offset + self.share(offset) * self.world_size
         if end > count:
             # Repeat the samples more than once if they are fewer than the ranks.

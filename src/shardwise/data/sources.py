@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from shardwise.data.fetch import Indices, RankStream, SeededDataset, mixed_seed, replaying
 from shardwise.data.sampler import ResumableDistributedSampler
+from shardwise.data.unequal import Unequal
 from shardwise.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger("shardwise")
@@ -35,7 +36,9 @@ class Position(NamedTuple):
 
 @dataclass
 class Share:
-    """A rank's share: its place, batch size, handling of the tail, and seed."""
+    """A rank's share: its place, batch size, handling of the tail, and seed. With `unequal` parts `batch_size` is their
+    mean, so that positions mean the same.
+    """
 
     rank: int
     world_size: int
@@ -43,12 +46,17 @@ class Share:
     drop_last: bool
     seed: int
     blocks: bool = False
+    unequal: Unequal | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size: expected an integer >= 1, found {self.batch_size!r}")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank: expected 0 to {self.world_size - 1} (world_size - 1), found {self.rank!r}")
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Return True if `sizes` are parts of all ranks with the right mean."""
+        return len(sizes) == self.world_size and min(sizes) > 0 and sum(sizes) == self.batch_size * self.world_size
 
     def batches_of(self, samples: int) -> int:
         """Return the number of batches from a number of one rank's samples."""
@@ -117,6 +125,8 @@ class Indexed(SampleSource):
     def __iter__(self) -> Iterator[Indices]:
         """Yield the batches of indices of the started iteration, for torch's loader."""
         epoch, start = self._begin
+        if self.share.unequal is not None:
+            return self._unequal(self.share.unequal, epoch, start)
         if self._ours:
             self.sampler.set_epoch(epoch, *start)
             indices = iter(self.sampler)
@@ -175,6 +185,16 @@ class Indexed(SampleSource):
                 type(self.sampler).__name__,
             )
         super().restore_order(state)
+
+    def _unequal(self, unequal: Unequal, epoch: int, start: Position) -> Iterator[Indices]:
+        share = self.share
+        order, total = self.sampler.permutation(epoch)[start.offset :], share.batch_size * share.world_size
+        for number in range(start.local // share.batch_size, len(order) // total):
+            sizes = unequal.at(number)  # now, because they may have changed since the iteration began
+            first = number * total + sum(sizes[: share.rank])
+            batch = Indices(order[first : first + sizes[share.rank]].tolist())
+            batch.seed = mixed_seed(share.seed, epoch, start.offset + first)
+            yield batch
 
     def _grouped(self, indices: Iterator[Any], epoch: int, start: Position) -> Iterator[Indices]:
         position, moved = start.local, start[1:] if start.offset else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ class Batches:
         self.training_dataloader: EngineDataLoader | None = None
         self._config = config
         self.data = data
+        self.claimed = 0  # samples of this rank, where micro-batches are unequal
         self._device = device
 
     @property
@@ -48,6 +49,15 @@ class Batches:
     def samples(self, passes: int) -> int:
         """Return the samples of all ranks in `passes` micro-batches of each."""
         return self.micro * passes * self.data.world
+
+    def own_weight(self) -> int | None:
+        """Return the number of samples of the newest batch, by which its loss counts; None: micro-batches are equal."""
+        loader = self.training_dataloader
+        if loader is None or loader.parts is None:
+            return None
+        samples = loader.claim()
+        self.claimed += samples
+        return samples
 
     def set_total(self, train_batch_size: int) -> None:
         """Change the number of accumulation steps to reach a global batch size."""
@@ -80,6 +90,7 @@ class Batches:
         data_sampler: Iterable[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
+        unequal: Sequence[int] | None = None,
     ) -> EngineDataLoader:
         """Return a dataloader of this rank's samples, as `initialize(training_data=...)` makes one.
 
@@ -93,6 +104,7 @@ class Batches:
             data_sampler: yields this rank's indices.
             collate_fn: makes a batch from a list of samples.
             num_local_io_workers: prefetching processes; None: none.
+            unequal: samples of each rank in a micro-batch.
 
         Raises:
             UsageError: an unknown route.
@@ -112,5 +124,6 @@ class Batches:
             drop_last=self._config.dataloader_drop_last,
             num_workers=num_local_io_workers or 0,
             blocks=route == "train" and self._config.sample_seed is not None,
+            unequal=unequal,
             device=self._device if pin_memory else None,
         )

@@ -91,6 +91,7 @@ from shardwise.engine.step import TrainStep
 from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
 from shardwise.engine.timelines import Timelines
+from shardwise.engine.unequal import UnequalBatches, check_divisible, first_sizes, part_of_replica
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.memory.oom import OomContext, reporting_oom
@@ -192,6 +193,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 "local_sgd: a replica is divided by ZeRO only, and this model is a pipeline, or has tensor or sequence "
                 f"parallelism ({requested.where or 'configured'}). Leave local_sgd out"
             )
+        trained = optimizer is not None or settings.optimizer.type is not None
+        check_divisible(settings, given.training_data, trained and pipeline is None)
         check_packages(settings)
         check_shard_size(settings, requested)
 
@@ -338,7 +341,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         watchdog.checkpoint = checkpoints.known
     faults = FaultTolerance(sharded, resolution, job, step, batches, checkpoints, signals)
     if given.training_data is not None:
-        batches.training_dataloader = batches.loader(given.training_data, collate_fn=given.collate_fn)
+        sizes = first_sizes(settings, batches)
+        batches.training_dataloader = batches.loader(given.training_data, collate_fn=given.collate_fn, unequal=sizes)
 
     timelines = Timelines(sharded, settings, job, step)
     memory = MemoryReporting(
@@ -355,6 +359,9 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     events = StepEvents(monitor, step)
     profiling = Profiling(sharded, settings, job, batches, step, events)
     following = Following(sharded, step, job.ledger, job.world, log, settings.run_log.every, display, limit)
+    if sharded.local is not None and replicas is not None and settings.unequal_batches.enabled:
+        sharded.local.share = functools.partial(part_of_replica, batches, replicas)
+    dividing = UnequalBatches(settings, batches, step, job, device)
     activations = Activations(
         settings,
         model,
@@ -376,7 +383,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         memory=memory,
         activations=activations,
         monitor=monitor,
-        observers=Observers([events, profiling, timelines, following, activations, memory]),
+        observers=Observers([events, profiling, timelines, following, activations, memory, dividing]),
         profiling=profiling,
         timelines=timelines,
         following=following,

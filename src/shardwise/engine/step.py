@@ -204,6 +204,8 @@ class TrainStep:
         self, loss: torch.Tensor, weight: Any = None, scale_wrt_gas: bool = True
     ) -> Iterator[list[torch.Tensor]]:
         """Yield the scaled losses for a micro-batch's backward pass; arguments and errors as in `Engine.backward`."""
+        own = self._batches.own_weight()
+        weight = own if weight is None else weight
         counted = None if weight is None else self._weight_of(weight, scale_wrt_gas)
         self._sharded.hooks.settle()
         self._agree_on_reference(counted)
@@ -687,7 +689,7 @@ class TrainStep:
         reduced, norm = (values[:-1], values[-1]) if normed else (values, None)
         signals = _LOSS + (LOSS_FACTS if self._shows_loss else 0)
         self._signals.hear(reduced[signals:])
-        check_mixed(reduced[:FACTS])
+        check_mixed(reduced[:FACTS], needed=self._config.unequal_batches.enabled)
         self._warn_of_no_gradients(reduced[:FACTS], gradients)
         if reduced[_AHEAD]:
             assert self._sharded.reducer is not None

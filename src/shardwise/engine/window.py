@@ -113,9 +113,16 @@ class Window:
         return any(not bool(torch.isfinite(loss).all()) for loss in self.losses or ())
 
 
-def check_mixed(facts: Sequence[float]) -> None:
-    """Raise a UsageError on all ranks if some passes of a window had weights and others had none."""
+def check_mixed(facts: Sequence[float], *, needed: bool = False) -> None:
+    """Raise a UsageError on all ranks if some passes of a window had weights and others had none, or, if weights are
+    needed, any had none.
+    """
     _, weighted, unweighted, _ = facts
+    if needed and unweighted:
+        raise UsageError(
+            "engine.step(): with unequal_batches losses count by their samples. Call engine.backward(loss) instead of "
+            "loss.backward()"
+        )
     if weighted and unweighted:
         raise UsageError(
             f"engine.step(): of the {int(weighted + unweighted)} backward passes of this window on all ranks, "

@@ -33,6 +33,7 @@ from .parallel import (
     TensorParallel,
 )
 from .precision import BF16, FP16, DataTypes, TorchAutocast
+from .unequal import UnequalBatches
 from .watch import AnomalyWatch
 from .zero import ZeroConfig
 
@@ -140,6 +141,7 @@ class Config(ConfigSection):
     comms_logger: CommsLoggerOptions = section(CommsLoggerOptions, "Recording of collectives.")
     compression: Compression = section(Compression, "Lossy compression of gradients.")
     local_sgd: LocalSGD = section(LocalSGD, "Replicas that train on their own between exchanges (DiLoCo).")
+    unequal_batches: UnequalBatches = section(UnequalBatches, "Parts of a batch by the speed of ranks.")
 
     fp16: FP16 = section(FP16, "Half precision.")
     bf16: BF16 = section(BF16, "bfloat16.", names=("bfloat16",))

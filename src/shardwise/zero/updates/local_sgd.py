@@ -6,15 +6,16 @@ Distributed low-communication training of language models", 2023 (arXiv 2311.081
 
 Each rank keeps its range of the parameters that replicas last agreed on, in fp32, and the momentum of the outer
 optimizer. In an exchange the mean over replicas of (agreed - own parameters) is the gradient of the outer optimizer,
-whose result becomes the agreed parameters. All replicas compute the same bits, so each is complete without the others.
-The inner optimizer's state is the replica's own.
+whose result becomes the agreed parameters. Replicas with unequal parts of the batch count by them (McMahan et al.,
+"Communication-efficient learning of deep networks from decentralized data", 2016, arXiv 1602.05629). All
+replicas compute the same bits, so each is complete without the others. The inner optimizer's state is the replica's.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ class LocalSgdUpdate(Update):
         self._of_section: dict[int, _Outer] = {}
         self._places: dict[int, int] = {}  # first element in the master weights, by `id` of a segment
         self._diverged: set[int] = set()  # units
+        self.share: Callable[[], float] | None = None  # of this replica in the mean, in multiples of an equal one
         self._planning = False  # each step exchanges the largest fragment
         self._own_values: dict[str, torch.Tensor] = {}  # of a checkpoint, until they are published
 
@@ -155,6 +157,8 @@ class LocalSgdUpdate(Update):
         for one in chosen:
             assert one.section.master is not None
             changes.append(one.agreed - one.section.master.detach())
+            if self.share is not None:
+                changes[-1].mul_(self.share())
             part = one.own_part(changes[-1])
             sent.append(part if part.numel() == one.numel else pad(part, (0, one.numel - part.numel())))
             for buffer in (changes[-1], sent[-1]):

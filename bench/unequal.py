@@ -1,0 +1,144 @@
+"""Steps of ranks of unequal speed, with equal parts of a batch and with parts by measured speed (`unequal_batches`).
+
+    python bench/unequal.py [--nproc 4] [--slow 1,2,3] [--rows 8] [--rounds 5] [--steps 10]
+
+The model sleeps for a set time per sample in its forward pass, and twice as long in its backward pass; on the last
+rank `--slow` times as long. So ranks do not compete for cores. Everything else is real. Two engines with the same model
+take turns in the same processes, after 60 steps in which one divides the batch anew every 20. "best" is the time of
+the samples alone if they could be divided exactly by speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import (
+    Row,
+    answer,
+    in_job,
+    job,
+    leave_group,
+    medians,
+    options_of,
+    over_ranks,
+    save,
+    show,
+    start_group,
+    turns,
+)
+from torch import nn
+
+SECONDS = 4e-3
+"""Of a sample's forward pass."""
+
+
+class Wait(torch.autograd.Function):
+    """Identity that sleeps, and twice as long in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        """Return x after a while."""
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Return the gradient after a while."""
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    """A few small layers that take a set time per sample."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.seconds = seconds / len(self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layers."""
+        for layer in self.layers:
+            x = Wait.apply(layer(x).tanh(), self.seconds * len(x))
+        return x
+
+
+class Run:
+    """An engine and its batches."""
+
+    def __init__(self, options: argparse.Namespace, seconds: float, unequal: bool) -> None:
+        import shardwise
+        from shardwise.data import RepeatingLoader
+
+        torch.manual_seed(1)
+        config = {
+            "train_micro_batch_size_per_gpu": options.rows,
+            "dataloader_drop_last": True,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": options.stage},
+            "unequal_batches": {"enabled": unequal, "every": 20, "largest": 4.0},
+        }
+        data = list(torch.randn(4096, 64))
+        self.engine = shardwise.initialize(model=Slow(seconds), config=config, training_data=data)[0]
+        self.batches = RepeatingLoader(self.engine.training_dataloader)
+
+    def steps(self, count: int) -> dict[str, float]:
+        """Train; return the seconds of a step."""
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(count):
+            x = next(self.batches)
+            self.engine.backward((self.engine(x) - x).square().mean())
+            self.engine.step()
+        return over_ranks({"wall": (time.perf_counter() - begun) / count})
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Return the rows of all slow ranks."""
+    rows: list[Row] = []
+    for slow in map(float, options.slow.split(",")):
+        own = SECONDS * (slow if dist.get_rank() == options.nproc - 1 else 1.0)
+        equal, unequal = (Run(options, own, divided) for divided in (False, True))
+        unequal.steps(60)
+        ways = {"equal": functools.partial(equal.steps, options.steps)}
+        ways["unequal"] = functools.partial(unequal.steps, options.steps)
+        found = {name: 1e3 * medians(own)["wall"] for name, own in turns(ways, options.rounds, warm=1).items()}
+        best = 3e3 * SECONDS * options.rows * options.nproc / (options.nproc - 1 + 1 / slow)
+        row: Row = {"system": f"{slow:g} times", "setting": {"ranks": options.nproc}}
+        row |= {"equal_ms": found["equal"], "unequal_ms": found["unequal"], "best_ms": best}
+        rows.append({**row, "parts": list(unequal.engine.training_dataloader.parts)})
+        for run in (equal, unequal):
+            run.engine.destroy()
+    return rows
+
+
+def main() -> None:
+    """Run the cases, print the table and keep it."""
+    options = options_of(
+        __doc__,
+        quick={"rounds": 2, "steps": 2, "slow": "2"},
+        nproc=4,
+        stage=2,
+        slow="1,2,3",
+        rows=8,
+        rounds=5,
+        steps=10,
+    )
+    if in_job():
+        start_group("shardwise")
+        answer(measure(options))
+        leave_group()
+        return
+    rows = job(options.nproc)
+    show(rows)
+    save(options, f"unequal_{options.nproc}", rows, rounds=options.rounds, steps=options.steps)
+
+
+if __name__ == "__main__":
+    main()
