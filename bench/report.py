@@ -460,7 +460,12 @@ TABLES: dict[str, Table] = {
     ),
     "machines_throttled": Table(
         ["machines_throttled"],
-        [C("", "system"), C("MB per machine and step", "{sent_mb:.1f}"), C("s per step", "{step_s:.2f}")],
+        [
+            C("", "system"),
+            C("MB per machine and step", "{sent_mb:.1f}"),
+            C("s per step", "{step_s:.2f}"),
+            C("with 20 ms", "{far_step_s:.2f}"),
+        ],
     ),
     "machines_start": Table(["machines_start"], [C("4 ranks on", "system"), C("s to the first step", "{start_s:.1f}")]),
     "machines_lost": Table(

@@ -83,6 +83,7 @@ class Lab:
         self.count = count
         self.folder = Path(tempfile.mkdtemp(prefix="machines-"))
         self._servers: list[subprocess.Popen[bytes]] = []
+        self._movers: dict[int, subprocess.Popen[bytes]] = {}
         self._slurm_runs = False
 
     def name(self, number: int) -> str:
@@ -216,6 +217,30 @@ class Lab:
             if rate:
                 rule = ("tbf", "rate", rate, "burst", "64k", "latency", "50ms")
                 _do("tc", "qdisc", "add", "dev", device, "root", *rule, space=space)
+
+    def delay(self, number: int, seconds: float) -> None:
+        """Make each frame to or from a machine late; 0: as before. Frames are of 9,000 bytes then, to be few."""
+        cable, ends, bridge = f"swv{number}", (f"swa{number}", f"swb{number}"), f"swd{number}"
+        if (mover := self._movers.pop(number, None)) is not None:
+            mover.kill()
+            mover.wait()
+            _do("ip", "link", "set", cable, "master", "swbr", space="swnet")
+            _do("ip", "link", "del", bridge, space="swnet")
+        size = ("mtu", "9000" if seconds else "1500")
+        _do("ip", "link", "set", "eth0", *size, space=self.space(number))
+        _do("ip", "link", "set", cable, *size, space="swnet")
+        if not seconds:
+            return
+        # Machine, cable, bridge of its own, TAP devices of the mover, the bridge of all.
+        command = ["ip", "netns", "exec", "swnet", sys.executable, "-m", "tests.machines.delay", str(seconds), *ends]
+        mover = self._movers[number] = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+        assert mover.stdout is not None
+        if not mover.stdout.readline():
+            raise RuntimeError("the delay does not start: is there no /dev/net/tun?")
+        _do("ip", "link", "add", bridge, "type", "bridge", space="swnet")
+        for device, master in ((cable, bridge), (ends[0], bridge), (ends[1], "swbr")):
+            _do("ip", "link", "set", device, *size, "master", master, "up", space="swnet")
+        _do("ip", "link", "set", bridge, "up", space="swnet")
 
     def drop(self, number: int, share: float) -> None:
         """Lose a share of the packets that a machine receives, from 0 to 1; needs iptables."""

@@ -5,7 +5,8 @@
 Needs root and what `make test-machines` needs. Results go to bench/results:
 
 - `machines_start`: seconds from the command to the end of the first step, four ranks on one machine and on two.
-- `machines_throttled`: two machines of two ranks, each limited to 100 Mbit/s: seconds and sent bytes of a step.
+- `machines_throttled`: two machines of two ranks, each limited to 100 Mbit/s: seconds and sent bytes of a step; seconds
+  also with 20 ms between them, there and back.
 - `machines_lost`: three machines of one rank, one is killed and returns, again and again: seconds without training.
 """
 
@@ -29,6 +30,8 @@ from tests.machines.lab import Lab, missing
 from tests.machines.losses import STEPS, lose_machines
 
 RATE = "100mbit"
+ROUND_TRIP = 0.02
+"""Seconds from one machine to another and back: each passes two cables, twice."""
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 CODES = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
@@ -70,22 +73,32 @@ def start(lab: Lab, rounds: int) -> Iterator[Row]:
 
 
 def throttled(lab: Lab) -> Iterator[Row]:
-    """Measure steps of two machines with a slow network between them."""
+    """Measure steps of two machines with a slow network between them, near and far."""
     for number in (1, 2):
         lab.throttle(number, RATE)
     try:
+        near = {name: _steps(lab, config) for name, config in SETTINGS.items()}
+        for number in (1, 2):
+            lab.delay(number, ROUND_TRIP / 4)
         for name, config in SETTINGS.items():
-            script = str(Path(__file__).parent / "traffic.py")
-            process = lab.train(["-H", str(lab.hostfile(2, [1, 2]))], script, json.dumps(config))
-            out, err = process.communicate(timeout=300)
-            found = re.search(r"traffic (\{.*\})", out)
-            if found is None:
-                raise RuntimeError(err)
-            row = json.loads(found[1])
-            yield {"system": name, "setting": {}, "step_s": row["seconds"], "sent_mb": row["sent"] / 1e6}
+            row: Row = {"system": name, "setting": {}, "step_s": near[name]["seconds"]}
+            row |= {"sent_mb": near[name]["sent"] / 1e6, "far_step_s": _steps(lab, config)["seconds"]}
+            yield row
     finally:
         for number in (1, 2):
             lab.throttle(number)
+            lab.delay(number, 0)
+
+
+def _steps(lab: Lab, config: dict[str, Any]) -> dict[str, float]:
+    script = str(Path(__file__).parent / "traffic.py")
+    process = lab.train(["-H", str(lab.hostfile(2, [1, 2]))], script, json.dumps(config))
+    out, err = process.communicate(timeout=300)
+    found = re.search(r"traffic (\{.*\})", out)
+    if found is None:
+        raise RuntimeError(err)
+    row: dict[str, float] = json.loads(found[1])
+    return row
 
 
 def lost(lab: Lab, losses: int) -> Iterator[Row]:

@@ -86,3 +86,16 @@ def test_a_network_that_loses_packets_changes_nothing(lab: Lab, run: Run) -> Non
             lab.drop(number, 0)
     assert done.returncode == 0, done.stderr
     assert steps_of(done.stdout) == one_machine(4, 3, 5)
+
+
+@pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="there is no /dev/net/tun")
+def test_a_network_that_is_far_changes_nothing(lab: Lab, run: Run) -> None:
+    for number in range(3):
+        lab.delay(number, 0.005)
+    try:
+        done = run(["-H", str(lab.hostfile(2, [1, 2]))], "3", "5", "0", script=STEPS, timeout=150)
+    finally:
+        for number in range(3):
+            lab.delay(number, 0)
+    assert done.returncode == 0, done.stderr
+    assert steps_of(done.stdout) == one_machine(4, 3, 5)
