@@ -455,7 +455,7 @@ TABLES: dict[str, Table] = {
             C("one rank of 4 takes", "system"),
             C("ms per step, equal parts", "{equal_ms:.0f}"),
             C("by speed", "{unequal_ms:.0f}"),
-            C("samples alone, divided exactly", "{best_ms:.0f}"),
+            C("of it for samples, at least", "{best_ms:.0f}"),
         ],
     ),
     "machines_throttled": Table(
