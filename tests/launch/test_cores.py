@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import CommandLineError
 from shardwise.launch import cores
+from tests.harness.jobs import environment, run_job, script
 
 TELL = """
 import json, os, threading
@@ -136,15 +135,10 @@ def test_processes_and_their_threads_stay_on_their_cores(tmp_path: Path) -> None
     usable = cores.available()
     if len(usable) < 2:
         pytest.skip("one core cannot be divided")
-    script = tmp_path / "tell.py"
-    script.write_text(TELL)
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    start = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--tag-output", "never"]
+    path, env = script(tmp_path, TELL), environment(["OMP_NUM_THREADS"])
 
     def run(*options: str) -> tuple[list[list[object]], str]:
-        done = subprocess.run(
-            [*start, *options, str(script)], capture_output=True, text=True, timeout=120, env=environment
-        )
+        done = run_job("--nproc", 2, "--tag-output", "never", *options, path, env=env)
         assert done.returncode == 0, done.stderr
         return sorted(json.loads(line) for line in done.stdout.splitlines()), done.stderr
 

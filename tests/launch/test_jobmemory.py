@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwise.launch.jobmemory import JobDirectory
 from shardwise.launch.recovery import describe_recovery, read_recovery
+from tests.harness.jobs import environment
 
 HOLD = """
 import sys, time
@@ -33,8 +34,7 @@ def test_it_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
 
 def test_what_a_killed_launcher_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     assert holder.stdout is not None
     held = Path(holder.stdout.readline().strip())
     other = tmp_path / f"shardwise-{os.getuid()}-strange"  # not marked: perhaps one that is being made

@@ -7,7 +7,6 @@ import hashlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from shardwise.launch.placement import find_devices, place
 from shardwise.launch.processes import Exit
 from shardwise.launch.workers import worker_environment
 from tests.harness import thorough
+from tests.harness.jobs import free_port, launch, script
 
 SECRET = "s" * 16
 KEY = hashlib.sha256(SECRET.encode()).digest()
@@ -73,18 +73,13 @@ class Started:
     """A job whose first machine is real: its part of `shardwise run`, and what the others need to join it."""
 
     def __init__(self, folder: Path, nodes: str, code: str) -> None:
-        script = folder / "script.py"
-        script.write_text(code)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "shardwise.launch", "run", "--nnodes", nodes, "--node-rank", "0"]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(self._port), "--nproc", "1", str(script)]
-        environment = {**os.environ, "SHARDWISE_SECRET": SECRET}
-        self.process = subprocess.Popen(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        path, self._port = script(folder, code), free_port()
+        command = launch("--nnodes", nodes, "--node-rank", 0, "--master-addr", "127.0.0.1")
+        command += ["--master-port", str(self._port), "--nproc", "1", str(path)]
+        env = {**os.environ, "SHARDWISE_SECRET": SECRET}
+        self.process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self._answers = reach.EchoServer("127.0.0.1", KEY)
-        self._job = Job(script=str(script), nproc=1, tags="always", progress="auto")
+        self._job = Job(script=str(path), nproc=1, tags="always", progress="auto")
         ranks = worker_environment(self._job, place(self._job.resources, find_devices()), interface="")
         self._known = facts.facts_of(self._job, ranks, address="127.0.0.1", port=self._answers.port, processes=1)
         with socket.socket() as probe:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 from shardwise.errors import CommandLineError
 from shardwise.launch.job import Job, check
+from tests.harness.jobs import environment, free_port, launch, script
 
 pytestmark = pytest.mark.limit(120)
 
@@ -30,9 +29,8 @@ sys.exit(int((folder / "end").read_text()))
 """
 
 
-def _environment() -> dict[str, str]:
-    hidden = ("SHARDWISE_SECRET", "GLOO_SOCKET_IFNAME")  # the loopback interface does not reach other machines
-    return {name: value for name, value in os.environ.items() if name not in hidden}
+HIDDEN = ("SHARDWISE_SECRET", "GLOO_SOCKET_IFNAME")
+"""Variables that jobs do not get: the loopback interface does not reach other machines."""
 
 
 class Parts:
@@ -41,20 +39,18 @@ class Parts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.parts: list[subprocess.Popen[str]] = []
-        (folder / "script.py").write_text(SCRIPT)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = str(probe.getsockname()[1])
+        self.script, self.port = script(folder, SCRIPT), free_port()
+
+    def command(self, rank: int, nodes: str) -> list[str]:
+        """Return the command of the part of a machine."""
+        place = ("--nnodes", nodes, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", self.port)
+        return launch(*place, "--nproc", 1, self.script, self.folder)
 
     def start(self, rank: int, nodes: str, *, secret: str = "s" * 16) -> subprocess.Popen[str]:
         """Start the part of a machine."""
-        command = [sys.executable, "-m", "shardwise.launch", "run", "--nnodes", nodes, "--node-rank", str(rank)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", self.port, "--nproc", "1"]
+        env = environment(HIDDEN, SHARDWISE_SECRET=secret)
         part = subprocess.Popen(
-            [*command, str(self.folder / "script.py"), str(self.folder)],
-            env={**_environment(), "SHARDWISE_SECRET": secret},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            self.command(rank, nodes), env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         self.parts.append(part)
         return part
@@ -123,9 +119,6 @@ def test_wrong_options_are_refused(options: dict[str, str | int], message: str) 
 
 
 def test_a_machine_without_the_secret_is_told_where_to_copy_it_from(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
-    environment = {**_environment(), "XDG_CONFIG_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "shardwise.launch", "run", "--node-rank", "1", "--nnodes", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", parts.port, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    env = environment(HIDDEN, XDG_CONFIG_HOME=str(tmp_path))
+    done = subprocess.run(Parts(tmp_path).command(1, "2"), capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 2 and f"{tmp_path}/shardwise/secret does not exist. Copy it" in done.stderr

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from shardwise.errors import LaunchError
 from shardwise.launch import processes
 from shardwise.launch.processes import Streams, Worker, WorkerGroup
+from tests.harness.jobs import is_alive
 
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN)\n"
 DEAF_CHILD = DEAF + "print('up', flush=True); time.sleep(600)"
@@ -34,13 +34,6 @@ for own_group in (False, True):
 print("ready", flush=True)
 time.sleep(600)
 """
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 @contextlib.contextmanager
@@ -87,11 +80,11 @@ def test_stop_ends_those_that_do_not_listen_and_their_children() -> None:
         pids = list(gang.pids().values())
         for reader in readers:
             pids += [int(word) for word in _read_until(reader, b"ready").split()[:-1]]
-        assert len(pids) == 6 and all(map(_alive, pids))
+        assert len(pids) == 6 and all(map(is_alive, pids))
         began = time.monotonic()
         assert gang.stop(signal.SIGTERM, 0.5) == []
         assert 0.5 <= time.monotonic() - began < 60  # they sleep for ten minutes
-        assert not any(map(_alive, pids))
+        assert not any(map(is_alive, pids))
         assert all(end.code == -9 and end.stopped for end in gang.exits.values())
         assert gang.stop(signal.SIGTERM, 5) == []  # nothing left to do
 
@@ -121,7 +114,7 @@ def test_children_are_told_after_a_worker_that_handles_the_signal() -> None:
         gang.stop(signal.SIGTERM, 60)
         assert time.monotonic() - began < 30
         assert _read_until(readers[0], b"\n").strip() == b"child lives"
-        assert not _alive(child)
+        assert not is_alive(child)
         assert (gang.exits[0].code, gang.exits[1].code) == (0, -15)
 
 
@@ -130,9 +123,9 @@ def test_children_left_by_a_worker_that_has_ended_are_found() -> None:
     with _gang(leave + "\nprint(p.pid, 'ready', flush=True)") as (gang, (reader,)):
         child = int(_read_until(reader, b"ready").split()[0])
         _wait(gang)
-        assert not gang.failed() and _alive(child)
+        assert not gang.failed() and is_alive(child)
         gang.stop(signal.SIGTERM, 2)
-        assert not _alive(child)
+        assert not is_alive(child)
 
 
 def test_a_program_that_cannot_be_started_fails_alone() -> None:
@@ -166,11 +159,11 @@ import time; time.sleep(600)
     assert launcher.stdout is not None
     worker = int(launcher.stdout.readline())
     time.sleep(0.3)  # until the leash has asked the kernel
-    assert _alive(worker)
+    assert is_alive(worker)
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
     deadline = time.monotonic() + 5
-    while _alive(worker) and time.monotonic() < deadline:
+    while is_alive(worker) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _alive(worker)
+    assert not is_alive(worker)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from shardwise.checkpoint import verify
 from shardwise.checkpoint.listing import CheckpointDirectory
-from tests.harness import thorough
+from tests.harness import run_ranks, thorough
+from tests.harness.jobs import launch, run_job, script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "resumable.py"
 
@@ -25,8 +27,8 @@ class Job:
     """The example under `shardwise run`, and what it has said so far."""
 
     def __init__(self, out: Path, *options: str, steps: int = 100_000, script: Sequence[str] = ()) -> None:
-        command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--tag-output", "always", *options]
-        command += script or [str(SCRIPT), "--out", str(out), "--steps", str(steps), "--pause", "0.005"]
+        words = script or [SCRIPT, "--out", out, "--steps", steps, "--pause", 0.005]
+        command = launch("--nproc", 2, "--tag-output", "always", *options, *words)
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
         )
@@ -134,6 +136,14 @@ while engine.global_steps < last:
     engine.save_checkpoint(out) if engine.global_steps == last or phase == "save" else None
 engine.destroy()
 """
+
+
+def run_here(argv: list[str]) -> None:
+    """Run a script in this process."""
+    with mock.patch("sys.argv", argv):
+        runpy.run_path(argv[0])
+
+
 PHASES = {"init": 2, "forward": 3, "eval": 4, "save": 4, "step": 4}
 """Phase that a signal reaches, and the newest checkpoint afterwards; the older one is of step 2."""
 
@@ -144,10 +154,9 @@ PHASES = {"init": 2, "forward": 3, "eval": 4, "save": 4, "step": 4}
 )
 def test_a_signal_in_any_phase(phase: str, everyone: bool, tmp_path: Path) -> None:
     """The job saves, or leaves the older checkpoint as it is; and ends within the grace period."""
-    script, out = tmp_path / "script.py", tmp_path / "out"
-    script.write_text(IN_PHASES)
-    subprocess.run([sys.executable, str(script), "none", str(out), "2"], check=True, timeout=120)
-    job = Job(out, script=[str(script), phase, str(out), "1000"])
+    path, out = script(tmp_path, IN_PHASES), tmp_path / "out"
+    run_ranks(run_here, 1, [str(path), "none", str(out), "2"])
+    job = Job(out, script=[str(path), phase, str(out), "1000"])
     for rank in (0,) if phase == "save" else (0, 1):  # rank 0 saves the module's own state
         job.wait_for(rf"\[rank {rank}\] in {phase}")
     began = time.monotonic()
@@ -177,16 +186,10 @@ time.sleep(0.5)
 
 
 def test_a_slot_that_fails_again_and_again_is_left_out(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(FAILS_ON_SLOT_1)
-
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "3", *options, str(script)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    done = run("--max-restarts", "3", "--min-nproc", "2")
+    path = script(tmp_path, FAILS_ON_SLOT_1)
+    done = run_job("--nproc", 3, "--max-restarts", 3, "--min-nproc", 2, path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("world 3 attempt 1") == 3 and done.stdout.count("world 2 attempt 2") == 2
     assert "slot 1 is left out from now on; starting all 2 processes again (restart 2 of 3)" in done.stderr
-    done = run("--max-restarts", "1", "--min-nproc", "3")
+    done = run_job("--nproc", 3, "--max-restarts", 1, "--min-nproc", 3, path)
     assert done.returncode == 5 and "left out" not in done.stderr and "world 3 attempt 1" in done.stdout

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness import thorough
+from tests.harness.jobs import environment, free_port, is_alive, launch, run_job, script
 
-SHARDWISE = [sys.executable, "-m", "shardwise.launch"]
 NOT_INHERITED = (
     "OMP_NUM_THREADS",
     "GLOO_SOCKET_IFNAME",
@@ -55,27 +55,13 @@ time.sleep(600)
 """
 
 
-def _environment() -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-    return {**env, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def _run(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return run_job(*words, **{"env": environment(NOT_INHERITED), **options})
 
 
-def _run(*args: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    argv = [*SHARDWISE, "run", *map(str, args)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, env=_environment(), check=False)
-
-
-def _script(folder: Path, text: str) -> Path:
-    path = folder / "script.py"
-    path.write_text(text)
-    return path
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+def _run_plainly(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run a job without `tests/startup`, which changes how processes end."""
+    return _run(*words, env=environment(NOT_INHERITED, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
 
 
 @pytest.fixture
@@ -84,14 +70,9 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def test_each_rank_is_told_its_place(tmp_path) -> None:
     args = ["--num_gpus", "7", "--", "-q", "--help"]
-    done = _run("--num_gpus=2", "--log-dir", tmp_path / "logs", _script(tmp_path, TELL), *args)
+    done = _run("--num_gpus=2", "--log-dir", tmp_path / "logs", script(tmp_path, TELL), *args)
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     for rank, line in enumerate(lines):
@@ -120,7 +101,7 @@ if os.environ["RANK"] == "1":
     import no_such_module
 time.sleep(600)
 """
-    done = _run("--nproc", "3", "-q", _script(tmp_path, text))
+    done = _run("--nproc", "3", "-q", script(tmp_path, text))
     assert done.returncode == 1
     live, _, report = done.stderr.partition("shardwise run: ")
     assert "[rank 1] ModuleNotFoundError" in live
@@ -133,16 +114,15 @@ time.sleep(600)
 
 def test_exit_code_of_a_killed_rank(tmp_path) -> None:
     text = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(600)"
-    done = _run("--nproc", "2", _script(tmp_path, text))
+    done = _run("--nproc", "2", script(tmp_path, text))
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 failed first: killed by SIGKILL (signal 9)" in done.stderr
     assert "memory ran out" in done.stderr
 
 
 def test_collective_with_a_failed_peer_and_restart(tmp_path) -> None:
-    script = _script(tmp_path, COLLECTIVE)
     # The collective itself would wait for ten minutes or more.
-    done = _run("--nproc", "2", "--max-restarts", "1", script)
+    done = _run("--nproc", "2", "--max-restarts", "1", script(tmp_path, COLLECTIVE))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] sum 4 attempt 1", "[rank 1] sum 4 attempt 1"]
     assert "rank 1 failed first (exit code 1); starting all 2 processes again (restart 1 of 1)" in done.stderr
@@ -152,37 +132,37 @@ def test_collective_with_a_failed_peer_and_restart(tmp_path) -> None:
 @pytest.mark.thorough
 def test_restart_by_torchrun_which_keeps_its_store(tmp_path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    argv = [*torchrun, f"--master-port={_free_port()}", str(_script(tmp_path, COLLECTIVE))]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=_environment(), check=False)
+    argv = [*torchrun, f"--master-port={free_port()}", str(script(tmp_path, COLLECTIVE))]
+    env = environment(NOT_INHERITED)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["sum 4 attempt 1", "sum 4 attempt 1"]
 
 
 def test_restarts_run_out(tmp_path) -> None:
     text = "import os, sys; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT']); sys.exit(5)"
-    done = _run("--max-restarts", "2", _script(tmp_path, text))
+    done = _run("--max-restarts", "2", script(tmp_path, text))
     assert done.returncode == 5
     assert done.stdout.splitlines() == [f"[rank 0] attempt {number}" for number in range(3)]
 
 
 @pytest.mark.parametrize(("sig", "code"), [thorough(signal.SIGINT, 130), (signal.SIGTERM, 137)])
 def test_signals_to_the_launcher_leave_nothing_behind(tmp_path, sig: signal.Signals, code: int) -> None:
-    argv = [*SHARDWISE, "run", "--nproc", "2", "--grace", "0.5", str(_script(tmp_path, STUBBORN))]
     launcher = subprocess.Popen(
-        argv,
+        launch("--nproc", "2", "--grace", "0.5", script(tmp_path, STUBBORN)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=_environment(),
+        env=environment(NOT_INHERITED),
         start_new_session=True,
     )
     assert launcher.stdout is not None and launcher.stderr is not None
     pids = [int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()[3:]]
-    assert len(pids) == 4 and all(map(_alive, pids))
+    assert len(pids) == 4 and all(map(is_alive, pids))
     launcher.send_signal(sig)
     _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == code
-    assert not any(map(_alive, pids))
+    assert not any(map(is_alive, pids))
     killed = "ranks 0 and 1 did not end within 0.5 s and had to be killed, so nothing more was saved there"
     assert errors.splitlines()[-1] == f"shardwise run: received {sig.name}; {killed}; all processes have ended."
 
@@ -218,7 +198,7 @@ if later:
 def test_a_rank_that_does_not_come_to_the_meeting_is_named(tmp_path, monkeypatch, what: str, headline: str) -> None:
     # One that has ended is noticed at once, whatever the limit is.
     monkeypatch.setenv("SHARDWISE_TIMEOUT", "10" if "ends" in what else "0.15" if "later" in what else "0.02")
-    done = _run("--nproc", "2", "--grace", "0", _script(tmp_path, NEVER_MEETS), what)
+    done = _run("--nproc", "2", "--grace", "0", script(tmp_path, NEVER_MEETS), what)
     assert done.returncode == 1
     report = done.stderr.partition("shardwise run: rank")
     assert re.match(headline, "rank" + report[2]), done.stderr
@@ -230,7 +210,7 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_named(tmp_path, monkeypatch
 
 
 def test_a_taken_port_is_named(tmp_path, taken_port: int) -> None:
-    done = _run("--master_port", str(taken_port), _script(tmp_path, "print('started')"))
+    done = _run("--master_port", str(taken_port), script(tmp_path, "print('started')"))
     assert done.returncode == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -242,32 +222,45 @@ def test_a_program_and_standard_input(tmp_path) -> None:
     program = tmp_path / "program.sh"
     program.write_text('#!/bin/sh\necho "$RANK got $(cat) $*"\n')
     program.chmod(0o755)
-    argv = [*SHARDWISE, "run", "-q", "--nproc", "2", "--no_python", str(program), "a b"]
-    done = subprocess.run(argv, input="typed", capture_output=True, text=True, timeout=60, env=_environment())
+    done = _run("-q", "--nproc", "2", "--no_python", program, "a b", input="typed")
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 got typed a b", "[rank 1] 1 got  a b"]
 
 
-THREADS_AT_THE_END = """
-import atexit, pathlib, sys, threading
+OPENED_AND_LEFT = """
+import atexit, pathlib, psutil, threading
 def tell():
     names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
     print("of Gloo", [name for name in names if "gloo" in name], "of ours", threading.enumerate()[1:])
 atexit.register(tell)
 import torch, torch.distributed as dist, shardwise
 dist.init_process_group("gloo")
-config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-          "zero_optimization": {"stage": 3}}
-engine, *_ = shardwise.initialize(model=torch.nn.Linear(3, 3), config=config)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+config["checkpoint"] = {"memory_copies": {"every": 1}}
+engine = shardwise.initialize(torch.nn.Linear(8, 8), config=config).engine
+for step in range(2):
+    engine.backward(engine(torch.randn(1, 8)).sum())
+    engine.step()
+dist.barrier()
+if dist.get_rank() == 0:
+    launcher = psutil.Process().parent()
+    for process in [launcher, *launcher.children(recursive=True)]:
+        for one in process.net_connections("inet"):
+            if one.status == psutil.CONN_LISTEN:
+                print("listens", one.laddr.ip, flush=True)
+dist.barrier()
 engine.destroy()
 dist.destroy_process_group()
 """
 
 
-def test_no_thread_is_left_when_the_interpreter_ends(tmp_path) -> None:
-    """Where one is inside of torch, or belongs to a group that torch has kept, the process aborts now and then."""
-    done = _run("--nproc", "2", _script(tmp_path, THREADS_AT_THE_END))
+def test_a_job_listens_on_loopback_only_and_no_thread_is_left_when_the_interpreter_ends(tmp_path) -> None:
+    """Where a thread is inside of torch, or belongs to a group that torch has kept, the process aborts now and then."""
+    done = _run_plainly("--nproc", "2", script(tmp_path, OPENED_AND_LEFT))
     assert done.returncode == 0, done.stderr
+    found = [line.rpartition("listens ")[2] for line in done.stdout.splitlines() if "listens" in line]
+    assert len(found) > 2 and set(found) <= {"127.0.0.1", "::1"}
     assert done.stdout.count("of ours []") == 2, done.stdout
     assert done.stdout.count("of Gloo []") == 2, done.stdout
 
@@ -279,14 +272,14 @@ config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "par
 engine, *_ = shardwise.initialize(model=torch.nn.Linear(3, 3), config=config)
 engine.backward(engine(torch.ones(1, 3)).sum())
 engine.step()
-time.sleep(abs(engine.global_rank - int(sys.argv[1])))
+time.sleep(0.3 * abs(engine.global_rank - int(sys.argv[1])))
 print("done", engine.global_steps)
 """
 
 
 @pytest.mark.parametrize(("ranks", "first_to_end"), [(2, 0), *(thorough(3, first) for first in (0, 2))])
 def test_a_script_may_end_without_destroying_its_engine(tmp_path, ranks: int, first_to_end: int) -> None:
-    done = _run("--nproc", str(ranks), _script(tmp_path, NO_DESTROY), str(first_to_end))
+    done = _run_plainly("--nproc", ranks, script(tmp_path, NO_DESTROY), first_to_end)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done 1") == ranks
     assert re.findall(r"^\[rank 0\] step (\d)/1 \| loss ", done.stderr, re.MULTILINE) == ["1"]  # by default

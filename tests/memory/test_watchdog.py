@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.memory.watchdog import EXIT_CODE, Watchdog, margin_of
 from tests.harness import run_ranks
+from tests.harness.jobs import run_job, script
+from tests.harness.training import ADAMW, engine_of
 
 GIB = 1 << 30
 
@@ -78,11 +75,7 @@ def test_a_job_ends_with_a_table(tmp_path: Path) -> None:
     files = {"membership": "0::/\n", "memory.max": "2000000000", "memory.current": "1000000", "memory.stat": "anon 5\n"}
     for name, text in files.items():
         (group / name).write_text(text)
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", str(script), str(tmp_path / "saved")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    done = run_job("--nproc", 2, script(tmp_path, SCRIPT), tmp_path / "saved")
     assert done.returncode == EXIT_CODE, done.stderr
     report = done.stderr.partition("shardwise run: rank 0 failed first")[2]
     assert "exit code 12" in report
@@ -93,25 +86,17 @@ def test_a_job_ends_with_a_table(tmp_path: Path) -> None:
     assert f"Go on from {tmp_path / 'saved' / 'global_step2'}." in report
 
 
-@pytest.mark.parametrize(
-    ("zero", "asked", "watched"),
-    [
-        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, None, True),
-        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, False, False),
-    ],
-)
-def test_who_is_watched(zero: dict[str, Any], asked: bool | None, watched: bool) -> None:
-    assert run_ranks(watching, 2, zero, asked) == [[watched, False], [False, False]]
+@pytest.mark.parametrize(("asked", "watched"), [(None, True), (False, False)])
+def test_who_is_watched(asked: bool | None, watched: bool) -> None:
+    assert run_ranks(watching, 2, asked) == [[watched, False], [False, False]]
 
 
-def watching(zero: dict[str, Any], asked: bool | None) -> list[bool]:
+def watching(asked: bool | None) -> list[bool]:
     """Whether a thread watches while engines train (it ends no healthy one), and when they are gone."""
-    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
-    config = {"train_batch_size": 2, "optimizer": adam, "zero_optimization": zero, "memory_limits": {"watchdog": asked}}
-    found = []
+    found, zero = [], {"offload_optimizer": {"device": "cpu"}}
     with mock.patch("shardwise.memory.watchdog.EVERY_S", 0.01):
         for _ in range(3):
-            engine, *_ = shardwise.initialize(model=nn.Linear(64, 64), config=config)
+            engine = engine_of(nn.Linear(64, 64), 1, ADAMW, zero=zero, memory_limits={"watchdog": asked})
             for _ in range(10):
                 engine.backward(engine(torch.ones(1, 64)).square().mean())
                 engine.step()

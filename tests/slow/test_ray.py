@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.jobs import environment
+
 ROOT = Path(__file__).parents[2]
 
 
 def execute(*command: str, folder: Path = ROOT) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+    env = environment(OMP_NUM_THREADS="1", RAY_DEDUP_LOGS="0")
     done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=280, env=environment, cwd=folder
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=280, env=env, cwd=folder
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return done.stdout
