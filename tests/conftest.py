@@ -110,13 +110,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(limit)
+    signal.setitimer(signal.ITIMER_REAL, limit)
     faulthandler.dump_traceback_later(limit + 60, exit=True, file=sys.__stderr__)
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 

@@ -117,11 +117,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, dropout: float, widening: int = 2) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention = Attention(dim, heads, dropout)
-        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.up, self.down = nn.Linear(dim, widening * dim), nn.Linear(widening * dim, dim)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,12 +136,18 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, layers: int = 3, dim: int = 12, vocabulary: int = 31, head: str = "tied", dropout: float = 0.0
+        self,
+        layers: int = 3,
+        dim: int = 12,
+        vocabulary: int = 31,
+        head: str = "tied",
+        dropout: float = 0.0,
+        widening: int = 2,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, dim)
         self.places = nn.Embedding(16, dim)
-        self.blocks = nn.ModuleList(Block(dim, 2, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, 2, dropout, widening) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = None if head == "functional" else nn.Linear(dim, vocabulary, bias=False)
         if head == "tied":

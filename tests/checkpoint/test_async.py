@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise
 from shardwise.checkpoint import async_save, snapshot, verify
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
 from tests.checkpoint.job import Run, as_ranks, config, differences
 from tests.harness import on_ranks, thorough
+from tests.harness.training import ADAMW, engine_of
 
 ASYNC = {"async_save": True}
 
@@ -224,13 +224,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Pa
 
 @on_ranks(2)
 def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
-    settings = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 2},
-        "checkpoint": ASYNC,
-    }
-    engine, *_ = shardwise.initialize(model=torch.nn.Linear(1000, 700), config=settings)
+    engine = engine_of(torch.nn.Linear(1000, 700), 2, ADAMW, train_batch_size=2, checkpoint=ASYNC)
     planned = engine._checkpoints.background.snapshot_bytes(700 * 1001 * 8 // 2)
     report = engine.memory_report()
     assert report.row(Category.OTHER).planned >= planned > report.row(Category.OTHER).floor  # none has been saved

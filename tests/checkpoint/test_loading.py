@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.checkpoint import Checkpoint, LoadReport
 from shardwise.errors import CheckpointError, UsageError
 from tests.checkpoint.job import Model
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import Setting, start
+from tests.harness.training import ADAMW, Setting, engine_of, start
 from tests.models import CASES
 
 LORA = CASES["lora"]
@@ -117,16 +116,9 @@ def swapped(trained: list[nn.Parameter]) -> list[dict[str, Any]]:
     return split(trained)[::-1]
 
 
-def engine_of(
-    model: nn.Module, stage: int, groups: Callable[[list[nn.Parameter]], list[dict[str, Any]]] = split
-) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
+def grouped(model: nn.Module, stage: int, groups: Callable[[list[nn.Parameter]], list[dict[str, Any]]] = split) -> Any:
     parameters = groups([p for p in model.parameters() if p.requires_grad])
-    return shardwise.initialize(model=model, model_parameters=parameters, config=config)[0]
+    return engine_of(model, stage, ADAMW, groups=parameters, train_micro_batch_size_per_gpu=3)
 
 
 def steps(engine: Any, first: int, count: int) -> None:
@@ -137,7 +129,7 @@ def steps(engine: Any, first: int, count: int) -> None:
 
 
 def make(path: str) -> None:
-    engine = engine_of(Model(1, noise=False), 1)
+    engine = grouped(Model(1, noise=False), 1)
     steps(engine, 0, 2)
     engine.save_checkpoint(path, tag="a", client_state={"values": torch.arange(3.0)})
     steps(engine, 2, 2)
@@ -164,7 +156,7 @@ def values_in(path: str) -> dict[str, torch.Tensor]:
 @on_ranks(2)
 def test_parts_are_loaded_by_patterns(saved: str, stage: int) -> None:
     expected = values_in(saved)
-    engine = engine_of(Model(2, noise=False), stage)
+    engine = grouped(Model(2, noise=False), stage)
     before = engine.module_state_dict()
 
     def load(**options: Any) -> tuple[list[str], LoadReport]:
@@ -219,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @on_ranks(2)
 def test_what_cannot_be_asked_for_is_refused_on_all_ranks_and_changes_nothing(saved: str) -> None:
-    engine = engine_of(Model(2, noise=False), 3)
+    engine = grouped(Model(2, noise=False), 3)
     steps(engine, 100, 1)
     before, state = engine.module_state_dict(), engine.get_lr()
     for options, kind, message in REFUSED:
@@ -251,7 +243,7 @@ def test_a_load_that_is_not_strict_tells_what_differed(saved: str) -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return self.head(self.embedding(tokens)).square().mean() * self.temperature.sum()
 
-    engine = engine_of(Wide(), 3)
+    engine = grouped(Wide(), 3)
     with pytest.raises(CheckpointError, match=r"exclude=\['temperature'\]") as caught:
         engine.load_checkpoint(saved, "a", load_module_only=True)
     report = caught.value.report
@@ -281,7 +273,7 @@ def test_names_may_have_changed(saved: str, stage: int) -> None:
         {name: f"inner.{name}" for name in expected},
         lambda name: f"inner.{name}",
     ):
-        engine = engine_of(Wrapped(2), stage)
+        engine = grouped(Wrapped(2), stage)
         steps(engine, 100, 1)
         engine.load_checkpoint(saved, "a", rename=rules)
         report = engine.last_load
@@ -293,7 +285,7 @@ def test_names_may_have_changed(saved: str, stage: int) -> None:
         assert same(found, end), "the optimizer's state has come along"
         engine.destroy()
     # One parameter, under its other name; what the rest has is missing.
-    engine = engine_of(Wrapped(2), stage)
+    engine = grouped(Wrapped(2), stage)
     engine.load_checkpoint(
         saved, "a", rename={"head.weight": "inner.embedding.weight"}, include="inner.embedding.*", load_module_only=True
     )
@@ -311,7 +303,7 @@ def test_groups_that_have_changed(saved: str) -> None:
         (one_group, "its optimizer has 2 parameter groups, this engine's has 1"),
         (swapped, "embedding.weight (group 0 in the checkpoint, 1 here)"),
     ):
-        engine = engine_of(Model(2, noise=False), 2, groups)
+        engine = grouped(Model(2, noise=False), 2, groups)
         before, settings = engine.module_state_dict(), [dict(g, params=0) for g in engine.optimizer.param_groups]
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(saved, "a")
@@ -328,19 +320,16 @@ def test_groups_that_have_changed(saved: str) -> None:
 def step_counts(path: str, stage: int) -> list[torch.Tensor]:
     """Parameters of one group that have been stepped differently often keep their step counts in an engine that has
     started without them."""
-    settings = {**Setting(stage=stage).config(), "train_micro_batch_size_per_gpu": 2}
     model = nn.Linear(3, 5)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     nn.functional.linear(torch.ones(2, 3), model.weight.detach(), model.bias).square().sum().backward()
     optimizer.step()
-    first = shardwise.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    first = engine_of(model, stage, optimizer)
     first.backward(first(torch.ones(2, 3)).square().sum())
     first.step()
     first.save_checkpoint(path, tag="a")
     fresh = nn.Linear(3, 5)
-    second = shardwise.initialize(model=fresh, optimizer=torch.optim.Adam(fresh.parameters(), lr=0.1), config=settings)[
-        0
-    ]
+    second = engine_of(fresh, stage, torch.optim.Adam(fresh.parameters(), lr=0.1))
     second.load_checkpoint(path, "a")
     found = []
     for engine in (first, second):

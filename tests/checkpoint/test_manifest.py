@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-import shardwise
 from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.errors import CheckpointError
+from tests.harness.training import SGD, engine_of
 
 MANIFEST = Manifest(
     tag="a",
@@ -59,12 +59,7 @@ def test_absent_manifests_are_explained(tmp_path: Path) -> None:
 
 def test_a_run_that_never_reports_is_saved(tmp_path: Path) -> None:
     # Accelerate says "never" by infinity, which JSON does not have.
-    config = {
-        "train_batch_size": 1,
-        "steps_per_print": float("inf"),
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-    }
-    engine = shardwise.initialize(model=nn.Linear(2, 2), config=config)[0]
+    engine = engine_of(nn.Linear(2, 2), 0, SGD, steps_per_print=float("inf"))
     assert engine.save_checkpoint(str(tmp_path), tag="one")
     assert json.loads((tmp_path / "one" / "manifest.json").read_text())["config"]["steps_per_print"] is None
     engine.destroy()

@@ -28,12 +28,12 @@ EVERY_KIND = ("AdamW", "lamb", "adamw, bf16", "onebitadam")
 @pytest.mark.parametrize("labels", [EVERY_KIND, thorough(())], ids=["part", "all"])
 def test_every_pair_of_layouts_is_exact_and_goes_on_exactly(labels: tuple[str, ...], tmp_path: Path) -> None:
     plan = {
-        entry: (saved, loaded) if entry.label == "AdamW" or not labels else (saved[-2:], loaded[:2])
+        entry: (saved[1:3] if entry.label == "AdamW" else saved[-2:], loaded[:2]) if labels else (saved, loaded)
         for entry, (saved, loaded) in matrix.part().items()
         if not labels or entry.label in labels
     }
     pairs, wrong = matrix.run(plan, str(tmp_path), timeout=600)
-    assert pairs >= (16 + 3 * 4 if labels else 16 * 16)
+    assert pairs >= (4 * 4 if labels else 16 * 16)
     assert wrong == []
 
 

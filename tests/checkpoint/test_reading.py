@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.checkpoint import Checkpoint, safetensors_reader
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, track_activations
 from tests.harness import run_ranks, thorough
+from tests.harness.training import ADAMW, engine_of
 
 WIDTH = 3400
 SIZE = 12 * (WIDTH * WIDTH + WIDTH)
@@ -24,14 +24,7 @@ SIZE = 12 * (WIDTH * WIDTH + WIDTH)
 
 def make(seed: int, *, trained: bool) -> Any:
     torch.manual_seed(seed)
-    engine, *_ = shardwise.initialize(
-        model=nn.Linear(WIDTH, WIDTH),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = engine_of(nn.Linear(WIDTH, WIDTH), 3, ADAMW)
     if trained:
         engine.backward(engine(torch.randn(1, WIDTH)).square().mean())
         engine.step()

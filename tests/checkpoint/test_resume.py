@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.checkpoint import Checkpoint
 from tests.checkpoint.job import Run, as_ranks, config, differences
 from tests.harness import on_ranks, thorough
+from tests.harness.training import ADAMW, engine_of
 
 
 def steps(run: Run, count: int) -> Run:
@@ -168,12 +168,7 @@ class Hollow(nn.Module):
 
 @on_ranks(3)
 def test_empty_parameters_and_extra_state_of_modules(tmp_path: Path) -> None:
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    engines = [shardwise.initialize(model=Hollow(seed), config=settings)[0] for seed in (1, 2)]
+    engines = [engine_of(Hollow(seed), 3, ADAMW) for seed in (1, 2)]
     found = []
     for engine in engines:
         if found:

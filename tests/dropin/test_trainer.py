@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,32 +102,38 @@ def logged(ran: Any) -> Logged:
     return {key: [float(row[key]) for row in history if key in row] for key in ("loss", "grad_norm", "eval_loss")}
 
 
-def trained(directory: str, stage: int | None) -> tuple[Logged, float, Logged]:
-    """Train, save, load the weights into a plain model and compare, and go on from the checkpoint in the middle."""
-    from transformers import GPT2LMHeadModel
-
-    ran = trainer(directory, None if stage is None else config(stage), gpt2)
-    ran.train()
-    ran.save_model(f"{directory}/final")
-    first = logged(ran)
+def evaluated(model: Any) -> float:
+    """Return the loss of a model on rows that are always the same."""
     given = tokens(4)
-    ran.model_wrapped.eval()
     with torch.no_grad():
-        ours = ran.model_wrapped(input_ids=given, labels=given).loss.item()
-    if stage is not None:
-        assert isinstance(ran.deepspeed, shardwise.Engine) and ran.args.world_size == torch.distributed.get_world_size()
-        assert ran.deepspeed.zero_optimization_stage() == stage
+        return float(model.eval()(input_ids=given, labels=given).loss)
+
+
+def end(ran: Any) -> Logged:
+    """Return what has been logged; the engine goes, and what transformers remember of it."""
+    if ran.is_deepspeed_enabled:
         ran.deepspeed.destroy()
     forget()
     torch.distributed.barrier()
-    loaded = GPT2LMHeadModel.from_pretrained(f"{directory}/final").eval()
-    difference = abs(loaded(input_ids=given, labels=given).loss.item() - ours)
-    again = trainer(directory, None if stage is None else config(stage), lambda: gpt2(seed=5))
+    return logged(ran)
+
+
+def trained(directory: str, given: dict[str, Any] | None, model: Callable[..., Any]) -> tuple[Logged, float, Logged]:
+    """Train, save, load the weights into a plain model and compare, and go on from the checkpoint in the middle."""
+    ran = trainer(directory, given, model)
+    ran.train()
+    ran.save_model(f"{directory}/final")
+    ours = evaluated(ran.model_wrapped)
+    if given is not None:
+        assert isinstance(ran.deepspeed, shardwise.Engine) and ran.args.world_size == torch.distributed.get_world_size()
+        assert ran.deepspeed.zero_optimization_stage() == given["zero_optimization"]["stage"]
+        parts = given.get("tensor_parallel", {}).get("autotp_size", 1)
+        assert ran.deepspeed.get_tensor_parallel_world_size() == parts
+    first = end(ran)
+    difference = abs(evaluated(type(model()).from_pretrained(f"{directory}/final")) - ours)
+    again = trainer(directory, given, lambda: model(seed=5))
     again.train(resume_from_checkpoint=f"{directory}/checkpoint-3")
-    second = logged(again)
-    if stage is not None:
-        again.deepspeed.destroy()
-    return first, difference, second
+    return first, difference, end(again)
 
 
 @on_clients(2)
@@ -138,8 +145,7 @@ def test_offload(tmp_path: Path) -> None:
         given["zero_optimization"] |= {place: {"device": "cpu", "pin_memory": True} for place in places}
         ran = trainer(f"{tmp_path}/{number}", given, gpt2, max_steps=2, eval_strategy="no", save_strategy="no")
         ran.train()
-        found.append(logged(ran))
-        ran.deepspeed.destroy()
+        found.append(end(ran))
     assert len(found[0]["loss"]) == 2 and found[0] == found[1] == found[2]
 
 
@@ -147,10 +153,10 @@ def test_offload(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chosen", [(1, 3), thorough((0, 2))], ids=str)
 @on_clients(2)
 def test_stages(tmp_path: Path, chosen: tuple[int, ...]) -> None:
-    plain = trained(f"{tmp_path}/plain", None)[0]
+    plain = trained(f"{tmp_path}/plain", None, gpt2)[0]
     assert len(plain["loss"]) == 6 and len(plain["eval_loss"]) == 2
     for stage in chosen:
-        first, difference, second = trained(f"{tmp_path}/{stage}", stage)
+        first, difference, second = trained(f"{tmp_path}/{stage}", config(stage), gpt2)
         assert first["loss"] == pytest.approx(plain["loss"], rel=1e-4)
         assert first["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-4)
         assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
@@ -179,8 +185,7 @@ def test_from_pretrained_at_stage_3(tmp_path: Path) -> None:
 
         ran = trainer(f"{tmp_path}/{sharded}", config(3), model)
         ran.train()
-        found.append(logged(ran))
-        ran.deepspeed.destroy()
+        found.append(end(ran))
     assert found[0] == found[1]
 
 
@@ -198,19 +203,11 @@ def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
     ran = trainer(directory, None if stage is None else config(stage), model)
     ran.train()
     ran.save_model(f"{directory}/final")
-    given = tokens(4)
-    ran.model_wrapped.eval()
-    with torch.no_grad():
-        ours = ran.model_wrapped(input_ids=given, labels=given).loss.item()
-    if stage is not None:
-        ran.deepspeed.destroy()
-    forget()
-    torch.distributed.barrier()
+    ours, found = evaluated(ran.model_wrapped), end(ran)
     assert sorted(name for name in os.listdir(f"{directory}/final") if name.endswith(".safetensors")) == [
         "adapter_model.safetensors"
     ]
-    loaded = PeftModel.from_pretrained(gpt2(), f"{directory}/final").eval()
-    return logged(ran), abs(loaded(input_ids=given, labels=given).loss.item() - ours)
+    return found, abs(evaluated(PeftModel.from_pretrained(gpt2(), f"{directory}/final")) - ours)
 
 
 @pytest.mark.parametrize("chosen", [(1, 3), thorough((0, 2))], ids=str)

@@ -14,11 +14,11 @@ HANGS = """
 import subprocess, time
 import pytest
 
-@pytest.mark.limit(1)
+@pytest.mark.limit(0.2)
 def test_hangs():
     time.sleep(60)
 
-@pytest.mark.limit(1)
+@pytest.mark.limit(0.2)
 def test_waits():
     subprocess.run(["sleep", "60"])
 
@@ -57,5 +57,5 @@ def test_what_is_left_out_is_counted_and_a_test_that_hangs_fails_while_the_rest_
     )
     assert "2 failed, 3 passed, 5 deselected" in done.stdout, done.stdout + done.stderr
     assert "5 thorough cases of 2 tests were left out" in done.stdout
-    assert "TestTooLongError: not over after 1 s" in done.stdout
+    assert "TestTooLongError: not over after 0.2 s" in done.stdout
     assert "tests: FAILED" in done.stdout and "tests: 5 of 5 tests (100 %)" in done.stdout

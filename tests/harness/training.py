@@ -155,14 +155,24 @@ def each(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[A
 
 
 def engine_of(
-    model: nn.Module, stage: int = 3, optimizer: Any = None, *, zero: Mapping[str, Any] | None = None, **config: Any
+    model: nn.Module,
+    stage: int = 3,
+    optimizer: Any = None,
+    *,
+    zero: Mapping[str, Any] | None = None,
+    groups: Any = None,
+    **config: Any,
 ) -> Any:
-    """Make an engine that releases small units as well; an optimizer may be the section of a configuration."""
-    config = {"train_micro_batch_size_per_gpu": 2, **config}
+    """Make an engine that releases small units as well.
+
+    The optimizer may be the section of a configuration; then `groups` are the parameters that it gets, if not all.
+    """
+    if "train_batch_size" not in config:
+        config = {"train_micro_batch_size_per_gpu": 2, **config}
     config["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})}
     if isinstance(optimizer, dict):
         config["optimizer"], optimizer = optimizer, None
-    return shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return shardwise.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)[0]
 
 
 def start(case: Case, setting: Setting, model: nn.Module | None = None, optimizer: Any = None) -> Any:
@@ -296,8 +306,8 @@ def resumed(name: str, writer: Setting, reader: Setting, directory: str) -> tupl
     return found[0], found[1]
 
 
-def train(case: Case, setting: Setting, steps: int) -> Outcome:
-    """Train on this rank with the others."""
+def train(case: Case, setting: Setting, steps: int, between: Callable[[Any], None] = lambda engine: None) -> Outcome:
+    """Train on this rank with the others; `between` gets the engine after each backward pass and each step."""
     engine = start(case, setting)
     outcome = Outcome()
     for step in range(steps):
@@ -305,9 +315,11 @@ def train(case: Case, setting: Setting, steps: int) -> Outcome:
             batch = case.data(step, micro, dist.get_rank(), DTYPES[setting.precision])
             loss = case.loss(engine, batch)
             engine.backward(loss)
+            between(engine)
             if micro == setting.accumulation - 1:
                 outcome.gradients.append(gradients(engine.module))
             engine.step()
+            between(engine)
         outcome.losses.append(float(loss.detach()))
         outcome.norms.append(engine.get_global_grad_norm())
         outcome.rescues.append(engine.sharded.unsharder.late)

@@ -11,55 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import shardwise
 from shardwise.engine.plans import plan_model
 from shardwise.memory import track_activations
 from tests.harness import run_ranks, thorough
+from tests.models import GPT
 
 
-class Block(nn.Module):
-    """The linear layers of a transformer block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + self.out(query.softmax(-1) * key + value)
-        return x + self.down(F.relu(self.up(x)))
-
-
-class Decoder(nn.Module):
-    """The parameters of a decoder; its head may be its embedding."""
-
-    def __init__(self, width: int, layers: int, vocabulary: int, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def decoder(width: int, layers: int, vocabulary: int, head: str = "own") -> nn.Module:
+    return GPT(layers, width, vocabulary, head, widening=4)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "1.6k": lambda: nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 16)),
-    "1M": lambda: Decoder(128, 4, 1024, tied=False),
-    "30M": lambda: Decoder(512, 8, 4096, tied=False),
-    "560M": lambda: Decoder(1024, 24, 250880, tied=True),  # BLOOM-560M: the embedding is half of it
-    "tied": lambda: Decoder(64, 6, 4096, tied=True),  # the same, small enough to be measured
-    "6.7B": lambda: Decoder(4096, 32, 50304, tied=False),
+    "1M": lambda: decoder(128, 4, 1024),
+    "30M": lambda: decoder(512, 8, 4096),
+    "560M": lambda: decoder(1024, 24, 250880, "tied"),  # BLOOM-560M: the embedding is half of it
+    "tied": lambda: decoder(64, 6, 4096, "tied"),  # the same, small enough to be measured
+    "6.7B": lambda: decoder(4096, 32, 50304),
 }
 
 

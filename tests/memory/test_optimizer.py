@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwise
 from shardwise.memory import Category, memory_sources, track_activations
 from shardwise.optim import Muon
 from tests.harness import run_ranks
+from tests.harness.training import engine_of
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -56,9 +56,7 @@ def wide() -> torch.nn.Module:
 
 @pytest.mark.parametrize("options", [{"ns_method": "gram"}, {"ns_method": "standard"}])
 def test_products_of_a_matrix_with_itself_are_planned(options: dict[str, Any]) -> None:
-    engine, *_ = shardwise.initialize(
-        model=wide(), optimizer=lambda p: Muon(p, **options), config={"train_batch_size": 2}
-    )
+    engine = engine_of(wide(), 0, lambda p: Muon(p, **options))
     planned = engine.memory_report(torch.ones(2, 60))
     for _ in range(3):
         engine.accountant.reset_peak()
@@ -71,16 +69,11 @@ def test_products_of_a_matrix_with_itself_are_planned(options: dict[str, Any]) -
     engine.destroy()
 
 
-def mixed(stage: int, world: int) -> Any:
+def mixed(stage: int) -> Any:
     """Muon steps the matrices, AdamW the biases and the vector."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(60, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 41))
-    settings = {
-        "train_batch_size": 2 * world,
-        "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine, *_ = shardwise.initialize(model=net, config=settings)
+    engine = engine_of(net, stage, {"type": "Muon", "params": {"lr": 0.01}})
     report = engine.memory_report(torch.ones(2, 60))
     held = []
     for _ in range(2):
@@ -98,7 +91,7 @@ def mixed(stage: int, world: int) -> Any:
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 1), (3, 2)])
 def test_both_kinds_of_stepping_are_told(stage: int, world: int) -> None:
     matrices, rest = 300 * (60 + 41), 300 * 3 + 41
-    told = run_ranks(mixed, world, stage, world)
+    told = run_ranks(mixed, world, stage)
     total = sum(held[-1][0] for held, *_ in told)
     assert total >= (4 * matrices + 8 * rest) * (world if stage == 0 else 1)
     for held, *_ in told:
@@ -129,11 +122,9 @@ class Rebinding(torch.optim.Optimizer):
 
 
 def test_an_optimizer_of_ones_own_is_planned_and_measured() -> None:
-    engine, optimizer, *_ = shardwise.initialize(
-        model=torch.nn.Linear(32, 32), optimizer=Rebinding, config={"train_batch_size": 2}
-    )
+    engine = engine_of(torch.nn.Linear(32, 32), 0, Rebinding)
     planned = engine.memory_report().row(Category.OPTIMIZER).planned
-    assert optimizer.history == []
+    assert engine.optimizer.history == []
     for _ in range(3):
         engine.accountant.reset_peak()
         with track_activations(engine.accountant):

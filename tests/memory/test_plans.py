@@ -14,11 +14,14 @@ from shardwise.engine.plans import plan_model
 from shardwise.errors import UsageError
 from shardwise.launch.architectures import SHAPES, Decoder
 from tests.harness import run_ranks, thorough
+from tests.harness.training import ADAMW, engine_of
 from tests.memory.test_report import GPT, LENGTH, VOCABULARY, settings
 
 
-def both(precision: str, tied: bool, optimizer: str, accumulation: int, keep: int | None) -> list[tuple[Any, Any]]:
-    """Plans made beside an engine of stage 1, and by engines of each stage."""
+def both(
+    stages: tuple[int, ...], precision: str, tied: bool, optimizer: str, accumulation: int, keep: int | None
+) -> list[tuple[Any, Any]]:
+    """Plans made beside an engine of stage 1, and by engines of some stages."""
 
     def make(stage: int) -> Any:
         torch.manual_seed(5)
@@ -32,23 +35,30 @@ def both(precision: str, tied: bool, optimizer: str, accumulation: int, keep: in
     held = engine.accountant.live
     made = []
     if torch.distributed.get_rank() == 0:  # one rank alone
-        made = [plan for plan in engine.memory_plans(batch).plans]
+        made = list(engine.memory_plans(batch, stages=stages).plans)
     assert len(list(engine.ledger.records())) == records
     assert engine.accountant.live == held
     engine.step()
     engine.destroy()
     reports = []
-    for stage in range(4):
+    for stage in stages:
         engine = make(stage)
         reports.append(engine.memory_report(batch))
         engine.destroy()
     return list(zip(sorted(made, key=lambda plan: plan.setting.stage), reports, strict=False))
 
 
-@pytest.mark.parametrize("asked", [("fp32", True, "AdamW", 1, None), thorough(("bf16", False, "Adafactor", 3, 0))])
-def test_plans_are_those_of_engines(asked: tuple[Any, ...]) -> None:
-    found = run_ranks(both, 2, *asked)[0]
-    assert len(found) == 4
+@pytest.mark.parametrize(
+    ("stages", "asked"),
+    [
+        ((0, 3), ("fp32", True, "AdamW", 1, None)),
+        thorough((0, 1, 2, 3), ("fp32", True, "AdamW", 1, None)),
+        thorough((0, 1, 2, 3), ("bf16", False, "Adafactor", 3, 0)),
+    ],
+)
+def test_plans_are_those_of_engines(stages: tuple[int, ...], asked: tuple[Any, ...]) -> None:
+    found = run_ranks(both, 2, stages, *asked)[0]
+    assert len(found) == len(stages)
     for plan, report in found:
         assert plan.total == report.total.planned, plan.setting
         assert plan.peaks == {row.name: row.planned for row in report.rows}, plan.setting
@@ -57,12 +67,7 @@ def test_plans_are_those_of_engines(asked: tuple[Any, ...]) -> None:
 
 def test_smaller_micro_batches_and_more_ranks() -> None:
     model = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32))
-    config = {
-        "train_micro_batch_size_per_gpu": 64,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine = engine_of(model, 0, ADAMW, train_micro_batch_size_per_gpu=64, gradient_accumulation_steps=2)
     x = torch.ones(64, 32)
     plans = engine.memory_plans(x, stages=[0, 3], micro_batches=[64, 8], ranks=[1, 2])
     assert len(plans.plans) == 8 and plans.room is not None
@@ -106,9 +111,7 @@ def test_a_model_that_cannot_compute_without_values_is_planned_without_activatio
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * (2 if bool(x.sum() > 0) else 3)
 
-    engine, *_ = shardwise.initialize(
-        model=Branching(8, 8), config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    )
+    engine = engine_of(Branching(8, 8), 0, ADAMW)
     plan = engine.memory_plans(torch.ones(2, 8), stages=[0]).plans[0]
     assert plan.total == engine.memory_report().total.planned
     assert plan.fits is None and plan.note.startswith("activations not planned: on a batch of ")
@@ -116,8 +119,7 @@ def test_a_model_that_cannot_compute_without_values_is_planned_without_activatio
 
 
 def test_a_plan_takes_no_steps_of_the_training(caplog: pytest.LogCaptureFixture) -> None:
-    config = {"train_batch_size": 2, "steps_per_print": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    engine, *_ = shardwise.initialize(model=nn.Linear(8, 8), config=config)
+    engine = engine_of(nn.Linear(8, 8), 0, ADAMW, steps_per_print=1)
     with caplog.at_level(logging.INFO, "shardwise"):
         assert engine.memory_plans(torch.ones(2, 8), stages=[0]).plans[0].total
         assert "step=" not in caplog.text and engine.global_steps == 0

@@ -20,7 +20,7 @@ from shardwise import checkpointing
 from shardwise.memory import Category, MemoryReport, track_activations
 from shardwise.precision.norms import CHUNK
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import engine_of
+from tests.harness.training import ADAMW, engine_of
 from tests.models import Block
 
 ENGINE = [c for c in Category if c not in (Category.ACTIVATIONS, Category.OTHER)]
@@ -314,9 +314,7 @@ def test_an_engine_without_optimizer() -> None:
 
 
 def test_rendering_and_plain_values(capsys: pytest.CaptureFixture[str]) -> None:
-    engine, *_ = shardwise.initialize(
-        model=nn.Linear(8, 8), config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    )
+    engine = engine_of(nn.Linear(8, 8), 0, ADAMW)
     found = engine.memory_report(torch.ones(2, 8))
     text = found.render()
     for category in Category:

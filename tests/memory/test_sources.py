@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import shardwise
 from shardwise.errors import UsageError
 from shardwise.memory import memory_sources, transformer_activation_bytes, transformer_model_bytes
 from tests.harness import on_ranks, thorough
+from tests.harness.training import ADAMW, engine_of
 
 
 def dense() -> nn.Sequential:
@@ -224,14 +224,7 @@ def test_meta_and_fake_modules_take_no_memory() -> None:
 @on_ranks(2)
 def test_a_module_that_belongs_to_an_engine(stage: int) -> None:
     torch.manual_seed(0)
-    engine, *_ = shardwise.initialize(
-        model=dense(),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_optimization": {"stage": stage},
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        },
-    )
+    engine = engine_of(dense(), stage, ADAMW)
     x = torch.randn(4, 512)
     engine.backward(engine(x).square().mean())
     engine.step()

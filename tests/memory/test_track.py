@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import shardwise
 from shardwise.memory import Accountant, Category, track_activations
+from tests.harness.training import ADAMW, engine_of
 
 A = Category.ACTIVATIONS
 
@@ -53,17 +53,9 @@ class Block(nn.Module):
         return x + (checkpoint(self.net, x, use_reentrant=False) if self.recompute else self.net(x))
 
 
-def settings(bf16: bool = False) -> dict[str, object]:
-    return {
-        "train_batch_size": 6,
-        "bf16": {"enabled": bf16},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-    }
-
-
 def planned(model: nn.Module, x: torch.Tensor, *, bf16: bool = False) -> tuple[int, int]:
     """Activations as planned, and in a step."""
-    engine, *_ = shardwise.initialize(model=model, config=settings(bf16))
+    engine = engine_of(model, 0, ADAMW, train_batch_size=6, bf16={"enabled": bf16})
     report = engine.memory_report(x, loss=lambda out: out.square().mean())
     for _ in range(2):
         engine.accountant.reset_peak()
@@ -88,7 +80,7 @@ def test_plan_is_the_measurement(recompute: bool, bf16: bool) -> None:
 def test_planning_leaves_no_trace() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-    engine, *_ = shardwise.initialize(model=model, config=settings())
+    engine = engine_of(model, 0, ADAMW, train_batch_size=6)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     assert engine.memory_report(torch.randn(4, 8).requires_grad_()).row(A).planned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +16,23 @@ from shardwise.errors import UsageError
 from shardwise.memory import Category, Tier
 from shardwise.zero import OffloadStateTypeEnum as Kind
 from tests.harness import on_ranks, thorough
-from tests.harness.training import (
-    DTYPES,
-    Outcome,
-    Setting,
-    assert_identical,
-    digest,
-    gradients,
-    masters,
-    parameters_digest,
-    start,
-)
+from tests.harness.training import DTYPES, Setting, assert_identical, start, train
 from tests.models import CASES
 from tests.offload.settings import offload
 
 CASE = CASES["gpt"]
 
 
-def away_and_back(engine: Any, include: Sequence[Any] | None = None) -> None:
-    engine.offload_states(include)
-    engine.offload_states(include)
+def away_and_back(engine: Any) -> None:
+    engine.offload_states()
+    engine.offload_states()
     engine.reload_states()
     engine.reload_states()
-
-
-def train(setting: Setting, between: Callable[[Any], None] | None) -> Outcome:
-    """Train; between steps and micro-batches something is done with the engine."""
-    model = CASE.make()
-    engine = start(CASE, setting, model)
-    outcome = Outcome()
-    for step in range(3):
-        for micro in range(setting.accumulation):
-            loss = CASE.loss(engine, CASE.data(step, micro, dist.get_rank(), DTYPES[setting.precision]))
-            engine.backward(loss)
-            if between is not None:
-                between(engine)
-            engine.step()
-        outcome.losses.append(float(loss.detach()))
-        outcome.norms.append(engine.get_global_grad_norm())
-        if between is not None:
-            between(engine)
-        with torch.no_grad():
-            outcome.losses.append(float(CASE.loss(engine, CASE.data(9, 0, 0, DTYPES[setting.precision]))))
-    engine.backward(CASE.loss(engine, CASE.data(8, 0, dist.get_rank(), DTYPES[setting.precision])))
-    if setting.accumulation == 1:
-        outcome.gradients = [gradients(model)]
-    if between is not None:
-        between(engine)
-    outcome.masters = masters(model)
-    outcome.parameters = parameters_digest(model)
-    outcome.buffers = digest(list(model.buffers()))
-    engine.destroy()
-    return outcome
 
 
 def compare(settings: Sequence[Setting]) -> None:
     for setting in settings:
-        assert_identical(train(setting, away_and_back), train(setting, None), str(setting))
+        assert_identical(train(CASE, setting, 2, away_and_back), train(CASE, setting, 2), str(setting))
 
 
 @on_ranks(2)
