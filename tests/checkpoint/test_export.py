@@ -173,7 +173,7 @@ def test_old_weights_are_replaced_only_on_request_and_only_as_a_whole(
 
     original = TensorWriter.write_part
     monkeypatch.setattr(TensorWriter, "write_part", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*needed. What was there before is unch"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*needed, and what was there before is unch"):
         export(tmp_path / "c1", out, overwrite=True)
     monkeypatch.undo()
     assert sorted(os.listdir(out)) == sharded

@@ -12,6 +12,7 @@ from shardwise.checkpoint.formats.native import NativeWriter
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.opening import find_deepspeed
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.weights_writer import writing
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 
@@ -49,22 +50,14 @@ def convert(
     saved.check()
     described = _optimizer(saved, optimizer) if with_optimizer else None
     path = os.path.join(target, directory.check_tag(tag))
-    writer: NativeWriter | None = None
-    try:
-        tensors = [t for t in saved.manifest.tensors if described is not None or not t.kind.startswith(OPTIMIZER)]
-        content = replace(saved.manifest, optimizer=described, tensors=tensors)
+    tensors = [t for t in saved.manifest.tensors if described is not None or not t.kind.startswith(OPTIMIZER)]
+    content = replace(saved.manifest, optimizer=described, tensors=tensors)
+    with writing(path) as closing:
         writer = NativeWriter(directory.check_directory(target, "target"), tag, content)
+        closing.callback(writer.abandon)
         for key, tensor in writer.order():
             writer.write(key, tensor.kind, saved.pieces(tensor))
         writer.finish()
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "
-            "before is unchanged"
-        ) from error
-    finally:
-        if writer is not None:
-            writer.abandon()
     return path
 
 

@@ -5,7 +5,7 @@ converted in pieces of 8 MiB. From an engine, rank 0 receives and writes one ten
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.unsharded import UnshardedTensor, UnshardedWeights
 from shardwise.checkpoint.weights_reader import Progress, WeightsReader
-from shardwise.checkpoint.weights_writer import Entry, Pieces, WeightsWriter
+from shardwise.checkpoint.weights_writer import Entry, Pieces, WeightsWriter, writing
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.units import format_size
 from shardwise.utils.logging import logger
@@ -161,50 +161,31 @@ def export(
                 f"{source.path}: was saved without these frozen parameters, which are therefore missing: "
                 f"{outline(source.excluded)}"
             )
-        writer: WeightsWriter | None = None
-        counter = _Counter(found.size, progress)
-        try:
+        done = 0
+
+        def pieces(entry: Entry, tensor: StoredTensor) -> Pieces:
+            nonlocal done
+            for start, values in source.pieces(tensor):
+                converted = conversion(entry.name, values)
+                yield start, converted
+                done += converted.nbytes
+                if progress is not None:
+                    progress(done, found.size)
+
+        with writing(parent, f"{format_size(found.size)} are needed, and ") as closing:
+            writer: WeightsWriter
             if format == DISTRIBUTED:
                 from shardwise.checkpoint.formats.dcp import DcpWriter
 
                 writer = DcpWriter(parent, list(named))
             else:
                 writer = WeightFiles(parent, list(named), FORMATS[format], max_shard_size=limit, overwrite=overwrite)
+            closing.callback(writer.abandon)
             for entry, tensor in named.items():
-                pieces = _converted(source.pieces(tensor), conversion, entry.name, counter)
-                writer.write(entry.name, tensor.kind, pieces)
+                writer.write(entry.name, tensor.kind, pieces(entry, tensor))
             found.files = writer.finish()
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.filename or parent}: {error.strerror} (errno {error.errno}); {format_size(found.size)} are "
-                "needed. What was there before is unchanged"
-            ) from error
-        finally:
-            if writer is not None:
-                writer.abandon()
     found.warnings += conversion.warnings()
     return found
-
-
-class _Counter:
-    """Reports the bytes that were written."""
-
-    def __init__(self, size: int, progress: Progress | None) -> None:
-        self._size, self._progress, self._done = size, progress, 0
-
-    def add(self, count: int) -> None:
-        self._done += count
-        if self._progress is not None:
-            self._progress(self._done, self._size)
-
-
-def _converted(
-    pieces: Pieces, conversion: Conversion, name: str, counter: _Counter
-) -> Iterator[tuple[int, torch.Tensor]]:
-    for start, values in pieces:
-        converted = conversion(name, values)
-        yield start, converted
-        counter.add(converted.nbytes)
 
 
 def _limit(format: str, max_shard_size: int | str | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
@@ -38,8 +39,8 @@ def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dic
             "what": "weights",
             "path": source.path,
             "format": source.what,
-            "bytes": sum(map(_nbytes, listed)),
-            "kinds": _kinds((t.kind, t.dtype, t.numel, _nbytes(t)) for t in listed),
+            "bytes": sum(tensor.nbytes for tensor in listed),
+            "kinds": _kinds(listed),
         }
         if tensors:
             result["tensors"] = [_tensor(tensor, _OF_WEIGHTS) for tensor in listed]
@@ -77,7 +78,7 @@ def _facts(found: Manifest) -> dict[str, Any]:
         "client_state": sorted(found.client) if isinstance(found.client, dict) else [],
         "bytes": sum(facts.size for facts in found.files.values()),
         "files": {name: facts.size for name, facts in found.files.items()},
-        "kinds": _kinds((t.kind, t.dtype, t.numel, _nbytes(t)) for t in _in_order(found)),
+        "kinds": _kinds(_in_order(found)),
     }
 
 
@@ -85,23 +86,14 @@ def _in_order(found: Manifest) -> list[StoredTensor]:
     return [*found.of_kind(PARAMETER), *found.of_kind(BUFFER), *found.of_kind(OPTIMIZER)]
 
 
-def _nbytes(tensor: StoredTensor) -> int:
-    return tensor.numel * tensor.torch_dtype.itemsize
-
-
 def _optimizer(found: Manifest) -> dict[str, Any]:
     assert found.optimizer is not None
-    counts: dict[int, int] = {}
-    for tensor in found.tensors:
-        if tensor.kind == PARAMETER and tensor.group is not None:
-            counts[tensor.group] = counts.get(tensor.group, 0) + 1
+    counts = Counter(tensor.group for tensor in found.of_kind(PARAMETER))
     groups = [
-        {"tensors": counts.get(number, 0), "settings": {k: _plain(v) for k, v in group.items()}}
+        {"tensors": counts[number], "settings": {k: _plain(v) for k, v in group.items()}}
         for number, group in enumerate(found.optimizer["groups"])
     ]
-    state = sorted(
-        {tensor.kind.removeprefix(OPTIMIZER) for tensor in found.tensors if tensor.kind.startswith(OPTIMIZER)}
-    )
+    state = sorted({tensor.kind.removeprefix(OPTIMIZER) for tensor in found.of_kind(OPTIMIZER)})
     values = sorted({key for held in found.optimizer["values"].values() for key in held})
     return {"class": found.optimizer["class"], "groups": groups, "state": [*state, *values]}
 
@@ -118,16 +110,20 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, _SCALARS) else str(value)
 
 
-def _kinds(rows: Iterable[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for kind, dtype, numel, nbytes in rows:
-        row = found.setdefault(kind, {"kind": kind, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
-        row["tensors"] += 1
-        row["elements"] += numel
-        row["bytes"] += nbytes
-        if dtype not in row["dtypes"]:
-            row["dtypes"] = sorted([*row["dtypes"], dtype])
-    return list(found.values())
+def _kinds(tensors: Iterable[StoredTensor]) -> list[dict[str, Any]]:
+    found: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.kind, []).append(tensor)
+    return [
+        {
+            "kind": kind,
+            "tensors": len(held),
+            "elements": sum(tensor.numel for tensor in held),
+            "bytes": sum(tensor.nbytes for tensor in held),
+            "dtypes": sorted({tensor.dtype for tensor in held}),
+        }
+        for kind, held in found.items()
+    ]
 
 
 _OF_WEIGHTS = ("name", "kind", "shape", "dtype", "bytes", "aliases", "trainable")
@@ -135,21 +131,9 @@ _OF_CHECKPOINTS = (*_OF_WEIGHTS, "group", "rank", "slices")
 
 
 def _tensor(tensor: StoredTensor, keys: tuple[str, ...]) -> dict[str, Any]:
-    found = {
-        "name": tensor.name,
-        "kind": tensor.kind,
-        "shape": list(tensor.shape),
-        "dtype": tensor.dtype,
-        "bytes": _nbytes(tensor),
-        "aliases": list(tensor.aliases),
-        "trainable": tensor.trainable,
-        "group": tensor.group,
-        "rank": tensor.rank,
-        "slices": [
-            {"file": part.file, "start": part.start, "stop": part.stop, "box": part.box} for part in tensor.slices
-        ],
-    }
-    return {key: found[key] for key in keys}
+    slices = [{"file": part.file, "start": part.start, "stop": part.stop, "box": part.box} for part in tensor.slices]
+    lists = {"shape": list(tensor.shape), "bytes": tensor.nbytes, "aliases": list(tensor.aliases), "slices": slices}
+    return {key: lists[key] if key in lists else getattr(tensor, key) for key in keys}
 
 
 def describe_run(path: str) -> dict[str, Any]:

@@ -85,22 +85,16 @@ def _deque_from_plain(plain: Any) -> Any:
     return collections.deque(_checked(items, list), most if most is None else _checked(most, int))
 
 
-def _date_to_plain(value: datetime.datetime) -> Any:
+def _time_to_plain(value: datetime.datetime | datetime.time) -> Any:
     return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
 
 
-def _date_from_plain(plain: Any) -> Any:
-    text, fold, zone = plain
-    return datetime.datetime.fromisoformat(_checked(text, str)).replace(tzinfo=zone, fold=fold)
+def _time_from_plain(kind: type[datetime.datetime] | type[datetime.time]) -> Callable[[Any], Any]:
+    def made(plain: Any) -> Any:
+        text, fold, zone = plain
+        return kind.fromisoformat(_checked(text, str)).replace(tzinfo=zone, fold=fold)
 
-
-def _time_to_plain(value: datetime.time) -> Any:
-    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
-
-
-def _time_from_plain(plain: Any) -> Any:
-    text, fold, zone = plain
-    return datetime.time.fromisoformat(_checked(text, str)).replace(tzinfo=zone, fold=fold)
+    return made
 
 
 def _zone_to_plain(value: zoneinfo.ZoneInfo) -> Any:
@@ -143,9 +137,9 @@ _KINDS: dict[type, Kind] = {
     bytearray: Kind("bytearray", bytes, lambda plain: bytearray(_checked(plain, bytes))),
     range: Kind("range", lambda value: [value.start, value.stop, value.step], lambda plain: range(*plain)),
     slice: Kind("slice", lambda value: [value.start, value.stop, value.step], lambda plain: slice(*plain)),
-    datetime.datetime: Kind("datetime", _date_to_plain, _date_from_plain),
+    datetime.datetime: Kind("datetime", _time_to_plain, _time_from_plain(datetime.datetime)),
     datetime.date: Kind("date", lambda value: value.isoformat(), datetime.date.fromisoformat),
-    datetime.time: Kind("time", _time_to_plain, _time_from_plain),
+    datetime.time: Kind("time", _time_to_plain, _time_from_plain(datetime.time)),
     datetime.timedelta: Kind(
         "timedelta",
         lambda value: [value.days, value.seconds, value.microseconds],

@@ -76,6 +76,11 @@ class StoredTensor:
     rank: int | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.torch_dtype.itemsize
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

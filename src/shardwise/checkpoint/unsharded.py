@@ -19,6 +19,7 @@ from shardwise.checkpoint.agree import collective_step, on_first_rank
 from shardwise.checkpoint.collect import extra_states, within
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
 from shardwise.registry import HeldPart, paste, taken
 
@@ -79,7 +80,7 @@ class UnshardedWeights:
         self._model, self._to_first, self._hold = model, to_first, hold
         comm, group = model.replica, model.pass_group
         self._receives = not to_first or comm.rank == 0
-        self._firsts, self._first_ranks, self.own = [0] * comm.world, [0], 0
+        self._first_ranks, self.own = [0], 0
         self._masters: _MasterWeights | None = None
         self.groups: list[list[UnshardedTensor | None]] = []
         if group.world == comm.world:
@@ -118,7 +119,6 @@ class UnshardedWeights:
             first = comm.members.index(self._model.pass_group.members[0])
             step.local = [first, len(mine)]
         counts = dict(step.gathered)
-        self._firsts = [first for first, _ in step.gathered]
         self._first_ranks = sorted(counts)
         self.own = self._first_ranks.index(first)
         described = [tensor.to_json() for tensor in mine] if leads else None
@@ -172,28 +172,10 @@ class UnshardedWeights:
 
     def _sent_on(self, tensor: UnshardedTensor | None, values: torch.Tensor | None, first: int) -> torch.Tensor | None:
         """Send a tensor from the first rank of its pass group to the ranks that receive it."""
-        comm, device = self._model.replica, self._model.device
-        if not self._to_first:
-            assert tensor is not None
-            if values is None or comm.rank != first:
-                values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            values = values.to(device).contiguous()
-            comm.broadcast(values, first, _LABEL).wait()
-            return values
-        if first == 0:
-            return values
-        given = torch.empty(0, dtype=torch.uint8, device=device)
-        if comm.rank == first:
-            assert values is not None
-            given = values.to(device).contiguous().reshape(-1).view(torch.uint8)
-        arrived = torch.empty(0, dtype=torch.uint8, device=device)
-        if self._receives:
-            assert tensor is not None
-            size = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
-            arrived = torch.empty(size, dtype=torch.uint8, device=device)
-        sizes = [arrived.numel() * (rank == first) for rank in range(comm.world)]
-        comm.all_to_all(arrived, given, sizes, [given.numel(), *[0] * (comm.world - 1)], _LABEL).wait()
-        return arrived.view(tensor.dtype).view(tensor.shape) if self._receives and tensor is not None else None
+        model = self._model
+        described = None if tensor is None else (tensor.shape, tensor.dtype)
+        own = None if values is None else values.to(model.device)
+        return _sent(model.replica, own, first, described, model.device, _LABEL, to_first=self._to_first)
 
 
 class _MasterWeights:
@@ -342,21 +324,42 @@ def _gathered(
 
 def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor, *, to_first: bool) -> torch.Tensor | None:
     """Return a box that some ranks have, on all ranks or the first only; its first owner sends it."""
-    comm, sender = model.pass_group, part.ranks[0]
-    wanted = not to_first or comm.rank == 0
+    comm = model.pass_group
     if 0 in part.ranks if to_first else len(part.ranks) == comm.world:
-        return own if wanted else None
-    shape = boxes.sizes(part.box)
-    if not to_first:
-        if comm.rank != sender:
-            own = torch.empty(shape, dtype=part.dtype, device=model.device)
-        comm.broadcast(own, sender, part.name).wait()
+        return own if not to_first or comm.rank == 0 else None
+    described = boxes.sizes(part.box), part.dtype
+    return _sent(comm, own, part.ranks[0], described, model.device, part.name, to_first=to_first)
+
+
+def _sent(
+    comm: Communicator,
+    own: torch.Tensor | None,
+    sender: int,
+    described: tuple[tuple[int, ...], torch.dtype] | None,
+    device: torch.device,
+    label: str,
+    *,
+    to_first: bool,
+) -> torch.Tensor | None:
+    """Send a tensor of rank `sender` to all ranks, or to the first (`to_first`); others return None. A collective.
+    `described` is its shape and dtype, on the ranks that receive the tensor.
+    """
+    sends, receives = comm.rank == sender, not to_first or comm.rank == 0
+    if to_first and sender == 0:
         return own
-    given = own.reshape(-1) if comm.rank == sender else torch.empty(0, dtype=part.dtype, device=model.device)
-    arrived = torch.empty(part.numel if wanted else 0, dtype=part.dtype, device=model.device)
-    sizes = [part.numel * (wanted and rank == sender) for rank in range(comm.world)]
-    comm.all_to_all(arrived, given, sizes, [given.numel(), *[0] * (comm.world - 1)], part.name).wait()
-    return arrived.view(shape) if wanted else None
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    given = nothing if own is None or not sends else own.detach().contiguous()
+    arrived = nothing
+    if receives:
+        assert described is not None
+        arrived = given if sends else torch.empty(described[0], dtype=described[1], device=device)
+    if not to_first:
+        comm.broadcast(arrived, sender, label).wait()
+        return arrived
+    sizes = [arrived.nbytes * (rank == sender) for rank in range(comm.world)]
+    flat, sent = arrived.reshape(-1).view(torch.uint8), given.reshape(-1).view(torch.uint8)
+    comm.all_to_all(flat, sent, sizes, [sent.numel(), *[0] * (comm.world - 1)], label).wait()
+    return arrived if receives else None
 
 
 def _joined(whole: torch.Tensor | None, part: HeldPart, values: torch.Tensor | None) -> torch.Tensor | None:
@@ -398,11 +401,9 @@ def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
     for name, (rank, (dtype, shape)) in homes.items():
         if all(name in entry["buffers"] for entry in gathered):
             continue
-        if model.pass_group.rank == rank:
-            values = found[name].detach().contiguous()
-        else:
-            values = torch.empty(shape, dtype=dtype_of(dtype), device=model.device)
-        model.pass_group.broadcast(values, rank, name).wait()
+        own, described = found.get(name), (tuple(shape), dtype_of(dtype))
+        values = _sent(model.pass_group, own, rank, described, model.device, name, to_first=False)
+        assert values is not None
         found.setdefault(name, values)
     return found
 

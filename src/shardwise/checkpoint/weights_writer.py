@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from shardwise.checkpoint.safetensors_reader import Spec
+from shardwise.errors import CheckpointError
 
 Pieces = Iterable[tuple[int, torch.Tensor]]
 """(first element, 1-D values) of a flattened tensor, in order; a value is valid until the next iteration."""
@@ -36,3 +38,19 @@ class WeightsWriter(Protocol):
 
     def abandon(self) -> None:
         """Remove everything written; after `finish` nothing."""
+
+
+@contextlib.contextmanager
+def writing(path: str, needed: str = "") -> Iterator[contextlib.ExitStack]:
+    """Close what the block enters or calls back (`WeightsWriter.abandon`), and turn OSError into CheckpointError.
+
+    `needed` describes what writing to `path` needs.
+    """
+    try:
+        with contextlib.ExitStack() as closing:
+            yield closing
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); {needed}what was "
+            "there before is unchanged"
+        ) from error

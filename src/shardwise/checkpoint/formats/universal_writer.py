@@ -26,7 +26,7 @@ from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, outline
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.weights_reader import Progress
-from shardwise.checkpoint.weights_writer import Pieces
+from shardwise.checkpoint.weights_writer import Pieces, writing
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 VERSION = "0.19.8"
@@ -74,22 +74,16 @@ def write_universal(
     if os.path.lexists(path):
         raise CheckpointPathError(f"{path}: exists already; choose another name, or remove it")
     saved.check()
-    writer = UniversalWriter(saved, parent, tag, stages, tied or {})
-    try:
-        done, size = 0, sum(tensor.numel * tensor.torch_dtype.itemsize for tensor in writer.tensors)
+    with writing(path) as closing:
+        writer = UniversalWriter(saved, parent, tag, stages, tied or {})
+        closing.callback(writer.abandon)
+        done, size = 0, sum(tensor.nbytes for tensor in writer.tensors)
         for tensor in writer.tensors:
             writer.write(tensor.name, tensor.kind, saved.pieces(tensor))
-            done += tensor.numel * tensor.torch_dtype.itemsize
+            done += tensor.nbytes
             if progress is not None:
                 progress(done, size)
         writer.finish()
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "
-            "before is unchanged"
-        ) from error
-    finally:
-        writer.abandon()
     return writer.notes
 
 
