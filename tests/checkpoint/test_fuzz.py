@@ -166,22 +166,20 @@ def entry(shape: str, begin: int, end: int) -> str:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (
-            f"{{{entry('[1]', 0, 4)},{entry('[1]', 0, 4).replace('x', 'y')}}}",
-            "'y' begins at byte 0 of the data, expected 4",
-        ),
-        (f"{{{entry('[1]', 0, 4)},{entry('[1]', 0, 4)}}}", "there twice"),
-        (f"{{{entry('[1]', 4, 8)}}}", "expected 0"),
-        (f"{{{entry('[-1,-1]', 0, 4)}}}", "is not a shape"),
-        (f"{{{entry('[true]', 0, 4)}}}", "is not a shape"),
-        (f"{{{entry('[0,4611686018427387904]', 0, 0)}}}", "is not a shape"),
-        ("[" * 200_000, "RecursionError"),
+        (f"{{{entry('[1]', 0, 4)},{entry('[1]', 0, 4).replace('x', 'y')}}}", "invalid offset"),
+        (f"{{{entry('[1]', 0, 4)},{entry('[1]', 4, 8)}}}", "invalid offset"),
+        (f"{{{entry('[1]', 4, 8)}}}", "invalid offset"),
+        (f"{{{entry('[1]', 0, 4)}}}", "not fully covered"),
+        (f"{{{entry('[-1,-1]', 0, 4)}}}", "expected usize"),
+        (f"{{{entry('[true]', 0, 4)}}}", "expected usize"),
+        (f"{{{entry('[0,4611686018427387904]', 0, 0)},{entry('[2]', 0, 8).replace('x', 'y')}}}", "is not a shape"),
+        ("[" * 200_000, "invalid JSON"),
     ],
 )
 def test_headers_that_the_format_forbids_are_refused(header: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
-    with pytest.raises(CheckpointError, match=f"the header is damaged .*{message}"):
+    with pytest.raises(CheckpointError, match=f"truncated or damaged: .*{message}"):
         TensorFile(str(path))
 
 

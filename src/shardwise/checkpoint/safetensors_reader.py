@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format, read by range.
 
 The format is a length, a JSON header with the offset of each tensor, and the raw bytes
-(https://github.com/huggingface/safetensors). The safetensors library can read the files. It maps a file into memory,
+(https://github.com/huggingface/safetensors). The safetensors library parses the header. It maps a file into memory,
 where a damaged disk or a truncated file ends the process; here a range is read straight into its destination, and an
 error has a message.
 """
@@ -9,13 +9,13 @@ error has a message.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import zlib
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from shardwise.checkpoint.checksums import FileFacts as FileFacts
 from shardwise.checkpoint.checksums import open_to_read
@@ -133,26 +133,27 @@ class TensorFile:
             self._descriptor = -1
 
     def _parse(self) -> tuple[dict[str, Spec], dict[str, int], int]:
+        """Return the tensors, the offset of each, and the first byte of data. The library refuses gaps and overlaps:
+        reading all tensors never takes more memory than the file's size.
+        """
         size = os.fstat(self._descriptor).st_size
         length = int.from_bytes(self._read(0, min(size, 8)), "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{self.path}: not a safetensors file, or truncated: its header should take {length} bytes, the file "
-                f"has {size}"
-            )
-        if length > _LONGEST_HEADER:
-            raise CheckpointError(
-                f"{self.path}: the header is damaged: it should take {length} bytes; the format allows "
-                f"{_LONGEST_HEADER}"
-            )
+        specs: dict[str, Spec] = {}
+        begins: dict[str, int] = {}
+        end = 0
         try:
-            specs, begins, end = _parse_header(self._read(8, length))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{self.path}: the header is damaged ({type(error).__name__}: {error})") from error
-        if size != 8 + length + end:
+            # Read first, because the library maps the file, and a failing disk would end the process.
+            self._read(0, min(size, 8 + length, _LONGEST_HEADER))
+            with safe_open(f"/dev/fd/{self._descriptor}", "numpy") as file:  # not another file of this path
+                for name in file.offset_keys():
+                    found = file.get_slice(name)
+                    specs[name] = Spec(_NAMES[found.get_dtype()], check_shape(found.get_shape()))
+                    begins[name], end = end, end + specs[name].nbytes
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{self.path}: expected {8 + length + end} bytes, found {size}: the file is truncated or was changed"
-            )
+                f"{self.path}: not a safetensors file, or truncated or damaged: the file has {size} bytes, its header "
+                f"should take {length} ({type(error).__name__}: {error})"
+            ) from error
         return specs, begins, 8 + length
 
     def span(self, name: str) -> tuple[int, int]:
@@ -230,33 +231,3 @@ class TensorFile:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read at byte {offset}: {error.strerror}") from error
-
-
-def _parse_header(text: bytes) -> tuple[dict[str, Spec], dict[str, int], int]:
-    """Return the tensors of a header, the offset of each, and the end of the last one. Gaps and overlaps are refused:
-    reading all tensors never takes more memory than the file's size. Raises ValueError, KeyError, TypeError,
-    AttributeError or RecursionError if the header is invalid.
-    """
-    specs: dict[str, Spec] = {}
-    begins: dict[str, int] = {}
-    for name, entry in json.loads(text, object_pairs_hook=_once).items():
-        if name == "__metadata__":
-            continue
-        begin, stop = entry["data_offsets"]
-        spec = Spec(_NAMES[entry["dtype"]], check_shape(entry["shape"]))
-        if type(begin) is not int or type(stop) is not int or stop - begin != spec.nbytes:
-            raise ValueError(f"{name!r} has wrong offsets")
-        specs[name], begins[name] = spec, begin
-    end = 0
-    for name in sorted(begins, key=lambda name: (begins[name], specs[name].nbytes)):
-        if begins[name] != end:
-            raise ValueError(f"{name!r} begins at byte {begins[name]} of the data, expected {end}")
-        end += specs[name].nbytes
-    return specs, begins, end
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found

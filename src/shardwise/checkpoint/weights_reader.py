@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from typing_extensions import Self
 
-from shardwise.checkpoint.manifest import PARAMETER, Slice, StoredTensor, name_of
+from shardwise.checkpoint.manifest import PARAMETER, Slice, StoredTensor, by_any_name, name_of
 from shardwise.checkpoint.strided import read_patch
 
 PIECE = 8 << 20
@@ -78,11 +78,7 @@ class WeightsReader(ABC):
 
     def by_any_name(self) -> dict[str, StoredTensor]:
         """Return all tensors by name and by every alias."""
-        found = dict(self.tensors())
-        for tensor in self.tensors().values():
-            for alias in tensor.aliases:
-                found.setdefault(alias, tensor)
-        return found
+        return {**by_any_name(self.tensors().values()), **self.tensors()}
 
     def __enter__(self) -> Self:
         return self

@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import json
 import os
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 from typing_extensions import override
 
+from shardwise.checkpoint.formats.torch_file import TorchFile
 from shardwise.checkpoint.formats.weight_files import PICKLED
 from shardwise.checkpoint.manifest import Slice, StoredTensor, outline
 from shardwise.checkpoint.safetensors_reader import TensorFile
-from shardwise.checkpoint.weights_reader import ReadRange, WeightsReader, copy_range, in_one_file
+from shardwise.checkpoint.weights_reader import ReadRange, StateDictReader, WeightsReader, in_one_file
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 
@@ -103,7 +103,8 @@ class SafetensorsReader(WeightsReader):
             for file in files:
                 self._files[file] = TensorFile(file)
                 for name, spec in self._files[file].specs.items():
-                    _add(self._tensors, in_one_file(name, spec.shape, spec.dtype, file))
+                    _check_new(name, self._tensors, file)
+                    self._tensors[name] = in_one_file(name, spec.shape, spec.dtype, file)
         except BaseException:
             self.close()
             raise
@@ -122,63 +123,27 @@ class SafetensorsReader(WeightsReader):
             file.close()
 
 
-class StateFileReader(WeightsReader):
-    """Weights in files of `torch.save` (1.6 or newer, tensors only), mapped into memory."""
+class StateFileReader(StateDictReader):
+    """Weights in files of `torch.save` (1.6 or newer, tensors only), mapped into memory: only copied pages are read."""
 
     what = "torch.save"
 
     def __init__(self, path: str, files: list[str]) -> None:
-        self.path = path
-        self._values: dict[str, torch.Tensor] = {}
-        self._tensors: dict[str, StoredTensor] = {}
+        values: dict[str, torch.Tensor] = {}
         for file in files:
             for name, value in _load(file).items():
-                self._values[name] = value
-                _add(self._tensors, in_one_file(name, tuple(value.shape), value.dtype, file))
-
-    @override
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        return self._tensors
-
-    @override
-    def opened(self, tensor: StoredTensor, part: Slice) -> ReadRange:
-        # Of a contiguous tensor this is a view: only copied pages are read.
-        return functools.partial(copy_range, self._values[part.key].reshape(-1))
-
-    @override
-    def close(self) -> None:
-        self._values = {}
+                _check_new(name, values, file)
+                values[name] = value
+        super().__init__(values, path)
 
 
-def _add(known: dict[str, StoredTensor], tensor: StoredTensor) -> None:
-    if tensor.name in known:
-        raise CheckpointError(
-            f"{tensor.slices[0].file}: tensor {tensor.name!r} is in another file of these weights, too"
-        )
-    known[tensor.name] = tensor
+def _check_new(name: str, known: Container[str], file: str) -> None:
+    if name in known:
+        raise CheckpointError(f"{file}: tensor {name!r} is in another file of these weights, too")
 
 
 def _load(path: str) -> dict[str, torch.Tensor]:
-    try:
-        if not zipfile.is_zipfile(path):
-            with open(path, "rb"):
-                pass  # separates a missing file from one of another form
-            raise CheckpointError(
-                f"{path}: not a complete file of torch.save, or from a version before torch 1.6, whose files cannot be "
-                "mapped; in the latter case load it with torch.load(weights_only=True) and save it again"
-            )
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from error
-    except Exception as error:  # damage may raise anything in torch's reader
-        reason = str(error).strip().splitlines()
-        raise CheckpointError(
-            f"{path}: cannot be loaded with torch.load(weights_only=True), which takes tensors and plain containers "
-            f"only: {reason[0] if reason else type(error).__name__}"
-        ) from error
-    values = _unwrapped(loaded, path)
+    values = _unwrapped(TorchFile(path, mapped=True).content, path)
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     others = [name for name in values if name not in tensors]
     if others:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.checkpoint import manifest
-from shardwise.checkpoint.formats.deepspeed.torch_file import TorchFile
 from shardwise.checkpoint.formats.deepspeed.zero_partitions import OptimizerFile
+from shardwise.checkpoint.formats.torch_file import TorchFile
 from shardwise.checkpoint.manifest import outline
 from shardwise.errors import CheckpointError
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from shardwise.checkpoint.formats.deepspeed.torch_file import TensorAttributes
+from shardwise.checkpoint.formats.torch_file import TensorAttributes
 from shardwise.errors import CheckpointError
 
 TIED_LAYERS = "shardwise_tied_layers"

@@ -21,8 +21,8 @@ import torch
 
 from shardwise.checkpoint.formats.deepspeed.index import UNIVERSAL
 from shardwise.checkpoint.formats.deepspeed.neutral import Content, as_scalar, same
-from shardwise.checkpoint.formats.deepspeed.torch_file import TorchFile
 from shardwise.checkpoint.formats.deepspeed.zero_partitions import settings_of
+from shardwise.checkpoint.formats.torch_file import TorchFile
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of, outline
 from shardwise.errors import CheckpointError
 

@@ -39,9 +39,11 @@ _HARMLESS: list[Any] = [
 
 
 class TorchFile:
-    """An opened file of `torch.save`, with tensors on the CPU and mapped; `records` counts parts with a checksum."""
+    """An opened file of `torch.save`, with tensors on the CPU and mapped, if it is an archive (with `mapped` others are
+    refused); `records` counts parts with a checksum.
+    """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, mapped: bool = False) -> None:
         self.path = path
         try:
             facts = os.stat(path)
@@ -49,6 +51,11 @@ class TorchFile:
                 self._archived = file.read(len(_LEGACY)) != _LEGACY
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+        if mapped and not self._archived:
+            raise CheckpointError(
+                f"{path}: a file of a version before torch 1.6, or in its form, which cannot be mapped; load it with "
+                "torch.load(weights_only=True) and save it again"
+            )
         self.size, self.modified, self.records = facts.st_size, facts.st_mtime, 0
         if self._archived:
             self._check_structure()
@@ -81,8 +88,8 @@ class TorchFile:
                     raise CheckpointError(
                         f"{self.path}: holds objects of {outline(strange)}, which are not tensors, numbers, strings or "
                         "containers of these. Nothing of the file was used, because rebuilding them runs code. Save it "
-                        "again without them (most often they are in client_state); if you trust their classes, name "
-                        "them with torch.serialization.add_safe_globals() before loading"
+                        "again without them (in checkpoints they are most often in client_state); if you trust their "
+                        "classes, name them with torch.serialization.add_safe_globals() before loading"
                     ) from error
                 raise CheckpointError(
                     f"{self.path}: damaged: cannot be read ({type(error).__name__}: {error!s:.300})"
