@@ -100,12 +100,12 @@ class StagingDirectory:
                     raise
         raise AssertionError(self.path)
 
-    def publish(self) -> None:
-        """Publish the checkpoint under its tag; the manifest is in `path` already. Raises OSError if publication
-        failed; the previous state remains unless `published` is set.
+    def publish(self, *, replace: bool = True) -> None:
+        """Publish the checkpoint under its tag, or without `replace` under a new one; the manifest is in `path`
+        already. Raises OSError if publication failed; the previous state remains unless `published` is set.
         """
         sync_directory(self.path)
-        if not os.path.lexists(self.target):
+        if not replace or not os.path.lexists(self.target):
             os.rename(self.path, self.target)
             self.published = True
             with contextlib.suppress(OSError):  # not before: without it the directory looks abandoned

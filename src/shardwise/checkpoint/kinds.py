@@ -49,14 +49,15 @@ _PATHS = {
 def _from_attributes(kind: type) -> Callable[[Any], Any]:
     def made(attributes: Any) -> Any:
         value = kind()
-        for name, content in _checked(attributes, dict).items():
-            vars(value)[_checked(name, str)] = content
+        for name, content in checked(attributes, dict).items():
+            vars(value)[checked(name, str)] = content
         return value
 
     return made
 
 
-def _checked(value: Any, *kinds: type) -> Any:
+def checked(value: Any, *kinds: type) -> Any:
+    """Return a value from a file if it is of one of these types. Raises TypeError."""
     if type(value) not in kinds:
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"expected {expected}, found {type(value).__name__}")
@@ -64,7 +65,7 @@ def _checked(value: Any, *kinds: type) -> Any:
 
 
 def _number(value: Any) -> Any:
-    return _checked(value, int, float)
+    return checked(value, int, float)
 
 
 def _default_to_plain(value: collections.defaultdict[Any, Any]) -> Any:
@@ -77,12 +78,12 @@ def _default_to_plain(value: collections.defaultdict[Any, Any]) -> Any:
 
 def _default_from_plain(plain: Any) -> Any:
     name, items = plain
-    return collections.defaultdict(None if name is None else _FACTORIES[name], _checked(items, dict))
+    return collections.defaultdict(None if name is None else _FACTORIES[name], checked(items, dict))
 
 
 def _deque_from_plain(plain: Any) -> Any:
     most, items = plain
-    return collections.deque(_checked(items, list), most if most is None else _checked(most, int))
+    return collections.deque(checked(items, list), most if most is None else checked(most, int))
 
 
 def _time_to_plain(value: datetime.datetime | datetime.time) -> Any:
@@ -92,7 +93,7 @@ def _time_to_plain(value: datetime.datetime | datetime.time) -> Any:
 def _time_from_plain(kind: type[datetime.datetime] | type[datetime.time]) -> Callable[[Any], Any]:
     def made(plain: Any) -> Any:
         text, fold, zone = plain
-        return kind.fromisoformat(_checked(text, str)).replace(tzinfo=zone, fold=fold)
+        return kind.fromisoformat(checked(text, str)).replace(tzinfo=zone, fold=fold)
 
     return made
 
@@ -104,23 +105,23 @@ def _zone_to_plain(value: zoneinfo.ZoneInfo) -> Any:
 
 
 def _elements(values: Any) -> list[Any]:
-    for value in _checked(values, list):
+    for value in checked(values, list):
         if not is_key(value):
             raise TypeError(f"it has an element of type {type(value).__name__}; use a list")
     return list(values)
 
 
 def _path(name: Any, text: Any) -> pathlib.PurePath:
-    kind = _PATHS[_checked(name, str)]
+    kind = _PATHS[checked(name, str)]
     if isinstance(pathlib.Path(), pathlib.PosixPath) and kind is pathlib.WindowsPath:
         kind = pathlib.PureWindowsPath  # of another system
     elif isinstance(pathlib.Path(), pathlib.WindowsPath) and kind is pathlib.PosixPath:
         kind = pathlib.PurePosixPath
-    return kind(_checked(text, str))
+    return kind(checked(text, str))
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, _checked(name, str), None)
+    found = getattr(torch, checked(name, str), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return found
@@ -134,7 +135,7 @@ _KINDS: dict[type, Kind] = {
     set: Kind("set", lambda value: _elements(list(value)), lambda plain: set(_elements(plain))),
     frozenset: Kind("frozenset", lambda value: _elements(list(value)), lambda plain: frozenset(_elements(plain))),
     complex: Kind("complex", lambda value: [value.real, value.imag], lambda plain: complex(*map(_number, plain))),
-    bytearray: Kind("bytearray", bytes, lambda plain: bytearray(_checked(plain, bytes))),
+    bytearray: Kind("bytearray", bytes, lambda plain: bytearray(checked(plain, bytes))),
     range: Kind("range", lambda value: [value.start, value.stop, value.step], lambda plain: range(*plain)),
     slice: Kind("slice", lambda value: [value.start, value.stop, value.step], lambda plain: slice(*plain)),
     datetime.datetime: Kind("datetime", _time_to_plain, _time_from_plain(datetime.datetime)),
@@ -148,17 +149,17 @@ _KINDS: dict[type, Kind] = {
     datetime.timezone: Kind(
         "timezone", lambda value: list(value.__getinitargs__()), lambda plain: datetime.timezone(*plain)
     ),
-    zoneinfo.ZoneInfo: Kind("zone", _zone_to_plain, lambda plain: zoneinfo.ZoneInfo(_checked(plain, str))),
-    decimal.Decimal: Kind("decimal", str, lambda plain: decimal.Decimal(_checked(plain, str))),
+    zoneinfo.ZoneInfo: Kind("zone", _zone_to_plain, lambda plain: zoneinfo.ZoneInfo(checked(plain, str))),
+    decimal.Decimal: Kind("decimal", str, lambda plain: decimal.Decimal(checked(plain, str))),
     fractions.Fraction: Kind(
         "fraction",
         lambda value: [value.numerator, value.denominator],
-        lambda plain: fractions.Fraction(*(_checked(part, int) for part in plain)),
+        lambda plain: fractions.Fraction(*(checked(part, int) for part in plain)),
     ),
-    uuid.UUID: Kind("uuid", lambda value: value.hex, lambda plain: uuid.UUID(_checked(plain, str))),
-    torch.Size: Kind("size", list, lambda plain: torch.Size([_checked(part, int) for part in plain])),
+    uuid.UUID: Kind("uuid", lambda value: value.hex, lambda plain: uuid.UUID(checked(plain, str))),
+    torch.Size: Kind("size", list, lambda plain: torch.Size([checked(part, int) for part in plain])),
     torch.dtype: Kind("dtype", lambda value: str(value).removeprefix("torch."), _dtype),
-    torch.device: Kind("device", str, lambda plain: torch.device(_checked(plain, str))),
+    torch.device: Kind("device", str, lambda plain: torch.device(checked(plain, str))),
     **{
         kind: Kind("path", lambda value: [type(value).__name__, str(value)], lambda plain: _path(*plain))
         for kind in _PATHS.values()
@@ -290,7 +291,7 @@ def from_plain(tag: str, plain: Any) -> Any:
         module, name, member = plain
         cls = _class(module, name, enum.Enum)
         if issubclass(cls, enum.Flag):
-            return cls(_checked(member, int))
+            return cls(checked(member, int))
         return vars(cls)["_member_map_"][member]
     if tag == "$dataclass":
         module, name, contents = plain
@@ -298,8 +299,8 @@ def from_plain(tag: str, plain: Any) -> Any:
         if "__dataclass_fields__" not in vars(cls) or any("__del__" in vars(base) for base in cls.__mro__):
             raise ValueError(f"{module}.{name} is no dataclass, or does something when it is deleted")
         value = object.__new__(cls)
-        for key, content in _checked(contents, dict).items():
-            object.__setattr__(value, _checked(key, str), content)
+        for key, content in checked(contents, dict).items():
+            object.__setattr__(value, checked(key, str), content)
         return value
     if tag == "$state":
         return plain
@@ -308,8 +309,8 @@ def from_plain(tag: str, plain: Any) -> Any:
 
 def _class(module: Any, name: Any, base: type) -> Any:
     """Return a class that the script has imported, without importing or calling anything."""
-    found: Any = sys.modules.get(_checked(module, str))
-    for part in _checked(name, str).split("."):
+    found: Any = sys.modules.get(checked(module, str))
+    for part in checked(name, str).split("."):
         found = None if found is None else vars(found).get(part)
     if not isinstance(found, type) or not issubclass(found, base):
         raise CheckpointError(

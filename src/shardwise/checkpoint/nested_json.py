@@ -47,6 +47,7 @@ _MAPPINGS: dict[type, str] = {
     collections.OrderedDict: "$ordered",
     collections.Counter: "$counter",
 }
+_NUMBERS = (bool, int, float)
 _RAW = "biufcmMSU"
 """Kinds of numpy's dtypes with values that are plain bytes."""
 
@@ -193,26 +194,26 @@ def _decode(value: Any, fetch: Fetch) -> Any:
 
 def _decode_tagged(tag: str, content: Any, fetch: Fetch) -> Any:
     if tag == "$float":
-        return float(_text(content))
+        return float(kinds.checked(content, str))
     if tag == "$tuple":
         return tuple(_decode(item, fetch) for item in content)
     if tag == "$bytes":
-        return base64.b64decode(_text(content), validate=True)
+        return base64.b64decode(kinds.checked(content, str), validate=True)
     if tag == "$tensor":
         return fetch(content)
     if tag == "$numpy":
         return fetch(content).numpy()
     if tag == "$scalar":
         name, number = content
-        return torch.tensor(_number(_decode(number, fetch)), dtype=_SCALARS[name], device="cpu")
+        return torch.tensor(kinds.checked(_decode(number, fetch), *_NUMBERS), dtype=_SCALARS[name], device="cpu")
     if tag == "$numpy_scalar":
         import numpy
 
         name, number = content
-        dtype = numpy.dtype(_text(name))
+        dtype = numpy.dtype(kinds.checked(name, str))
         if dtype.kind not in "biuf":
             raise ValueError(f"{name} is not a type of numbers")
-        return dtype.type(_number(_decode(number, fetch)))
+        return dtype.type(kinds.checked(_decode(number, fetch), *_NUMBERS))
     if tag == "$numpy_raw":
         return _decode_raw(*content)
     if tag == "$numpy_dtype":
@@ -234,7 +235,7 @@ def _key(value: Any) -> Any:
 def _raw_dtype(name: Any) -> Any:
     import numpy
 
-    dtype = numpy.dtype(_text(name))
+    dtype = numpy.dtype(kinds.checked(name, str))
     if dtype.kind not in _RAW:
         raise ValueError(f"{name} is not a type of plain bytes")
     return dtype
@@ -243,25 +244,13 @@ def _raw_dtype(name: Any) -> Any:
 def _decode_raw(name: Any, shape: Any, text: Any) -> Any:
     import numpy
 
-    dtype, data = _raw_dtype(name), base64.b64decode(_text(text), validate=True)
+    dtype, data = _raw_dtype(name), base64.b64decode(kinds.checked(text, str), validate=True)
     if shape is None:
         return numpy.frombuffer(data, dtype, 1)[0] if dtype.itemsize else dtype.type()
-    sizes = [_number(size) for size in shape]
+    sizes = [kinds.checked(size, int) for size in shape]
     if len(data) != math.prod(sizes) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are not {sizes} of {name}")
     return numpy.frombuffer(bytearray(data), dtype).reshape(sizes) if data else numpy.zeros(sizes, dtype)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a string, found {type(value).__name__}")
-    return value
-
-
-def _number(value: Any) -> bool | int | float:
-    if not isinstance(value, (bool, int, float)):
-        raise TypeError(f"expected a number, found {type(value).__name__}")
-    return value
 
 
 def references(value: Any) -> Iterator[Any]:

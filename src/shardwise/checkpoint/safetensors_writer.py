@@ -107,7 +107,7 @@ class TensorWriter:
         self._left = {name: spec.nbytes for name, spec in specs.items()}
         self._file = FileWriter(path, layout.size, direct=direct and checksums, over=over)
         try:
-            self._put(memoryview(layout.header))
+            self._file.write(memoryview(layout.header))
         except BaseException:
             self.abandon()
             raise
@@ -181,14 +181,11 @@ class TensorWriter:
     def _put_bytes(self, name: str, data: memoryview) -> None:
         for start in range(0, len(data), _STEP):
             piece = data[start : start + _STEP]
-            self._put(piece)
+            self._file.write(piece)
             if self._sums is not None:
                 self._sums[name] = zlib.crc32(piece, self._sums[name])
         self._left[name] -= len(data)
         self._position += len(data)
-
-    def _put(self, data: memoryview) -> None:
-        self._file.write(data)
 
 
 def write_tensors(

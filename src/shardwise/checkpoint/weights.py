@@ -36,20 +36,13 @@ def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, to_fir
 
 def _in_order(module: nn.Module, found: Iterable[str]) -> list[str]:
     """Return names in the order of a plain module's state dict; those of other ranks follow their predecessors."""
-    known = dict.fromkeys(_names(module))
-    behind: dict[str | None, list[str]] = {}
-    last: str | None = None
+    places = {name: place for place, name in enumerate(_names(module))}
+    keys: dict[str, tuple[int, bool]] = {}
+    last = -1
     for name in found:
-        if name in known:
-            last = name
-        else:
-            behind.setdefault(last, []).append(name)
-    held = set(found)
-    ordered = list(behind.get(None, ()))
-    for name in known:
-        if name in held:
-            ordered += [name, *behind.get(name, ())]
-    return ordered
+        last = places.get(name, last)
+        keys[name] = last, name not in places
+    return sorted(keys, key=keys.__getitem__)
 
 
 def _names(module: nn.Module) -> Iterator[str]:

@@ -227,9 +227,7 @@ class DcpWriter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the absent process group
             dcp.save(described, storage_writer=writer, planner=Planner(), no_dist=True)
-        if os.path.isdir(self._path):
-            os.rmdir(self._path)
-        self._draft.publish()
+        self._draft.publish(replace=False)  # an empty directory may be there
         return []
 
     def abandon(self) -> None:

@@ -9,8 +9,6 @@ from this format.
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +20,7 @@ from shardwise.checkpoint.formats.deepspeed import trainer_state
 from shardwise.checkpoint.formats.deepspeed.layer_files import stage_name
 from shardwise.checkpoint.formats.deepspeed.universal import MASTER, STATE, STEP, file_of
 from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
+from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, outline
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_reader import Spec
@@ -96,7 +95,6 @@ class UniversalWriter:
     def __init__(self, saved: Checkpoint, parent: str, tag: str, stages: bool, tied: Mapping[str, int]) -> None:
         self._saved, self._stages, self._tied = saved, stages, tied
         self._parent, self._tag = parent, tag
-        self._draft = os.path.join(parent, f".{tag}.{secrets.token_hex(4)}.partial")
         self.notes: list[str] = []
         held = saved.manifest
         if held.optimizer is None or "refused" in held.optimizer:
@@ -118,6 +116,7 @@ class UniversalWriter:
         self.tensors = [*self._trained, *state, *self._others, *self._buffers]
         self._of = {(t.name, t.kind): t for t in self.tensors}
         self._fp32 = {t.name for t in self._trained}
+        self._draft = directory.StagingDirectory(parent, tag, tidy=False)
 
     def _check(self) -> None:
         for tensor in self._trained:
@@ -169,7 +168,7 @@ class UniversalWriter:
         tensor = self._of[name, kind]
         dtype = torch.float32 if name in self._fp32 else tensor.torch_dtype
         entry = kind.removeprefix(OPTIMIZER) if kind.startswith(OPTIMIZER) else MASTER
-        path = os.path.join(self._draft, file_of(self._names[name], entry))
+        path = os.path.join(self._draft.path, file_of(self._names[name], entry))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         writer = StateFileWriter(path, {"param": Spec(dtype, tensor.shape)})
         try:
@@ -183,22 +182,19 @@ class UniversalWriter:
         """Write step counts, settings and model states, publish the directory, and let `latest_universal` name it."""
         for tensor in self._trained:
             step = torch.tensor(self._steps[tensor.group or 0], dtype=torch.float32, device="cpu")
-            _save(step, os.path.join(self._draft, file_of(self._names[tensor.name], STEP)))
-        _save(self._optimizer(), os.path.join(self._draft, STATE))
+            _save(step, os.path.join(self._draft.path, file_of(self._names[tensor.name], STEP)))
+        _save(self._optimizer(), os.path.join(self._draft.path, STATE))
         for name in _MODELS:
-            _save(self._model(), os.path.join(self._draft, name))
-        for folder, _, _ in os.walk(self._draft, topdown=False):
+            _save(self._model(), os.path.join(self._draft.path, name))
+        for folder, _, _ in os.walk(self._draft.path, topdown=False):
             directory.sync_directory(folder)
-        os.rename(self._draft, os.path.join(self._parent, self._tag))
-        directory.sync_directory(self._parent)
-        temporary = f"{self._draft}.{directory.LATEST_UNIVERSAL}"
-        directory.write_file(temporary, self._tag.encode())
-        os.replace(temporary, os.path.join(self._parent, directory.LATEST_UNIVERSAL))
+        self._draft.publish(replace=False)
+        CheckpointDirectory(self._parent).set_latest(self._tag, directory.LATEST_UNIVERSAL)
         return [self._tag]
 
     def abandon(self) -> None:
         """Remove everything written; after `finish` nothing."""
-        shutil.rmtree(self._draft, ignore_errors=True)
+        self._draft.discard()
 
     def _optimizer(self) -> dict[str, Any]:
         groups = []
