@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint.directory import StagingDirectory
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from shardwise.checkpoint.formats.universal_writer import write_universal
 from shardwise.errors import CheckpointError
@@ -203,6 +204,21 @@ def test_universal_checkpoints_are_written(
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         assert torch.load(tmp_path / "uni" / name, weights_only=True)["global_steps"] == 2
     assert_same(str(tmp_path / "uni"), ours).close()
+
+
+def test_a_universal_checkpoint_that_fails_leaves_nothing(plain: str, tmp_path: Path) -> None:
+    """What a killed process has left goes, too; a directory that appears meanwhile stays as it is."""
+    killed = StagingDirectory(str(tmp_path), "uni")
+    (Path(killed.path) / "zero" / "w").mkdir(parents=True)
+    killed._unlock()
+
+    def appear(done: int, size: int) -> None:
+        (tmp_path / "uni").mkdir(exist_ok=True)
+        (tmp_path / "uni" / "theirs").touch()
+
+    with Checkpoint(plain) as saved, pytest.raises(CheckpointError, match="cannot be written"):
+        write_universal(saved, tmp_path, "uni", progress=appear)
+    assert os.listdir(tmp_path) == ["uni"] and os.listdir(tmp_path / "uni") == ["theirs"]
 
 
 @as_ranks(2)

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise import boxes
 from shardwise.checkpoint.agree import collective_step, on_first_rank
-from shardwise.checkpoint.collect import extra_states, within
+from shardwise.checkpoint.collect import extra_states, first_holders, within
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.comm.communicator import Communicator
@@ -385,22 +385,17 @@ def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
     """
     found = dict(all_buffers(model.module))
     gathered = _elsewhere(model)
-    homes: dict[str, tuple[int, Any]] = {}
-    extra: dict[str, int] = {}
-    for rank, entry in enumerate(gathered):
-        for name, facts in entry["buffers"].items():
-            homes.setdefault(name, (rank, facts))
-        for name in entry["extra"]:
-            extra.setdefault(name, rank)
+    homes, extra = first_holders(gathered, "buffers"), first_holders(gathered, "extra")
     lacking = [name for name in extra if not all(name in entry["extra"] for entry in gathered)]
     if lacking:
         raise CheckpointError(
             f"extra state of modules that not all ranks have cannot be gathered: {outline(lacking)} (on rank "
             f"{extra[lacking[0]]}); save a checkpoint, and export that"
         )
-    for name, (rank, (dtype, shape)) in homes.items():
+    for name, rank in homes.items():
         if all(name in entry["buffers"] for entry in gathered):
             continue
+        dtype, shape = gathered[rank]["buffers"][name]
         own, described = found.get(name), (tuple(shape), dtype_of(dtype))
         values = _sent(model.pass_group, own, rank, described, model.device, name, to_first=False)
         assert values is not None

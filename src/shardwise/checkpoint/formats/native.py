@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from shardwise._version import __version__
 from shardwise.checkpoint import directory, manifest, manifestfile, nested_json
 from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
 from shardwise.checkpoint.manifest import PARAMETER, Manifest, Slice, StoredTensor
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.safetensors_writer import TensorWriter, file_order
+from shardwise.checkpoint.save import versions
 from shardwise.checkpoint.weights_writer import Pieces
 
 
@@ -59,13 +56,12 @@ class NativeWriter:
         for key, tensor in self._tensors.items():
             slices = (Slice(self._part.file, key, 0, tensor.numel),)
             stored.append(replace(tensor, slices=slices if tensor.numel or tensor.kind != PARAMETER else ()))
-        versions = {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}
         number = StateNumbers().after(self._target)
         made = replace(
             self._content,
             tag=self._tag,
             created=time.time(),
-            versions={**versions, **self._content.versions},
+            versions={**versions(), **self._content.versions},
             layout={"sequence": number, **self._content.layout},
             files={self._part.file: facts},
             tensors=manifest.in_order(stored, [[t.name for t in stored if t.kind == PARAMETER]]),
@@ -86,16 +82,12 @@ class NativeWriter:
 
         found = content.optimizer
         if found is not None:
-            groups = [encoded(group, f"optimizer.param_groups[{n}]") for n, group in enumerate(found["groups"])]
-            values = {
-                name: {key: encoded(value, f"optimizer state {key!r} of {name!r}") for key, value in own.items()}
-                for name, own in found["values"].items()
-            }
-            found = {"class": found["class"], "groups": groups, "values": values}
+            groups = encoded(found["groups"], "optimizer.param_groups")
+            found = {**found, "groups": groups, "values": encoded(found["values"], "optimizer.state")}
         return {
             "optimizer": found,
             "scheduler": encoded(content.scheduler, "state of the learning-rate schedule"),
             "scaler": encoded(content.scaler, "state of the loss scaler"),
-            "extra": {name: encoded(value, f"extra state of module {name!r}") for name, value in content.extra.items()},
+            "extra": encoded(content.extra, "extra state of modules"),
             "client": encoded(content.client, "client_state"),
         }
