@@ -291,7 +291,7 @@ def rates(options: argparse.Namespace) -> list[Row]:
 def plan(options: argparse.Namespace) -> list[Row]:
     """Return the times of plans."""
     from shardwise.engine.plans import plan_model
-    from shardwise.launch.architectures import SHAPES, Decoder
+    from shardwise.plan.architectures import SHAPES, Decoder
 
     torch.set_num_threads(1)
     config = {

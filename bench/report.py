@@ -1,7 +1,7 @@
 """Tables of the README and the docs from the files in bench/results.
 
     python bench/report.py README.md docs/numbers.md docs/convergence.md docs/pipeline.md docs/gpu.md docs/frameworks.md
-        docs/local-sgd.md docs/unequal.md docs/zeropp.md
+        docs/local-sgd.md docs/memory.md docs/unequal.md docs/zeropp.md
 
 A page has a table between `<!-- table NAME -->` and `<!-- /table -->`; everything else is written by hand. Figures that
 have not been measured are "-". `<!-- table machine -->` names the machine of most tables of a page; the others name
@@ -447,6 +447,16 @@ TABLES: dict[str, Table] = {
             C("training loss", "{last_loss:.3f}"),
             C("held-out loss", "{held_out:.3f}"),
             C("bytes sent to other replicas", "{replicas_sent_bytes_a_parameter:.3f}"),
+        ],
+    ),
+    "plan_steps_errors": Table(
+        ["plan_steps_errors"],
+        [
+            C("", "system"),
+            C("median error", "{median_error_percent:.1f} %"),
+            C("90 % have less than", "{high_error_percent:.1f} %"),
+            C("pairs in the right order", "{pairs_percent:.0f} %"),
+            C("s to measure the machine", "{machine_s:.0f}"),
         ],
     ),
     "unequal_4": Table(

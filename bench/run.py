@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-_DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "unequal", "zeropp")
+_DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "memory", "unequal", "zeropp")
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 Part = list[tuple[str, str, int]]
 """Names of files, the commands that leave them, and the seconds that each may take."""
@@ -67,6 +67,7 @@ CPU: dict[str, Part] = {
     "host_time": _cpu("host.py"),
     "monitoring": _cpu(*(f"overhead.py --nproc {nproc}" for nproc in (1, 2))),
     "unequal": _cpu("unequal.py"),
+    "plan_time": _cpu("plan_time.py"),
     "optimizer": _cpu("micro.py --what adam"),
     "offload": _cpu(
         "offload.py",

@@ -5,7 +5,7 @@
 The model sleeps for a set time per sample in its forward pass, and twice as long in its backward pass; on the last
 rank `--slow` times as long. So ranks do not compete for cores. Everything else is real. Two engines with the same model
 take turns in the same processes, after 60 steps in which one divides the batch anew every 20. "best" is the time of
-the samples alone if they could be divided exactly by speed.
+only the samples if they could be divided exactly by speed.
 """
 
 from __future__ import annotations

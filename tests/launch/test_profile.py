@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from shardwise.launch.architectures import SHAPES, Shape
+from shardwise.plan.architectures import SHAPES, Shape
 
 
 def own() -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.engine.plans import plan_model
 from shardwise.errors import UsageError
-from shardwise.launch.architectures import SHAPES, Decoder
+from shardwise.plan.architectures import SHAPES, Decoder
 from tests.harness import run_ranks, thorough
 from tests.harness.training import ADAMW, engine_of
 from tests.memory.test_report import GPT, LENGTH, VOCABULARY, settings

@@ -57,11 +57,12 @@ class FakeCommunicator(Communicator):
         rank: int = 0,
         like: Communicator | None = None,
         name: str = "data_parallel",
+        ledger: Ledger | None = None,
     ) -> None:
-        self.ledger, self.device, self.name = Ledger(), device, name
+        self.ledger, self.device, self.name = Ledger() if ledger is None else ledger, device, name
         self.world, self.rank = world, rank
         self.imagined = True
-        self.members = list(range(world))
+        self.members = self._peers = list(range(world))
         self._failures = FailureReports(self.ledger, self.members, rank)
         self.timeout = timeout_from_environment()
         self._ordered = like is not None and like._ordered
@@ -81,8 +82,8 @@ class FakeCommunicator(Communicator):
         """Return a communicator of some ranks, as `Communicator.part`."""
         members = list(next((members for members in parts if self.rank in members), parts[0]))
         rank = members.index(self.rank) if self.rank in members else 0
-        part = FakeCommunicator(len(members), self.device, rank=rank, like=self, name=name)
-        part.members = [self.members[place] for place in members]
+        part = FakeCommunicator(len(members), self.device, rank=rank, like=self, name=name, ledger=self.ledger)
+        part.members = part._peers = [self.members[place] for place in members]
         part._connected = self._connected
         if not near:
             part._backend = _FakeBackend(part._torch, part.world)

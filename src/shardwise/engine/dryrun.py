@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from shardwise.comm.domain import Domain
 from shardwise.comm.fake import FakeCommunicator
+from shardwise.comm.ledger import Watcher
 from shardwise.engine.batch import Batches
 from shardwise.engine.mesh import RankGrid, domain_of, domains_of, reduction, replicas_of
 from shardwise.engine.modules import chunks_of, leaves_of, modules_with, place_buffers
@@ -44,6 +46,17 @@ if TYPE_CHECKING:
     from shardwise.comm.domain import Arrangement
     from shardwise.config import Config
     from shardwise.zero.passes.reduce import CopiesElsewhere
+
+
+class Recorder(Watcher, Protocol):
+    """Records what a dry run does, by phases: "forward", "backward", "step"."""
+
+    def begin(self) -> None:
+        """Forget what has been recorded."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Record the block as a phase of a pass."""
+
 
 MOST_PASSES = 3
 """Micro-batches of a window that are run: the first, which allocates the accumulators; one in the middle, like every
@@ -192,6 +205,7 @@ class DryRunEngine:
         loss: Callable[[Any], torch.Tensor] | None = None,
         *,
         masks: bool = False,
+        recorder: Recorder | None = None,
     ) -> MemoryPlan:
         """Return the memory plan of a window; to be called once. Raises any error of the module on fake tensors.
 
@@ -200,7 +214,9 @@ class DryRunEngine:
                 only.
             loss: returns a scalar from the module's output; None: `shardwise.memory.dryrun.loss_of`.
             masks: the batch may contain attention masks (`shardwise.memory.dryrun.has_masks`).
+            recorder: records the last window.
         """
+        self._recorder: Recorder | None = None
         given = None if batch is None else self.fake(batch)
         found = None
         with contextlib.ExitStack() as stack:
@@ -219,7 +235,11 @@ class DryRunEngine:
                 self.sharded.finish_gathers()
                 self._communicators.reserve(self._job)
                 self.accountant.reset_peak()
+                if recorder is not None:
+                    self._recorder = self._job.ledger.watcher = recorder
                 for _ in range(1 if found is None else 2):  # some lossy steps alternate
+                    if recorder is not None:
+                        recorder.begin()
                     moved = self._window(given, accumulation, loss)
                 plan = self._read(accumulation, moved)
                 found = plan if found is None else found.joined(plan)
@@ -255,13 +275,16 @@ class DryRunEngine:
         self._batches.steps = passes = min(accumulation, MOST_PASSES)
         marks = [self._moved()]
         for _ in range(passes):
-            scalar = self._forward(batch, loss)
+            with self._phase("forward"):
+                scalar = self._forward(batch, loss)
             if self.sharded.update is not None:
                 with Answers():
-                    with self._step.passing(scalar) as roots:
-                        self.sharded.backward(roots)
-                    del roots
-                    self._step.take()
+                    with self._phase("backward"):
+                        with self._step.passing(scalar) as roots:
+                            self.sharded.backward(roots)
+                        del roots
+                    with self._phase("step"):
+                        self._step.take()
             del scalar
             marks.append(self._moved())
         whole = {tier: marks[-1][tier] - marks[0][tier] for tier in Tier}
@@ -269,6 +292,9 @@ class DryRunEngine:
             for tier in Tier:
                 whole[tier] += (marks[2][tier] - marks[1][tier]).times(accumulation - passes)
         return whole
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.phase(name)
 
     def _moved(self) -> dict[Tier, Moved]:
         return {tier: self.accountant.moved(tier) for tier in Tier}

@@ -15,7 +15,7 @@ from shardwise.comm.fake import FakeCommunicator
 from shardwise.comm.replicas import Replicas
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
-from shardwise.engine.dryrun import DryRunEngine, MemoryPlan
+from shardwise.engine.dryrun import DryRunEngine, MemoryPlan, Recorder
 from shardwise.engine.mesh import domain_of
 from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
@@ -30,7 +30,7 @@ from shardwise.zero.units.plan import TABLE
 if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.engine.pipeline_dryrun import StageForms
-    from shardwise.engine.pipeline_plans import ScheduleFacts
+    from shardwise.engine.pipeline_plans import PipelinePlans, ScheduleFacts
     from shardwise.engine.stages import PipelineRanks
 
 NO_PATH = "a directory on a fast disk"
@@ -352,6 +352,17 @@ class Planner:
             self._plans[setting] = self._run(setting)
         return self._plans[setting]
 
+    def record(self, setting: Setting, recorder: Recorder) -> None:
+        """Record what a rank does in a window. Raises any error of the module on fake tensors.
+
+        Raises UsageError without a batch.
+        """
+        if self._batch is None:
+            raise UsageError("a plan of time needs a batch")
+        batch = self._of_size(setting.micro_batch)
+        steps = accumulated(self.target.resolution.config, setting.accumulation)
+        self._engine(setting, batch).run(batch, steps, self._loss, masks=self._masks, recorder=recorder)
+
     def _run(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         config, note = self.target.resolution.config, ""
         accumulation = accumulated(config, setting.accumulation)
@@ -483,20 +494,26 @@ def plan_model(
         >>> plan.peaks["optimizer state"] // 1000  # 8 bytes for each of 4096 * 4096 / 1024
         131
     """
-    from shardwise.engine.pipeline_plans import PipelinePlans, requested_stages  # imports this module
-
-    resolution = resolve(config, world_size=ranks, facts=Facts(lr=None, pipeline_stages=requested_stages(model)))
-    pipeline = PipelinePlans.of(model, resolution, ranks)
-    models = [(model, None)] if pipeline is None else pipeline.positions()
-    planners = [
-        Planner(_imagined(part, resolution, ranks, place), batch, forms=None if pipeline is None else pipeline.forms)
-        for part, place in models
-    ]
+    planners, pipeline = planners_of(model, config, ranks, batch)
     plans = tuple(
         planner.plan(replace(planner.target.setting, stage=stage), rooms) for stage in stages for planner in planners
     )
     room = min((room.size for room in rooms if Tier.DEVICE in room.tiers), default=None)
     return MemoryPlans(plans, room, schedule=None if pipeline is None else pipeline.facts())
+
+
+def planners_of(
+    model: nn.Module, config: dict[str, Any], ranks: int, batch: Any = None
+) -> tuple[list[Planner], PipelinePlans | None]:
+    """Return a planner of rank 0, or of each position of a pipeline, and the pipeline; arguments as `plan_model`."""
+    from shardwise.engine.pipeline_plans import PipelinePlans, requested_stages  # imports this module
+
+    resolution = resolve(config, world_size=ranks, facts=Facts(lr=None, pipeline_stages=requested_stages(model)))
+    pipeline = PipelinePlans.of(model, resolution, ranks)
+    models = [(model, None)] if pipeline is None else pipeline.positions()
+    forms = None if pipeline is None else pipeline.forms
+    found = [Planner(_imagined(part, resolution, ranks, place), batch, forms=forms) for part, place in models]
+    return found, pipeline
 
 
 def _imagined(model: nn.Module, resolution: Resolution, ranks: int, place: PipelineRanks | None) -> PlanningTarget:

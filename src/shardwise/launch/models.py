@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import CommandLineError
-from shardwise.launch.architectures import SHAPES, Decoder, decoder_pipeline
 from shardwise.pipeline.transformer import model_loss
+from shardwise.plan.architectures import SHAPES, Decoder, decoder_pipeline
 
 
 def named_model(name: str, recompute: bool, *, pipeline: bool = False) -> nn.Module:

@@ -172,7 +172,7 @@ def test_the_dry_run_is_what_is_measured(kind: str, stage: int, norms: bool, wor
 
 
 def test_plans_for_ranks_that_there_are_not() -> None:
-    from shardwise.launch.architectures import Decoder, Shape
+    from shardwise.plan.architectures import Decoder, Shape
 
     with torch.device("meta"):
         model = Decoder(Shape(8, 2048, 16, 8000, inner=5504, llama=True))

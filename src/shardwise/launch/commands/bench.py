@@ -1,10 +1,11 @@
-"""`shardwise bench`: measures disk and communication speed of this machine."""
+"""`shardwise bench`: measures disk, communication and computing speed of this machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,13 +31,14 @@ def register(app: typer.Typer) -> None:
     """Add the group of subcommands."""
     group = typer.Typer(
         name="bench",
-        help=(summary := "Measure disk and communication of this machine, and show fitting settings."),
+        help=(summary := "Measure disk, communication and computing of this machine."),
         short_help=summary,  # otherwise it is truncated
         rich_markup_mode=None,
         no_args_is_help=True,
     )
     group.command("io")(io)
     group.command("comm")(comm)
+    group.command("machine")(machine)
     app.add_typer(group)
 
 
@@ -136,6 +138,47 @@ def comm(
         file=as_json,
     )
     raise typer.Exit(run(wanted))
+
+
+def machine(
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the rates go.")] = "machine.json",
+    nproc: Annotated[int, typer.Option(metavar="N", help="Ranks that share the machine.")] = 2,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Limit for the operators, about.")] = 20.0,
+) -> None:
+    """Measure operators and collectives of this machine, for `shardwise plan --time FILE`. Takes less than a minute.
+
+    One rank measures operators of small decoders in fp32 and bf16, and what the host adds to each; then all ranks
+    measure collectives, and how much longer work takes with all ranks at work, and during a collective.
+    """
+    from shardwise.launch.job import Job
+    from shardwise.launch.placement import find_devices
+    from shardwise.launch.start import run_job
+    from shardwise.plan.rates import Machine
+
+    directory = os.path.dirname(os.path.abspath(out))
+    if not os.path.isdir(directory):
+        raise CommandLineError(f"--out {out}: there is no such directory.")
+    if nproc < 1 or seconds <= 0:
+        raise CommandLineError("--nproc is 1 or more, --seconds above 0.")
+    if len(find_devices().names) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        raise CommandLineError(
+            "bench machine: ranks with a device are not measured yet. CUDA_VISIBLE_DEVICES= measures those of the CPU."
+        )
+    found: list[Machine] = []
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+        for ranks in sorted({1, nproc}):
+            file = str(Path(folder, f"{ranks}.json"))
+            job = Job("shardwise.launch.machine_measure", (file, str(seconds)), nproc=ranks, module=True, quiet=True)
+            if code := run_job(job):
+                raise typer.Exit(code)
+            found.append(Machine.load(file))
+    whole = found[0].joined(found[-1])
+    whole.save(out)
+    typer.echo(
+        f"{whole.processor}: {len(whole.operators)} operators, "
+        f"{len(whole.collectives)} collectives of {nproc} ranks, {1e6 * whole.host:.1f} us of the host an operator; "
+        f"written to {out}"
+    )
 
 
 @dataclass(frozen=True)

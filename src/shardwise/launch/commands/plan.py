@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from shardwise.engine.pipeline_plans import ScheduleFacts
     from shardwise.engine.plans import Room, SettingPlan
 
+_MEASURED_S = 30.0
+"""Seconds for operators of a model that the rates of this machine lack."""
+
 PARTS = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),
@@ -75,6 +78,10 @@ def plan(
     disk_speed: Annotated[
         str | None,
         typer.Option(metavar="READ,WRITE", help="GB/s of a rank's disk, to estimate the time of offloading per step."),
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Rates of `shardwise bench machine`: the time of a step is planned, too."),
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes as one JSON object.")] = False,
@@ -143,6 +150,8 @@ def plan(
             f"micro-batch of {sizes}, accumulation {accumulation}"
         )
         _show(title, made.plans, speeds, bool(rooms))
+        if time is not None:
+            _show_times(model, settings, time, ranks, chosen, batch)
         if made.schedule is not None:
             _show_schedule(made.schedule)
         if made.schedule is not None and 3 in chosen and any(made.schedule.all_gathered["pass"]):
@@ -247,6 +256,34 @@ def _show(
         )
     for note in dict.fromkeys(one.note for one in plans if one.note):
         typer.echo(note)
+
+
+def _show_times(model: Any, settings: dict[str, Any], file: str, ranks: int, stages: list[int], batch: Any) -> None:
+    """Print the time of a step at each stage, and what is sent."""
+    from shardwise.plan.rates import Machine
+    from shardwise.plan.time import plan_times
+
+    machine = Machine.load(file)
+    limit = _MEASURED_S if machine.is_here() else 0.0
+    plans = plan_times(model, settings, machine, ranks=ranks, stages=stages, batch=batch, limit=limit)
+    phases = ("forward", "backward", "step")
+    columns = ("step", *phases[:2], "update", "computing", "waiting", "host")
+    typer.echo("stage" + "".join(f"{name:>12}" for name in columns) + "  ms")
+    for one in plans:
+        took = one.time
+        seconds = (took.total, *(took.phases[phase] for phase in phases), took.computing, took.waiting, took.host)
+        typer.echo(f"{one.stage:>5}" + "".join(f"{1e3 * each:>12.1f}" for each in seconds))
+    for one in plans:
+        sent = ", ".join(
+            f"{op} ({group}) {format_size(size)} in {1e3 * one.time.collectives[op, group]:.1f} ms"
+            for (op, group), size in one.time.sent.items()
+            if size
+        )
+        if sent:
+            typer.echo(f"stage {one.stage} sends {sent}")
+    share = max(one.estimated for one in plans)
+    whose = "measured here" if limit else f"measured on {machine.host_name} ({machine.processor}), not on this machine"
+    typer.echo(f"rates {whose}, {machine.when}; {share:.0%} of the computing is estimated from other sizes")
 
 
 def _show_schedule(facts: ScheduleFacts) -> None:

@@ -1,0 +1,142 @@
+"""Planned against measured time of a step, for ranks that share this machine.
+
+    python bench/plan_time.py [--ranks 1,2,4] [--steps 10] [--seconds 20]
+
+The machine is measured once for each number of ranks (`shardwise bench machine`). Each setting is then planned, and
+trained as many steps as are asked for, of which the median counts. The settings of one number of ranks are trained in
+one job, one after the other. The ratio is planned by measured time. "pairs" is the share of pairs of settings of one
+number of ranks that take at least 10 % different times, and whose order is planned right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Row, answer, in_job, job, leave_group, options_of, over_ranks, save, show, start_group
+from systems import GPT, SIZES, Case, EngineRun, Size
+
+SHAPES = {**SIZES, "wide": Size(768, 2, 12, 4096, 4, 64)}
+SETTINGS = [
+    ("7M", 0, "fp32", 1, False),
+    ("7M", 1, "fp32", 1, False),
+    ("7M", 2, "fp32", 4, False),
+    ("7M", 3, "fp32", 1, False),
+    ("7M", 3, "fp32", 4, True),
+    ("7M", 3, "bf16", 1, False),
+    ("wide", 0, "fp32", 1, False),
+    ("wide", 3, "fp32", 2, False),
+    ("27M", 1, "fp32", 1, False),
+    ("27M", 3, "bf16", 2, True),
+]
+"""Size, ZeRO stage, precision, accumulation, recomputation of the blocks."""
+
+
+def config_of(setting: Any) -> dict[str, Any]:
+    """Return the engine's configuration."""
+    size, stage, dtype, accumulation, _ = setting
+    return {
+        "train_micro_batch_size_per_gpu": SHAPES[size].rows,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": dtype == "bf16"},
+    }
+
+
+def measure(options: argparse.Namespace) -> list[float]:
+    """Return the seconds of a step of each setting."""
+    import shardwise
+
+    found = []
+    for setting in SETTINGS:
+        size, _, dtype, accumulation, recompute = setting
+        case = Case(SHAPES[size], dtype == "bf16", accumulation)
+        config = {**config_of(setting), "steps_per_print": None}
+        run = EngineRun(case, shardwise.initialize(model=GPT(SHAPES[size], recompute), config=config)[0])
+        times = []
+        for _ in range(options.steps + 3):
+            dist.barrier()
+            begun = time.perf_counter()
+            run.step()
+            times.append(time.perf_counter() - begun)
+        run.finish()
+        found.append(over_ranks({"wall": statistics.median(times[3:])})["wall"])
+        run.close()
+    return found
+
+
+def plan(options: argparse.Namespace, ranks: int, folder: str) -> tuple[list[float], float]:
+    """Return the planned seconds of a step of each setting, and those that measuring the machine took."""
+    from typer.testing import CliRunner
+
+    from shardwise.launch.cli import app
+    from shardwise.plan.rates import Machine
+    from shardwise.plan.time import plan_times
+
+    file, begun = Path(folder, f"{ranks}.json"), time.perf_counter()
+    command = ["bench", "machine", "--nproc", str(ranks), "--out", str(file), "--seconds", str(options.seconds)]
+    done = CliRunner().invoke(app, command)
+    if done.exit_code:
+        raise SystemExit(done.output)
+    took, machine, found = time.perf_counter() - begun, Machine.load(file), []
+    torch.set_num_threads(1)
+    for setting in SETTINGS:
+        size, recompute = SHAPES[setting[0]], setting[4]
+        with torch.device("meta"):
+            model = GPT(size, recompute)
+        batch = torch.empty(size.rows, size.length, dtype=torch.int64, device="meta")
+        given: dict[str, Any] = {"ranks": ranks, "stages": [setting[1]], "batch": batch, "limit": 30.0}
+        found.append(plan_times(model, config_of(setting), machine, **given)[0].time.total)
+    return found, took
+
+
+def ordered(pairs: list[tuple[float, float]]) -> tuple[int, int]:
+    """Return how many pairs of settings differ in measured time, and how many of those are planned in that order."""
+    chosen = [(a, b) for a, b in itertools.combinations(pairs, 2) if max(a[1], b[1]) >= 1.1 * min(a[1], b[1])]
+    return len(chosen), sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in chosen)
+
+
+def main() -> None:
+    """Plan, train, print the table and keep it."""
+    options = options_of(
+        __doc__, quick={"ranks": "2", "steps": 2, "seconds": 2.0}, ranks="1,2,4", steps=10, seconds=20.0
+    )
+    if in_job():
+        start_group("shardwise")
+        answer(measure(options))
+        leave_group()
+        return
+    rows: list[Row] = []
+    errors, compared, right, longest = [], 0, 0, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in map(int, options.ranks.split(",")):
+            planned, took = plan(options, ranks, folder)
+            measured = job(ranks)
+            for setting, ours, real in zip(SETTINGS, planned, measured, strict=True):
+                size, stage, dtype, accumulation, recompute = setting
+                name = f"{size} {dtype}, ZeRO {stage}, {accumulation} micro-batches" + ", recompute" * recompute
+                rows.append({"system": name, "setting": {"ranks": ranks}, "planned_ms": 1e3 * ours})
+                rows[-1] |= {"measured_ms": 1e3 * real, "ratio": ours / real}
+                errors.append(abs(ours / real - 1))
+            found = ordered(list(zip(planned, measured, strict=True)))
+            compared, right, longest = compared + found[0], right + found[1], max(longest, took)
+    errors.sort()
+    whole: Row = {"system": f"{len(errors)} settings", "setting": {}, "machine_s": longest}
+    whole |= {"median_error_percent": 100 * statistics.median(errors)}
+    whole |= {"high_error_percent": 100 * errors[round(0.9 * (len(errors) - 1))]}
+    whole |= {"pairs_percent": 100 * right / max(1, compared)}
+    show([*rows, whole])
+    save(options, "plan_steps", rows, steps=options.steps)
+    save(options, "plan_steps_errors", [whole], steps=options.steps)
+
+
+if __name__ == "__main__":
+    main()

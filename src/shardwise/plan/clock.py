@@ -1,0 +1,136 @@
+"""Time of a step: recorded events, each with its seconds, on the clocks of a rank."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.plan.events import Event, Launch, Operator, Pass, Wait
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long things take on a rank of a machine, in seconds.
+
+    Attributes:
+        operator: of an operator, with as many ranks at work as share the machine.
+        collective: of a collective, from the launch on an idle link to its end.
+        host: of the host for each operator, besides the operator itself.
+        interference: seconds by which a second of a collective in flight delays computing.
+        asynchronous: the device works while the host goes on, as a GPU does.
+    """
+
+    operator: Callable[[Operator], float]
+    collective: Callable[[Launch], float]
+    host: float = 0.0
+    interference: float = 0.0
+    asynchronous: bool = False
+
+
+def _zeros() -> dict[Any, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class StepTime:
+    """Seconds of a rank's step.
+
+    Attributes:
+        total: from the beginning of the first forward pass to the end of the update.
+        phases: of "forward", "backward" and "step".
+        computing: of operators; `communicating`: of collectives, hidden or not; `waiting`: without computing, because a
+            collective has not ended; `host`: of the host besides operators, where the device waits for it.
+        collectives: seconds by operation and group.
+        sent: bytes that the rank sends, by operation and group.
+    """
+
+    total: float = 0.0
+    phases: dict[str, float] = field(default_factory=_zeros)
+    computing: float = 0.0
+    communicating: float = 0.0
+    waiting: float = 0.0
+    host: float = 0.0
+    collectives: dict[tuple[str, str], float] = field(default_factory=_zeros)
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+class Clock:
+    """Goes through events; the device, the host and each group of ranks have a time of their own."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self.found = StepTime()
+        self._host = self._device = 0.0
+        self._links: dict[str, float] = {}  # when a group's last collective ends
+        self._ends: dict[int, float] = {}
+        self._carried: deque[float] = deque()
+        self._began = 0.0
+
+    def begin_step(self) -> None:
+        """Begin a step, while collectives of the step before may be in flight: it waits for them in their order."""
+        self._carried = deque(self._ends.values())
+        self._ends = {}
+        self._began, self.found = self.now, StepTime()
+
+    def go(self, events: Iterable[tuple[str, Event]]) -> None:
+        """Go through events with their phases."""
+        for phase, event in events:
+            before = self.now
+            if isinstance(event, Operator):
+                self._compute(event)
+            elif isinstance(event, Launch):
+                self._launch(event)
+            else:
+                self._wait(event)
+            self.found.phases[phase] += self.now - before
+        self.found.total = self.now - self._began
+
+    @property
+    def now(self) -> float:
+        """The time when host and device have done everything so far."""
+        return max(self._host, self._device)
+
+    def _compute(self, event: Operator) -> None:
+        seconds, costs, found = self._costs.operator(event), self._costs, self.found
+        self._host += costs.host
+        begins = max(self._device, self._host)
+        found.host += begins - self._device
+        in_flight = max(self._links.values(), default=0.0) - begins
+        slowed = seconds + costs.interference * max(0.0, min(seconds, in_flight))
+        found.computing += slowed
+        self._device = begins + slowed
+        if not costs.asynchronous:
+            self._host = self._device
+
+    def _launch(self, event: Launch) -> None:
+        seconds, what = self._costs.collective(event), (event.op, event.group)
+        self.found.communicating += seconds
+        self.found.collectives[what] += seconds
+        self.found.sent[what] += event.sent
+        # It reads what the device has computed before.
+        begins = max(self._device, self._host, self._links.get(event.group, 0.0))
+        self._links[event.group] = self._ends[event.number] = begins + seconds
+
+    def _wait(self, event: Wait) -> None:
+        end = self._ends.pop(event.number, None)
+        if end is None:
+            end = self._carried.popleft() if self._carried else 0.0
+        self.found.waiting += max(0.0, end - max(self._device, self._host))
+        self._device = max(self._device, end)
+        if not self._costs.asynchronous:
+            self._host = max(self._host, end)
+
+
+def step_time(passes: Sequence[Pass], accumulation: int, costs: Costs) -> StepTime:
+    """Return the time of a step of `accumulation` micro-batches from the recorded ones: the first, one in the middle
+    (from three on), and the last.
+    """
+    clock = Clock(costs)
+    middle = [passes[1]] * (accumulation - 2) if len(passes) > 2 else []
+    for _ in range(2):  # the first step leaves behind what the others begin with
+        clock.begin_step()
+        for one in (passes[0], *middle, *passes[1:][-1:]):
+            clock.go(one.events)
+    return clock.found

@@ -1,0 +1,161 @@
+"""What a rank does in a step, in order: operators, and collectives with the places where it waits for them.
+
+A dry run of the engine on fake tensors is recorded, so the order is that of the engine itself: units that are gathered
+ahead, reductions beneath the backward pass, the optimizer. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.ledger import Record
+from shardwise.profile.formulas import formulas
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float64: "f64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "b",
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A torch operator on tensors of some shapes.
+
+    Attributes:
+        signature: name and arguments as text: equal for operators that take equally long.
+        name: of the operator, such as "aten.mm.default".
+        flops: by torch's formulas; 0 for operators that only move memory.
+        moved: bytes of all tensors that it reads and writes; 0 for views.
+    """
+
+    signature: str
+    name: str
+    flops: int
+    moved: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective begins. `number` is that of its `Wait`; `size` and `sent` are those of the ledger's record."""
+
+    number: int
+    op: str
+    group: str
+    ranks: int
+    members: tuple[int, ...]
+    size: int
+    sent: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The rank goes on when a collective has ended."""
+
+    number: int
+
+
+Event = Operator | Launch | Wait
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Pass:
+    """Events of a micro-batch by phase: "forward", "backward" and "step", in this order."""
+
+    phases: dict[str, list[Event]] = field(default_factory=dict)
+
+    @property
+    def events(self) -> Iterator[tuple[str, Event]]:
+        """All events, with their phases."""
+        return ((phase, event) for phase, events in self.phases.items() for event in events)
+
+
+class Recorder(TorchDispatchMode):
+    """Records passes of a dry run. It is a watcher of the ledger, too.
+
+    Attributes:
+        passes: of the micro-batches that were run: the first, one in the middle, and the last.
+        calls: one call for each signature, by which the operator can be measured.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[Pass] = []
+        self.calls: dict[str, Call] = {}
+        self._known: dict[Any, Operator] = {}
+        self._formulas = formulas()
+        self._into: list[Event] | None = None
+
+    def begin(self) -> None:
+        """Forget all passes."""
+        self.passes = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the block as a phase; "forward" begins a pass."""
+        if name == "forward":
+            self.passes.append(Pass())
+        self._into = self.passes[-1].phases.setdefault(name, [])
+        try:
+            with self:
+                yield
+        finally:
+            self._into = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if self._into is not None:
+            self._into.append(self._operator(func, args, kwargs, found))
+        return found
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Operator:
+        flat = tree_leaves((args, kwargs))
+        named = (f"{key}={', '.join(map(_text, tree_leaves(value)))}" for key, value in kwargs.items())
+        signature = f"{func} {', '.join([*map(_text, tree_leaves(args)), *named])}"
+        known = self._known.get(signature)
+        if known is None:
+            tensors = [one for one in (*flat, *tree_leaves(found)) if isinstance(one, torch.Tensor)]
+            still = func.is_view or func.namespace == "prim"
+            moved = 0 if still else sum(one.numel() * one.element_size() for one in tensors)
+            formula = self._formulas.get(func.overloadpacket)
+            flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=found))
+            known = self._known[signature] = Operator(signature, str(func), flops, moved)
+            self.calls[signature] = (func, args, kwargs)
+        return known
+
+    # -- watcher of the ledger ---------------------------------------------------------------------------------------
+
+    def opened(self, record: Record) -> None:
+        """Record the launch of a collective."""
+        if self._into is not None and record.ranks > 1:
+            members = tuple(record.members)
+            given = (record.sequence, record.op, record.group, record.ranks, members, record.size, record.sent)
+            self._into.append(Launch(*given, record.label))
+
+    def closed(self, record: Record) -> None:
+        """Record the wait for a collective."""
+        if self._into is not None and record.ranks > 1:
+            self._into.append(Wait(record.sequence))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    kind = _SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    order = "" if value.is_contiguous() else f":{tuple(value.stride())}"
+    return f"{kind}{list(value.shape)}{order}"

@@ -1,0 +1,268 @@
+"""How fast a machine is: measured operators, collectives and overheads, in a file; and estimates of what is missing."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.errors import CommandLineError
+from shardwise.plan.events import Call, Launch, Operator
+
+_TRIALS = 5
+_ENOUGH_S = 0.3
+"""An operator that has taken so long in all is not measured more often."""
+_LEAST_TRIALS = 2
+_CACHE = 32 << 20
+"""Bytes that take the place of an operator's tensors in the cache."""
+
+
+class OperatorTime(BaseModel):
+    """Seconds of an operator, with its FLOPs and bytes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    seconds: float = Field(ge=0)
+    flops: int = Field(ge=0)
+    moved: int = Field(ge=0)
+
+
+class CollectiveTime(BaseModel):
+    """Seconds of a collective of `ranks` ranks whose whole message has `size` bytes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    op: str
+    ranks: int = Field(ge=2)
+    size: int = Field(ge=1)
+    seconds: float = Field(gt=0)
+
+
+class Crowd(BaseModel):
+    """How many times as long operators take where `ranks` ranks work on the machine at once."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ranks: int = Field(ge=1)
+    computing: float = Field(ge=0)
+    moving: float = Field(ge=0)
+
+
+class Machine(BaseModel):
+    """Rates of one machine, as `shardwise bench machine` measures them.
+
+    Attributes:
+        operators: by signature, with one rank at work.
+        crowds: by number of ranks.
+        host: seconds of the host for each operator.
+        interference: seconds by which a second of a collective in flight delays computing.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Literal[1] = 1
+    when: str
+    host_name: str
+    processor: str
+    cores: int
+    device: str
+    torch: str
+    threads: int
+    operators: dict[str, OperatorTime] = {}
+    collectives: list[CollectiveTime] = []
+    crowds: list[Crowd] = []
+    host: float = Field(default=0.0, ge=0)
+    interference: float = Field(default=0.0, ge=0)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """Read a file. Raises CommandLineError if there is none, or it is of another form."""
+        try:
+            return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CommandLineError(
+                f"{path}: {error.strerror}. `shardwise bench machine --out {path}` measures this machine."
+            ) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise CommandLineError(f"{path}: no file of `shardwise bench machine`: {where}: {first['msg']}.") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write a file."""
+        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    def is_here(self) -> bool:
+        """Whether these are rates of this machine, and of this version of torch."""
+        return (self.host_name, self.torch) == (socket.gethostname(), torch.__version__)
+
+    def joined(self, shared: Machine) -> Machine:
+        """Return these rates with what several ranks have measured."""
+        keys = ("collectives", "crowds", "interference")
+        return self.model_copy(update={key: getattr(shared, key) for key in keys})
+
+    def crowd(self, ranks: int) -> Crowd:
+        """Return how much longer operators take where `ranks` ranks share the machine."""
+        if self.device != "cpu" or ranks == 1:
+            return Crowd(ranks=ranks, computing=1.0, moving=1.0)
+        known = sorted(self.crowds, key=lambda one: abs(one.ranks - ranks))
+        if not known:
+            return Crowd(ranks=ranks, computing=1.0, moving=1.0)
+        nearest = known[0]
+        more = max(1.0, ranks / max(nearest.ranks, self.cores))  # ranks beyond the cores take turns
+        return Crowd(ranks=ranks, computing=nearest.computing * more, moving=nearest.moving * more)
+
+
+class Operators:
+    """Seconds of operators: measured, or estimated from measured ones of the same name, then of all names."""
+
+    def __init__(self, measured: Mapping[str, OperatorTime], crowd: Crowd) -> None:
+        self._measured, self._crowd = measured, crowd
+        self.estimated = 0.0
+        self._by_name: dict[str, list[tuple[float, float]]] = {}
+        everything = []
+        for one in measured.values():
+            amount = float(one.flops or one.moved)
+            if amount:
+                self._by_name.setdefault(one.name, []).append((amount, one.seconds))
+            if one.moved and not one.flops:
+                everything.append((float(one.moved), one.seconds))
+        for points in self._by_name.values():
+            points.sort()
+        self._moving = sorted(everything)
+
+    def seconds(self, operator: Operator) -> float:
+        """Return the seconds of an operator."""
+        if not operator.moved:
+            return 0.0  # a view
+        known = self._measured.get(operator.signature)
+        if known is None:
+            points = self._by_name.get(operator.name) or ([] if operator.flops else self._moving)
+            seconds = interpolated(points, float(operator.flops or operator.moved))
+        else:
+            seconds = known.seconds
+        seconds *= self._crowd.computing if operator.flops else self._crowd.moving
+        if known is None:
+            self.estimated += seconds
+        return seconds
+
+
+class Collectives:
+    """Seconds of collectives: between measured sizes, and in proportion to what a rank receives beyond."""
+
+    def __init__(self, measured: Iterable[CollectiveTime]) -> None:
+        self._points: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for one in measured:
+            self._points.setdefault((one.op, one.ranks), []).append((float(one.size), one.seconds))
+        for points in self._points.values():
+            points.sort()
+
+    def seconds(self, launch: Launch) -> float:
+        """Return the seconds of a collective."""
+        points = self._points.get((launch.op, launch.ranks))
+        if points is None:
+            known = sorted((abs(ranks - launch.ranks), ranks) for op, ranks in self._points if op == launch.op)
+            points = self._points[launch.op, known[0][1]] if known else []
+        return interpolated(points, float(launch.size))
+
+
+def interpolated(points: Sequence[tuple[float, float]], amount: float) -> float:
+    """Return the value at `amount` on the line through sorted points; beyond the last one in proportion, before the
+    first one its value.
+
+    >>> interpolated([(10.0, 1.0), (20.0, 3.0)], 15.0), interpolated([(10.0, 1.0)], 30.0), interpolated([(9.0, 1.0)], 1)
+    (2.0, 3.0, 1.0)
+    """
+    if not points:
+        return 0.0
+    place = bisect_left(points, (amount, 0.0))
+    if place == 0:
+        return points[0][1]
+    if place == len(points):
+        return points[-1][1] * amount / points[-1][0]
+    (left, low), (right, high) = points[place - 1], points[place]
+    return low + (high - low) * (amount - left) / (right - left)
+
+
+def measure_operators(
+    calls: Mapping[str, Call], operators: Mapping[str, Operator], device: torch.device, limit: float
+) -> dict[str, OperatorTime]:
+    """Run each operator on tensors of its shapes; return their times. Views are left out, and so are operators that
+    cannot be run by themselves, and those for which no time is left of `limit` seconds: they are estimated.
+    """
+    found: dict[str, OperatorTime] = {}
+    end = time.monotonic() + limit
+    with torch.no_grad():
+        # The cheapest first: a large one that takes all the time keeps no other from being measured.
+        for signature in sorted(calls, key=lambda one: operators[one].flops + operators[one].moved):
+            operator = operators[signature]
+            if not operator.moved:
+                continue
+            if time.monotonic() > end:
+                break
+            try:
+                seconds = _seconds(calls[signature], device)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                continue
+            found[signature] = OperatorTime(
+                name=operator.name, seconds=seconds, flops=operator.flops, moved=operator.moved
+            )
+    return found
+
+
+def _seconds(call: Call, device: torch.device) -> float:
+    function, args, kwargs = call
+    least = min((size for one in tree_leaves((args, kwargs)) if _floats(one) for size in one.shape if size), default=1)
+    args, kwargs = tree_map(lambda value: _real(value, least, device), (args, kwargs))
+    function(*args, **kwargs)
+    times: list[float] = []
+    while len(times) < _LEAST_TRIALS or (len(times) < _TRIALS and sum(times) < _ENOUGH_S):
+        _flush(device)
+        _arrive(device)
+        begun = time.perf_counter()
+        function(*args, **kwargs)
+        _arrive(device)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def _flush(device: torch.device) -> None:
+    """Fill the cache with other values, as the operators between two uses of a tensor do."""
+    _other(device).add_(1.0)
+
+
+@functools.cache
+def _other(device: torch.device) -> torch.Tensor:
+    return torch.zeros(_CACHE // 4, device=device)
+
+
+def _floats(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _real(value: Any, least: int, device: torch.device) -> Any:
+    """Return a tensor with values: small numbers, and indices that are valid in all dimensions."""
+    if not isinstance(value, torch.Tensor):
+        return device if isinstance(value, torch.device) else value
+    extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    flat = torch.empty(extent if value.numel() else 0, dtype=value.dtype, device=device)
+    if flat.is_floating_point():
+        flat.uniform_(0.5, 1.0)
+    else:
+        flat.random_(0, 2 if value.dtype is torch.bool else least)
+    return flat.as_strided(value.shape, value.stride())  # elements may share memory, as those of a gradient of a sum
+
+
+def _arrive(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

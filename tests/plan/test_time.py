@@ -1,0 +1,198 @@
+"""Plans of time: what is recorded is what an engine does, and clocks add it up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import shardwise
+from shardwise.engine.plans import planners_of
+from shardwise.errors import CommandLineError, UsageError
+from shardwise.launch.cli import app
+from shardwise.launch.machine_measure import of_this_machine
+from shardwise.memory.dryrun import loss_of
+from shardwise.pipe import PipelineModule
+from shardwise.plan.clock import Costs, StepTime, step_time
+from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
+from shardwise.plan.rates import Collectives, CollectiveTime, Crowd, Machine, Operators, OperatorTime, measure_operators
+from shardwise.plan.time import plan_times
+from shardwise.profile.counting import FlopCount
+from tests.harness import on_ranks, thorough
+from tests.models import GPT
+
+ROWS, LENGTH = 2, 6
+
+
+def config_of(stage: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 2000},
+        **more,
+    }
+
+
+def batch(device: str = "meta") -> torch.Tensor:
+    return torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=device)
+
+
+def recorded(stage: int, ranks: int = 2, accumulation: int = 1) -> Recorder:
+    (planner,), _ = planners_of(GPT(), config_of(stage, accumulation), ranks, batch())
+    recorder = Recorder()
+    planner.record(planner.target.setting, recorder)
+    return recorder
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_recorded_collectives_are_those_of_an_engine(stage: int) -> None:
+    events = [event for one in recorded(stage, accumulation=2).passes for _, event in one.events]
+    engine = shardwise.initialize(model=GPT(), config=config_of(stage, accumulation=2)).engine
+    for _ in range(3):
+        start = engine.job.ledger.sequence
+        for _ in range(2):
+            engine.backward(loss_of(engine(batch("cpu"))))
+            engine.step()
+    engine.sharded.finish_gathers()
+    real = [(one.op, one.size, one.sent) for one in engine.job.ledger.records(start) if one.ranks > 1]
+    planned = [(one.op, one.size, one.sent) for one in events if isinstance(one, Launch)]
+    large = [one for one in planned if one[1] > 200]
+    assert large == [one for one in real if one[1] > 200]  # small ones have facts that only an engine has
+    assert len(planned) == len(real)
+
+
+def test_flops_are_those_of_the_profiler() -> None:
+    operators = [e for _, e in recorded(0, ranks=1).passes[0].events if isinstance(e, Operator)]
+    model = GPT()
+    count = FlopCount(model)
+    count.start()
+    with count.counting():
+        loss_of(model(batch("cpu"))).backward()
+    count.stop()
+    assert sum(operator.flops for operator in operators) == sum(count.flops.values()) > 0
+
+
+def op(seconds: float) -> Operator:
+    return Operator(str(seconds), "op", 0, 1)
+
+
+def launch(number: int, seconds: float, group: str = "all") -> Launch:
+    return Launch(number, "all_gather", group, 2, (0, 1), int(1000 * seconds), 7, "")
+
+
+def timed(events: list[Event], accumulation: int = 1, passes: int = 1, **costs: Any) -> StepTime:
+    given = Costs(lambda one: float(one.signature), lambda one: one.size / 1000, **costs)
+    return step_time([Pass({"forward": events})] * passes, accumulation, given)
+
+
+@pytest.mark.parametrize(
+    ("events", "costs", "total", "waiting"),
+    [
+        ([op(1), op(2)], {}, 3, 0),
+        ([launch(0, 2), op(1), Wait(0)], {}, 2, 1),
+        ([launch(0, 2), op(3), Wait(0)], {}, 3, 0),
+        ([launch(0, 2), launch(1, 2), op(1), Wait(0), Wait(1)], {}, 4, 3),  # one after the other in a group
+        ([launch(0, 2), launch(1, 2, "other"), op(1), Wait(0), Wait(1)], {}, 2, 1),
+        ([op(1), launch(0, 2), op(3), Wait(0)], {"interference": 0.5}, 5, 0),
+        ([op(1), op(2)], {"host": 0.25}, 3.5, 0),
+        ([op(1), op(2)], {"host": 0.25, "asynchronous": True}, 3, 0),  # the device works while the host goes on
+        ([op(0.1), op(0.1)], {"host": 1, "asynchronous": True}, 2, 0),
+        ([op(3), launch(0, 1), Wait(0)], {"host": 0.5, "asynchronous": True}, 4, 1),  # it reads what is computed
+        ([Wait(0), op(2), launch(1, 3)], {}, 5, 3),  # a step begins with a wait for the end of the step before
+    ],
+)
+def test_clocks(events: list[Event], costs: dict[str, Any], total: float, waiting: float) -> None:
+    found = timed(events, **costs)
+    assert found.total == pytest.approx(total) == pytest.approx(sum(found.phases.values()))
+    assert found.waiting == pytest.approx(waiting)
+
+
+@pytest.mark.parametrize(("accumulation", "passes"), [(1, 1), (2, 2), (3, 3), (7, 3)])
+def test_micro_batches_that_were_not_recorded_count(accumulation: int, passes: int) -> None:
+    events: list[Event] = [op(1), launch(0, 0.5), Wait(0)]
+    found = timed(events, accumulation, passes)
+    assert found.total == pytest.approx(1.5 * accumulation)
+    assert found.sent == Counter({("all_gather", "all"): 7 * accumulation})
+
+
+def test_estimates() -> None:
+    known = {
+        "a": OperatorTime(name="mm", seconds=1.0, flops=100, moved=10),
+        "b": OperatorTime(name="mm", seconds=3.0, flops=200, moved=10),
+        "c": OperatorTime(name="add", seconds=2.0, flops=0, moved=50),
+    }
+    operators = Operators(known, Crowd(ranks=2, computing=2.0, moving=3.0))
+    assert operators.seconds(Operator("a", "mm", 100, 10)) == 2.0
+    assert operators.estimated == 0.0
+    assert operators.seconds(Operator("new", "mm", 150, 10)) == 4.0
+    assert operators.seconds(Operator("new", "mul", 0, 100)) == 12.0  # as others that move memory
+    assert operators.seconds(Operator("view", "t", 0, 0)) == 0.0
+    assert operators.estimated == 16.0
+    collectives = Collectives([CollectiveTime(op="all_gather", ranks=2, size=size, seconds=size) for size in (10, 20)])
+    assert [collectives.seconds(launch(0, size / 1000)) for size in (5, 15, 40)] == [10.0, 15.0, 40.0]
+
+
+def test_every_operator_of_a_step_can_be_measured() -> None:
+    recorder = recorded(3)
+    events = (event for one in recorder.passes for _, event in one.events)
+    operators = {event.signature: event for event in events if isinstance(event, Operator)}
+    found = measure_operators(recorder.calls, operators, torch.device("cpu"), limit=30)
+    assert found.keys() == {signature for signature, one in operators.items() if one.moved}
+    assert all(one.seconds > 0 for one in found.values())
+
+
+@pytest.mark.parametrize("measured", [False, thorough(True)])
+def test_a_plan_is_made_of_a_measured_machine(measured: bool, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    if measured:
+        done = CliRunner().invoke(app, ["bench", "machine", "--nproc", "2", "--seconds", "5", "--out", str(file)])
+        assert done.exit_code == 0, done.output
+        machine = Machine.load(file)
+        assert machine.is_here() and machine.operators
+        assert {(one.op, one.ranks) for one in machine.collectives} >= {("all_gather", 2), ("reduce_scatter", 2)}
+        assert [one.ranks for one in machine.crowds] == [1, 2]
+    else:
+        machine = of_this_machine(torch.device("cpu"))
+        machine.collectives = [
+            CollectiveTime(op=op, ranks=2, size=size, seconds=1e-3)
+            for op in ("all_gather", "reduce_scatter", "all_reduce")
+            for size in (1, 1 << 20)
+        ]
+        machine.save(file)
+    options = ["--ranks", "2", "--stages", "0,3", "--length", "6", "--time", str(file)]
+    done = CliRunner().invoke(app, ["plan", "tests.models:GPT", *options])
+    assert done.exit_code == 0, done.output
+    assert "stage 3 sends " in done.output and "all_gather (data_parallel)" in done.output
+    assert "rates measured here" in done.output and " 0% of the computing is estimated" in done.output
+    machine.host_name = "elsewhere"
+    machine.save(file)
+    done = CliRunner().invoke(app, ["plan", "tests.models:GPT", *options])
+    assert "measured on elsewhere" in done.output
+
+
+def test_what_cannot_be_planned(tmp_path: Path) -> None:
+    with pytest.raises(CommandLineError, match="bench machine"):
+        Machine.load(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text('{"version": 2}')
+    with pytest.raises(CommandLineError, match="no file of"):
+        Machine.load(tmp_path / "other.json")
+    machine = Machine(when="", host_name="elsewhere", processor="", cores=1, device="cpu", torch="", threads=1)
+    assert not machine.is_here()
+    with pytest.raises(UsageError, match="bench machine --nproc 2"):
+        plan_times(GPT(), config_of(0), machine, ranks=2, stages=[0], batch=batch())
+    with pytest.raises(UsageError, match="batch"):
+        plan_times(GPT(), config_of(0), machine, ranks=2, stages=[0], batch=None)
+    offloaded = config_of(1)
+    offloaded["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with pytest.raises(UsageError, match="disk"):
+        plan_times(GPT(), offloaded, machine, ranks=2, stages=[1], batch=batch())
+    layers = PipelineModule([torch.nn.Linear(4, 4) for _ in range(2)], num_stages=2, loss_fn=torch.nn.MSELoss())
+    rows = torch.empty(ROWS, 4, device="meta")
+    with pytest.raises(UsageError, match="pipelines"):
+        plan_times(layers, config_of(0), machine, ranks=2, stages=[1], batch=(rows, rows))
