@@ -136,8 +136,8 @@ def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
             states[step] = run.fingerprint()
     # Two generations, one of which was being written; every node has the parts of all four ranks.
     assert max(held) == 2
-    files = [f"rank{r:05d}of00004.{kind}" for r in range(4) for kind in ("json", "safetensors")]
-    assert in_generations(node) == {step: sorted([*files, "generation.json"]) for step in ("step2", "step3")}
+    files = [f"rank{r:05d}of00004-copy.{kind}" for r in range(4) for kind in ("json", "safetensors")]
+    assert in_generations(node) == {"step2": files, "step3": files}
     copy = run.engine.last_memory_copy
     assert copy.own_bytes < copy.held_bytes < 3 * copy.own_bytes
     note = next(note for note in run.engine.memory_report().notes if note.startswith("Copies in memory"))
@@ -154,7 +154,7 @@ def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
         assert (None if state is None else other.engine.global_steps) == steps
         assert steps is None or differences(states[steps], other.fingerprint()) == []
         barrier()
-        assert not [name for name in os.listdir(f"{node}/engine0") if name.startswith("restored")]
+        assert in_generations(node) == {"step2": files, "step3": files}
         other.engine.destroy()
         barrier()
 
@@ -164,11 +164,15 @@ def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
         barrier()
 
     newest, before = ([the_only(Path(n) / "engine0", f"step{step}-*") for n in nodes] for step in (3, 2))
-    # One of two copies is damaged: the other node's is used.
+    # One of two copies is damaged: the other node's is used, and replaces it.
+    whole = (newest[0] / files[1]).read_bytes()
+    barrier()
     damage(newest[0] / files[1])
     resumed(3, seed=2)
+    assert (newest[0] / files[1]).read_bytes() == whole
+    barrier()
     # Both are: the generation before.
-    damage(newest[1] / files[1])
+    damage(newest[0] / files[1], newest[1] / files[1])
     resumed(2, seed=3)
     # A description that is damaged on both: nothing left at all.
     damage(*(path / files[4] for path in before))

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from shardwise.checkpoint import Checkpoint, verify
+from shardwise.checkpoint.file_writer import FileWriter
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.safetensors_writer import TensorWriter
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.harness import thorough
 
@@ -40,15 +40,15 @@ def kill_at(number: int) -> None:
     for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync"):
         setattr(os, name, around(getattr(os, name)))
     shutil.rmtree = around(shutil.rmtree)  # type: ignore[assignment]
-    put = TensorWriter._put
+    put = FileWriter.write
 
-    def in_two(self: TensorWriter, data: memoryview) -> None:
+    def in_two(self: FileWriter, data: memoryview) -> None:
         half = len(data) // 2
         put(self, data[:half])
         event()
         put(self, data[half:])
 
-    TensorWriter._put = in_two  # type: ignore[method-assign]
+    FileWriter.write = in_two  # type: ignore[method-assign]
 
 
 def killed_anywhere(path: str, overwrite: bool, asynchronous: bool, every: int) -> list[str]:

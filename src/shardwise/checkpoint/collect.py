@@ -262,13 +262,6 @@ def _groups(model: CheckpointedModel, optimizer: torch.optim.Optimizer) -> list[
     return found
 
 
-def group_keys(groups: Sequence[Sequence[Any]], *, named: bool) -> list[str | int | None]:
-    """Return what identifies the groups of a rank: names, or else positions; None for a group without both."""
-    if not named:
-        return list(range(len(groups)))
-    return [name if isinstance(name, str) else None for name, *_ in groups]
-
-
 def _joined_groups(inventories: Sequence[dict[str, Any]], rank: int) -> tuple[list[int | None], list[int]]:
     """Join the parameter groups of ranks, by name if all that have parameters have a name of their own.
 
@@ -285,7 +278,8 @@ def _joined_groups(inventories: Sequence[dict[str, Any]], rank: int) -> tuple[li
     numbers: list[int | None] = []
     writes: list[int] = []
     for other, groups in enumerate(ranks):
-        for number, (key, (_, plain, used)) in enumerate(zip(group_keys(groups, named=named), groups, strict=True)):
+        for number, (name, plain, used) in enumerate(groups):
+            key = (name if isinstance(name, str) else None) if named else number
             if key is None:
                 numbers += [None] if other == rank else []
                 continue

@@ -12,7 +12,7 @@ from shardwise.checkpoint import directory
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor
 from shardwise.checkpoint.opening import open_source
-from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.reader import Checkpoint, complete_manifest
 from shardwise.checkpoint.source import holds_checkpoint, looks_interrupted
 from shardwise.checkpoint.weights_reader import Progress
 from shardwise.errors import CheckpointError
@@ -49,9 +49,7 @@ def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dic
 
 def describe_checkpoint(path: str, *, tensors: bool = False) -> dict[str, Any]:
     """Return the content of one checkpoint. Raises CheckpointError if it is incomplete or damaged."""
-    with Checkpoint(path) as saved:
-        saved.check_sizes(saved.manifest.files)
-        found = saved.manifest
+    found = complete_manifest(path)
     result = {"what": "checkpoint", "path": path, **_facts(found)}
     if tensors:
         result["tensors"] = [_tensor(tensor, _OF_CHECKPOINTS) for tensor in _in_order(found)]
@@ -159,9 +157,7 @@ def describe_run(path: str) -> dict[str, Any]:
         if not (holds_checkpoint(inside) or looks_interrupted(inside)):
             continue
         try:
-            with Checkpoint(inside) as saved:
-                saved.check_sizes(saved.manifest.files)
-                facts = _facts(saved.manifest)
+            facts = _facts(complete_manifest(inside))
         except CheckpointError as error:
             broken.append({"tag": name, "complete": False, "error": str(error)})
             continue

@@ -27,13 +27,13 @@ from shardwise.checkpoint.directory import (
     HIDDEN,
     LATEST,
     PARTIAL,
-    StagingDirectory,
     check_tag,
     lock_exclusive,
     lock_new,
     remove_hidden,
     sync_directory,
 )
+from shardwise.checkpoint.reader import complete_manifest
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 _HEAD = 8192
@@ -202,10 +202,6 @@ class CheckpointDirectory:
         """Return the highest number of a state; 0 if there is none."""
         return max((self.head(tag).sequence for tag in self.tags_if_any()), default=0)
 
-    def stage(self, tag: str) -> StagingDirectory:
-        """Return a staging directory for a new checkpoint, after removing leftovers of killed writers."""
-        return StagingDirectory(self.path, tag)
-
     def remove(self, tag: str) -> bool:
         """Remove a checkpoint: one rename hides it, then its files are removed. Return False if it was kept: while a
         process reads it (`Hold`) or writes its tag, and without locks, because readers are unknown. Raises OSError if
@@ -279,14 +275,11 @@ class CheckpointDirectory:
         return [(head.tag, steps) for head, steps in newest_first if head.sequence >= 0]
 
     def _complete(self, tag: str, steps: int) -> manifests.Manifest | None:
-        path = os.path.join(self.path, tag)
         try:
-            found = manifestfile.load(path)
-            sizes = {name: os.path.getsize(os.path.join(path, name)) for name in found.files}
-        except (CheckpointError, OSError):
+            found = complete_manifest(os.path.join(self.path, tag))
+        except CheckpointError:
             return None
-        whole = all(sizes[name] == facts.size for name, facts in found.files.items())
-        return found if whole and found.tag == tag and found.counters.get("global_steps") == steps else None
+        return found if found.tag == tag and found.counters.get("global_steps") == steps else None
 
     def _pruned(self, tag: str, notes: list[str]) -> bool:
         path = os.path.join(self.path, tag)

@@ -1,7 +1,9 @@
 """Loading a checkpoint into any layout, collectively.
 
-Rank 0 chooses a checkpoint. All ranks match its manifest with the model by name, divide the needed blocks and verify
-checksums. Nothing of the engine changes before this has succeeded on every rank. Then each rank reads its shards, by
+Rank 0 chooses a checkpoint. Each rank matches the manifest with its own part of the model, by name: a plan of all ranks
+on one rank would need the names and boxes of all. Ranks only mark the names, and the blocks of files, that they have or
+need, in lists that all know from the manifest: 8 bytes each. They divide the needed blocks and verify checksums.
+Nothing of the engine changes before this has succeeded on every rank. Then each rank reads its shards, by
 name and range, from any files, into place, and unsharded and low-precision values are updated.
 
 If an engine has no optimizer state yet (a resumed job), state is read into its memory during verification, because it
@@ -11,8 +13,6 @@ overwrites nothing, and is dropped if the checkpoint is refused. Other values ar
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from shardwise.checkpoint import directory, manifest
 from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
 from shardwise.checkpoint.formats.deepspeed.index import recognised
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
+from shardwise.checkpoint.manifest import BUFFER, Manifest, StoredTensor
 from shardwise.checkpoint.match import (
     PARAM_NAMES,
     LoadPlan,
@@ -169,9 +169,9 @@ def _try(
         try:
             with collective_step(model.comm, what) as opening:
                 saved = opened(path)
-                opening.local = [saved.manifest.created, _groups(model), _digest(names_of(model))]
+                opening.local = [saved.manifest.created, _groups(model)]
             assert saved is not None
-            times = {created for created, _, _ in opening.gathered}
+            times = {created for created, _ in opening.gathered}
             if len(times) > 1:
                 raise CheckpointError(
                     f"{path}: ranks see different checkpoints under this path (saved at {sorted(times)}); "
@@ -179,23 +179,16 @@ def _try(
                 )
         except CheckpointError as error:
             return error
-        alike = len({names for _, _, names in opening.gathered}) == 1
         with collective_step(model.comm, what):
             renamed = rename(saved.manifest, options.selection, path)
-        groups = max(count for _, count, _ in opening.gathered)
-        elsewhere = RemoteNames(groups=groups) if alike else _elsewhere(model, renamed, options, path, groups)
-        with collective_step(model.comm, what) as agreed:
+        elsewhere = _elsewhere(model, renamed, options, path, max(groups for _, groups in opening.gathered))
+        with collective_step(model.comm, what):
             matched = _match(model, saved, renamed, options, elsewhere)
             check(saved)
-            agreed.local = _digest(_facts(model, matched))
-        # Ranks with the same names; `_elsewhere` compares the requests of the others.
-        plans = {(names, plan) for (_, _, names), plan in zip(opening.gathered, agreed.gathered, strict=True)}
-        if len(plans) != len({names for names, _ in plans}):
-            raise UsageError(f"{path}: {_UNLIKE}")
         assert matched is not None
         try:
             if options.verify:
-                _verify(model, saved, matched, options, what, alike)
+                _verify(model, saved, matched, options, what)
         except CheckpointError as error:
             return error
         found, saved = saved, None
@@ -211,21 +204,19 @@ def _groups(model: CheckpointedModel) -> int:
     return 0 if model.optimizer is None else len(model.optimizer.param_groups)
 
 
-_UNLIKE = (
-    "ranks would load different tensors; pass the same include, exclude and rename on every rank, and build the same "
-    "model"
-)
-
-
 def _elsewhere(model: CheckpointedModel, renamed: Renamed, options: Options, path: str, groups: int) -> RemoteNames:
-    """Return the checkpoint's names that only other ranks have, if ranks have different names. A collective: each rank
-    marks the names that it has in a list of the names in the checkpoint, and no rank sends names.
+    """Return the checkpoint's names that only other ranks have. A collective: ranks compare their requests, and each
+    marks the names that it has in a list of the names in the checkpoint; no rank sends names.
     """
     selection, own = options.selection, names_of(model)
     listed = sorted(set(names_in(renamed.manifest)))
     patterns = selection.unused_patterns(())
-    if not same_on_all(model.comm, [listed, patterns, options.custom], "checkpoint"):
-        raise UsageError(f"{path}: {_UNLIKE}")
+    others = [options.strict, options.optimizer, options.module_only, options.custom, options.settings]
+    if not same_on_all(model.comm, [listed, patterns, others, sorted(options.fresh)], "checkpoint"):
+        raise UsageError(
+            f"{path}: ranks would load different tensors; pass the same include, exclude and rename on every rank, and "
+            "the same other arguments"
+        )
     used = set(patterns).difference(selection.unused_patterns(own))
     found = held_by_any(model.comm, [*listed, *patterns], {*own, *used}, "checkpoint")
     return RemoteNames(frozenset(found.intersection(listed).difference(own)), groups, found.intersection(patterns))
@@ -255,21 +246,6 @@ def _match(
     return matched
 
 
-def _facts(model: CheckpointedModel, matched: LoadPlan) -> dict[str, Any]:
-    """Return the tensors that this rank loads; of buffers only names, because values may differ between ranks."""
-    facts: dict[str, Any] = dict.fromkeys(names_of(model))
-    facts.update(dict.fromkeys((*matched.report.loaded, *matched.buffer_names), True))
-    facts.update((tensor.name, [stored.name, list(stored.shape)]) for tensor, stored in matched.parameters)
-    for index, state in (matched.states or {}).items():
-        facts[f"{OPTIMIZER}{model.registry[index].name}"] = [sorted(state.elementwise), sorted(state.whole)]
-    return facts
-
-
-def _digest(facts: dict[str, Any] | list[str]) -> str:
-    ordered = sorted(facts.items()) if isinstance(facts, dict) else facts
-    return hashlib.blake2b(json.dumps(ordered).encode(), digest_size=16).hexdigest()
-
-
 def _tags(parent: str) -> list[str]:
     with contextlib.suppress(OSError):
         others = [name for name in os.listdir(parent) if recognised(os.path.join(parent, name))]
@@ -288,9 +264,7 @@ def _candidates(parent: str, tag: str | None) -> list[str]:
     return found.tags if universal is None else [universal]
 
 
-def _verify(
-    model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options, what: str, alike: bool
-) -> None:
+def _verify(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options, what: str) -> None:
     """Verify this rank's share of files and blocks, and read state into memory that is free to use."""
     rank, world = model.comm.rank, model.comm.world
     with collective_step(model.comm, what):
@@ -301,7 +275,7 @@ def _verify(
             blocks = saved.blocks()
         else:
             blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
-    if not (alike or everything):
+    if not everything:
         blocks = _wanted_by_any(model, saved, blocks)
     with collective_step(model.comm, what):
         fresh = model.optimizer is not None and not any(model.optimizer.state.values())
@@ -351,12 +325,8 @@ def _wanted(saved: Manifest, matched: LoadPlan, options: Options) -> list[Stored
 
 
 def _trees(saved: Manifest, options: Options) -> list[Any]:
-    trees = [saved.client, list(saved.extra.values())]
-    if not options.module_only:
-        trees += [saved.scheduler, saved.scaler, saved.ranks]
-    if options.with_optimizer and saved.optimizer is not None:
-        trees += [saved.optimizer["groups"], list(saved.optimizer["values"].values())]
-    return trees
+    read = replace(saved, scheduler=None, scaler=None, ranks=[]) if options.module_only else saved
+    return (read if options.with_optimizer else replace(read, optimizer=None)).trees()
 
 
 def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options) -> Loaded:

@@ -232,6 +232,13 @@ class Manifest:
         found = self.layout.get("sequence", 0)
         return found if type(found) is int and found >= 0 else 0
 
+    def trees(self) -> list[Any]:
+        """Return all nested values that may refer to tensors."""
+        found = [self.client, self.scheduler, self.scaler, self.ranks, list(self.extra.values())]
+        if self.optimizer is not None:
+            found += [self.optimizer["groups"], list(self.optimizer["values"].values())]
+        return found
+
     def of_kind(self, kind: str) -> list[StoredTensor]:
         """Return the tensors of one kind (`optimizer/` means all optimizer state)."""
         return [t for t in self.tensors if t.kind == kind or (kind == OPTIMIZER and t.kind.startswith(kind))]

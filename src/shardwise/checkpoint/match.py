@@ -40,7 +40,6 @@ class LoadPlan:
     report: LoadReport
     parameters: list[tuple[LogicalTensor, StoredTensor]] = field(default_factory=list)
     buffers: list[tuple[torch.Tensor, StoredTensor]] = field(default_factory=list)
-    buffer_names: set[str] = field(default_factory=set)
     extra: list[tuple[nn.Module, Any]] = field(default_factory=list)
     states: dict[int, OptimizerStatePlan] | None = None
     left: list[Run] | None = None
@@ -62,14 +61,34 @@ class RemoteNames:
     patterns: Collection[str] = ()
 
 
-@dataclass
 class _Found:
-    loaded: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    wrong: list[WrongShape] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    """Names, and shapes that differ, by field of the report."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.fields: dict[str, list[Any]] = {}
+        self._wants = selection.wants
+
+    def _add(self, field: str, value: Any) -> None:
+        self.fields.setdefault(field, []).append(value)
+
+    def is_loaded(
+        self, names: Sequence[str], saved: tuple[int, ...] | None, shape: tuple[int, ...], absent: str = "missing"
+    ) -> bool:
+        """Record a tensor of the model, with its shape in the checkpoint or None; return True if it is loaded."""
+        if not self._wants(names):
+            self._add("skipped", names[0])
+        elif saved is None:
+            self._add(absent, names[0])
+        elif saved != shape:
+            self._add("wrong_shape", WrongShape(names[0], saved, shape))
+        else:
+            self._add("loaded", names[0])
+            return True
+        return False
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Record a tensor of the checkpoint that the model does not have."""
+        self._add("unexpected" if self._wants(names) else "skipped", names[0])
 
 
 def match_module(
@@ -86,28 +105,20 @@ def match_module(
     ranks have are ignored. Raises CheckpointError with the report if names, patterns or rules (if `strict`) or shapes
     do not match.
     """
-    found = _Found()
+    found = _Found(selection)
     matched = LoadPlan(LoadReport(path))
     own = names_of(model)
     here = _without(renamed.manifest, elsewhere.names | fresh)
-    _match_parameters(matched, found, model, here, selection)
-    _match_buffers(matched, found, model, here, selection)
-    _match_extra(matched, found, model, here, selection)
+    _match_parameters(matched, found, model, here)
+    _match_buffers(matched, found, model, here)
+    _match_extra(matched, found, model, here)
+    fields: dict[str, Any] = {field: tuple(dict.fromkeys(names)) for field, names in found.fields.items()}
+    fields["missing"] = tuple(name for name in found.fields.get("missing", ()) if name not in fresh)
     unused = [*renamed.unused]
     if not selection.everything:
         known = selection.unused_patterns([*names_in(renamed.manifest), *own])
         unused += [pattern for pattern in known if pattern not in elsewhere.patterns]
-    matched.report = LoadReport(
-        path,
-        loaded=tuple(found.loaded),
-        missing=tuple(name for name in found.missing if name not in fresh),
-        unexpected=tuple(found.unexpected),
-        wrong_shape=tuple(found.wrong),
-        skipped=tuple(dict.fromkeys(found.skipped)),
-        left_out=tuple(found.left_out),
-        renamed=renamed.names,
-        unused=tuple(unused),
-    )
+    matched.report = LoadReport(path, renamed=renamed.names, unused=tuple(unused), **fields)
     _check(matched.report, model, renamed.manifest, strict=strict)
     return matched
 
@@ -127,77 +138,47 @@ def names_of(model: CheckpointedModel) -> list[str]:
     return names + [extra_name(name) for name, _ in extra_states(model.module)]
 
 
-def _match_parameters(
-    matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
-) -> None:
+def _match_parameters(matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest) -> None:
     saved = by_any_name(manifest.of_kind(PARAMETER))
     excluded = set(manifest.excluded)
     used: set[str] = set()
     for tensor in model.registry:
         names = (tensor.name, *tensor.aliases)
         stored = next((saved[name] for name in names if name in saved), None)
+        left_out = not tensor.trainable and not excluded.isdisjoint(names)
+        absent, shape = "left_out" if left_out else "missing", None if stored is None else stored.shape
+        loaded = found.is_loaded(names, shape, tensor.global_shape, absent)
         if stored is not None:
             used.add(stored.name)
-        if not selection.wants(names):
-            found.skipped.append(tensor.name)
-        elif stored is None:
-            left_out = not tensor.trainable and not excluded.isdisjoint(names)
-            (found.left_out if left_out else found.missing).append(tensor.name)
-        elif stored.shape != tensor.global_shape:
-            found.wrong.append(WrongShape(tensor.name, stored.shape, tensor.global_shape))
-        else:
-            found.loaded.append(tensor.name)
-            matched.parameters.append((tensor, stored))
+            matched.parameters += [(tensor, stored)] if loaded else []
     for stored in manifest.of_kind(PARAMETER):
         if stored.name not in used:
-            wanted = selection.wants((stored.name, *stored.aliases))
-            (found.unexpected if wanted else found.skipped).append(stored.name)
+            found.leave((stored.name, *stored.aliases))
 
 
-def _match_buffers(
-    matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
-) -> None:
-    everybodys: dict[str, StoredTensor] = {}
-    own: dict[str, StoredTensor] = {}
+def _match_buffers(matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest) -> None:
     line = counterparts(manifest, model.place, model.comm.rank, model.comm.world).line
-    for stored in manifest.of_kind(BUFFER):
-        if stored.rank is None:
-            everybodys[stored.name] = stored
-        elif stored.rank in line:
-            own[stored.name] = stored
-    names = set()
-    for name, buffer in buffers(model.module):
-        names.add(name)
-        stored_here = own.get(name, everybodys.get(name))
-        if not selection.wants((name,)):
-            found.skipped.append(name)
-        elif name not in everybodys or stored_here is None:
-            found.missing.append(name)
-        elif stored_here.shape != tuple(buffer.shape):
-            found.wrong.append(WrongShape(name, stored_here.shape, tuple(buffer.shape)))
-        else:
-            found.loaded.append(name)
-            matched.buffers.append((buffer, stored_here))
-            matched.buffer_names.add(name)
+    saved = manifest.of_kind(BUFFER)
+    everybodys = {stored.name: stored for stored in saved if stored.rank is None}
+    own = {stored.name: stored for stored in saved if stored.rank in line and stored.name in everybodys}
+    here = dict(buffers(model.module))
+    for name, buffer in here.items():
+        stored = own.get(name, everybodys.get(name))
+        loaded = found.is_loaded((name,), None if stored is None else stored.shape, tuple(buffer.shape))
+        if stored is not None and loaded:
+            matched.buffers.append((buffer, stored))
     for name in everybodys:
-        if name not in names:
-            (found.unexpected if selection.wants((name,)) else found.skipped).append(name)
+        if name not in here:
+            found.leave((name,))
 
 
-def _match_extra(
-    matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
-) -> None:
+def _match_extra(matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest) -> None:
     modules = dict(extra_states(model.module))
-    for name in (extra_name(module) for module in manifest.extra if module not in modules):
-        (found.unexpected if selection.wants((name,)) else found.skipped).append(name)
+    for module in manifest.extra:
+        if module not in modules:
+            found.leave((extra_name(module),))
     for module, child in modules.items():
-        name = extra_name(module)
-        if not selection.wants((name,)):
-            found.skipped.append(name)
-        elif module not in manifest.extra:
-            found.missing.append(name)
-        else:
-            found.loaded.append(name)
+        if found.is_loaded((extra_name(module),), () if module in manifest.extra else None, ()):
             matched.extra.append((child, manifest.extra[module]))
 
 

@@ -1,19 +1,22 @@
 """In-memory checkpoints: copies of the training state outside of the training processes, for recovery from failures.
 
-Each rank writes its part, in the format of checkpoints, into a directory in memory (tmpfs), and with several nodes
-sends it to a rank of another node. The copies of all ranks at one step are a version. The newest complete version and
-the previous one are kept. The next one overwrites the older, because reusing pages costs less than allocating them.
+A copy is a save into a directory in memory (tmpfs): each rank writes the file and description of a checkpoint's save,
+and with several nodes sends both to a rank of another node. The copies of all ranks at one step are a version. The
+newest complete version and the previous one are kept. The next one overwrites the older, because reusing pages costs
+less than allocating them.
 
 Ranks agree after each step: collect, begin (hide the older version's directory), write, transfer, publish (rename).
 Hence, once one node has published a version, the data of all exist. A version is complete if every rank's part is on
-some node, which recovery checks because nodes may be lost. Recovery assembles a checkpoint, which is loaded into any
-layout. A node fetches only files that its ranks read.
+some node, which recovery checks because nodes may be lost. Recovery verifies all copies, joins the manifest (at each
+copy that would cost seconds), and lets each node fetch the files that its ranks read. Then the version's directory is
+loaded as any checkpoint, into any layout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -21,20 +24,29 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpoint import manifest, manifestfile
+from shardwise.checkpoint import manifest, manifestfile, nested_json
 from shardwise.checkpoint.agree import collective_step, on_first_rank
 from shardwise.checkpoint.checksums import free_space
 from shardwise.checkpoint.collect import RankSavePlan, TrainingState
 from shardwise.checkpoint.listing import StateNumbers
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
-from shardwise.checkpoint.publish import CheckpointHeader, description_name, join, read_description, write_part
+from shardwise.checkpoint.publish import (
+    CheckpointHeader,
+    description_name,
+    facts_of,
+    file_name,
+    join,
+    read_description,
+    write_part,
+)
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.save import collected, versions
+from shardwise.checkpoint.save import SaveRequest, collected, header_of
 from shardwise.checkpoint.transfer import FileTransfer, Hold, exchange_files
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
@@ -45,12 +57,14 @@ from shardwise.utils.logging import logger
 VERSIONS = 2
 """Maximum number of versions at a time."""
 
-_FACTS = "generation.json"
 _PARTIAL = ".partial"
-_RESTORED = "restored-"
 _MARK = "shardwise.copies"
 """Marker file of a directory for copies, from which only directories of shardwise's names are removed."""
-_NAME = re.compile(r"(\.step[0-9]+-[0-9a-f]{8}-[0-9]+\.partial|(restored-)?step[0-9]+-[0-9a-f]{8}-[0-9]+)")
+_NAME = re.compile(
+    r"\.?step(?P<steps>\d+)-(?P<sequence>\d+)-(?P<world>\d+)-(?P<run>[0-9a-f]*)-[0-9a-f]{8}(?P<partial>\.partial)?"
+)
+_TOKEN = "copy"
+"""Last part of the names of files, the same in all versions, because they are overwritten in place."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +78,6 @@ class Version:
     sequence: int
     world: int
     places: dict[int, set[int]]
-
-    @property
-    def complete(self) -> bool:
-        """Whether every rank's part is on some node."""
-        return all(self.places.get(rank) for rank in range(self.world))
 
 
 @dataclass(frozen=True)
@@ -155,13 +164,7 @@ class InMemoryCheckpoints:
     """
 
     def __init__(
-        self,
-        model: CheckpointedModel,
-        directory: str,
-        every: int,
-        replicas: int,
-        hold: Hold,
-        numbers: StateNumbers | None = None,
+        self, model: CheckpointedModel, directory: str, every: int, replicas: int, hold: Hold, numbers: StateNumbers
     ) -> None:
         self.every = every
         self.path = directory
@@ -171,14 +174,14 @@ class InMemoryCheckpoints:
         self._model = model
         self._comm = model.comm
         self._hold = hold
-        self._numbers = numbers or StateNumbers()
+        self._numbers = numbers
         self.nodes = nodes_of(self._comm, directory)
-        self.node = next(number for number, ranks in enumerate(self.nodes) if self._comm.rank in ranks)
+        self._home = {rank: node for node, ranks in enumerate(self.nodes) for rank in ranks}
+        self.node = self._home[self._comm.rank]
         self.replicas = min(replicas, len(self.nodes) - 1)
         self._leads = self.nodes[self.node][0] == self._comm.rank
         self._newest: str | None = None
         self._made: list[str] = []
-        self._count = 0
         with collective_step(self._comm, "checkpoint.memory_copies") as named:
             named.local = secrets.token_hex(4)
         self._token = named.gathered[0]
@@ -202,9 +205,8 @@ class InMemoryCheckpoints:
         comm = self._comm
         what = f"copying the training state into memory ({self.path})"
         began = time.perf_counter()
-        file = _file_name(comm.rank, comm.world)
-        draft = name = ""
-        self._count += 1
+        file = file_name(comm.rank, comm.world, _TOKEN)
+        draft = ""
         try:
             prepared: list[tuple[TrainingState, dict[str, Any]]] = []
 
@@ -213,59 +215,60 @@ class InMemoryCheckpoints:
                 return prepared[0][0]
 
             part, add = collected(self._model, file, state_now, frozenset(), self.check_finite, what)
-            state, header = prepared[0]
-            steps, number = state.counters["global_steps"], self._numbers.next()
-            name = f"step{steps}-{self._token}-{self._count}"
-            draft = os.path.join(self.path, f".{name}{_PARTIAL}")
+            counters, header = prepared[0][0].counters, prepared[0][1]
+            steps, number = counters["global_steps"], self._numbers.next()
+            name = f"step{steps}-{number}-{comm.world}-{_digest(self.run)}-{self._token}"
+            draft = f".{name}{_PARTIAL}"
             with collective_step(comm, what):
                 if self._leads:
                     self._begin(draft)
-                    self._remove(keep=(self._newest, os.path.basename(draft)))
+                    self._remove(keep=(self._newest, draft))
             with collective_step(comm, what) as written:
                 add()
-                written.local = [self._write(part, draft, steps, number, header), part.not_finite]
+                request = SaveRequest(self.path, name, latest=False, numbers=self._numbers, **header)
+                written.local = [self._write(part, draft, request), part.not_finite]
             self._check_finite([name for entry in written.gathered for name in entry[1]])
-            sizes: list[list[int]] = [entry[0] for entry in written.gathered]
-            transfers = self._transfers(sizes)
-            if transfers:
-                with collective_step(comm, what):
-                    self._ship(transfers, draft)
+            sizes: dict[int, list[int]] = {rank: entry[0] for rank, entry in enumerate(written.gathered)}
+            transfers = self._spread(draft, {rank: {node} for rank, node in self._home.items()}, sizes, what)
             with collective_step(comm, what):
                 if self._leads:
-                    os.rename(draft, os.path.join(self.path, name))
+                    os.rename(self._at(draft), self._at(name))
             draft = ""
         finally:
             if draft and self._leads:
-                shutil.rmtree(draft, ignore_errors=True)
+                shutil.rmtree(self._at(draft), ignore_errors=True)
         self._newest = name
-        self._numbers.copied(number, state.counters)
+        self._numbers.copied(number, counters)
         self._made = [*self._made[-1:], name]
         own = sum(sizes[comm.rank])
         held = own + sum(transfer.size for transfer in transfers if transfer.dst == comm.rank)
         self.last = MemoryCopy(steps, time.perf_counter() - began, own, held, self.path)
         return self.last
 
+    def _at(self, *names: str) -> str:
+        return os.path.join(self.path, *names)
+
     def _begin(self, draft: str) -> None:
         """Make the draft's directory from that of the older version, with files of the same names and sizes."""
         if len(self._made) == VERSIONS and self._made[0] != self._newest:
             with contextlib.suppress(OSError):  # removed by another process
-                os.rename(os.path.join(self.path, self._made[0]), draft)
+                os.rename(self._at(self._made[0]), self._at(draft))
                 return
-        os.mkdir(draft)
+        os.mkdir(self._at(draft))
 
-    def _write(self, part: RankSavePlan, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
+    def _write(self, part: RankSavePlan, draft: str, request: SaveRequest) -> list[int]:
         description = part.to_json()
         if self._comm.rank == 0:
-            description["header"] = {**header, "optimizer": self._optimizer_name(), "created": time.time()}
-        if self._leads:
-            self._write_facts(draft, steps, number, self._comm.world)
+            description["header"] = vars(header_of(self._model, request, ()))
         return write_part(
-            draft, part.file, part.tensors, description, fetch=part.fetch, over=True, explain=self._unwritable
+            self._at(draft),
+            part.file,
+            part.tensors,
+            description,
+            fetch=part.fetch,
+            over=True,
+            explain=self._unwritable,
         )
-
-    def _write_facts(self, folder: str, steps: int, number: int, world: int) -> None:
-        with open(os.path.join(folder, _FACTS), "w", encoding="utf-8") as text:
-            json.dump({"steps": steps, "sequence": number, "world": world, "run": self.run}, text)
 
     def _unwritable(self, error: OSError, path: str, file: str, size: int) -> CheckpointError:
         here = len(self.nodes[self.node]) * (1 + self.replicas)
@@ -278,31 +281,49 @@ class InMemoryCheckpoints:
             "section out"
         )
 
-    def _optimizer_name(self) -> str | None:
-        optimizer = self._model.optimizer
-        return None if optimizer is None else type(optimizer).__name__
+    def _spread(
+        self, name: str, places: dict[int, set[int]], sizes: Mapping[int, Sequence[int]], what: str
+    ) -> list[FileTransfer]:
+        """Send parts until as many nodes have each as should, and record these nodes in `places`."""
+        count = len(self.nodes)
+        wanted: list[set[int]] = [set() for _ in self.nodes]
+        for part, there in places.items():
+            home = sorted(there)[part % len(there)]
+            others = [node for away in range(1, count) if (node := (home + away) % count) not in there]
+            for node in others[: max(0, 1 + self.replicas - len(there))]:
+                wanted[node].add(part)
+        transfers = self._send(name, wanted, places, sizes, what)
+        for node, parts in enumerate(wanted):
+            for part in parts:
+                places[part].add(node)
+        return transfers
 
-    def _transfers(self, sizes: list[list[int]]) -> list[FileTransfer]:
-        found = []
-        for number, ranks in enumerate(self.nodes):
-            for away in range(1, self.replicas + 1):
-                others = self.nodes[(number + away) % len(self.nodes)]
-                for place, rank in enumerate(ranks):
-                    file = _file_name(rank, self._comm.world)
-                    target = others[place % len(others)]
-                    names = (file, description_name(file))
-                    found += [FileTransfer(n, size, rank, target) for n, size in zip(names, sizes[rank], strict=True)]
-        return found
-
-    def _ship(self, transfers: list[FileTransfer], draft: str) -> None:
-        def path(name: str) -> str:
-            return os.path.join(draft, name)
-
-        exchange_files(self._comm, self._model.device, transfers, path, path, self._hold, over=True)
+    def _send(
+        self,
+        name: str,
+        wanted: Sequence[set[int]],
+        places: Mapping[int, set[int]],
+        sizes: Mapping[int, Sequence[int]],
+        what: str,
+    ) -> list[FileTransfer]:
+        """Send each node the wanted parts that it lacks, from and to the ranks with the least to send and receive."""
+        busy: Counter[int] = Counter()
+        transfers = []
+        for node, parts in enumerate(wanted):
+            for part in sorted(part for part in parts if node not in places[part]):
+                giver = sorted(places[part])[part % len(places[part])]
+                for file, size in zip(_files(part, len(places)), sizes[part], strict=True):
+                    src, dst = (min(self.nodes[end], key=busy.__getitem__) for end in (giver, node))
+                    busy.update({src: size, dst: size})
+                    transfers.append(FileTransfer(file, size, src, dst))
+        if transfers:
+            with collective_step(self._comm, what):
+                exchange_files(self._comm, self._model.device, transfers, self._at(name), self._hold)
+        return transfers
 
     def _remove(self, keep: tuple[str | None, ...]) -> None:
         for name in os.listdir(self.path):
-            path = os.path.join(self.path, name)
+            path = self._at(name)
             if name not in keep and _NAME.fullmatch(name) and stat.S_ISDIR(os.lstat(path).st_mode):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -312,242 +333,151 @@ class InMemoryCheckpoints:
             with contextlib.suppress(OSError):
                 self._remove(keep=())
                 if os.listdir(self.path) == [_MARK]:
-                    os.unlink(os.path.join(self.path, _MARK))
+                    os.unlink(self._at(_MARK))
                     os.rmdir(self.path)
         self._newest, self._made = None, []
 
-    # -- finding -----------------------------------------------------------------------------------------------------
+    # -- recovery ----------------------------------------------------------------------------------------------------
 
     def versions(self) -> list[Version]:
         """Return the complete versions, the newest first; the same on all ranks. A collective."""
         with collective_step(self._comm, f"looking for copies in memory ({self.path})") as looked:
             looked.local = list(self._on_this_node()) if self._leads else []
         found: dict[str, Version] = {}
-        for number, ranks in enumerate(self.nodes):
-            for name, steps, sequence, world, there in looked.gathered[ranks[0]]:
-                one = found.setdefault(name, Version(name, steps, sequence, world, {}))
-                for rank in there:
-                    one.places.setdefault(rank, set()).add(number)
-        complete = [one for one in found.values() if one.complete]
+        for node, ranks in enumerate(self.nodes):
+            for name, steps, sequence, world, parts in looked.gathered[ranks[0]]:
+                one = found.setdefault(name, Version(name, steps, sequence, world, {n: set() for n in range(world)}))
+                for part in parts:
+                    one.places[part].add(node)
+        complete = [one for one in found.values() if all(one.places.values())]
         for one in complete:
             self._numbers.see(one.sequence)
         return sorted(complete, key=lambda one: -one.sequence)
 
     def _on_this_node(self) -> Iterator[tuple[str, int, int, int, list[int]]]:
         for name in sorted(os.listdir(self.path)):
-            if name == _MARK or name.startswith((".", _RESTORED)):
+            facts = _NAME.fullmatch(name)
+            if facts is None or facts["partial"]:
                 continue
-            try:
-                with open(os.path.join(self.path, name, _FACTS), encoding="utf-8") as text:
-                    facts = json.load(text)
-                steps, sequence, world = int(facts["steps"]), int(facts["sequence"]), int(facts["world"])
-                there = set(os.listdir(os.path.join(self.path, name)))
-                run = facts["run"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                logger.warning("%s: passed over: %s", os.path.join(self.path, name), error)
-                continue
-            if run is not None and self.run is not None and run != self.run:
+            steps, sequence, world = (int(facts[key]) for key in ("steps", "sequence", "world"))
+            if facts["run"] and self.run is not None and facts["run"] != _digest(self.run):
                 logger.warning(
-                    "%s: passed over: it is a copy of step %d of the run in %s, and this one is in %s; give each run a "
+                    "%s: passed over: it is a copy of step %d of another run, and this one is in %s; give each run a "
                     "directory of its own in checkpoint.memory_copies.directory",
-                    os.path.join(self.path, name),
+                    self._at(name),
                     steps,
-                    run,
                     self.run,
                 )
                 continue
-            files = [_file_name(rank, world) for rank in range(world)]
-            ranks = [rank for rank, file in enumerate(files) if file in there and description_name(file) in there]
-            yield name, steps, sequence, world, ranks
-
-    # -- recovery ----------------------------------------------------------------------------------------------------
+            there = set(os.listdir(self._at(name)))
+            yield name, steps, sequence, world, [rank for rank in range(world) if there.issuperset(_files(rank, world))]
 
     @contextlib.contextmanager
     def assembled(self, version: Version) -> Iterator[str | None]:
-        """Assemble a version to a checkpoint in the context; yield its directory, or None if all copies of some part
-        are damaged. A collective. Bytes are compared with their checksums, and a damaged part is replaced by another
-        node's copy.
+        """Make a version's directory a checkpoint in the context; yield its name, or None if all copies of some part
+        are damaged. A collective. Damaged copies are replaced by those of other nodes. After the context, parts that
+        fewer nodes have than should, because nodes are lost, are sent to others: the loss of another node before the
+        next copy would end the version.
         """
-        places = {rank: set(nodes) for rank, nodes in version.places.items()}
-        name = f"{_RESTORED}{version.name}"
-        target = os.path.join(self.path, name)
-        try:
-            while all(places[rank] for rank in range(version.world)):
-                try:
-                    bad = self._assemble(version, places, target)
-                except CheckpointError as error:  # on all ranks alike
-                    if self._comm.rank == 0:
-                        logger.warning("the copies of step %d in memory are not used: %s", version.steps, error)
-                    break
-                if not bad:
-                    self._newest, self._made = version.name, []  # no resume from later versions
-                    yield name
-                    return
-                for node, rank, reason in bad:
-                    places[rank].discard(node)
-                    if self._comm.rank == 0:
-                        where = f"in the memory of the node of ranks {', '.join(map(str, self.nodes[node]))}"
-                        logger.warning(
-                            "rank %d's part of step %d %s is not used: %s", rank, version.steps, where, reason
-                        )
-            yield None
-        finally:
-            if self._leads:
-                shutil.rmtree(target, ignore_errors=True)
-
-    def spread(self, version: Version) -> None:
-        """Copy the parts of a version that fewer nodes have than should, because nodes are lost, to others: the loss of
-        another node before the next copy would end the version. A collective.
-        """
-        wanted, count = 1 + self.replicas, len(self.nodes)
-        if all(len(version.places[rank]) >= wanted for rank in range(version.world)):
-            return
-        what = f"restoring the copies of step {version.steps} in memory ({self.path})"
-        folder = os.path.join(self.path, version.name)
-        with collective_step(self._comm, what) as sized:
-            if self._leads:
-                os.makedirs(folder, exist_ok=True)
-                if not os.path.exists(os.path.join(folder, _FACTS)):
-                    self._write_facts(folder, version.steps, version.sequence, version.world)
-                here = [rank for rank in range(version.world) if self.node in version.places[rank]]
-                files = {rank: _file_name(rank, version.world) for rank in here}
-                sized.local = [
-                    [rank, *(os.path.getsize(os.path.join(folder, name)) for name in (file, description_name(file)))]
-                    for rank, file in files.items()
-                ]
-        sizes = {rank: size for entry in sized.gathered for rank, *size in entry or ()}
-        transfers = []
-        for rank in range(version.world):
-            there = sorted(version.places[rank])
-            giver, file = there[rank % len(there)], _file_name(rank, version.world)
-            free = [node for away in range(1, count) if (node := (giver + away) % count) not in version.places[rank]]
-            for node in free[: max(0, wanted - len(there))]:
-                ends = self.nodes[giver][0], self.nodes[node][0]
-                names = (file, description_name(file))
-                transfers += [FileTransfer(n, size, *ends) for n, size in zip(names, sizes[rank], strict=True)]
-        with collective_step(self._comm, what):
-            self._ship(transfers, folder)
-
-    def _assemble(self, version: Version, places: dict[int, set[int]], target: str) -> list[tuple[int, int, str]]:
-        """Assemble a version; return (node, rank, reason) of damaged copies."""
-        comm, device = self._comm, self._model.device
         what = f"putting together the copies of step {version.steps} in memory ({self.path})"
-        joined, lost = self._joined(version, places, what)
-        if joined is None:
-            return [(min(places[rank]), rank, "its description is damaged") for rank in lost]
-        with collective_step(comm, what) as requested:
-            numbers = {_file_name(rank, version.world): rank for rank in range(version.world)}
-            requested.local = sorted(numbers[file] for file in needed_files(self._model, joined))
-        needed = [sorted(set().union(*(requested.gathered[rank] for rank in ranks))) for ranks in self.nodes]
-        transfers, origin = self._fetches(version, places, joined, needed)
-        with collective_step(comm, what):
-            if self._leads:
-                shutil.rmtree(target, ignore_errors=True)
-                os.mkdir(target)
-                with open(os.path.join(target, manifest.NAME), "xb") as stream:
-                    stream.write(manifestfile.to_bytes(joined))
-                for rank in needed[self.node]:
-                    if origin[self.node, rank] == self.node:
-                        file = _file_name(rank, version.world)
-                        os.link(os.path.join(self.path, version.name, file), os.path.join(target, file))
-        if transfers:
-            with collective_step(comm, what):
-                exchange_files(
-                    comm,
-                    device,
-                    transfers,
-                    lambda file: os.path.join(self.path, version.name, file),
-                    lambda file: os.path.join(target, file),
-                    self._hold,
-                )
-        with collective_step(comm, what) as checked:
-            checked.local = [
-                (origin[self.node, rank], rank, reason)
-                for rank, reason in self._damaged(target, version.world, needed[self.node])
-            ]
-        return [(node, rank, reason) for entry in checked.gathered for node, rank, reason in entry]
+        places: dict[int, set[int]] = {}
+        sizes: dict[int, list[int]] = {}
+        before = self._files_of(version)
+        try:
+            try:
+                self._find_sound(version, places, sizes, what)
+                self._complete(version, places, sizes, what)
+            except CheckpointError as error:  # on all ranks alike
+                self._warn("the copies of step %d in memory are not used: %s", version.steps, error)
+                yield None
+                return
+            self._newest, self._made = version.name, []  # no resume from later versions
+            yield version.name
+            try:
+                self._spread(version.name, places, sizes, what)
+            except CheckpointError as error:  # on all ranks alike; training needs no further copies
+                self._warn("%s", error)
+        finally:
+            here = [part for part, there in places.items() if self.node in there]
+            kept = before.union(*(_files(part, version.world) for part in here))
+            for file in self._files_of(version) - kept if self._leads else ():
+                os.unlink(self._at(version.name, file))
 
-    def _joined(
-        self, version: Version, places: dict[int, set[int]], what: str
-    ) -> tuple[manifest.Manifest | None, list[int]]:
-        """Return the manifest, which the first rank has joined from the descriptions of all parts; None if some are
-        damaged, with their ranks.
-        """
-        texts = {}
-        for rank in range(version.world):
-            if self._leads and min(places[rank]) == self.node:
-                with contextlib.suppress(OSError, CheckpointError):
-                    path = os.path.join(self.path, version.name)
-                    texts[rank] = read_description(path, _file_name(rank, version.world)).decode()
-        gathered = on_first_rank(self._comm, texts, "memory_copies")
+    def _files_of(self, version: Version) -> set[str]:
+        with contextlib.suppress(FileNotFoundError):  # a node that has not had this version
+            return set(os.listdir(self._at(version.name)))
+        return set()
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self._comm.rank == 0:
+            logger.warning(message, *values)
+
+    def _find_sound(
+        self, version: Version, places: dict[int, set[int]], sizes: dict[int, list[int]], what: str
+    ) -> None:
+        """Verify all copies; fill in the nodes with a sound copy of each part, and the sizes of its files."""
+        ranks = self.nodes[self.node]
+        held = [part for part, there in version.places.items() if self.node in there]
+        with collective_step(self._comm, what) as checked:
+            if self._leads:
+                os.makedirs(self._at(version.name), exist_ok=True)
+            mine = held[ranks.index(self._comm.rank) :: len(ranks)]
+            checked.local = [[part, *_checked(self._at(version.name), *_files(part, version.world))] for part in mine]
+        places.update((part, set()) for part in version.places)
+        for rank, rows in enumerate(checked.gathered):
+            for part, size, damage in rows:
+                if damage is None:
+                    places[part].add(self._home[rank])
+                    sizes[part] = size
+                else:
+                    where = ", ".join(map(str, self.nodes[self._home[rank]]))
+                    self._warn(
+                        "rank %d's part of step %d in the memory of the node of ranks %s is not used: %s",
+                        part,
+                        version.steps,
+                        where,
+                        damage,
+                    )
+        lost = [f"rank {part}" for part, there in places.items() if not there]
+        if lost:
+            raise CheckpointError(f"no copy is whole of the part of {manifest.outline(lost)}")
+
+    def _complete(
+        self, version: Version, places: Mapping[int, set[int]], sizes: Mapping[int, Sequence[int]], what: str
+    ) -> None:
+        """Add to this node's directory the manifest, which the first rank joins, and files that its ranks read."""
+        files = [_files(part, version.world) for part in places]
+        with collective_step(self._comm, what):
+            here = [part for part, there in places.items() if self._leads and min(there) == self.node]
+            known = {part: json.loads(read_description(self._at(version.name), files[part][0])) for part in here}
+        gathered = on_first_rank(self._comm, known, "memory_copies")
         with collective_step(self._comm, what) as joined:
             if self._comm.rank == 0:
-                parts = {int(rank): json.loads(text) for entry in gathered for rank, text in entry.items()}
-                lost = [rank for rank in range(version.world) if rank not in parts]
-                joined.local = lost or manifestfile.to_bytes(self._join(version, parts)).decode()
-        found = joined.gathered[0]
-        return (None, found) if isinstance(found, list) else (manifestfile.from_bytes(found.encode(), what), [])
+                parts = {int(part): description for entry in gathered for part, description in entry.items()}
+                header = CheckpointHeader(**parts[0]["header"])
+                made = join(header, {file: parts[part] for part, (file, _) in enumerate(files)})
+                joined.local = manifestfile.to_bytes(made).decode()
+        text = joined.gathered[0].encode()
+        with collective_step(self._comm, what) as requested:
+            if self._leads:
+                with open(self._at(version.name, manifest.NAME), "wb") as stream:
+                    stream.write(text)
+            numbers = {file: part for part, (file, _) in enumerate(files)}
+            needed = needed_files(self._model, manifestfile.from_bytes(text, what))
+            requested.local = sorted(numbers[file] for file in needed)
+        wanted = [set().union(*(requested.gathered[rank] for rank in ranks)) for ranks in self.nodes]
+        self._send(version.name, wanted, places, sizes, what)
 
-    def _join(self, version: Version, parts: dict[int, dict[str, Any]]) -> manifest.Manifest:
-        first = parts[0]["header"]
-        header = CheckpointHeader(
-            directory=self.path,
-            tag=version.name,
-            latest=False,
-            world=version.world,
-            versions=versions(),
-            layout={"sequence": version.sequence, **first["layout"]},
-            config=first["config"],
-            optimizer=first["optimizer"],
-            created=first["created"],
-        )
-        files = {
-            _file_name(rank, version.world): manifest.FileFacts(part["facts"][0], tuple(part["facts"][1]))
-            for rank, part in parts.items()
-        }
-        return join(header, [parts[rank] for rank in range(version.world)], files)
 
-    def _fetches(
-        self,
-        version: Version,
-        places: dict[int, set[int]],
-        joined: manifest.Manifest,
-        needed: list[list[int]],
-    ) -> tuple[list[FileTransfer], dict[tuple[int, int], int]]:
-        """Return the transfers between nodes, and for (node, part) the node of the copy used there."""
-        transfers: list[FileTransfer] = []
-        origin: dict[tuple[int, int], int] = {}
-        for number, ranks in enumerate(self.nodes):
-            for rank in needed[number]:
-                if number in places[rank]:
-                    origin[number, rank] = number
-                    continue
-                origin[number, rank] = giver = min(places[rank])
-                givers = self.nodes[giver]
-                transfers.append(
-                    FileTransfer(
-                        _file_name(rank, version.world),
-                        joined.files[_file_name(rank, version.world)].size,
-                        givers[rank % len(givers)],
-                        ranks[rank % len(ranks)],
-                    )
-                )
-        return transfers, origin
-
-    def _damaged(self, target: str, world: int, ranks: list[int]) -> list[tuple[int, str]]:
-        members = self.nodes[self.node]
-        place = members.index(self._comm.rank)
-        found = []
-        with Checkpoint(target) as saved:
-            for rank in ranks:
-                file = _file_name(rank, world)
-                try:
-                    saved.check_sizes([file])
-                    count = len(saved.manifest.files[file].checksums)
-                    saved.verify([(file, block) for block in range(count)][place :: len(members)])
-                except CheckpointError as error:
-                    found.append((rank, str(error)))
-        return found
+def _checked(folder: str, file: str, description: str) -> tuple[list[int], str | None]:
+    """Compare a part's bytes with its checksums; return the sizes of its files, and the damage or None."""
+    try:
+        facts = facts_of(json.loads(read_description(folder, file)))
+        with Checkpoint(folder, manifest.Manifest("", 0.0, {}, {}, {}, {file: facts}, [])) as saved:
+            saved.check()
+        return [os.path.getsize(os.path.join(folder, name)) for name in (file, description)], None
+    except (OSError, CheckpointError) as error:
+        return [], str(error)
 
 
 def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str]:
@@ -572,21 +502,15 @@ def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str
     there = counterparts(joined, model.place, model.comm.rank, model.comm.world)
     near = min(there.line, default=0)
     states = [joined.ranks[rank] for rank in (near if there.own is None else there.own, near)]
-    trees = [joined.optimizer, joined.scheduler, joined.scaler, joined.extra, joined.client, states]
-    files.update(_referred(trees))
-    return files
+    trees = replace(joined, ranks=states).trees()
+    return files.union(reference["file"] for reference in nested_json.references(trees))
 
 
-def _referred(tree: Any) -> Iterator[str]:
-    if isinstance(tree, dict):
-        if tree.keys() == {"file", "key"} and isinstance(tree["file"], str):
-            yield tree["file"]
-        for value in tree.values():
-            yield from _referred(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _referred(value)
+def _files(part: int, world: int) -> tuple[str, str]:
+    """Return the names of the tensors and of the description of a rank's part."""
+    file = file_name(part, world, _TOKEN)
+    return file, description_name(file)
 
 
-def _file_name(rank: int, world: int) -> str:
-    return f"rank{rank:05d}of{world:05d}.safetensors"
+def _digest(run: str | None) -> str:
+    return "" if run is None else hashlib.blake2b(os.fsencode(run), digest_size=8).hexdigest()

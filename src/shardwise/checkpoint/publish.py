@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list
             not be written.
         OSError: the checkpoint could not be published.
     """
-    parts, files = [], {}
+    parts = {}
     for rank in range(header.world):
         file = file_name(rank, header.world, draft.token)
         try:
@@ -125,12 +125,11 @@ def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list
                 f"{file}: written by rank {rank}, but not there on rank 0 ({error.strerror}); {header.directory} "
                 "must be on a file system that all ranks share"
             ) from error
-        files[file] = FileFacts(part["facts"][0], tuple(part["facts"][1]))
-        if size != files[file].size:
-            raise CheckpointError(f"{file}: rank {rank} wrote {files[file].size} bytes, rank 0 finds {size}")
-        parts.append(part)
-    joined = join(header, parts, files)
-    for file in files:
+        if size != facts_of(part).size:
+            raise CheckpointError(f"{file}: rank {rank} wrote {facts_of(part).size} bytes, rank 0 finds {size}")
+        parts[file] = part
+    joined = join(header, parts)
+    for file in parts:
         os.unlink(os.path.join(draft.path, description_name(file)))
     directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(joined))
     there = CheckpointDirectory(header.directory)
@@ -150,8 +149,17 @@ def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list
     return there.prune(header.tag, joined.counters, header.keep_last, header.keep_every, finite=joined.finite)
 
 
-def join(header: CheckpointHeader, parts: Sequence[dict[str, Any]], files: dict[str, FileFacts]) -> Manifest:
-    """Return the manifest of the ranks' parts. Raises CheckpointError if they contradict each other."""
+def facts_of(part: Mapping[str, Any]) -> FileFacts:
+    """Return size and checksums of a part's file, from the part's description."""
+    size, checksums = part["facts"]
+    return FileFacts(size, tuple(checksums))
+
+
+def join(header: CheckpointHeader, described: Mapping[str, Mapping[str, Any]]) -> Manifest:
+    """Return the manifest of the ranks' parts, by file in the order of ranks. Raises CheckpointError if they contradict
+    each other.
+    """
+    parts = list(described.values())
     common = parts[0]["trees"]
     stored = [manifest.tensor_from_json(entry) for part in parts for entry in part["stored"]]
     optimizer = None
@@ -165,7 +173,7 @@ def join(header: CheckpointHeader, parts: Sequence[dict[str, Any]], files: dict[
         versions=header.versions,
         layout={**header.layout, "world": header.world},
         config=header.config,
-        files=files,
+        files={file: facts_of(part) for file, part in described.items()},
         tensors=manifest.in_order(manifest.combine(stored), [part["order"] for part in parts]),
         excluded=sorted({name for part in parts for name in part["excluded"]}),
         optimizer=optimizer,

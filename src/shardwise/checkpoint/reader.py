@@ -30,7 +30,8 @@ Block = tuple[str, int]
 
 
 class Checkpoint(WeightsReader):
-    """A checkpoint on disk: `manifest` has its content, `notes` describe state that cannot be loaded.
+    """A checkpoint on disk: `manifest` has its content, `notes` describe state that cannot be loaded. Files that belong
+    to no checkpoint yet are read with a `given` manifest.
 
     Raises CheckpointError if it is incomplete, or its manifest is damaged or of another format.
 
@@ -43,11 +44,11 @@ class Checkpoint(WeightsReader):
 
     what = "checkpoint of shardwise"
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, given: manifest.Manifest | None = None) -> None:
         self.path = path
         while True:
             self._hold = Hold(path)  # first, because it could be removed after a check
-            self.manifest = manifestfile.load(path)
+            self.manifest = given or manifestfile.load(path)
             if self._hold.is_current():
                 break
             self._hold.release()  # another one of this tag was published meanwhile
@@ -167,7 +168,8 @@ class Checkpoint(WeightsReader):
     def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[Block]:
         """Return the blocks that hold some tensors and trees; all blocks if `tensors` is None."""
         if tensors is None:
-            return [(name, n) for name in sorted(self.manifest.files) for n in range(len(self._spans_of(name)))]
+            sums = {name: facts.checksums for name, facts in sorted(self.manifest.files.items())}
+            return [(name, n) for name, checksums in sums.items() for n in range(len(checksums))]
         wanted = {(part.file, part.key) for tensor in tensors for part in tensor.slices}
         wanted |= {(ref["file"], ref["key"]) for tree in trees for ref in nested_json.references(tree)}
         found: set[Block] = set()
@@ -228,6 +230,13 @@ class Checkpoint(WeightsReader):
                 f"{file.path}: damaged: the checksum of bytes [{begin}, {end}) is wrong{holders}. Load another "
                 "checkpoint by its tag, or restore this file from a copy"
             )
+
+
+def complete_manifest(path: str) -> manifest.Manifest:
+    """Return the manifest of the checkpoint at `path`. Raises CheckpointError if a file is missing or truncated."""
+    with Checkpoint(path) as saved:
+        saved.check_sizes(saved.manifest.files)
+        return saved.manifest
 
 
 def verify(path: str) -> manifest.Manifest:

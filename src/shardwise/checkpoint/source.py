@@ -6,7 +6,7 @@ import os
 
 from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.reader import complete_manifest
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 
@@ -52,8 +52,7 @@ def find_checkpoint(path: str, tag: str | None = None) -> str | None:
     skipped: list[str] = []
     for tag in there.tags:
         try:
-            with Checkpoint(os.path.join(path, tag)) as saved:
-                saved.check_sizes(saved.manifest.files)
+            complete_manifest(os.path.join(path, tag))
         except CheckpointError as error:
             skipped.append(str(error))
             continue

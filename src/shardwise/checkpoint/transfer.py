@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, cast
 
 import torch
 
@@ -58,20 +56,12 @@ def rounds(transfers: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
 
 
 def exchange_files(
-    comm: Communicator,
-    device: torch.device,
-    transfers: Sequence[FileTransfer],
-    source: Callable[[str], str],
-    target: Callable[[str], str],
-    hold: Hold,
-    *,
-    over: bool = False,
+    comm: Communicator, device: torch.device, transfers: Sequence[FileTransfer], folder: str, hold: Hold
 ) -> None:
-    """Send files, with the same `transfers` on all ranks. A collective.
+    """Send files from this rank's `folder` to that of others, with the same `transfers` on all ranks. A collective.
 
-    A rank that cannot read or write still takes part, because others would wait for it, and raises at the end. `device`
-    is that of the backend's tensors. `source` and `target` return paths of sent and of received files, which must not
-    exist unless they are overwritten in place (`over`). `hold` accounts buffers.
+    Files that exist are overwritten in place. A rank that cannot read or write still takes part, because others would
+    wait for it, and raises at the end. `device` is that of the backend's tensors. `hold` accounts buffers.
     """
     failure: Exception | None = None
     for these in rounds(transfers):
@@ -83,76 +73,47 @@ def exchange_files(
         for buffer in (given, taken):
             if buffer.numel():
                 hold(buffer)
-        with (
-            _Side(None if sent is None else functools.partial(_open, source, sent)) as reader,
-            _Side(None if received is None else functools.partial(_create, target, received, over)) as writer,
-        ):
-            for begin in range(0, largest, piece):
-                out, into = [0] * comm.world, [0] * comm.world
-                if sent is not None:
-                    out[sent.dst] = max(0, min(piece, sent.size - begin))
-                if received is not None:
-                    into[received.src] = max(0, min(piece, received.size - begin))
-                outgoing, arriving = given[: sum(out)], taken[: sum(into)]
-                reader.run(functools.partial(_read, outgoing))
-                comm.all_to_all(arriving, outgoing, into, out, _LABEL).wait()
-                writer.run(functools.partial(_write, arriving))
-        failure = failure or reader.failure or writer.failure
+        for begin in range(0, largest, piece):
+            out, into = [0] * comm.world, [0] * comm.world
+            if sent is not None:
+                out[sent.dst] = max(0, min(piece, sent.size - begin))
+            if received is not None:
+                into[received.src] = max(0, min(piece, received.size - begin))
+            outgoing, arriving = given[: sum(out)], taken[: sum(into)]
+            try:
+                if sent is not None and failure is None:
+                    _read(os.path.join(folder, sent.name), begin, outgoing)
+            except (OSError, CheckpointError) as error:
+                failure = error
+            comm.all_to_all(arriving, outgoing, into, out, _LABEL).wait()
+            try:
+                if received is not None and failure is None:
+                    _write(os.path.join(folder, received.name), received.size, begin, arriving)
+            except OSError as error:
+                failure = error
     if failure is not None:
         raise failure
 
 
-def _open(source: Callable[[str], str], transfer: FileTransfer) -> BinaryIO:
-    return cast(BinaryIO, open(source(transfer.name), "rb", buffering=0))
-
-
-def _create(target: Callable[[str], str], transfer: FileTransfer, over: bool) -> BinaryIO:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if over else os.O_EXCL)
-    descriptor = os.open(target(transfer.name), flags, 0o666)
-    os.ftruncate(descriptor, transfer.size)
-    return cast(BinaryIO, open(descriptor, "wb", buffering=0))
-
-
-def _read(into: torch.Tensor, file: BinaryIO) -> None:
+def _read(path: str, begin: int, into: torch.Tensor) -> None:
     host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
     view, done = bytes_of(host), 0
-    while done < len(view):
-        got = file.readinto(view[done:])  # type: ignore[attr-defined]
-        if not got:
-            raise CheckpointError(f"{file.name}: ends before the {len(view)} bytes that were announced")
-        done += got
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        while done < len(view):
+            got = file.readinto(view[done:])
+            if not got:
+                raise CheckpointError(f"{path}: ends before the {begin + len(view)} bytes that were announced")
+            done += got
     if host is not into:
         into.copy_(host)
 
 
-def _write(values: torch.Tensor, file: BinaryIO) -> None:
+def _write(path: str, size: int, begin: int, values: torch.Tensor) -> None:
     view, done = bytes_of(values.cpu()), 0
-    while done < len(view):
-        done += file.write(view[done:])
-
-
-class _Side:
-    """This rank's file of a transfer, open in the context; `failure` is the first error."""
-
-    def __init__(self, opened: Callable[[], BinaryIO] | None) -> None:
-        self.failure: Exception | None = None
-        self._opened = opened
-        self._file: BinaryIO | None = None
-
-    def run(self, work: Callable[[BinaryIO], None]) -> None:
-        if self._file is not None and self.failure is None:
-            try:
-                work(self._file)
-            except (OSError, CheckpointError) as error:
-                self.failure = error
-
-    def __enter__(self) -> _Side:
-        try:
-            self._file = None if self._opened is None else self._opened()
-        except OSError as error:
-            self.failure = error
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with open(descriptor, "wb", buffering=0) as file:
+        file.truncate(size)
+        file.seek(begin)
+        while done < len(view):
+            done += file.write(view[done:])

@@ -132,20 +132,12 @@ def _check_trees(manifest: Manifest) -> None:
     """Raise if two references have the same tensor, because a file could have its bytes read again and again."""
     used = {(part.file, part.key) for tensor in manifest.tensors for part in tensor.slices}
     _expect(len(used) == sum(len(tensor.slices) for tensor in manifest.tensors), "a tensor of a file", "used twice")
-    for reference in nested_json.references(trees(manifest)):
+    for reference in nested_json.references(manifest.trees()):
         plain = isinstance(reference, dict) and all(isinstance(reference.get(name), str) for name in ("file", "key"))
         _expect(plain and reference["file"] in manifest.files, "a reference to a tensor", reference)
         place = (reference["file"], reference["key"])
         _expect(place not in used, "a reference to a tensor that is used already", reference)
         used.add(place)
-
-
-def trees(manifest: Manifest) -> list[Any]:
-    """Return all nested values of a manifest that may refer to tensors."""
-    found = [manifest.client, manifest.scheduler, manifest.scaler, manifest.ranks, list(manifest.extra.values())]
-    if manifest.optimizer is not None:
-        found += [manifest.optimizer["groups"], *manifest.optimizer["values"].values()]
-    return found
 
 
 def _natural(value: object) -> bool:

@@ -476,11 +476,6 @@ class FaultTolerance:
                     continue
                 _, client = self._checkpoints.restore(copies.path, name, Options(verify=False))
                 assert self._step.global_steps == versions[index].steps
-                try:
-                    copies.spread(versions[index])
-                except CheckpointError as error:  # on all ranks alike; training needs no further copies
-                    if self._job.rank == 0:
-                        logger.warning("%s", error)
                 return "memory", copies.path, {} if client is None else client
         if failure is not None:
             raise CheckpointError(
