@@ -53,6 +53,10 @@ def files(saved: Path) -> hostile.Files:
     return hostile.read_files(saved / "second")
 
 
+MANY = settings(max_examples=6 * settings().max_examples)
+"""More than of other tests, also with `make exhaustive`."""
+
+
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch") / "a"
@@ -66,7 +70,7 @@ def everything(path: Path) -> list[Any]:
         return [*(saved.read(tensor) for tensor in held.tensors), *(saved.decode(tree) for tree in trees)]
 
 
-@settings(max_examples=150)
+@MANY
 @given(rng=randoms)
 def test_damage_is_found_or_does_no_harm(rng: random.Random, files: hostile.Files, scratch: Path) -> None:
     hostile.write_files(scratch, files)
@@ -91,7 +95,7 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-@settings(max_examples=250)
+@MANY
 @given(rng=randoms)
 def test_a_hostile_manifest_gives_an_error_or_values(rng: random.Random, files: hostile.Files, scratch: Path) -> None:
     fields = hostile.fields_of(files["manifest.json"])
@@ -134,7 +138,7 @@ def test_numbers_that_could_not_have_been_written_are_refused(
         Checkpoint(str(scratch))
 
 
-@settings(max_examples=250)
+@MANY
 @given(rng=randoms)
 def test_a_hostile_header_gives_an_error_or_values(rng: random.Random, scratch: Path) -> None:
     scratch.mkdir(exist_ok=True)

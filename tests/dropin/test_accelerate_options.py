@@ -12,6 +12,7 @@ import torch.distributed as dist
 import shardwise
 from tests.dropin.clients import MISSING, forget, gpt2, mean_over_ranks, on_clients, tokens
 from tests.dropin.test_accelerate import accelerator, plugin_of, train
+from tests.dropin.test_trainer import evaluated
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
@@ -156,17 +157,15 @@ def saved(directory: Path, stage: int) -> list[float]:
     state = acc.get_state_dict(model)
     unwrapped.save_pretrained(f"{place}/hf", is_main_process=acc.is_main_process, state_dict=state)
     acc.wait_for_everyone()
-    given = tokens(4)
-    with torch.no_grad():
-        ours = model(input_ids=given, labels=given).loss.item()
+    ours = evaluated(model)
     model.destroy()
     forget()
-    loaded = GPT2LMHeadModel.from_pretrained(f"{place}/hf").eval()
+    loaded = GPT2LMHeadModel.from_pretrained(f"{place}/hf")
     other = gpt2()
     missing = other.load_state_dict(load_file(f"{place}/plain/model.safetensors"), strict=False)
     assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
     for made in (loaded, other):
-        assert made.eval()(input_ids=given, labels=given).loss.item() == pytest.approx(ours, abs=1e-6)
+        assert evaluated(made) == pytest.approx(ours, abs=1e-6)
     assert sorted(torch.cat(seen).tolist()) == sorted(tokens(7).tolist())
     return losses
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dropin.clients import MISSING, forget, gpt2, on_clients, tokens
-from tests.dropin.test_trainer import Logged, config, logged, trainer
+from tests.dropin.clients import MISSING, forget, gpt2, on_clients
+from tests.dropin.test_trainer import Logged, config, end, evaluated, logged, trainer
 from tests.harness import thorough
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -26,18 +26,11 @@ def plainly(stage: int | None) -> dict[str, Any] | None:
     return {key: value for key, value in config(stage).items() if key not in ("optimizer", "scheduler")}
 
 
-def finished(ran: Any) -> Logged:
-    """What has been logged; the engine goes."""
-    if ran.is_deepspeed_enabled:
-        ran.deepspeed.destroy()
-    return logged(ran)
-
-
 def recomputed(directory: str, stage: int | None) -> Logged:
     ran = trainer(directory, stage if stage is None else config(stage), gpt2, activation_checkpointing=True, **QUICK)
     ran.train()
     assert ran.model.is_activation_checkpointing
-    return finished(ran)
+    return end(ran)
 
 
 def own_optimizer(directory: str, stage: int | None) -> Logged:
@@ -54,7 +47,7 @@ def own_optimizer(directory: str, stage: int | None) -> Logged:
 
     ran = trainer(directory, plainly(stage), gpt2, (optimizer, schedule), **QUICK)
     ran.train()
-    found = finished(ran)
+    found = end(ran)
     found["lr"] = [row["learning_rate"] for row in ran.state.log_history if "learning_rate" in row]
     return found
 
@@ -66,7 +59,7 @@ def short_window(directory: str, stage: int | None) -> Logged:
     ran.train()
     assert ran.state.global_step == 3
     ran.evaluate()
-    return finished(ran)
+    return end(ran)
 
 
 def best(directory: str, stage: int | None) -> Logged:
@@ -77,7 +70,7 @@ def best(directory: str, stage: int | None) -> Logged:
     found = logged(ran)
     again = ran.evaluate()["eval_loss"]
     assert again == pytest.approx(found["eval_loss"][0], abs=1e-6)
-    finished(ran)
+    end(ran)
     return found
 
 
@@ -87,17 +80,10 @@ def only_the_model(directory: str, stage: int | None) -> Logged:
 
     ran = trainer(directory, stage if stage is None else config(stage), gpt2, save_only_model=True, max_steps=3)
     ran.train()
-    given = tokens(4)
-    ran.model_wrapped.eval()
-    with torch.no_grad():
-        ours = ran.model_wrapped(input_ids=given, labels=given).loss.item()
-    found = finished(ran)
-    forget()
-    dist.barrier()
+    ours, found = evaluated(ran.model_wrapped), end(ran)
     files = os.listdir(f"{directory}/checkpoint-3")
     assert "model.safetensors" in files and not [name for name in files if name.startswith("global_step")]
-    loaded = GPT2LMHeadModel.from_pretrained(f"{directory}/checkpoint-3").eval()
-    assert loaded(input_ids=given, labels=given).loss.item() == pytest.approx(ours, abs=1e-6)
+    assert evaluated(GPT2LMHeadModel.from_pretrained(f"{directory}/checkpoint-3")) == pytest.approx(ours, abs=1e-6)
     return found
 
 
@@ -146,9 +132,7 @@ def test_resized_embeddings(tmp_path: Path) -> None:
         ran.train()
         assert get_model_param_count(ran.model_wrapped) == count
         ran.save_model(f"{tmp_path}/{sharded}/final")
-        found.append(finished(ran))
-        forget()
-        dist.barrier()
+        found.append(end(ran))
         assert GPT2LMHeadModel.from_pretrained(f"{tmp_path}/{sharded}/final").lm_head.weight.shape == (72, 16)
     assert len(found[0]["loss"]) == 3 and found[0] == found[1]
 
@@ -166,18 +150,18 @@ def test_bf16(tmp_path: Path, stage: int) -> None:
     changes = {"bf16": True, "use_cpu": True, "eval_steps": 2, "save_steps": 2, "max_steps": 4}
     ran = trainer(f"{tmp_path}/plain", None, gpt2, **changes)
     ran.train()
-    plain = finished(ran)
+    plain = end(ran)
     ran = trainer(f"{tmp_path}/ours", config(stage), gpt2, **changes)
     ran.train()
     assert ran.deepspeed.bfloat16_enabled() and ran.model.dtype is torch.bfloat16
     ran.save_model(f"{tmp_path}/final")
-    found = finished(ran)
+    found = end(ran)
     forget()
     dist.barrier()
     assert GPT2LMHeadModel.from_pretrained(f"{tmp_path}/final", dtype="auto").dtype is torch.bfloat16
     again = trainer(f"{tmp_path}/ours", config(stage), lambda: gpt2(seed=5), **changes)
     again.train(resume_from_checkpoint=f"{tmp_path}/ours/checkpoint-2")
-    assert finished(again) == found
+    assert end(again) == found
     assert len(plain["loss"]) == 4 and len(plain["eval_loss"]) == 2
     for key in ("loss", "eval_loss"):
         assert found[key] == pytest.approx(plain[key], rel=1e-2)

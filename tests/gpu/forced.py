@@ -101,13 +101,14 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
         yield
 
 
+def on_device(case: Case) -> Case:
+    """Return a case whose data lie on the device."""
+    return replace(case, batch=lambda generator, seed: map_tensors(case.batch(generator, seed), torch.Tensor.cuda))
+
+
 def outcome(case: Case, setting: Setting, steps: int = 4) -> Outcome:
     """Train a case with its data on the device."""
-
-    def batch(generator: torch.Generator, seed: int) -> Any:
-        return map_tensors(case.batch(generator, seed), torch.Tensor.cuda)
-
-    return train(replace(case, batch=batch), setting, steps)
+    return train(on_device(case), setting, steps)
 
 
 def masters_on_host(engine: Any) -> dict[str, torch.Tensor]:

@@ -2,100 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import shardwise
-from shardwise.trees import map_tensors
-from tests.gpu.forced import MODELS, late_collectives, start_group
-from tests.harness.training import DTYPES, masters, parameters_digest
+from tests.gpu.forced import MODELS, late_collectives, on_device, start_group
+from tests.harness.training import Setting, bits, parameters_digest, start, take_steps
 from tests.models import GPT
+from tests.offload.settings import offload
 
-CASE = MODELS["gpt"]
-
-
-class Run:
-    """An engine, and the steps that it has taken."""
-
-    def __init__(self, stage: int, precision: str, zero: dict[str, Any] | None = None, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.dtype = DTYPES[precision]
-        self.engine, *_ = shardwise.initialize(
-            model=GPT(dropout=0.1),
-            config={
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_clipping": 1.0,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
-                **({} if precision == "fp32" else {precision: {"enabled": True}}),
-            },
-        )
-
-    def train(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            batch = map_tensors(CASE.data(step, 0, 0, self.dtype), torch.Tensor.cuda)
-            self.engine.backward(CASE.loss(self.engine, batch))
-            self.engine.step()
-
-    def end(self) -> tuple[dict[str, torch.Tensor], str]:
-        found = {name: value.cpu() for name, value in masters(self.engine.module).items()}
-        parameters = parameters_digest(self.engine.module)
-        self.engine.destroy()
-        return found, parameters
+CASE = on_device(replace(MODELS["gpt"], build=lambda: GPT(dropout=0.1)))
+SETTING = Setting(clip=1.0, optimizer="AdamW", lr=1e-2, scale=0)
 
 
-def equal(first: Any, second: Any) -> bool:
-    return first[1] == second[1] and all(torch.equal(value, second[0][name]) for name, value in first[0].items())
+def begun(setting: Setting, steps: int = 0, seed: int = 0) -> Any:
+    """Make an engine that has taken some steps."""
+    engine = start(CASE, setting, CASE.make(seed))
+    take_steps(engine, CASE, range(steps))
+    return engine
+
+
+def end(engine: Any) -> str:
+    """Return a fingerprint of an engine, which ends."""
+    found = bits(engine)
+    engine.destroy()
+    return found
+
+
+def goes_on(writer: Setting, reader: Setting, path: Path, steps: range, *, asynchronous: bool) -> bool:
+    """Return whether an engine with the checkpoint of another one takes the same steps."""
+    start_group()
+    with late_collectives():
+        first = begun(writer, 2)
+        first.save_checkpoint(path, asynchronous=asynchronous)
+        take_steps(first, CASE, steps)  # while it is written
+        first.wait_for_checkpoint()
+        second = begun(reader, seed=1)
+        second.load_checkpoint(path)
+        take_steps(second, CASE, steps)
+        return end(first) == end(second)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stages", [(0, 3), (3, 3), (3, 1), (2, 0)])
 def test_training_goes_on(stages: tuple[int, int], precision: str, asynchronous: bool, tmp_path: Path) -> None:
-    start_group()
-    with late_collectives():
-        first = Run(stages[0], precision)
-        first.train(0, 2)
-        first.engine.save_checkpoint(tmp_path, asynchronous=asynchronous)
-        first.train(2, 4)  # while it is written
-        first.engine.wait_for_checkpoint()
-        second = Run(stages[1], precision, seed=1)
-        second.engine.load_checkpoint(tmp_path)
-        second.train(2, 4)
-        assert equal(first.end(), second.end())
+    writer, reader = (SETTING.with_stage(stage, precision=precision) for stage in stages)
+    assert goes_on(writer, reader, tmp_path, range(2, 4), asynchronous=asynchronous)
 
 
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("place", ["all on host", "all on disk"])
 def test_state_elsewhere(place: str, tmp_path: Path) -> None:
-    start_group()
-    away = {
-        "offload_optimizer": {"device": place, "nvme_path": str(tmp_path / "state")},
-        "offload_param": {"device": place, "nvme_path": str(tmp_path / "state")},
-    }
-    with late_collectives():
-        first = Run(3, "bf16", away)
-        first.train(0, 2)
-        first.engine.save_checkpoint(tmp_path / "saved", asynchronous=True)
-        first.train(2, 3)
-        first.engine.wait_for_checkpoint()
-        second = Run(3, "bf16", away, seed=1)
-        second.engine.load_checkpoint(tmp_path / "saved")
-        second.train(2, 3)
-        assert equal(first.end(), second.end())
+    zero = tuple(offload(place, str(tmp_path / "state")).items())
+    setting = SETTING.with_stage(3, precision="bf16", zero=zero)
+    assert goes_on(setting, setting, tmp_path / "saved", range(2, 3), asynchronous=True)
 
 
 def test_whole_weights(tmp_path: Path) -> None:
     start_group()
+    setting = SETTING.with_stage(3, precision="bf16")
     with late_collectives():
-        run = Run(3, "bf16")
-        run.train(0, 1)
-        run.engine.save_16bit_model(tmp_path)
-        state = run.engine.module_state_dict()
-        other = Run(3, "bf16", seed=1)
-        other.engine.load_module_state_dict(state)
-        expected, found = run.end(), other.end()
-    assert expected[1] == found[1]
+        engine, other = begun(setting, 1), begun(setting, seed=1)
+        engine.save_16bit_model(tmp_path)
+        other.load_module_state_dict(engine.module_state_dict())
+        assert parameters_digest(engine.module) == parameters_digest(other.module)
+        engine.destroy()
+        other.destroy()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 0

@@ -2,83 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.errors import UsageError
-from tests.harness.training import DTYPES
-
-
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(4, 33, generator=torch.Generator().manual_seed(step))
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(33, 65), nn.GELU(), nn.Linear(65, 7))
-
-
-def train(precision: str) -> dict[str, torch.Tensor]:
-    model = net()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True, **({"loss_scale": 256} if precision == "fp16" else {})}
-    engine, *_ = shardwise.initialize(model=model, config=config)
-    for step in range(4):
-        engine.backward(engine(batch(step).to(engine.device, DTYPES[precision])).float().square().mean())
-        engine.step()
-    values = {name: p.detach().float().cpu() for name, p in model.named_parameters()}
-    engine.destroy()
-    return values
-
-
-def plain(precision: str) -> dict[str, torch.Tensor]:
-    """The same with masters in fp32 and torch's optimizer."""
-    device, dtype = torch.device("cuda"), DTYPES[precision]
-    model = net().to(device)
-    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    model = model.to(dtype)
-    optimizer = torch.optim.AdamW(masters, lr=1e-2, eps=1e-4, weight_decay=0.0)
-    for step in range(4):
-        model(batch(step).to(device, dtype)).float().square().mean().backward()
-        for p, master in zip(model.parameters(), masters, strict=True):
-            assert p.grad is not None
-            master.grad, p.grad = p.grad.float(), None
-        nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        for p, master in zip(model.parameters(), masters, strict=True):
-            p.data.copy_(master)
-    return {name: p.detach().float().cpu() for name, p in model.named_parameters()}
+from tests.gpu.forced import MODELS, on_device
+from tests.harness.training import ADAMW, DTYPES, SGD, Setting, distance, engine_of, plain, train
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
 def test_training_is_that_of_a_plain_loop(precision: str) -> None:
-    found, expected, start = train(precision), plain(precision), net().state_dict()
-    for name, value in found.items():
-        moved = float((expected[name] - start[name]).norm())
-        assert float((value - expected[name]).norm()) < (1e-3 if precision == "fp32" else 0.1) * moved, name
+    setting = Setting(3, clip=1.0, precision=precision, optimizer="AdamW", lr=1e-2)
+    case = on_device(MODELS["gpt"])
+    begun = dict(case.make().named_parameters())
+    found = train(case, setting, 4).masters
+    expected = plain(case, setting, 1, 4, model=case.make().cuda()).masters
+    for name, gap in distance(found, expected).items():
+        moved = float((expected[name].cpu() - begun[name]).norm())
+        assert gap < (1e-3 if precision == "fp32" else 0.1) * moved, name
 
 
 def weighted(on_device: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Linear(33, 7)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "torch_autocast": {"enabled": True},
-    }
-    engine, *_ = shardwise.initialize(model=model, config=config)
+    more = {"gradient_clipping": 1.0, "torch_autocast": {"enabled": True}}
+    engine = engine_of(model, 0, ADAMW, gradient_accumulation_steps=2, **more)
     x = torch.randn(4, 33, generator=torch.Generator().manual_seed(1)).to(engine.device)
     for micro in range(4):
         weight = torch.tensor(3 + micro, device=engine.device) if on_device else 3 + micro
@@ -98,14 +47,7 @@ def test_weights_may_be_on_the_device() -> None:
 
 
 def test_mixed_weights_are_refused_at_the_next_step_where_nobody_waits_for_the_device() -> None:
-    engine, *_ = shardwise.initialize(
-        model=nn.Linear(3, 1),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        },
-    )
+    engine = engine_of(nn.Linear(3, 1), 0, SGD, gradient_accumulation_steps=2)
     for weight in (2.0, None):
         engine.backward(engine(torch.ones(2, 3, device=engine.device)).mean(), weight=weight)
         engine.step()

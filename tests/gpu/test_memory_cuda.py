@@ -7,20 +7,16 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.memory import track_activations
 from tests.gpu.forced import MODELS, late_collectives, start_group
 from tests.gpu.standin import rehearsing
-from tests.harness.training import Setting, start
+from tests.harness.training import ADAMW, Setting, engine_of, start
 
 
 def test_tracked_peak_is_that_of_the_allocator() -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.GELU())]
-    engine, *_ = shardwise.initialize(
-        model=nn.Sequential(*layers),
-        config={"train_micro_batch_size_per_gpu": 512, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
-    )
+    engine = engine_of(nn.Sequential(*layers), 0, ADAMW)
     x = torch.randn(512, 2048, device=engine.device)
 
     def step() -> None:
@@ -51,15 +47,7 @@ def peak(stage: int) -> int:
     with late_collectives():
         torch.manual_seed(0)
         layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.GELU())]
-        engine, *_ = shardwise.initialize(
-            model=nn.Sequential(*layers),
-            config={
-                "train_micro_batch_size_per_gpu": 8,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            },
-        )
+        engine = engine_of(nn.Sequential(*layers), stage, ADAMW, bf16={"enabled": True})
         x = torch.randn(8, 1024, device=engine.device, dtype=torch.bfloat16)
         for step in range(3):
             if step == 1:

@@ -14,6 +14,7 @@ import shardwise
 from shardwise.compat import has_values
 from shardwise.memory import Tier
 from shardwise.zero.units.flat_param import FlatParamStorage
+from tests.harness.training import DTYPES, engine_of
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload
 
 WIDTH, LAYERS = 512, 6
@@ -35,21 +36,14 @@ class Net(nn.Module):
 def train(zero: dict[str, Any], precision: str, optimizer: str = "AdamW") -> tuple[dict[str, torch.Tensor], int]:
     """Parameters after some steps, and most bytes that the device has held in the last one."""
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
-        **({precision: {"enabled": True}} if precision != "fp32" else {}),
-    }
-    engine, *_ = shardwise.initialize(model=Net(), config=config)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    config |= {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    engine = engine_of(Net(), optimizer={"type": optimizer, "params": {"lr": 1e-3}}, zero=zero, **config)
     for step in range(4):
         engine.accountant.reset_peak()
         for micro in range(2):
             torch.manual_seed(10 * step + micro)
-            engine.backward(engine(torch.randn(8, WIDTH, device="cuda", dtype=dtype)))
+            engine.backward(engine(torch.randn(8, WIDTH, device="cuda", dtype=DTYPES[precision])))
             engine.step()
     peak = engine.accountant.peak_total_in(Tier.DEVICE)
     with shardwise.zero.GatheredParameters(list(engine.module.parameters())):

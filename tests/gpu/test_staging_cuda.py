@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise
 from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.device.staging import Staging, copy_stream
 from tests.checkpoint.test_async import content
 from tests.device.test_staging import TENSORS
+from tests.harness.training import engine_of
 
 _CYCLES = 20_000_000
 """About ten milliseconds."""
@@ -71,21 +71,17 @@ class Counting(torch.nn.Module):
 def engine(precision: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)), Counting())
-    made, *_ = shardwise.initialize(
-        model=model,
-        config={
-            "train_batch_size": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "gradient_clipping": 1.0,
-            **precision,
-        },
-    )
-    return made
+    adam = {"type": "AdamW", "params": {"lr": 1e-4}}
+    return engine_of(model, 0, adam, gradient_clipping=1.0, **precision)
+
+
+def backward(made: Any) -> None:
+    dtype = next(made.module.parameters()).dtype
+    made.backward(made(torch.randn(4, 1024, device="cuda", dtype=dtype)).float().square().mean())
 
 
 def train(made: Any) -> None:
-    dtype = next(made.module.parameters()).dtype
-    made.backward(made(torch.randn(4, 1024, device="cuda", dtype=dtype)).float().square().mean())
+    backward(made)
     made.step()
 
 
@@ -109,8 +105,7 @@ def test_the_host_waits_for_one_event_at_most(precision: dict[str, Any]) -> None
     made = engine(precision)
     for _ in range(3):
         train(made)
-    dtype = next(made.module.parameters()).dtype
-    made.backward(made(torch.randn(4, 1024, device="cuda", dtype=dtype)).float().square().mean())
+    backward(made)
     torch.cuda.set_sync_debug_mode("error")
     try:
         made.step()

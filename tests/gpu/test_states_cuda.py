@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwise
+from tests.harness.training import ADAMW
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -26,10 +27,7 @@ def train(config: dict[str, Any], **moving: Any) -> tuple[list[float], list[int]
     """Losses of some steps, and what torch holds on the device while state is away."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.GELU())))
-    engine, *_ = shardwise.initialize(
-        model=model,
-        config={"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **config},
-    )
+    engine = shardwise.initialize(model=model, config={"train_batch_size": 32, "optimizer": ADAMW, **config})[0]
     dtype = next(model.parameters()).dtype
     losses, away = [], []
     for step in range(4):

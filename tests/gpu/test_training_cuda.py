@@ -14,6 +14,7 @@ import shardwise
 from shardwise.config.names import ONEBIT_OPTIMIZERS
 from shardwise.optim.registry import names
 from tests.gpu.forced import MODELS, assert_equal, late_collectives, masters_on_host, start_group
+from tests.harness.training import engine_of
 from tests.models import GPT
 
 NEEDS_CLOSURE = {"LBFGS", "SparseAdam"}
@@ -43,17 +44,8 @@ def train(
 ) -> dict[str, torch.Tensor]:
     """Return master weights after some steps."""
     torch.manual_seed(7)
-    engine, *_ = shardwise.initialize(
-        model=GPT(),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
-            **config,
-        },
-    )
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0, **config}
+    engine = engine_of(GPT(), stage, {"type": optimizer, "params": {"lr": 1e-3}}, zero=zero, **config)
     case = MODELS["gpt"]
     for step in range(steps):
         for micro in range(2):

@@ -17,7 +17,7 @@ import pytest
 
 from shardwise.checkpoint import verify
 from shardwise.checkpoint.listing import CheckpointDirectory
-from tests.harness import run_ranks, thorough
+from tests.harness import run_ranks
 from tests.harness.jobs import launch, run_job, script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "resumable.py"
@@ -148,10 +148,9 @@ PHASES = {"init": 2, "forward": 3, "eval": 4, "save": 4, "step": 4}
 """Phase that a signal reaches, and the newest checkpoint afterwards; the older one is of step 2."""
 
 
-@pytest.mark.parametrize(
-    ("phase", "everyone"),
-    [("eval", True), *(thorough(p, e) for p in PHASES for e in (True, False) if (p, e) != ("eval", True))],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("everyone", [True, False])
 def test_a_signal_in_any_phase(phase: str, everyone: bool, tmp_path: Path) -> None:
     """The job saves, or leaves the older checkpoint as it is; and ends within the grace period."""
     path, out = script(tmp_path, IN_PHASES), tmp_path / "out"

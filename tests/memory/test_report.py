@@ -212,9 +212,9 @@ CHAINS = (Category.BUFFERS, Category.GRADIENTS)
 QUICK = {
     "accumulation": Row(3, "fp32", keys={"accumulation": 2}),
     "weights of others": Row(3, "fp32", keys={"keep": 0, "model": Borrowing}),
-    "autocast": Row(3, "autocast"),
 }
 THOROUGH = {
+    "autocast": Row(3, "autocast"),
     "activations on the host": Row(3, keys={"accumulation": 2, "more": MOVED}),
     "inputs of checkpoints on the host": Row(1, keys={"model": Recomputing, "more": MOVED}),
     "LAMB": Row(2, keys={"optimizer": "Lamb"}),

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import shardwise
 from shardwise import checkpointing, offload_activations
 from shardwise.errors import ConfigError
 from shardwise.memory import Accountant, Category, Tier, track_activations
 from tests.device import checking
 from tests.device.recorded import record_all
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import Outcome, Setting, assert_identical, start, train
+from tests.harness.training import SGD, Outcome, Setting, assert_identical, engine_of, start, train
 from tests.models import CASES, GPT, Batch, Case, language, language_loss
 
 LEAST = 64
@@ -304,8 +303,7 @@ def test_streams_are_in_order(stage: int, form: str) -> None:
 
 def small(**extra: Any) -> Any:
     torch.manual_seed(0)
-    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **extra}
-    return shardwise.initialize(model=GPT(), config=config)[0]
+    return engine_of(GPT(), 0, SGD, **extra)
 
 
 def held_by(engine: Any, batch: Batch) -> int:

@@ -11,11 +11,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from shardwise.errors import ConfigError, OffloadError
 from tests.harness import on_ranks, run_ranks
-from tests.harness.training import Outcome, Setting, assert_identical, digest, masters, start
+from tests.harness.training import Setting, bits, start, take_steps
 from tests.models import CASES
 from tests.offload.settings import offload
 
@@ -30,11 +29,7 @@ def made(zero: dict[str, Any], accumulation: int = 1) -> Any:
 
 
 def steps(engine: Any, first: int, last: int) -> None:
-    for step in range(first, last):
-        for micro in range(engine.gradient_accumulation_steps()):
-            batch = CASE.data(step, micro, torch.distributed.get_rank(), torch.bfloat16)
-            engine.backward(CASE.loss(engine, batch))
-            engine.step()
+    take_steps(engine, CASE, range(first, last))
 
 
 @pytest.mark.parametrize("how", ["damaged", "truncated"])
@@ -72,14 +67,14 @@ def test_disks_that_cannot_be_used_are_told_before_training(tmp_path: Path) -> N
 # -- going on ----------------------------------------------------------------------------------------------------------
 
 
-def trained(zero: dict[str, Any], directory: str, first: int, last: int) -> Outcome:
+def trained(zero: dict[str, Any], directory: str, first: int, last: int) -> str:
     """Train from a checkpoint, or from the beginning, and save."""
     engine = made(zero, accumulation=2)
     if first:
         engine.load_checkpoint(directory)
     steps(engine, first, last)
     engine.save_checkpoint(directory)
-    found = Outcome(masters(engine.module))
+    found = bits(engine)
     engine.destroy()
     return found
 
@@ -97,7 +92,7 @@ def test_checkpoints_go_from_any_place_into_any_other(
     whole = run_ranks(trained, world, {}, str(tmp_path / "resident"), 0, 4)[0]
     run_ranks(trained, world, keys(before), str(tmp_path / "saved"), 0, 2)
     moved = run_ranks(trained, world, keys(after), str(tmp_path / "saved"), 2, 4)[0]
-    assert_identical(moved, whole, f"{before} -> {after}")
+    assert moved == whole
 
 
 KILLED = """
@@ -125,20 +120,15 @@ while engine.global_steps < 4:
     count = 0
     faults.steps(engine, engine.global_steps, engine.global_steps + 1)
     engine.save_checkpoint(directory)
-print("digest", faults.masters_digest(engine))
+print("digest", faults.bits(engine))
 engine.destroy()
 """
-
-
-def masters_digest(engine: Any) -> str:
-    found = masters(engine.module)
-    return digest([found[name] for name in sorted(found)])
 
 
 def undisturbed(place: str, directory: str) -> str:
     engine = made(offload(place, directory))
     steps(engine, 0, 4)
-    found = masters_digest(engine)
+    found = bits(engine)
     engine.destroy()
     return found
 

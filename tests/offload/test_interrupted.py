@@ -17,8 +17,9 @@ from shardwise.errors import OffloadError, UsageError
 from shardwise.memory import OutOfMemoryError, Tier
 from shardwise.offload import disk
 from tests.harness import on_ranks, run_ranks
+from tests.harness.training import bits
 from tests.offload.settings import offload
-from tests.offload.test_faults import CASE, made, masters_digest, steps, undisturbed
+from tests.offload.test_faults import CASE, made, steps, undisturbed
 
 RESTART = "Restart the job from the last checkpoint"
 
@@ -87,7 +88,7 @@ def disturbed(place: str, directory: str, call: str, code: int, after: int, wher
     again = made(offload(place, directory))
     again.load_checkpoint(f"{directory}/saved")
     steps(again, 2, 4)
-    found = masters_digest(again)
+    found = bits(again)
     again.destroy()
     return str(error.value), refusals, found
 
@@ -138,7 +139,7 @@ def short_of_memory(place: str, directory: str, after: int) -> str:
         engine.step()
     engine.step()
     steps(engine, 3, 4)
-    found = masters_digest(engine)
+    found = bits(engine)
     engine.destroy()
     return found
 

@@ -224,13 +224,7 @@ def half_frozen() -> nn.Module:
 
 def loaded(zero: dict[str, Any], directory: str, optimizer: bool) -> dict[str, torch.Tensor]:
     """Load weights three ways and change them in a block; return those of the last step."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
-    }
-    if optimizer:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
-    engine = shardwise.initialize(model=half_frozen(), config=config)[0]
+    engine = engine_of(half_frozen(), 3, {"type": "AdamW", "params": {"lr": 0.01}} if optimizer else None, zero=zero)
 
     def step(number: int) -> None:
         if optimizer:
