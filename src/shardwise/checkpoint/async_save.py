@@ -12,6 +12,7 @@ unlocked, and the next save removes it. A disk that hangs is given up after a li
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -20,7 +21,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ from shardwise.checkpoint.collect import RankSavePlan, TrainingState
 from shardwise.checkpoint.directory import StagingDirectory
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import CheckpointHeader, publish, write_part
-from shardwise.checkpoint.save import SaveRequest, header_of, names_of, staged
+from shardwise.checkpoint.save import MOST_NAMES, SaveRequest, header_of, marked, staged
 from shardwise.checkpoint.slow_io import SLOWEST, warn_if_slow
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.comm.communicator import Communicator
@@ -70,14 +70,13 @@ class _WriteJob:
     rank: int
     path: str
     token: str
-    file: str
+    part: RankSavePlan
     tensors: Mapping[str, torch.Tensor]
-    description: Mapping[str, Any]
+    request: SaveRequest
     report: SaveReport
     limit: float
     store: torch.distributed.Store | None
     copied: Copied | None
-    direct: bool
     draft: StagingDirectory | None
     header: CheckpointHeader | None
     on_saved: Callable[[SaveReport], None] | None
@@ -89,21 +88,24 @@ class _WriteJob:
         report = self.report
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        names: list[list[str]] = []  # of values that are not finite, by rank
         try:
             self._await_copies()
-            report.size = write_part(self.path, self.file, self.tensors, self.description, direct=self.direct)[0]
+            description, direct = self.part.to_json(), self.request.direct
+            report.size = write_part(self.path, self.part.file, self.tensors, description, direct=direct)[0]
+            names.append(self.part.names_not_finite(self.tensors)[:MOST_NAMES] if self.request.check_finite else [])
         except Exception as error:
             report.origin, report.error = self.rank, _words(error)
         notes: list[str] = []
         try:
             if self.store is not None and self.rank:
-                self.store.set(self._key(self.rank), report.error or "")
+                self.store.set(self._key(self.rank), json.dumps([report.error, *names]))
             if self.draft is not None and self.header is not None:
-                failed = self._await_others(self.header.world)
+                failed = self._await_others(self.header.world, names)
                 if failed is not None and report.error is None:
                     report.origin, report.error = failed
                 if report.error is None:
-                    notes = publish(self.draft, self.header)
+                    notes = publish(self.draft, marked(self.header, self.request, names))
         except Exception as error:
             report.origin, report.error = self.rank, report.error or _words(error)
         finally:
@@ -130,8 +132,10 @@ class _WriteJob:
     def _key(self, rank: int) -> str:
         return f"shardwise/checkpoint/{self.token}/{rank}"
 
-    def _await_others(self, world: int) -> tuple[int, str] | None:
-        """Wait for the reports of all other ranks; return the first rank that failed, and its reason."""
+    def _await_others(self, world: int, names: list[list[str]]) -> tuple[int, str] | None:
+        """Wait for the reports of all other ranks; return the first rank that failed, and its reason. Adds the names
+        of their values that are not finite.
+        """
         failed: tuple[int, str] | None = None
         store, left = self.store, math.inf
         for rank in range(1, world if store is not None else 1):
@@ -143,10 +147,11 @@ class _WriteJob:
                     return failed or (rank, f"its part is not complete after {time.monotonic() - self.begun:.0f} s")
                 with contextlib.suppress(RuntimeError):  # a timeout
                     store.wait([self._key(rank)], timedelta(seconds=_LOOK_S))
-            words = store.get(self._key(rank)).decode(errors="replace")
+            error, *found = json.loads(store.get(self._key(rank)))
             store.delete_key(self._key(rank))
-            if words and failed is None:
-                failed = rank, words
+            names += found
+            if error is not None and failed is None:
+                failed = rank, error
         return failed
 
 
@@ -217,31 +222,27 @@ class AsyncSaver:
         """
         comm, what = model.comm, request.what
         self._reset_after_fork()
-        with staged(model, request, state) as made:
-            with collective_step(comm, what) as taken:
-                made.add_replicated()
-                part = made.part
-                tensors = self._snapshot.take(part.tensors, _stepped_only(model, part), part.fetch)
-                self._connect(comm)
-                taken.local = [sum(tensor.nbytes for tensor in tensors.values()), part.not_finite]
-            not_finite = names_of([names for _, names in taken.gathered], request, comm.rank)
-        largest = max(size for size, _ in taken.gathered)
-        header = header_of(model, request, not_finite) if comm.rank == 0 else None
+        own = replace(request, check_finite=False)  # the thread looks for infinite values, in the snapshot
+        with staged(model, own, state) as made, collective_step(comm, what) as taken:
+            made.add_replicated()
+            part = made.part
+            tensors = self._snapshot.take(part.tensors, _stepped_only(model, part), part.fetch)
+            self._connect(comm)
+            taken.local = sum(tensor.nbytes for tensor in tensors.values())
         self.report, self._unsettled = SaveReport(os.path.join(request.directory, made.tag)), True
         self._job = _WriteJob(
             rank=comm.rank,
             path=made.path,
             token=made.token,
-            file=part.file,
+            part=part,
             tensors=tensors,
-            description=part.to_json(),
+            request=request,
             report=self.report,
-            limit=self._limit + largest / SLOWEST,
+            limit=self._limit + max(taken.gathered) / SLOWEST,
             store=self._store,
             copied=self._snapshot.copied,
-            direct=request.direct,
             draft=made.draft,
-            header=header,
+            header=header_of(model, request) if comm.rank == 0 else None,
             on_saved=self._on_saved,
         )
         # The thread does not keep the engine alive. The interpreter waits for it at exit.

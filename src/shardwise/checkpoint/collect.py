@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,22 +105,28 @@ class RankSavePlan:
         """Fetch and use tensors, some at a time; values are checked then, because another fetch is slow."""
 
         def look_and_use(keys: Sequence[str]) -> None:
-            self._look([key for key in keys if key in self._trained])
+            self.not_finite += self.names_not_finite({key: self.tensors[key] for key in keys})
             use(keys)
 
         self._fetch(tensors, look_and_use if self._check_finite else use)
 
-    def _look(self, keys: Sequence[str]) -> None:
-        for _, run in itertools.groupby(keys, key=lambda key: self.tensors[key].device):
+    def names_not_finite(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the names of trained parameters and optimizer states with infinite or NaN values, of some tensors of
+        this part, or copies, by key.
+        """
+        found = []
+        watched = [key for key in tensors if key in self._trained]
+        for _, run in itertools.groupby(watched, key=lambda key: tensors[key].device):
             here = list(run)
-            norms = torch._foreach_norm([self.tensors[key].detach() for key in here])
+            norms = torch._foreach_norm([tensors[key].detach() for key in here])
             finite = torch.isfinite(torch.stack([norm.double() for norm in norms])).tolist()
             # A norm may overflow where no value does.
-            self.not_finite += [
+            found += [
                 self._trained[key]
                 for key, fine in zip(here, finite, strict=True)
-                if not fine and not bool(torch.isfinite(self.tensors[key]).all())
+                if not fine and not bool(torch.isfinite(tensors[key]).all())
             ]
+        return found
 
 
 def collect(

@@ -259,7 +259,7 @@ class InMemoryCheckpoints:
     def _write(self, part: RankSavePlan, draft: str, request: SaveRequest) -> list[int]:
         description = part.to_json()
         if self._comm.rank == 0:
-            description["header"] = vars(header_of(self._model, request, ()))
+            description["header"] = vars(header_of(self._model, request))
         return write_part(
             self._at(draft),
             part.file,

@@ -10,13 +10,14 @@ files are unchanged until the last rename. If `latest` cannot be written after i
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from shardwise.utils.logging import logger
 _JOB = secrets.token_hex(4)
 _JOBS: dict[str, set[str | None]] = {}
 """By directory: jobs whose checkpoints `latest` has named, at the first save or with a warning."""
-_MOST_NAMES = 20
+MOST_NAMES = 20
 """Maximum number of not finite values named in the manifest."""
 
 
@@ -109,11 +110,11 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
             part = made.part
             write_part(made.path, part.file, part.tensors, part.to_json(), fetch=part.fetch, direct=request.direct)
             written.local = part.not_finite
-        not_finite = names_of(written.gathered, request, comm.rank)
         with collective_step(comm, what):
             if made.draft is not None:
+                header = marked(header_of(model, request), request, written.gathered)
                 with warn_if_slow(f"{what}: the checkpoint is published"):
-                    notes = publish(made.draft, header_of(model, request, not_finite))
+                    notes = publish(made.draft, header)
                 for note in notes:
                     logger.info("%s", note)
     return os.path.join(request.directory, made.tag)
@@ -160,12 +161,14 @@ def collected(
     return part, functools.partial(add_replicated, part, model, done.gathered, own)
 
 
-def names_of(gathered: Sequence[Sequence[str]], request: SaveRequest, rank: int) -> list[str]:
-    """Return the names of values that are infinite or NaN on any rank, and log them once."""
-    found = list(dict.fromkeys(name for names in gathered for name in names))
-    if found and rank == 0:
-        _warn_not_finite(request, found)
-    return found
+def marked(header: CheckpointHeader, request: SaveRequest, names: Iterable[Sequence[str]]) -> CheckpointHeader:
+    """Return the header of a checkpoint in which values of these names, of each rank, are infinite or NaN; log them."""
+    found = list(dict.fromkeys(itertools.chain.from_iterable(names)))
+    if not found:
+        return header
+    _warn_not_finite(request, found)
+    marks = {"finite": False, "not_finite": found[:MOST_NAMES]}
+    return replace(header, latest=header.latest and request.latest_if_not_finite, layout={**header.layout, **marks})
 
 
 def _warn_not_finite(request: SaveRequest, names: Sequence[str]) -> None:
@@ -208,17 +211,16 @@ def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
         logger.warning("%s; rank 0's is used", message)
 
 
-def header_of(model: CheckpointedModel, request: SaveRequest, not_finite: Sequence[str]) -> CheckpointHeader:
-    """Return the header of the checkpoint."""
+def header_of(model: CheckpointedModel, request: SaveRequest) -> CheckpointHeader:
+    """Return the header of the checkpoint, if all its values are finite."""
     order = {"sequence": request.numbers.value}  # first, because it is read from the beginning of the file
-    marks = {"finite": False, "not_finite": list(not_finite[:_MOST_NAMES])} if not_finite else {}
     return CheckpointHeader(
         directory=request.directory,
         tag=request.tag,
-        latest=request.latest and (request.latest_if_not_finite or not not_finite),
+        latest=request.latest,
         world=model.comm.world,
         versions=versions(),
-        layout={**order, **request.layout, "job": _JOB, **marks},
+        layout={**order, **request.layout, "job": _JOB},
         config=request.config,
         optimizer=None if model.optimizer is None else type(model.optimizer).__name__,
         created=time.time(),
