@@ -10,6 +10,7 @@ import pytest
 
 from shardwise import _allocator
 from shardwise._allocator import set_allocator
+from tests.harness import thorough
 
 MIB = 1 << 20
 PROGRAM = """
@@ -52,7 +53,7 @@ def after_freeing(before: str = "", **env: str) -> tuple[int, bool]:
 
 
 @SETTABLE
-@pytest.mark.parametrize("before", ["", "import torch"])
+@pytest.mark.parametrize("before", [thorough(""), "import torch"])
 def test_freed_memory_returns_to_the_system_under_any_launcher(before: str) -> None:
     left, aligned = after_freeing(before)
     assert left < 16 * MIB
@@ -61,7 +62,8 @@ def test_freed_memory_returns_to_the_system_under_any_launcher(before: str) -> N
 
 @SETTABLE
 @pytest.mark.parametrize(
-    ("before", "env"), [("import torch; torch.ones(1)", {}), ("", {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"})]
+    ("before", "env"),
+    [("import torch; torch.ones(1)", {}), thorough("", {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"})],
 )
 def test_a_process_that_cannot_or_shall_not_is_left_as_it_is(before: str, env: dict[str, str]) -> None:
     left, aligned = after_freeing(before, **env)

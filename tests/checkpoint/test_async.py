@@ -224,7 +224,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Pa
 
 @on_ranks(2)
 def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
-    engine = engine_of(torch.nn.Linear(1000, 700), 2, ADAMW, train_batch_size=2, checkpoint=ASYNC)
+    engine = engine_of(torch.nn.Linear(1000, 700), 2, ADAMW, rows=1, checkpoint=ASYNC)
     planned = engine._checkpoints.background.snapshot_bytes(700 * 1001 * 8 // 2)
     report = engine.memory_report()
     assert report.row(Category.OTHER).planned >= planned > report.row(Category.OTHER).floor  # none has been saved

@@ -15,7 +15,7 @@ from shardwise.comm.desync import Position, compare_calls
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.rank_status import Here
 from shardwise.errors import UsageError
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 
 BLOCKING = ("all_reduce", "reduce", "broadcast", "all_gather", "all_to_all_single", "gather", "send", "barrier")
 
@@ -37,6 +37,7 @@ def test_without_a_process_group() -> None:
 
 @on_ranks(2)
 def test_calls_are_recorded_with_their_bytes() -> None:
+    comms_logger.reset_data()
     value = torch.full((4,), float(api.get_rank() + 1))
     api.all_reduce(value, prof=True)
     api.all_reduce(torch.ones(1))  # not asked for
@@ -60,7 +61,18 @@ def test_calls_are_recorded_with_their_bytes() -> None:
     assert value.tolist() == [3.0] * 4
 
 
-def where_a_rank_waits(call: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("forward", "torch.distributed.broadcast(src=1)|12|"),
+        ("work", "torch.distributed.all_reduce(op=MAX)|12|"),
+        ("torch's work", "torch.distributed.Work.wait()|0|"),
+        ("recv", "torch.distributed.recv(src=1)|0|"),
+        ("thread", "torch.distributed.all_reduce()|12|"),
+    ],
+)
+@on_ranks(2)
+def test_a_collective_of_torch_is_a_position_wherever_it_is_called(call: str, said: str) -> None:
     """What rank 0 is said to be in while rank 1 comes late."""
     tensor, seen = torch.ones(3), list[Position]()
     here = Here(thread=threading.get_ident())
@@ -90,20 +102,6 @@ def where_a_rank_waits(call: str) -> list[str]:
         api.recv(tensor, 1)
     if api.get_rank() == 0:
         late.join()
+        (place,) = seen
+        assert f"{place.what}|{place.size}|" == said and "test_api.py:" in place.line
     api.barrier()
-    return [f"{place.what}|{place.size}|{place.line.partition('tests')[2]}" for place in seen]
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        ("forward", "torch.distributed.broadcast(src=1)|12|"),
-        ("work", "torch.distributed.all_reduce(op=MAX)|12|"),
-        ("torch's work", "torch.distributed.Work.wait()|0|"),
-        ("recv", "torch.distributed.recv(src=1)|0|"),
-        ("thread", "torch.distributed.all_reduce()|12|"),
-    ],
-)
-def test_a_collective_of_torch_is_a_position_wherever_it_is_called(call: str, said: str) -> None:
-    found = run_ranks(where_a_rank_waits, 2, call)[0]
-    assert len(found) == 1 and found[0].startswith(said) and "test_api.py:" in found[0], found

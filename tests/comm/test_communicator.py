@@ -19,7 +19,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.compat import backend_of, timeout_of
 from shardwise.errors import PeerLostError, UsageError
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -66,31 +66,6 @@ def test_a_group_that_does_not_serve_the_device_is_refused(backend: str, device:
         Communicator(None, Ledger(), device)
 
 
-def chosen(ordered: bool, nodes: list[str] | None) -> tuple[list[str], list[str], list[str]]:
-    """The collectives that reduce bf16 gradients of 16 ranks in fp32: over all, over rows of 4, and across rows."""
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=16)
-    seen: list[str] = []
-    launch = native.launch_together
-
-    def watch(op: Any, arguments: Any, group: Any, **how: Any) -> Any:
-        if arguments:
-            seen.append(op.__name__)
-        return launch(op, arguments, group, **how)
-
-    comm = communicator(ordered=ordered, nodes=nodes)
-    rows = comm.part([range(first, first + 4) for first in range(0, 16, 4)], "rows")
-    columns = comm.part([range(first, 16, 4) for first in range(4)], "columns")
-    found: list[list[str]] = []
-    for one in (comm, rows, columns):
-        out, full = torch.zeros(3), torch.ones(3 * one.world, dtype=torch.bfloat16)
-        seen.clear()
-        with mock.patch.object(native, "launch_together", watch):
-            one.reduce_scatter([(out, full)], "sum").wait()
-        found.append([name.split("_")[0] for name in seen])
-    dist.destroy_process_group()
-    return found[0], found[1], found[2]
-
-
 EXCHANGED, REDUCED = ["all"], ["reduce"]
 
 
@@ -103,9 +78,28 @@ EXCHANGED, REDUCED = ["all"], ["reduce"]
         (True, 4, (EXCHANGED, EXCHANGED, EXCHANGED)),
     ],
 )
+@on_ranks(1, init=False)
 def test_reductions_go_by_what_nodes_send(ordered: bool, size: int | None, expected: tuple[list[str], ...]) -> None:
-    nodes = None if size is None else [f"node {rank // size}" for rank in range(16)]
-    assert run_ranks(chosen, 1, ordered, nodes, init=False) == [expected]
+    """The collectives that reduce bf16 gradients of 16 ranks in fp32: over all, over rows of 4, and across rows."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=16)
+    seen: list[str] = []
+    launch = native.launch_together
+
+    def watch(op: Any, arguments: Any, group: Any, **how: Any) -> Any:
+        if arguments:
+            seen.append(op.__name__)
+        return launch(op, arguments, group, **how)
+
+    comm = communicator(ordered=ordered, nodes=None if size is None else [f"node {rank // size}" for rank in range(16)])
+    rows = comm.part([range(first, first + 4) for first in range(0, 16, 4)], "rows")
+    columns = comm.part([range(first, 16, 4) for first in range(4)], "columns")
+    for one, names in zip((comm, rows, columns), expected, strict=True):
+        out, full = torch.zeros(3), torch.ones(3 * one.world, dtype=torch.bfloat16)
+        seen.clear()
+        with mock.patch.object(native, "launch_together", watch):
+            one.reduce_scatter([(out, full)], "sum").wait()
+        assert [name.split("_")[0] for name in seen] == names
+    dist.destroy_process_group()
 
 
 @on_ranks(4)
@@ -139,14 +133,15 @@ def test_the_environments_limit_holds_for_the_engines_collectives() -> None:
     """Rank 1 never takes part; rank 0 gives up after the limit that the environment has set."""
     os.environ["SHARDWISE_TIMEOUT"] = str(1 / 60)
     shardwise.init_distributed(verbose=False)
-    comm = communicator()
+    comm, store = communicator(), dist.distributed_c10d._get_default_store()
     begin = time.monotonic()
     if comm.rank == 0:
         with pytest.raises(PeerLostError, match=r"has waited 1\.\d s for rank 1 in all_reduce .alone. #0"):
             comm.all_reduce(torch.ones(1), "alone").wait()
         assert 0.5 < time.monotonic() - begin < 3.5
+        store.set("named", "")
     else:
-        time.sleep(2.5)
+        store.wait(["named"], timedelta(seconds=20))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwise
 from shardwise.comm import intra_node_transport as transport
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError, UsageError
 from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, same_bits, values
 from tests.harness import RankFailure, on_ranks, run_ranks, thorough
+from tests.harness.training import ADAMW, engine_of
 
 CPU = torch.device("cpu")
 
@@ -179,20 +180,13 @@ def test_one_rank_evaluates_while_the_others_wait_elsewhere(stage: int) -> None:
     begun = time.monotonic()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": stage},
-    }
-    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine = engine_of(model, stage, ADAMW)
     engine.backward(engine(torch.ones(2, 64)).sum())
     engine.step()
     # Updated parameters are on their way. Rank 0 uses them, while the others wait in the script's own barrier.
     loss = engine(torch.ones(2, 64)).sum().item() if dist.get_rank() == 0 else 0.0
     dist.barrier()
-    rest = engine(torch.ones(2, 64)).sum().item()
-    engine.destroy()
-    assert dist.get_rank() or rest == loss
+    assert dist.get_rank() or engine(torch.ones(2, 64)).sum().item() == loss
     assert time.monotonic() - begun < 60
 
 
@@ -232,42 +226,18 @@ def test_a_rank_that_has_gone_is_noticed_at_once() -> None:
 @on_ranks(2, init=False)
 def test_the_groups_limit_holds() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=1))
-    comm = communicator()
+    comm, store = communicator(), dist.distributed_c10d._get_default_store()
     comm.barrier()
     if comm.rank == 0:
         with pytest.raises(PeerLostError, match=r"rank 1.*reduce_scatter 'early'"):
             comm.reduce_scatter([(torch.zeros(1), torch.ones(2))], "early").wait()
+        store.set("named", "")
     else:
-        time.sleep(2)
+        store.wait(["named"], timedelta(seconds=20))
     comm.destroy()
 
 
 # -- meeting -----------------------------------------------------------------------------------------------------------
-
-
-def used(wish: str, refusing: bool) -> tuple[bool, str]:
-    before = transport.read_tensor
-    comm = None
-    try:
-        os.environ[transport.VARIABLE] = wish
-        if refusing and dist.get_rank() == 1:
-
-            def refuse(*_: Any) -> None:
-                raise PermissionError("not allowed")
-
-            transport.read_tensor = refuse  # type: ignore[assignment]
-        comm = Communicator(None, Ledger(), CPU)
-        out = torch.zeros(2)
-        comm.reduce_scatter([(out, torch.ones(2 * comm.world))], "works").wait()
-        assert out.tolist() == [comm.world] * 2
-        return comm.transport == "memory", ""
-    except UsageError as error:
-        return False, str(error)
-    finally:
-        transport.read_tensor = before
-        del os.environ[transport.VARIABLE]
-        if comm is not None:
-            comm.destroy()
 
 
 @pytest.mark.parametrize(
@@ -281,9 +251,18 @@ def used(wish: str, refusing: bool) -> tuple[bool, str]:
         ("memroy", False, False, "SHARDWISE_TRANSPORT='memroy'"),
     ],
 )
+@on_ranks(3)
 def test_what_is_used(wish: str, refusing: bool, memory: bool, error: str) -> None:
-    for found, message in run_ranks(used, 3, wish, refusing):
-        assert found is memory and bool(message) is bool(error) and error in message
+    os.environ[transport.VARIABLE] = wish  # the harness puts it back
+    refuses = mock.patch.object(transport, "read_tensor", side_effect=PermissionError("not allowed"))
+    with refuses if refusing and dist.get_rank() == 1 else contextlib.nullcontext():
+        with pytest.raises(UsageError, match=error) if error else contextlib.nullcontext():
+            comm = Communicator(None, Ledger(), CPU)
+        if not error:
+            out = torch.zeros(2)
+            comm.reduce_scatter([(out, torch.ones(2 * comm.world))], "works").wait()
+            assert out.tolist() == [comm.world] * 2 and (comm.transport == "memory") is memory
+            comm.destroy()
 
 
 def test_a_connection_to_another_process_than_announced_is_refused(monkeypatch) -> None:

@@ -20,7 +20,7 @@ from shardwise.engine.parallel import SharedSequences
 from tests.device.recorded import imagined
 from tests.device.recording import recording
 from tests.harness import thorough
-from tests.harness.training import Setting, start
+from tests.harness.training import Setting, config_of, start
 from tests.models import CASES
 from tests.scale.test_groups import TENSOR, Net
 
@@ -146,14 +146,8 @@ def test_updated_parameters_are_all_that_stays_of_an_all_gather(
 def test_no_activation_that_ranks_exchange_outlives_its_last_reader(stage: int, tmp_path: Path) -> None:
     """Outputs of collectives of tensor, sequence and expert parallelism."""
     outputs, alive = Outputs(), []
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "tensor_parallel": TENSOR,
-        "sequence_parallel_size": 2,
-        **dict(observers(tmp_path)),
-    }
+    keys = {"tensor_parallel": TENSOR, "sequence_parallel_size": 2, **dict(observers(tmp_path))}
+    config = config_of(stage, {"type": "Adam", "params": {"lr": 0.1}}, rows=1, **keys)
     with imagined(8, 0), recording(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "launch_together", outputs.launch)
         patch.setattr("shardwise.comm.stall_watchdog.default_store", dist.HashStore)

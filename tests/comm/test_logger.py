@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from shardwise.comm import logger
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import UNKNOWN, CommsLogger
 from shardwise.errors import ConfigError
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.profile.test_engine import engine_of, window
 
 
@@ -75,43 +74,37 @@ def test_times_of_a_device_are_read_when_it_has_got_there(monkeypatch: pytest.Mo
     assert log.get_raw_data()["all_gather"][1000][1] == [5.0, 5.0, 5.0] and marks[5].reached
 
 
-def lines_of(root: str) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:
-    engine = engine_of(3, comms_logger={"enabled": True, "path": root})
+@on_ranks(2)
+def test_a_line_for_each_collective_of_each_rank(tmp_path: Path) -> None:
+    engine = engine_of(3, comms_logger={"enabled": True, "path": str(tmp_path / "log")})
     for _ in range(2):
         window(engine)
     engine.sharded.finish_gathers()
     rank, log = engine.global_rank, logger.comms_logger
     log.append("mine", 4, 0.5, 2, "here:1")
     log.settle()
-    found = [json.loads(text) for text in Path(root, f"rank_{rank}.jsonl").read_text().splitlines()]
+    lines = [json.loads(text) for text in (tmp_path / "log" / f"rank_{rank}.jsonl").read_text().splitlines()]
     records = [
         (record.op, record.label, record.size, record.sent, record.step)
         for record in engine.ledger.records()
         if record.finished is not None
     ]
-    step = {op: {unit: one.sent for unit, one in units.items()} for op, units in engine.communication(1).items()}
+    *engines, mine = lines
+    told = [(line["op"], line["unit"], line["bytes"], line["sent"], line["step"]) for line in engines]
+    assert sorted(told) == sorted(records) and {line["rank"] for line in lines} == {rank}
+    assert {line["step"] for line in engines} == {0, 1} and len(engines) > 10
+    assert all(0 <= line["waited_ms"] <= line["ms"] + 1e-6 and line["time"] > 1e9 for line in engines)
+    assert [line["time"] for line in engines] == sorted(line["time"] for line in engines)
+    assert {line["group"] for line in engines} == {"data_parallel"}
+    assert (mine["op"], mine["bytes"], mine["ms"], mine["line"]) == ("mine", 4, 500.0, "here:1")
+    assert mine["step"] is None and mine["sent"] is None
+    step = engine.communication(1)
+    for op, units in step.items():
+        for unit, one in units.items():
+            assert one.sent == sum(row[3] for row in records if (row[0], row[1], row[4]) == (op, unit, 1))
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(step)
     log.configure(enabled=False, path="")
     log.reset_data()
-    engine.destroy()
-    return found, records, step
-
-
-def test_a_line_for_each_collective_of_each_rank(tmp_path: Path) -> None:
-    answers = run_ranks(lines_of, 2, str(tmp_path / "log"))
-    for rank, (lines, records, step) in enumerate(answers):
-        *engines, mine = lines
-        told = [(line["op"], line["unit"], line["bytes"], line["sent"], line["step"]) for line in engines]
-        assert sorted(told) == sorted(records) and {line["rank"] for line in lines} == {rank}
-        assert {line["step"] for line in engines} == {0, 1} and len(engines) > 10
-        assert all(0 <= line["waited_ms"] <= line["ms"] + 1e-6 and line["time"] > 1e9 for line in engines)
-        assert [line["time"] for line in engines] == sorted(line["time"] for line in engines)
-        assert {line["group"] for line in engines} == {"data_parallel"}
-        assert (mine["op"], mine["bytes"], mine["ms"], mine["line"]) == ("mine", 4, 500.0, "here:1")
-        assert mine["step"] is None and mine["sent"] is None
-        for op, units in step.items():
-            for unit, sent in units.items():
-                assert sent == sum(row[3] for row in records if (row[0], row[1], row[4]) == (op, unit, 1))
-        assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(step)
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

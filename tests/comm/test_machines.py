@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import Any
@@ -14,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise
 from shardwise.comm.machines import by_machine, groups_of, split_by, topology
-from tests.harness import on_ranks, run_ranks
-from tests.harness.training import make_optimizer
+from tests.harness import on_ranks
+from tests.harness.logs import logged
+from tests.harness.training import config_of, make_optimizer, take_steps
 from tests.models import CASES
 
 CASE = CASES["gpt"]
@@ -56,27 +56,16 @@ def test_time_grows_with_ranks_only_and_equal_machines_have_one_row(world: int) 
 def trained(nodes: str, zero: dict[str, Any], mesh: list[list[int]] | None = None) -> Any:
     """Return the parameters after two steps of ranks on imagined machines, groups of ranks, and the log."""
     os.environ["SHARDWISE_MACHINE"] = nodes[dist.get_rank()]
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise").addHandler(handler)
     model = CASE.make()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
-    }
     given = None if mesh is None else DeviceMesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
     optimizer = make_optimizer("AdamW", CASE.groups(model), 1e-2)
-    engine: Any = shardwise.initialize(model=model, optimizer=optimizer, config=config, mesh=given).engine
-    logging.getLogger("shardwise").removeHandler(handler)
-    for step in range(2):
-        engine.backward(CASE.loss(engine, CASE.data(step, 0, dist.get_rank(), torch.float32)))
-        engine.step()
+    with logged() as kept:
+        config = config_of(3, zero=zero)
+        engine: Any = shardwise.initialize(model=model, optimizer=optimizer, config=config, mesh=given).engine
+    take_steps(engine, CASE, range(2))
     with engine.gathered():
         state = {name: value.detach().clone() for name, value in model.named_parameters()}
-    groups = engine.sharded.comm.groups_of_ranks()
-    engine.destroy()
-    return state, groups, lines
+    return state, engine.sharded.comm.groups_of_ranks(), kept.lines
 
 
 def same(first: Any, second: Any) -> bool:
@@ -107,7 +96,8 @@ def test_groups_of_ranks_in_turn_are_those_of_a_mesh_by_machine() -> None:
     assert all(torch.allclose(value, state[name], atol=1e-5) for name, value in wanted.items())
 
 
+@on_ranks(4)
 def test_ranks_of_unequal_machines_are_warned_of() -> None:
-    for _, groups, lines in run_ranks(trained, 4, "aaab", {"mics_shard_size": 2}):
-        assert groups["shard"] in ([0, 1], [2, 3])
-        assert any("ranks 2, 3 lie on 2 machines, whose ranks are 3 on a, 1 on b" in line for line in lines)
+    _, groups, lines = trained("aaab", {"mics_shard_size": 2})
+    assert groups["shard"] in ([0, 1], [2, 3])
+    assert any("ranks 2, 3 lie on 2 machines, whose ranks are 3 on a, 1 on b" in line for line in lines)

@@ -72,7 +72,6 @@ def trained(stage: int, log: bool, config: dict[str, Any]) -> tuple[Steps, Any]:
         engine.step()
         steps.append((engine.stragglers(since), came))
     logged = shardwise.comm.log_summary(show_straggler=True, return_dict=True) if log else None
-    engine.destroy()
     return steps, logged
 
 

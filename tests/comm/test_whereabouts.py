@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import shardwise
 from shardwise.comm import desync
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.groups import PURPOSES
@@ -20,6 +19,7 @@ from shardwise.comm.intra_node_transport import IntraNodeTransport
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import ShardwiseError
 from tests.harness import RankFailure, run_ranks
+from tests.harness.training import SGD, engine_of
 
 CPU = torch.device("cpu")
 LIMIT_S = 1.0
@@ -57,9 +57,11 @@ def one_sleeps() -> Told | None:
     limit(comm)
     comm.all_reduce(torch.ones(1), "first").wait()
     if comm.rank == 1:
-        time.sleep(LIMIT_S + desync.PATIENCE_S + 2)
+        dist.distributed_c10d._get_default_store().wait(["told"])
         return None
-    return tell(lambda: comm.all_reduce(torch.ones(1), "second").wait())
+    told = tell(lambda: comm.all_reduce(torch.ones(1), "second").wait())
+    dist.distributed_c10d._get_default_store().set("told", "")
+    return told
 
 
 def test_a_rank_that_sleeps_is_named() -> None:
@@ -127,12 +129,7 @@ def test_a_rank_that_has_ended_is_not_called_a_crash() -> None:
 def train(how: str, folder: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD"},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine = engine_of(model, 3, SGD)
     odd = dist.get_rank() == 1
     limit(engine.job)
     for number in range(3):

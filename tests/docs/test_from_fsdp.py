@@ -168,7 +168,6 @@ def recomputed(wrapped: bool) -> list[float]:
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
-    engine.destroy()
     return losses
 
 

@@ -16,9 +16,10 @@ from torch.nn.utils import clip_grad_norm_
 import shardwise
 from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
+from tests.harness.engines import end_engines
 from tests.harness.logs import logged
-from tests.harness.training import SGD
+from tests.harness.training import SGD, config_of
 
 
 def net() -> nn.Sequential:
@@ -27,9 +28,7 @@ def net() -> nn.Sequential:
 
 
 def made(model: nn.Module, stage: int = 0, optimizer: Any = None, **config: Any) -> Any:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "zero_optimization": zero, **config}
-    return shardwise.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    return shardwise.initialize(model=model, optimizer=optimizer, config=config_of(stage, SGD, **config))[0]
 
 
 def data(number: int = 0) -> torch.Tensor:
@@ -43,9 +42,7 @@ def train(engine: Any, steps: int = 2, inputs: Callable[[int], torch.Tensor] = d
 
 
 def nothing_wrong(stage: int) -> None:
-    engine = made(net(), stage, gradient_accumulation_steps=2)
-    train(engine, 4)
-    engine.destroy()
+    train(made(net(), stage, gradient_accumulation_steps=2), 4)
 
 
 def clipped(stage: int) -> None:
@@ -54,7 +51,6 @@ def clipped(stage: int) -> None:
         engine.backward(engine(data()).mean())
         clip_grad_norm_(engine.module.parameters(), 1.0)
         engine.step()
-    engine.destroy()
     other = net()
     other(data()).sum().backward()
     assert clip_grad_norm_(other.parameters(), 1e-3) > 0
@@ -62,15 +58,12 @@ def clipped(stage: int) -> None:
 
 
 def batch_norm(stage: int) -> None:
-    train(engine := made(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)), stage))
-    engine.destroy()
-    made(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 1)), stage).destroy()
+    train(made(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)), stage))
+    made(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 1)), stage)
 
 
 def same_inputs(stage: int) -> None:
-    engine = made(net(), stage)
-    train(engine, inputs=lambda number: torch.arange(8.0).view(2, 4) + number)
-    engine.destroy()
+    train(made(net(), stage), inputs=lambda number: torch.arange(8.0).view(2, 4) + number)
 
 
 def two_optimizers(stage: int) -> None:
@@ -78,15 +71,13 @@ def two_optimizers(stage: int) -> None:
     engine = made(model, stage, torch.optim.AdamW(model.parameters()))
     assert isinstance(engine.optimizer, torch.optim.AdamW)
     train(engine)
-    engine.destroy()
 
 
 def nothing_trained(stage: int) -> None:
     engine = made(net().requires_grad_(False), stage)
     with pytest.raises(UsageError, match="no parameter of the model was trained"):
         engine.backward(engine(data()).mean())
-    engine.destroy()
-    made(nn.Sequential(nn.Tanh()), stage).destroy()
+    made(nn.Sequential(nn.Tanh()), stage)
 
 
 def other_model(stage: int) -> None:
@@ -94,14 +85,12 @@ def other_model(stage: int) -> None:
     for _ in range(2):
         engine.backward(other(data()).mean())
         engine.step()
-    engine.destroy()
 
 
 def no_step(stage: int) -> None:
     engine = made(net(), stage, gradient_accumulation_steps=4)
     for number in range(9):
         engine.backward(engine(data(number)).mean())
-    engine.destroy()
 
 
 def schedule_stepped_twice(stage: int) -> None:
@@ -109,14 +98,13 @@ def schedule_stepped_twice(stage: int) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-        engine = shardwise.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+        given = {"optimizer": optimizer, "lr_scheduler": schedule, "config": config_of(stage)}
+        engine = shardwise.initialize(model=model, **given)[0]
         for number in range(6):
             engine.backward(engine(data(number)).mean())
             engine.step()
             if twice:
                 schedule.step()
-        engine.destroy()
 
 
 def channels_last(stage: int) -> None:
@@ -126,7 +114,6 @@ def channels_last(stage: int) -> None:
     expected = model(inputs).detach()
     engine = made(model, stage)
     torch.testing.assert_close(engine(inputs).detach(), expected)
-    engine.destroy()
 
 
 CASES: dict[Any, list[str]] = {
@@ -143,22 +130,18 @@ CASES: dict[Any, list[str]] = {
 }
 
 
-def warned(stage: int) -> list[list[str]]:
-    found = []
-    for case in CASES:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_what_a_script_has_not_meant_is_said_once(stage: int) -> None:
+    for case, texts in CASES.items():
         warn_once.cache_clear()
         with logged(logging.WARNING) as kept:
             case(stage)
-        found.append(kept.lines)
-    return found
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_a_script_has_not_meant_is_said_once(stage: int) -> None:
-    for case, lines in zip(CASES, run_ranks(warned, 2, stage)[0], strict=True):
-        assert all(any(text in line for line in lines) for text in CASES[case]), (case, lines)
-        most = 2 if case is nothing_trained else 1  # two models
-        assert len(lines) == (most if CASES[case] else 0), (case, lines)
+            end_engines()
+        if dist.get_rank() == 0:
+            assert all(any(text in line for line in kept.lines) for text in texts), (case, kept.lines)
+            most = 2 if case is nothing_trained else 1  # two models
+            assert len(kept.lines) == (most if texts else 0), (case, kept.lines)
 
 
 @on_ranks(1)
@@ -196,7 +179,6 @@ def test_buffers_and_tensors_in_fp32_of_a_model_in_16_bits_are_named() -> None:
         engine.destroy()
     engine = made(Scaled(True), 2, bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
     assert engine(torch.ones(2, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -209,7 +191,6 @@ def test_a_model_that_is_wrapped_in_ddp_is_refused() -> None:
     engine = made(net())
     with pytest.raises(UsageError, match=r"Pass its module \(engine.module\)"):
         made(engine)
-    engine.destroy()
 
 
 @on_ranks(1)

@@ -75,7 +75,6 @@ def told(what: str) -> str:
         return str(error)
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-    engine.destroy()
     return ""
 
 
@@ -130,4 +129,3 @@ def test_ranks_may_have_disks_of_their_own(tmp_path: Path) -> None:
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     assert not torch.equal(engine(torch.ones(1, 4)), before)
-    engine.destroy()

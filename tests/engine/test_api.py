@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import shardwise
 from shardwise.errors import CheckpointError, ConfigError, UsageError
-from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness import on_ranks, thorough
 from tests.harness.training import engine_of
 
 
@@ -26,10 +26,11 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def transformed(stage: int, config: dict[str, Any]) -> list[bool]:
-    """Transforms of torch.func over the engine, in front of steps and after one, as over a plain model."""
-    engine, x = build(stage, net(), **config), torch.randn(8)
-    seen = []
+@pytest.mark.parametrize("stage", [0, thorough(1), 2])
+@on_ranks(2)
+def test_transforms_of_torch_func_over_the_engine(stage: int) -> None:
+    """In front of steps and after one, as over a plain model."""
+    engine, x = build(stage, net()), torch.randn(8)
     for _ in range(2):
         plain = net()
         plain.load_state_dict(engine.module_state_dict())
@@ -39,21 +40,13 @@ def transformed(stage: int, config: dict[str, Any]) -> list[bool]:
             lambda model: torch.func.jacrev(model)(x),
             lambda model: torch.func.vmap(model)(torch.stack([x, 2 * x])),
         ):
-            close = torch.allclose(transform(engine), transform(plain), rtol=1e-5)
-            seen.append(close)
+            assert torch.allclose(transform(engine), transform(plain), rtol=1e-5)
         counters = engine.micro_steps
         engine.step()  # a transform is no micro-batch
-        seen.append(engine.micro_steps == counters)
+        assert engine.micro_steps == counters
         engine.backward(engine(torch.ones(2, 8)).sum())
         engine.step()
-        seen.append(engine.was_step_applied())
-    engine.destroy()
-    return seen
-
-
-@pytest.mark.parametrize("stage", [0, thorough(1), 2])
-def test_transforms_of_torch_func_over_the_engine(stage: int) -> None:
-    assert all(all(seen) for seen in run_ranks(transformed, 2, stage, {}))
+        assert engine.was_step_applied()
 
 
 @on_ranks(2)
@@ -73,7 +66,6 @@ def test_arguments_and_errors_of_the_api() -> None:
     engine.load_module_state_dict(whole, allowed_missing_keys=["2.bias"])
     now = engine.module_state_dict()
     assert torch.equal(now["2.bias"], before) and bool((now["0.bias"] == 0.25).all())
-    engine.destroy()
 
 
 SETTINGS = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
@@ -103,7 +95,6 @@ def test_loaders() -> None:
         engine.deepspeed_io(data, route="test")
     with pytest.raises(ConfigError, match="iterable"):
         engine.deepspeed_io(Stream(), data_sampler=range(2))
-    engine.destroy()
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
@@ -121,7 +112,6 @@ def test_unknown_attributes() -> None:
         with pytest.raises(AttributeError, match=rf"{name}'; did you mean {meant}\?") as error:
             getattr(engine, name)
         assert type(error.value) is AttributeError
-    engine.destroy()
 
 
 READS = (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__)

@@ -37,7 +37,6 @@ def test_steps_happen_at_boundaries_only() -> None:
         assert engine.was_step_applied() is (micro_steps % 3 == 0)
         seen = engine.global_steps, engine.micro_steps, engine.global_samples
         assert seen == (micro_steps // 3, micro_steps, samples)
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -50,7 +49,6 @@ def test_a_step_reports_norm_clipping_and_lr() -> None:
     assert engine.get_global_grad_norm() == pytest.approx(2.0)  # d mean(w . 1 + b) = (1, 1, 1, 1)
     assert float(step.clip_coefficient) == pytest.approx(0.25, rel=1e-5)
     assert step.applied and step.lr == (0.1,) and step.loss_scale == 1.0
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [thorough(0), 3])
@@ -83,7 +81,6 @@ def test_batch_sizes_change_together() -> None:
     for wrong, words in ((0, "positive multiple of 6"), (7, "nearest is 6")):
         with pytest.raises(BatchSizeError, match=words):
             engine.set_train_batch_size(wrong)
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -109,7 +106,6 @@ def test_the_length_of_windows_changes_between_them() -> None:
     engine.step()
     with pytest.raises(BatchSizeError, match="has had 1 micro-batches"):
         engine.set_train_batch_size(engine.train_batch_size() * 2)
-    engine.destroy()
 
 
 @on_ranks(1)
@@ -144,7 +140,6 @@ def test_attributes_that_clients_read() -> None:
     assert engine.config["zero_optimization"]["stage"] == 1
     assert sorted(engine.param_names.values()) == ["bias", "weight"]
     assert sorted(engine.state_dict()) == ["module.bias", "module.weight"]
-    engine.destroy()
 
 
 @runtime_checkable
@@ -180,7 +175,6 @@ def test_an_engine_can_stand_where_an_optimizer_is_stepped() -> None:
         engine.destroy()
     evaluated = shardwise.initialize(model=nn.Linear(3, 1), model_parameters=[], config=config)[0]
     assert not hasattr(evaluated, "param_groups")
-    evaluated.destroy()
 
 
 @on_ranks(2)
@@ -246,7 +240,6 @@ def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
     engine.backward(loss)
     with pytest.raises(UsageError, match=r"on rank 0 right\.weight, right\.bias\. Freeze"):
         engine.step()
-    engine.destroy()
 
 
 def interrupted(engine: Any, how: str) -> None:
@@ -302,7 +295,6 @@ def test_the_type_on_the_wire_can_be_changed() -> None:
     with pytest.raises(ConfigError, match="communication_data_type"):
         engine.communication_data_type = torch.int8
     assert engine.communication_data_type is torch.float32
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [thorough(0), 3])

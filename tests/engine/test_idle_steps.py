@@ -13,31 +13,18 @@ from shardwise.errors import UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import of_all_ranks, on_ranks
 from tests.harness.logs import logged
+from tests.harness.training import config_of, engine_of
 
 
 def build(stage: int, config: dict[str, Any], client: bool) -> Any:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1) if client else None
-    own = (
-        {}
-        if client
-        else {
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
-        }
-    )
-    return shardwise.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1) if optimizer else None,
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            **own,
-            **config,
-        },
-    )[0]
+    if not client:
+        schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+        return engine_of(model, stage, {"type": "AdamW", "params": {"lr": 0.1}}, scheduler=schedule, **config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    given = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    return shardwise.initialize(model=model, config=config_of(stage, **config), **given)[0]
 
 
 def known(engine: Any) -> list[Any]:
@@ -124,7 +111,6 @@ def test_a_window_without_any_backward_pass_changes_nothing(stage: int) -> None:
     before = known(engine)
     engine.step()
     assert same(before[:2], known(engine)[:2])
-    engine.destroy()
 
 
 def test_a_closure_is_refused() -> None:

@@ -89,7 +89,6 @@ def test_a_single_process_needs_no_launcher(way: str) -> None:
         assert engine.get_lr() == [0.5, 1e-2]
     if way == "callable":
         assert isinstance(scheduler, StepLR) and engine.get_lr() == [0.3 * 0.25]
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -99,7 +98,6 @@ def test_an_initialised_process_group_is_adopted_and_left_alone() -> None:
     train(engine)
     first, second = of_all_ranks(sum(float(p.detach().sum()) for p in model.parameters()))
     assert first == second and dist.group.WORLD is group
-    engine.destroy()
     check = torch.ones(1)  # the group is as usable as before
     dist.all_reduce(check)
     assert check.item() == 2
@@ -129,7 +127,6 @@ def test_an_mpu_names_the_ranks_that_share_the_data() -> None:
     with shardwise.zero.GatheredParameters(list(model.parameters())):
         totals = of_all_ranks(sum(float(p.detach().sum()) for p in model.parameters()))
     assert totals[0] == totals[1] != totals[2] == totals[3]
-    engine.destroy()
 
 
 def test_an_mpu_with_pipeline_stages_or_without_groups_is_refused() -> None:
@@ -165,7 +162,6 @@ def test_a_model_that_is_all_frozen_is_told_from_one_without_an_optimizer() -> N
     with pytest.raises(UsageError, match="required a gradient") as caught:
         engine.step()
     assert "section" not in str(caught.value)
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -177,7 +173,6 @@ def test_a_model_can_be_sharded_without_an_optimizer() -> None:
         assert engine(torch.ones(1, 5)).shape == (1, 1)
     with pytest.raises(UsageError, match="no optimizer"):
         engine.step()
-    engine.destroy()
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
@@ -253,7 +248,6 @@ def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
     assert model.first.table is model.second.table and model.first.table.dtype is torch.bfloat16
     assert model.wide.table.dtype is torch.float32
     assert engine.accountant.live[Category.OTHER] == 16 * 2 + 16 * 4
-    engine.destroy()
 
 
 def units_of(leaf: dict[str, Any]) -> tuple[list[str], int]:

@@ -23,7 +23,7 @@ from shardwise.errors import CheckpointError, ConfigError, ConflictError, Desync
 from shardwise.pipeline.module import PipelineModule
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
-from tests.harness.training import digest, parameters_digest
+from tests.harness.training import config_of, digest, parameters_digest
 from tests.models import CASES
 
 CASE = CASES["gpt"]
@@ -43,12 +43,9 @@ def engine_of(
     **local: Any,
 ) -> Any:
     model = CASE.make() if model is None else model
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500, "stage3_param_persistence_threshold": 0},
-        "local_sgd": {"enabled": True, "replica_size": size, **local},
-        "bf16": {"enabled": precision == "bf16"},
-    }
+    local = {"enabled": True, "replica_size": size, **local}
+    bf16 = {"enabled": precision == "bf16"}
+    config = config_of(stage, rows=4, zero={"reduce_bucket_size": 1500}, local_sgd=local, bf16=bf16)
     return shardwise.initialize(model=model, optimizer=INNER[inner](model.parameters()), config=config, mesh=mesh)[0]
 
 
@@ -141,7 +138,6 @@ def test_replicas_of_two_ranks(stage: int) -> None:
     engine = engine_of(stage, size=None, mesh=mesh, sync_every=2, outer_optimizer={"type": "SGD", "momentum": 0.5})
     heavy_ball = lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5)  # noqa: E731
     as_simulated(engine, Simulated([[0, 2], [1, 3]], "AdamW", 2, heavy_ball), range(4))
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -174,7 +170,6 @@ def test_fragments_are_exchanged_at_their_own_steps() -> None:
     assert before
     assert not engine.sharded.local.diverged
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
-    engine.destroy()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -231,7 +226,6 @@ def test_norm_loss_and_options_of_a_replica() -> None:
     engine.optimizer.param_groups[0]["lr"] = 0.05 + 0.01 * rank
     with pytest.raises(DesyncError, match="parameter groups differ between replicas"):
         train(engine, range(1, 2))
-    engine.destroy()
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -259,7 +253,6 @@ def test_initial_and_changed_parameters_are_those_of_one_rank(stage: int, precis
     train(engine, range(1, 2))
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
     assert 0 < float((safe_get_full_fp32_param(parameter) - 0.125).abs().max()) < 0.1
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, thorough(1), 3])
@@ -281,7 +274,6 @@ def test_resumed_between_exchanges(tmp_path: Path, stage: int, fragments: int) -
     assert engine.sharded.local.layout() == agreed
     train(engine, range(6, 10))
     assert parameters_digest(engine.module) == expected
-    engine.destroy()
 
 
 def saved(directory: str) -> dict[str, torch.Tensor]:
@@ -292,7 +284,6 @@ def saved(directory: str) -> dict[str, torch.Tensor]:
     train(engine, range(8, 9))
     engine.save_checkpoint(directory, tag="apart")
     assert not torch.equal(next(iter(values.values())), next(iter(engine.module_state_dict().values())))
-    engine.destroy()
     return values
 
 
@@ -311,9 +302,7 @@ def loaded(directory: str, values: dict[str, torch.Tensor], **local: Any) -> lis
     assert all(torch.equal(value, values[name]) for name, value in engine.module_state_dict().items())
     train(engine, range(8, 11))
     engine.synchronize_replicas()
-    digests = of_all_ranks(parameters_digest(engine.module))
-    engine.destroy()
-    return digests
+    return of_all_ranks(parameters_digest(engine.module))
 
 
 def test_loaded_by_other_replicas(tmp_path: Path) -> None:
@@ -336,7 +325,6 @@ def test_memory_is_planned(stage: int, fragments: int, bits: int | None) -> None
     state = rows["optimizer state"].measured / rows["master weights"].measured
     errors = 0 if bits is None else 1.5  # of own values, and of the means of half of them
     assert state == pytest.approx(4 + errors, rel=0.01)  # two moments, agreed values, outer momentum
-    engine.destroy()
 
 
 @on_ranks(4)
@@ -357,7 +345,6 @@ def test_signals_weights_and_init(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], v) for name, v in engine.module_state_dict().items()) or rank > 1
     train(engine, range(5, 6))
     assert [path.name for path in (tmp_path / "on_signal").iterdir() if path.is_dir()] == ["global_step6"]
-    engine.destroy()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -410,4 +397,3 @@ def test_one_replica_has_an_outer_optimizer_too() -> None:
     engine = engine_of(2, size=None, sync_every=2, quantize_bits=4)
     as_simulated(engine, Simulated([[0]], "AdamW", 2, nesterov), range(6))
     assert not across(engine)
-    engine.destroy()

@@ -17,7 +17,7 @@ import shardwise
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import parameters_digest
+from tests.harness.training import config_of, parameters_digest
 
 ROWS = 4
 WIDTH = 24
@@ -107,22 +107,16 @@ CHANGES: dict[str, list[Callable[[Any], None]]] = {
 }
 
 
-def config_of(stage: int, optimizer: str, **more: Any) -> dict[str, Any]:
+def configured(stage: int, optimizer: str, **more: Any) -> dict[str, Any]:
     params = {"lr": 0.1, "momentum": 0.9} if optimizer == "SGD" else {"lr": 1e-2, "weight_decay": 0.1}
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "optimizer": {"type": optimizer, "params": params},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": params["lr"]}},
-        "zero_optimization": zero,
-        **more,
-    }
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": params["lr"]}}
+    return config_of(stage, {"type": optimizer, "params": params}, rows=ROWS, scheduler=schedule, **more)
 
 
 def begin(stage: int, optimizer: str = "AdamW", **more: Any) -> Any:
     model = Model()
     model.layers[0].requires_grad_(False)
-    return shardwise.initialize(model=model, config=config_of(stage, optimizer, **more))[0]
+    return shardwise.initialize(model=model, config=configured(stage, optimizer, **more))[0]
 
 
 def train(engine: Any, first: int, count: int) -> None:
@@ -152,11 +146,10 @@ def changed(
     other.layers[0].requires_grad_(False)
     for change in CHANGES[name]:
         change(other)
-    again = shardwise.initialize(model=other, config=config_of(stage, optimizer, **copy.deepcopy(more)))[0]
+    again = shardwise.initialize(model=other, config=configured(stage, optimizer, **copy.deepcopy(more)))[0]
     again.load_checkpoint(f"{folder}/{stage}", "a")
     train(again, 5, 3)
     resumed = parameters_digest(again.module)
-    again.destroy()
     return *end, resumed
 
 
@@ -244,7 +237,7 @@ def test_a_refreshed_engine_holds_no_more_than_a_new_one(stage: int) -> None:
     for early in (False, True):
         model = Model()
         model.layers[0].requires_grad_(early)
-        engine = shardwise.initialize(model=model, config=config_of(stage, "AdamW"))[0]
+        engine = shardwise.initialize(model=model, config=configured(stage, "AdamW"))[0]
         if not early:
             train(engine, 0, 1)
             unfreeze(engine.module)
@@ -302,7 +295,7 @@ def test_groups_of_new_parameters() -> None:
     model.layers[0].requires_grad_(False)
     groups = [{"params": list(model.head.parameters())}, {"params": [model.embedding.weight], "lr": 0.5}]
     groups[0]["params"] += [p for layer in model.layers[1:] for p in layer.parameters()]
-    config = config_of(2, "SGD")
+    config = configured(2, "SGD")
     del config["scheduler"], config["optimizer"]
     engine = shardwise.initialize(model=model, optimizer=torch.optim.SGD(groups, lr=0.1), config=config)[0]
     train(engine, 0, 1)
@@ -316,16 +309,14 @@ def test_groups_of_new_parameters() -> None:
     assert torch.equal(before["layers.0.weight"], after["layers.0.weight"])  # its learning rate is 0
     assert not torch.equal(before["layers.1.weight"], after["layers.1.weight"])
     assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1, 0.5, 0.0]
-    engine.destroy()
 
 
 @on_ranks(2)
 def test_state_that_would_be_lost_is_refused() -> None:
-    config = config_of(1, "OneBitAdam")
+    config = configured(1, "OneBitAdam")
     model = Model()
     model.layers[0].requires_grad_(False)
     engine = shardwise.initialize(model=model, config=config)[0]
     unfreeze(model)
     with pytest.raises(UsageError, match="keeps errors of what each rank has sent"):
         engine.refresh()
-    engine.destroy()

@@ -125,6 +125,5 @@ def test_a_skipped_update_changes_neither_rate_nor_momentum() -> None:
         engine.backward(engine(batch(step, 0).half()).float().square().mean() * factor)
         engine.step()
         seen.append((*in_force(engine.optimizer.param_groups[0]), engine.lr_scheduler.last_batch_iteration))
-    engine.destroy()
     assert [step for _, _, step in seen] == [1, 1, 1, 2] and seen[0] == seen[1] == seen[2]
     assert seen[3][1][0] == pytest.approx(0.9 - 0.1 * 2 / 3)

@@ -138,35 +138,6 @@ def damage(engine: Any, name: str, value: float) -> float:
     return before
 
 
-def traced(stage: int, precision: str, recomputes: str, hows: list[str]) -> list[str]:
-    """Return what is wrong with what is said of each way to go wrong."""
-    engine = build(stage, recomputes, **PRECISIONS[precision])
-    wrong = []
-    for how in hows:
-        window(engine)
-        if engine.last_step.overflow is not None:
-            wrong.append(f"before {how}: {engine.last_step.overflow}")
-        if how == "parameter":
-            before = damage(engine, "blocks.1.down.weight", float("nan"))
-        window(engine, how)
-        if how == "parameter":
-            damage(engine, "blocks.1.down.weight", before)
-        overflow = engine.last_step.overflow
-        origin = None if overflow is None else overflow.origin
-        phase, module, kind = HOWS[how]
-        everywhere = how == "parameter"
-        expected = (how, phase, module, kind, (0, 1) if everywhere else (1,))
-        found = None if origin is None else (origin.what, origin.phase, origin.module, origin.kind, origin.ranks)
-        if found != expected:
-            wrong.append(f"{how}: {found}: {overflow}")
-        elif origin.micro_batch != (None if how == "own_gradient" else 0 if everywhere else 1):
-            wrong.append(f"{how}: micro-batch {origin.micro_batch}")
-        elif "test_tracing.py:" not in origin.line or str(origin) not in str(overflow):
-            wrong.append(f"{how}: {overflow}")
-    engine.destroy()
-    return wrong
-
-
 @pytest.mark.parametrize(
     ("stage", "precision", "recomputes"),
     [
@@ -179,9 +150,26 @@ def traced(stage: int, precision: str, recomputes: str, hows: list[str]) -> list
         thorough(3, "bf16", ""),
     ],
 )
+@on_ranks(2)
 def test_the_first_module_is_named(stage: int, precision: str, recomputes: str) -> None:
-    hows = [how for how in HOWS if not (how == "own_gradient" and (stage == 3 or precision == "fp16"))]
-    assert run_ranks(traced, 2, stage, precision, recomputes, hows) == [[], []]
+    engine = build(stage, recomputes, **PRECISIONS[precision])
+    for how, (phase, module, kind) in HOWS.items():
+        if how == "own_gradient" and (stage == 3 or precision == "fp16"):
+            continue
+        window(engine)
+        assert engine.last_step.overflow is None, how
+        everywhere = how == "parameter"
+        if everywhere:
+            before = damage(engine, "blocks.1.down.weight", float("nan"))
+        window(engine, how)
+        if everywhere:
+            damage(engine, "blocks.1.down.weight", before)
+        overflow = engine.last_step.overflow
+        origin = overflow.origin
+        found = (origin.what, origin.phase, origin.module, origin.kind, origin.ranks)
+        assert found == (how, phase, module, kind, (0, 1) if everywhere else (1,)), overflow
+        assert origin.micro_batch == (None if how == "own_gradient" else 0 if everywhere else 1), how
+        assert "test_tracing.py:" in origin.line and str(origin) in str(overflow), how
 
 
 @pytest.mark.parametrize("recomputes", ["", "reentrant"])
@@ -196,36 +184,24 @@ def test_watching_keeps_no_activation_alive(recomputes: str) -> None:
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     alive = sum(output() is not None for output in outputs)
     gc.enable()
-    engine.destroy()
     assert outputs and not alive
 
 
-def first_and_second(stage: int) -> list[Any]:
-    """Two steps with the same trouble are skipped; modules are watched after the first."""
-    engine = build(stage, non_finite="skip", anomaly_watch={"enabled": True, "trace": "after", "trace_steps": 4})
-    found = []
-    for how in ("", "input_gradient", "input_gradient"):
-        window(engine, how)
-        found.append(engine.last_step.overflow)
-    named = [one.parameters for one in engine.anomalies]
-    engine.destroy()
-    return [str(found[1]), found[1].extent, str(found[2]), named]
-
-
+@on_ranks(2)
 def test_of_the_first_bad_step_the_parameters_tell_where_it_began() -> None:
-    first, second = run_ranks(first_and_second, 2, 3)
-    assert first == second
-    text, extent, later, named = first
+    """Two steps with the same trouble are skipped; modules are watched after the first."""
+    engine = build(3, non_finite="skip", anomaly_watch={"enabled": True, "trace": "after", "trace_steps": 4})
+    window(engine)
+    window(engine, "input_gradient")
+    text, extent = str(engine.last_step.overflow), engine.last_step.overflow.extent
     assert (extent.last, extent.following) == ("blocks.1.up.bias", "blocks.1.down.weight")
     assert f"{extent.count} of {extent.total} parameters have such gradients, the last 'blocks.1.up.bias'" in text
-    assert (
-        "is finite, and the origin lies between them in the order of the model. Modules are traced for 4 steps" in text
-    )
-    assert (
-        "module 'blocks.1.spoiler' (Spoiler) made NaN gradients from finite ones" in later
-        and "are traced for" not in later
-    )
-    assert named == [("first.weight", "blocks.1.up.bias")] * 2
+    assert "is finite, and the origin lies between them in the order of the model. Modules are traced for 4" in text
+    window(engine, "input_gradient")
+    later = str(engine.last_step.overflow)
+    assert "module 'blocks.1.spoiler' (Spoiler) made NaN gradients from finite ones" in later
+    assert "are traced for" not in later
+    assert [one.parameters for one in engine.anomalies] == [("first.weight", "blocks.1.up.bias")] * 2
 
 
 def searches(scale: dict[str, Any], how: str) -> tuple[list[Any], str]:
@@ -259,16 +235,14 @@ def trained(stage: int, watch: dict[str, Any]) -> list[Any]:
     values = [(n, values.clone()) for runs in engine.sharded.state.value_runs().values() for n, _, values in runs]
     launched = engine.ledger.sequence - before
     small = engine.ledger.totals["all_reduce"].count
-    engine.destroy()
     return [values, launched, small]
 
 
 @pytest.mark.parametrize("stage", [thorough(0), 3])
+@on_ranks(2)
 def test_watching_changes_no_bit_and_sends_nothing_more(stage: int) -> None:
-    plain = run_ranks(trained, 2, stage, {})
+    plain, *plain_counts = trained(stage, {})
     for watch in ({"enabled": True}, {"enabled": True, "trace": "always"}):
-        for (values, launched, small), (others, as_many, as_small) in zip(
-            run_ranks(trained, 2, stage, watch), plain, strict=True
-        ):
-            assert (launched, small) == (as_many, as_small)
-            assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(values, others, strict=True))
+        values, *counts = trained(stage, watch)
+        assert counts == plain_counts
+        assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(values, plain, strict=True))

@@ -261,8 +261,11 @@ def run_ranks(
     return _pool.run(fn, world, args, kwargs, timeout, init)
 
 
-def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test whose body runs on each of `world` ranks; `options` are those of `run_ranks`."""
+def on_ranks(world: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test whose body runs on each of `world` ranks; `options` are those of `run_ranks`.
+
+    A string is the name of the test's argument that has the number.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -270,7 +273,8 @@ def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Call
             if worker.serving:
                 body(**given)
             else:
-                run_ranks(test, world, **options, **given)
+                count = given[world] if isinstance(world, str) else world
+                run_ranks(functools.partial(test, **given), count, **options)
 
         return test
 

@@ -25,6 +25,7 @@ from shardwise.zero.model import ShardedModel
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.units import released
 from tests.harness import run_ranks
+from tests.harness.engines import end_engines
 from tests.models import CASES, Case
 from tests.optim.reference import Lars
 
@@ -150,29 +151,32 @@ def make_optimizer(name: str, parameters: Any, lr: float) -> torch.optim.Optimiz
 
 
 def each(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
-    """Call a function with several arguments in turn, in one call of the ranks."""
-    return [function(*case) for case in cases]
+    """Call a function with several arguments in turn, in one call of the ranks; end the engines of each."""
+    found = []
+    for case in cases:
+        found.append(function(*case))
+        end_engines()
+    return found
 
 
-def engine_of(
-    model: nn.Module,
-    stage: int = 3,
-    optimizer: Any = None,
-    *,
-    zero: Mapping[str, Any] | None = None,
-    groups: Any = None,
-    **config: Any,
-) -> Any:
-    """Make an engine that releases small units as well.
+def config_of(
+    stage: int = 3, optimizer: Any = None, *, rows: int = 2, zero: Any = None, **config: Any
+) -> dict[str, Any]:
+    """Return a configuration under which small units are released as well, of micro-batches of some rows."""
+    sections = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **dict(zero or {})}}
+    return {
+        "train_micro_batch_size_per_gpu": rows,
+        **sections,
+        **({"optimizer": optimizer} if optimizer else {}),
+        **config,
+    }
 
-    The optimizer may be the section of a configuration; then `groups` are the parameters that it gets, if not all.
-    """
-    if "train_batch_size" not in config:
-        config = {"train_micro_batch_size_per_gpu": 2, **config}
-    config["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})}
-    if isinstance(optimizer, dict):
-        config["optimizer"], optimizer = optimizer, None
-    return shardwise.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=config)[0]
+
+def engine_of(model: nn.Module, stage: int = 3, optimizer: Any = None, *, groups: Any = None, **config: Any) -> Any:
+    """Make an engine of `config_of`; the optimizer may be a section, then `groups` are its parameters, if not all."""
+    section, given = (optimizer, None) if isinstance(optimizer, dict) else (None, optimizer)
+    config = config_of(stage, section, **config)
+    return shardwise.initialize(model=model, optimizer=given, model_parameters=groups, config=config)[0]
 
 
 def start(case: Case, setting: Setting, model: nn.Module | None = None, optimizer: Any = None) -> Any:

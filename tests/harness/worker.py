@@ -28,6 +28,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from tests.harness.engines import end_engines, forget_engines, watch_engines
+
 serving = False
 """Whether this process is a worker."""
 
@@ -69,6 +71,7 @@ def main(conn: Connection, store_port: int, stack_file: str) -> None:
     with open(stack_file, "w") as stacks:
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         clean_env, clean_dir = dict(os.environ), os.getcwd()
+        watch_engines()
         gc.set_threshold(700, 10, 10)  # Python's own; processes of the tests begin with another (tests/startup)
         gc.collect()
         gc.freeze()  # what is loaded now lives for ever: the collections between calls need not look at it
@@ -113,7 +116,9 @@ def _run(task: Task, store: dist.TCPStore) -> tuple[bool, bytes]:
             )
             _wait_for_all(task, store)
         function, args, kwargs = pickle.loads(task.call)
-        return True, pickle.dumps(function(*args, **kwargs))
+        answer = pickle.dumps(function(*args, **kwargs))
+        end_engines()
+        return True, answer
     except BaseException as error:
         failure = Failure(
             rank=task.rank,
@@ -124,6 +129,7 @@ def _run(task: Task, store: dist.TCPStore) -> tuple[bool, bytes]:
             pickled=_pickle_exception(error),
         )
         error.__traceback__ = None  # its frames hold the process group
+        forget_engines()
         _leave_group()
         return False, pickle.dumps(failure)
 

@@ -14,6 +14,7 @@ import torch
 
 import shardwise
 from tests.harness import run_ranks, thorough
+from tests.harness.training import engine_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -95,14 +96,7 @@ def train(family: str, stage: int, built_sharded: bool = False, checkpointing: s
     torch.manual_seed(0)
     with shardwise.zero.Init(enabled=built_sharded):
         model = make(family, checkpointing)
-    engine, *_ = shardwise.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        },
-    )
+    engine = engine_of(model, stage, {"type": "AdamW", "params": {"lr": 1e-3}})
     losses = []
     for step in range(STEPS):
         ids = batch(step, engine.global_rank)

@@ -42,6 +42,4 @@ def test_masks_are_planned_where_they_are_made(attention: str, kind: str) -> Non
             del loss
             engine.step()
     measured = engine.accountant.peak[Category.ACTIVATIONS]
-    planned = engine.memory_report(batch).row(Category.ACTIVATIONS).planned
-    engine.destroy()
-    assert planned == pytest.approx(measured, rel=0.03)
+    assert engine.memory_report(batch).row(Category.ACTIVATIONS).planned == pytest.approx(measured, rel=0.03)

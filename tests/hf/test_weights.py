@@ -84,7 +84,6 @@ def divided(path: str) -> None:
     engine.export(f"{path}/state", format="pt")
     model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
     engine.export(f"{path}/strange")
-    engine.destroy()
 
 
 def test_the_configuration_is_beside_whole_weights(tmp_path: Path) -> None:
@@ -111,7 +110,6 @@ def test_weights_under_other_names_have_no_configuration(tmp_path: Path) -> None
         model = peft.get_peft_model(FAMILIES["llama"](), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     engine, *_ = shardwise.initialize(model=model, config=settings(1))
     engine.export(str(tmp_path / "out"))
-    engine.destroy()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
@@ -122,5 +120,4 @@ def test_a_configuration_that_cannot_be_written_is_told_before_anything_is(tmp_p
     model.config.strange = object()
     with pytest.raises(CheckpointError, match="the model's config cannot be written by transformers: TypeError"):
         engine.export(str(tmp_path / "out"))
-    engine.destroy()
     assert not (tmp_path / "out").exists()

@@ -15,6 +15,7 @@ from shardwise.moe import MoE
 from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness.training import config_of
 from tests.moe.models import EXPERTS, TOKENS, WIDTH, Model, batch, expert
 
 KINDS = (
@@ -25,7 +26,7 @@ KINDS = (
     Category.GATHERED,
     Category.BUFFERS,
 )
-STEPS, CLIP, RATE = 6, 0.05, 0.05
+STEPS, CLIP, RATE = 4, 0.05, 0.05
 DROPS = {"k": 2, "capacity_factor": 0.7, "use_rts": False, "top2_2nd_expert_sampling": False}
 KEEPS = {"k": 2, "drop_tokens": False, "top2_2nd_expert_sampling": False}
 ONE = {"k": 1, "use_rts": False, "use_residual": True}
@@ -33,21 +34,12 @@ ONE = {"k": 1, "use_rts": False, "use_residual": True}
 
 def config(stage: int, accumulation: int = 1, optimizer: str = "SGD", **more: Any) -> dict[str, Any]:
     params = {"lr": RATE, "momentum": 0.9} if optimizer == "SGD" else {"lr": 1e-2}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": optimizer, "params": params},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+    keys = {"gradient_accumulation_steps": accumulation, "gradient_clipping": CLIP, **more}
+    return config_of(stage, {"type": optimizer, "params": params}, **keys)
 
 
 def started(stage: int, ep_size: int, options: dict[str, Any], accumulation: int = 1, **more: Any) -> Any:
-    if ep_size > 1:
-        shardwise.init_distributed(verbose=False)
-    engine, *_ = shardwise.initialize(model=Model(ep_size, **options), config=config(stage, accumulation, **more))
-    return engine
+    return shardwise.initialize(model=Model(ep_size, **options), config=config(stage, accumulation, **more))[0]
 
 
 def steps(engine: Any, first: int, last: int) -> list[tuple[float, float, dict[str, torch.Tensor]]]:
@@ -68,9 +60,7 @@ def steps(engine: Any, first: int, last: int) -> list[tuple[float, float, dict[s
 
 def divided(stage: int, ep_size: int, options: dict[str, Any], accumulation: int) -> list[Any]:
     engine = started(stage, ep_size, options, accumulation)
-    told = steps(engine, 0, STEPS)
-    engine.destroy()
-    return told
+    return steps(engine, 0, STEPS)
 
 
 def alone(world: int, options: dict[str, Any], accumulation: int, dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -144,7 +134,6 @@ def exchanged(options: dict[str, Any], uneven: bool) -> tuple[list[tuple[str, in
     engine.step()
     records = [(r.label, r.size) for r in engine.ledger.records(since) if r.op == "all_to_all"]
     counts = engine.module.blocks[0].moe(values)[2].tolist()
-    engine.destroy()
     return records, values[..., 0].numel(), counts
 
 
@@ -186,27 +175,6 @@ class Wide(torch.nn.Module):
         return values.square().mean()
 
 
-def held(drop: bool, settings: list[tuple[int, int]]) -> dict[tuple[int, int], Any]:
-    found = {}
-    for stage, ep_size in settings:
-        shardwise.init_distributed(verbose=False)
-        engine, *_ = shardwise.initialize(
-            model=Wide(ep_size, drop), config=config(stage, optimizer="AdamW", bf16={"enabled": True})
-        )
-        values = torch.randn(64, 64, dtype=torch.bfloat16)
-        with track_activations(engine.accountant):
-            for step in range(3):
-                engine.backward(engine(values))
-                engine.step()
-                if not step:
-                    engine.accountant.reset_peak()
-        report = engine.memory_report(values)
-        rows = {kind: report.row(kind) for kind in (*KINDS, Category.ACTIVATIONS)}
-        found[stage, ep_size] = {k: (row.planned, row.measured) for k, row in rows.items()}, report.notes
-        engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize(
     ("drop", "settings"),
     [
@@ -215,19 +183,30 @@ def held(drop: bool, settings: list[tuple[int, int]]) -> dict[tuple[int, int], A
         thorough(True, [(0, 2), (1, 1), (1, 4), (2, 2), (3, 1), (3, 2), (3, 4)]),
     ],
 )
+@on_ranks(4)
 def test_memory_is_as_planned_and_falls(drop: bool, settings: list[tuple[int, int]]) -> None:
-    one = 64 * 256 * 2 + 256 + 64
-    dense = EXPERTS * 64
-    for found in run_ranks(held, 4, drop, settings):
-        for (stage, ep_size), (rows, notes) in found.items():
-            for kind, (planned, measured) in rows.items():
-                # Without capacities the plan takes all experts to be chosen alike.
-                limit = 0.35 if kind is Category.ACTIVATIONS and not drop else 0.03
-                assert planned is not None and measured is not None, (stage, ep_size, notes)
-                assert abs(planned - measured) <= limit * max(measured, 1 << 14), (stage, ep_size, kind)
-            if stage == 1:
-                whole = 2 * LAYERS * (EXPERTS // ep_size * one + dense)
-                assert abs(rows[Category.PARAMETERS][1] - whole) <= 0.01 * whole
+    for stage, ep_size in settings:
+        keys = config(stage, optimizer="AdamW", bf16={"enabled": True})
+        engine, *_ = shardwise.initialize(model=Wide(ep_size, drop), config=keys)
+        values = torch.randn(64, 64, dtype=torch.bfloat16)
+        with track_activations(engine.accountant):
+            for step in range(3):
+                engine.backward(engine(values))
+                engine.step()
+                if not step:
+                    engine.accountant.reset_peak()
+        report = engine.memory_report(values)
+        for kind in (*KINDS, Category.ACTIVATIONS):
+            planned, measured = report.row(kind).planned, report.row(kind).measured
+            # Without capacities the plan takes all experts to be chosen alike.
+            limit = 0.35 if kind is Category.ACTIVATIONS and not drop else 0.03
+            assert planned is not None and measured is not None, (stage, ep_size, report.notes)
+            assert abs(planned - measured) <= limit * max(measured, 1 << 14), (stage, ep_size, kind)
+        if stage == 1:
+            one, dense = 64 * 256 * 2 + 256 + 64, EXPERTS * 64
+            whole = 2 * LAYERS * (EXPERTS // ep_size * one + dense)
+            assert abs(report.row(Category.PARAMETERS).measured - whole) <= 0.01 * whole
+        engine.destroy()
 
 
 # -- what does not fit together ----------------------------------------------------------------------------------------
@@ -243,7 +222,6 @@ def test_memory_is_as_planned_and_falls(drop: bool, settings: list[tuple[int, in
 )
 @on_ranks(2)
 def test_what_does_not_fit(kind: str, match: str) -> None:
-    shardwise.init_distributed(verbose=False)
     with torch.device("meta" if kind == "meta" else "cpu"):
         experts = torch.nn.ModuleList(expert() for _ in range(EXPERTS)) if kind == "order" else expert()
         model: Any = MoE(WIDTH, experts, EXPERTS, ep_size=4 if kind == "world" else 2)
@@ -253,9 +231,9 @@ def test_what_does_not_fit(kind: str, match: str) -> None:
         shardwise.initialize(model=model, config=config(3, use_data_before_expert_parallelism=kind == "order"))
 
 
-def others() -> tuple[Any, ...]:
+@on_ranks(4)
+def test_groups_are_made_once_and_in_either_order() -> None:
     """Neighbours with the same experts; groups of two sizes; a model built under zero.Init; wrapped once more."""
-    shardwise.init_distributed(verbose=False)
     with shardwise.zero.Init():
         one = MoE(WIDTH, expert(), EXPERTS, ep_size=2)
         two = MoE(WIDTH, expert(), EXPERTS, ep_size=4)
@@ -266,9 +244,11 @@ def others() -> tuple[Any, ...]:
     engine, *_ = shardwise.initialize(model=model, config=settings)
     engine.backward(engine(torch.ones(3, WIDTH)))
     engine.step()
-    group = one.bound()
-    found = (group.ranks, group.replicas, one.bound() is three.bound(), two.bound().ranks, engine.num_experts)
-    names = sorted(engine.expert_parallel_group)
+    group, rank = one.bound(), dist.get_rank()
+    assert (group.ranks, group.replicas) == (((0, 2), (1, 3))[rank % 2], ((0, 1), (2, 3))[rank // 2])
+    assert three.bound() is group and two.bound().ranks == (0, 1, 2, 3)
+    assert engine.has_moe_layers and engine.num_experts == [EXPERTS] * 3
+    assert sorted(engine.expert_parallel_group) == ["ep_size_2", "ep_size_4"]
     again, *_ = shardwise.initialize(model=model, config=settings)
     again.backward(again(torch.ones(3, WIDTH)))
     again.step()
@@ -277,13 +257,6 @@ def others() -> tuple[Any, ...]:
     again.destroy()
     with pytest.raises(UsageError, match="MoE without its groups"):
         model(torch.ones(3, WIDTH))
-    return *found, names, engine.has_moe_layers
-
-
-def test_groups_are_made_once_and_in_either_order() -> None:
-    for rank, found in enumerate(run_ranks(others, 4)):
-        group, same = ((0, 2), (1, 3))[rank % 2], ((0, 1), (2, 3))[rank // 2]
-        assert found == (group, same, True, (0, 1, 2, 3), [EXPERTS] * 3, ["ep_size_2", "ep_size_4"], True)
 
 
 # -- beside other features ---------------------------------------------------------------------------------------------
@@ -309,10 +282,11 @@ class Recomputed(Model):
         return self.head(values).square().mean() + total
 
 
-def beside(kind: str, stage: int) -> list[dict[str, torch.Tensor]]:
+@pytest.mark.parametrize(("kind", "stage"), [("recompute", 3), ("offload", 2), thorough("offload", 3)])
+@on_ranks(4)
+def test_bits_beside_other_features(kind: str, stage: int) -> None:
     found = []
     for with_it in (False, True):
-        shardwise.init_distributed(verbose=False)
         settings = config(stage, 2, "AdamW")
         if kind == "offload" and with_it:
             settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -323,14 +297,9 @@ def beside(kind: str, stage: int) -> list[dict[str, torch.Tensor]]:
         steps(engine, 0, 2)
         found.append(values(engine))
         engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(("kind", "stage"), [("recompute", 3), ("offload", 2), thorough("offload", 3)])
-def test_bits_beside_other_features(kind: str, stage: int) -> None:
-    for plain, other in run_ranks(beside, 4, kind, stage):
-        assert plain.keys() == other.keys()
-        assert all(torch.equal(value, other[name]) for name, value in plain.items())
+    plain, other = found
+    assert plain.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in plain.items())
 
 
 @on_ranks(2)
@@ -338,8 +307,6 @@ def test_ranks_with_other_numbers_of_tokens_are_named_where_tokens_may_be_droppe
     tokens = batch(0, 0, dist.get_rank())[: 1 + dist.get_rank()]
     keeping = started(1, 2, KEEPS)
     keeping.backward(keeping(tokens))
-    keeping.destroy()
     dropping = started(1, 2, DROPS)
     with pytest.raises(UsageError, match=rf"blocks.0.moe: the ranks \[0, 1\] have \[{TOKENS}, {2 * TOKENS}\] tokens"):
         dropping.backward(dropping(tokens))
-    dropping.destroy()

@@ -21,6 +21,7 @@ from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_grad
 from tests.families import WORDS, build
 from tests.harness import run_ranks, thorough
+from tests.harness.training import SGD, config_of
 
 FAMILIES = [
     "mixtral",
@@ -78,16 +79,10 @@ def test_a_converted_model_computes_the_same(family: str) -> None:
 def trained(families: list[str], stage: int, ep_size: int, path: str, built: bool) -> dict[str, Any]:
     told = {}
     for family in families:
-        shardwise.init_distributed(verbose=False)
         with shardwise.zero.Init(enabled=built):
             model = made(family)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "expert_parallel": {"enabled": True, "autoep_size": ep_size},
-        }
+        divided = {"enabled": True, "autoep_size": ep_size}
+        config = config_of(stage, SGD, gradient_clipping=1.0, expert_parallel=divided)
         engine, *_ = shardwise.initialize(model=model, config=config)
         rows = []
         for step in range(3):

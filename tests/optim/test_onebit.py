@@ -325,7 +325,6 @@ def test_norm_gradients_and_windows_of_compressed_steps() -> None:
     engine.set_gradient_accumulation_boundary(True)
     engine.step()  # no backward pass: nothing changes, and the momentum does not go on
     assert parameters_digest(engine.module) == before
-    engine.destroy()
 
 
 # -- overflow ----------------------------------------------------------------------------------------------------------
@@ -365,9 +364,7 @@ def saved(name: str, setting: Setting, case: str, directory: str, at: int) -> st
     go_on(engine, range(at), case)
     engine.save_checkpoint(directory)
     go_on(engine, range(at, 13), case)
-    result = everything(engine)
-    engine.destroy()
-    return result
+    return everything(engine)
 
 
 def resumed(name: str, setting: Setting, case: str, directory: str, at: int) -> tuple[str, str, int]:
@@ -378,9 +375,7 @@ def resumed(name: str, setting: Setting, case: str, directory: str, at: int) -> 
         engine.load_checkpoint(directory)
     loaded = digest([safe_get_full_fp32_param(p) for p in engine.module.parameters()])
     assert math.isfinite(go_on(engine, range(at, 13), case)[-1])
-    result = everything(engine), loaded, sum("is dropped" in line for line in log.lines)
-    engine.destroy()
-    return result
+    return everything(engine), loaded, sum("is dropped" in line for line in log.lines)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -429,7 +424,6 @@ def test_between_averages_ranks_differ_and_can_be_made_equal(tmp_path: Path) -> 
     assert len(ranks_have()) == 1
     engine.load_checkpoint(str(tmp_path), tag="apart", load_optimizer_states=False)
     assert not optimizer.diverged and ranks_have() == average
-    engine.destroy()
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -470,7 +464,6 @@ def test_elements_without_a_variance_stay_as_they_are() -> None:
         engine.step()
     assert torch.equal(before[3:], model[0].weight[3:])
     assert 0 < float((before - model[0].weight).abs().max()) < 5
-    engine.destroy()
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -560,4 +553,3 @@ def test_a_checkpoint_from_before_compression_is_loaded_during_it(tmp_path: Path
     engine.load_checkpoint(str(tmp_path))
     assert engine.optimizer.param_groups[0]["coefficient"] is None
     assert go_on(engine, range(8)) == first
-    engine.destroy()

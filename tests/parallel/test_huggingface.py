@@ -16,7 +16,7 @@ import torch.distributed.nn.functional
 from shardwise.parallel import begin, end, share_attention
 from shardwise.parallel.data import complete
 from tests.families import build
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.accelerated import alone
 from tests.parallel.models import data
 
@@ -29,25 +29,19 @@ def whole() -> torch.Tensor:
     return data(0, 1)["input_ids"]
 
 
-def evaluated() -> Any:
-    group = begin(2)
-    model = share_attention(made(), in_eval=False).eval()
-    with torch.no_grad():
-        found = model(whole()).logits, model.generate(whole()[:, :5], max_new_tokens=4, do_sample=False)
-    exchanged = group.exchanges
-    end()
-    return *found, exchanged
-
-
+@on_ranks(2)
 def test_in_evaluation_each_rank_may_have_whole_sequences() -> None:
     model = made().eval()
     with torch.no_grad():
         expected = model(whole()).logits
         new = model.generate(whole()[:, :5], max_new_tokens=4, do_sample=False)
         assert torch.equal(share_attention(made()).eval()(whole()).logits, expected)  # without a group
-    for logits, tokens, exchanged in run_ranks(evaluated, 2):
-        torch.testing.assert_close(logits, expected)
-        assert torch.equal(tokens, new) and exchanged == 0
+        group = begin(2)
+        shared = share_attention(made(), in_eval=False).eval()
+        torch.testing.assert_close(shared(whole()).logits, expected)
+        assert torch.equal(shared.generate(whole()[:, :5], max_new_tokens=4, do_sample=False), new)
+    assert group.exchanges == 0
+    end()
 
 
 def as_deepspeed_does(size: int) -> Any:

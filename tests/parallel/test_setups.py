@@ -15,7 +15,7 @@ import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel import RingAttention, RoundRobinLoader, SequenceLoader, begin, current, end, split
-from tests.harness import run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, thorough
 from tests.harness.training import SGD
 from tests.parallel.models import MODELS, ROWS, data, llama, loss_of
 
@@ -48,7 +48,9 @@ class Unit:
         return 2
 
 
-def asked(how: str) -> Any:
+@pytest.mark.parametrize("how", [*map(thorough, ("pair", "mesh", "replicas", "unit")), "begun"])
+@on_ranks(4)
+def test_ways_to_ask(how: str) -> None:
     more: dict[str, Any] = {}
     begun = None
     if how == "pair":
@@ -68,22 +70,13 @@ def asked(how: str) -> Any:
         engine.backward(loss, weight=tokens)
         engine.step()
         counts.append(sum(record.op == "all_to_all" for record in engine.ledger.records()))
-    counted = counts[1] - counts[0]
+    assert counts[1] - counts[0] == 2 * 8  # two layers, forth and back
     assert engine.sharded.domain.names == (("shard", "replicate") if how == "replicas" else ("shard",))
-    found = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), engine.train_batch_size(), counted
-    engine.destroy()
-    assert current() is begun
-    end()
-    return found
-
-
-@pytest.mark.parametrize("how", [*map(thorough, ("pair", "mesh", "replicas", "unit")), "begun"])
-def test_ways_to_ask(how: str) -> None:
     sequences = [[0, 2], [1, 3]] if how in ("mesh", "unit") else [[0, 1], [2, 3]]
-    for rank, (ranks, batch, counted) in enumerate(run_ranks(asked, 4, how)):
-        assert ranks == next(line for line in sequences if rank in line)
-        assert batch == 4
-        assert counted == 2 * 8  # two layers, forth and back
+    own = next(line for line in sequences if dist.get_rank() in line)
+    assert dist.get_process_group_ranks(engine.get_sequence_parallel_group()) == own
+    assert engine.train_batch_size() == 4 and current() is begun
+    end()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +105,25 @@ class Unshared(nn.Module):
         return self.inner(**batch)
 
 
-def wrong() -> dict[str, str]:
+SAID = {
+    "pair": r"mesh=\(1, 3\)\): 1 x 3 ranks, but there are 2",
+    "conflict": "is 2, but the arguments of initialize\\(\\) give 1",
+    "unshared": "Unshared has run without any exchange of heads .*share_attention",
+    "whole": r"all 2 ranks have positions 0 to 7, so each has the whole sequence.*SequenceLoader",
+    "pairs": r"mask of shape \(1, 1, 4, 4\); expected",
+    "short": "at least 2 tokens",
+    "keys": r"the keys \['pixels'\] cannot be split",
+    "second": r"shared by ranks \[0, 1\] here, and should be by",
+    "none": "set sequence_parallel_size in the configuration",
+    "heads": "over 2 ranks needs at least as many attention heads, the model has 1",
+    "ring": "ring attention has no dropout",
+    "core": "'paged' cannot work on shared sequences; choose one of sdpa",
+    "other": "expects a model of transformers, got Unshared",
+}
+
+
+@on_ranks(2)
+def test_wrong_set_ups_say_what_to_do() -> None:
     config = {**CONFIG, "sequence_parallel_size": 2}
 
     def start(model: nn.Module, **more: Any) -> Any:
@@ -148,64 +159,33 @@ def wrong() -> dict[str, str]:
     found["core"] = error(lambda: share_attention(model, "paged"))
     found["other"] = error(lambda: share_attention(Unshared()))
     end()
-    return found
+    assert found.keys() == SAID.keys()
+    for name, message in SAID.items():
+        assert re.search(message, found[name]), (name, found[name])
 
 
-SAID = {
-    "pair": r"mesh=\(1, 3\)\): 1 x 3 ranks, but there are 2",
-    "conflict": "is 2, but the arguments of initialize\\(\\) give 1",
-    "unshared": "Unshared has run without any exchange of heads .*share_attention",
-    "whole": r"all 2 ranks have positions 0 to 7, so each has the whole sequence.*SequenceLoader",
-    "pairs": r"mask of shape \(1, 1, 4, 4\); expected",
-    "short": "at least 2 tokens",
-    "keys": r"the keys \['pixels'\] cannot be split",
-    "second": r"shared by ranks \[0, 1\] here, and should be by",
-    "none": "set sequence_parallel_size in the configuration",
-    "heads": "over 2 ranks needs at least as many attention heads, the model has 1",
-    "ring": "ring attention has no dropout",
-    "core": "'paged' cannot work on shared sequences; choose one of sdpa",
-    "other": "expects a model of transformers, got Unshared",
-}
-
-
-def test_wrong_set_ups_say_what_to_do() -> None:
-    for found in run_ranks(wrong, 2):
-        assert found.keys() == SAID.keys()
-        for name, message in SAID.items():
-            assert re.search(message, found[name]), (name, found[name])
-
-
-def handed_round() -> Any:
+@on_ranks(2)
+def test_batches_of_each_rank_are_handed_round() -> None:
     group = begin(2)
     own = [
         {"input_ids": torch.arange(7) + 100 * group.rank + 10 * n + torch.zeros(1, 1, dtype=torch.int64)}
         for n in range(3 - group.rank)  # the second rank has fewer
     ]
-    found = [(part["input_ids"].tolist(), part["position_ids"].tolist()) for part in RoundRobinLoader(own, group)]
-    end()
-    return found
-
-
-def test_batches_of_each_rank_are_handed_round() -> None:
-    left, right = run_ranks(handed_round, 2)
+    left, right = of_all_ranks(list(RoundRobinLoader(own, group)))
     assert len(left) == len(right) == 4
-    for number, ((ids, places), (more, further)) in enumerate(zip(left, right, strict=True)):
+    for number, parts in enumerate(zip(left, right, strict=True)):
         start = 100 * (number % 2) + 10 * (number // 2)
-        assert ids[0] + more[0] == [start + place for place in range(7)]
-        assert places[0] + further[0] == list(range(7))
+        whole = {name: torch.cat([part[name] for part in parts], 1).tolist() for name in parts[0]}
+        assert whole["input_ids"] == [[start + place for place in range(7)]]
+        assert whole["position_ids"] == [list(range(7))]
+    end()
 
 
-def planned() -> Any:
-    engine, *_ = shardwise.initialize(model=llama(shared=True), config=CONFIG, mesh=(1, 2))
-    batch = split(data(0, 1))
-    plans = engine.memory_plans(batch, stages=[1, 3]).plans
-    found = [(plan.note, plan.setting.config["train_batch_size"], plan.peaks["activations"] > 0) for plan in plans]
-    engine.destroy()
-    return found
-
-
+@on_ranks(2)
 def test_plans_are_made_of_a_rank_s_part() -> None:
-    assert run_ranks(planned, 2)[0] == [("", 2, True)] * 2
+    engine, *_ = shardwise.initialize(model=llama(shared=True), config=CONFIG, mesh=(1, 2))
+    for plan in engine.memory_plans(split(data(0, 1)), stages=[1, 3]).plans:
+        assert not plan.note and plan.setting.config["train_batch_size"] == 2 and plan.peaks["activations"] > 0
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -225,61 +205,40 @@ def made(size: int, **more: Any) -> Any:
     return engine, loader
 
 
-def not_shared() -> Any:
-    """Loaders, and an engine that nobody destroys."""
+@on_ranks(2)
+def test_loaders_of_ranks_that_share_no_sequence_give_whole_ones() -> None:
     engine, loader = made(1)
     assert engine.get_sequence_parallel_group() is None and engine.sequence_parallel_size == 1
-    parts = list(SequenceLoader(loader))
-    handed = RoundRobinLoader(loader)
+    parts, handed = list(SequenceLoader(loader)), RoundRobinLoader(loader)
     assert len(handed) == len(loader)
     q = torch.randn(2, 1, 8, 16)
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     torch.testing.assert_close(RingAttention()(q, q, q), expected)
-    rounds = list(handed)
+    assert len(parts) == len(list(handed)) == 2
     engine.destroy()
     with pytest.raises(UsageError, match="there is no group of ranks"):
         list(SequenceLoader(loader))
-    return [[batch["input_ids"].tolist() for batch in batches] for batches in (parts, rounds)], parts
+    for batch in parts:
+        assert batch.keys() == {"input_ids", "shift_labels", "position_ids"}
+        assert batch["input_ids"].shape == batch["shift_labels"].shape == (ROWS, 9)
+    seen = of_all_ranks([int(row[0]) // 100 for batch in parts for row in batch["input_ids"]])
+    assert sorted(seen[0] + seen[1]) == list(range(8))
 
 
-def test_loaders_of_ranks_that_share_no_sequence_give_whole_ones() -> None:
-    seen = []
-    for (parts, rounds), batches in run_ranks(not_shared, 2):
-        for batch in batches:
-            assert batch.keys() == {"input_ids", "shift_labels", "position_ids"}
-            assert batch["input_ids"].shape == batch["shift_labels"].shape == (ROWS, 9)
-        assert len(parts) == len(rounds) == 2
-        seen += [row[0] // 100 for rows in parts for row in rows]
-    assert sorted(seen) == list(range(8))
-
-
-def loaded() -> Any:
-    """The parts that come from the engine's loader, and who this rank is."""
+@on_ranks(4)
+def test_ranks_of_a_sequence_get_parts_of_the_same_samples() -> None:
     engine, loader = made(2, data_parallel_size=2)
+    rank, first = dist.get_rank(), dist.get_rank() // 2 * 2
+    assert dist.get_process_group_ranks(engine.get_sequence_parallel_group()) == [first, first + 1]
+    assert dist.get_process_group_ranks(engine.data_parallel_group) == [rank % 2, rank % 2 + 2]
+    sizes = engine.world_size, engine.dp_world_size, engine.seq_dp_world_size, engine.sequence_parallel_size
+    assert (*sizes, engine.get_data_parallel_rank(), engine.train_batch_size()) == (4, 2, 4, 2, rank // 2, 8)
     wrapped = SequenceLoader(loader)
     assert len(wrapped) == len(loader) == 2
     assert wrapped.state_dict() == loader.state_dict()
-    parts = list(wrapped)
-    ranks = dist.get_process_group_ranks(engine.get_sequence_parallel_group())
-    found = (
-        ranks,
-        dist.get_process_group_ranks(engine.data_parallel_group),
-        [engine.world_size, engine.dp_world_size, engine.seq_dp_world_size, engine.sequence_parallel_size],
-        [engine.get_data_parallel_rank(), engine.train_batch_size()],
-    )
-    engine.destroy()
-    return parts, found
-
-
-def test_ranks_of_a_sequence_get_parts_of_the_same_samples() -> None:
-    told = run_ranks(loaded, 4)
-    assert [found for _, found in told] == [
-        ([first, first + 1], [rank % 2, rank % 2 + 2], [4, 2, 4, 2], [rank // 2, 8])
-        for rank, first in enumerate([0, 0, 2, 2])
-    ]
-    seen = []
+    parts, seen = of_all_ranks(list(wrapped)), []
     for first in (0, 2):
-        for left, right in zip(told[first][0], told[first + 1][0], strict=True):
+        for left, right in zip(parts[first], parts[first + 1], strict=True):
             whole = {name: torch.cat([left[name], right[name]], dim=1) for name in left}
             assert left["input_ids"].shape[1] == 5 and right["input_ids"].shape[1] == 4
             assert whole["position_ids"].tolist() == [list(range(9))]

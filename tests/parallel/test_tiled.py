@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import shardwise
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.memory.track import track_activations
 from shardwise.parallel import TiledMLP, sequence_tiled_compute, tiled_loss
-from tests.harness import run_ranks, thorough
-from tests.harness.training import gradients
+from tests.harness import on_ranks, thorough
+from tests.harness.training import SGD, engine_of, gradients
 
 
 def inputs(rows: int, tokens: int, width: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,24 +112,19 @@ class Decoder(nn.Module):
 
 def train(stage: int, tiled: bool) -> Any:
     torch.manual_seed(5)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine, *_ = shardwise.initialize(model=Decoder(tiled).float(), config=config)
+    engine = engine_of(Decoder(tiled).float(), stage, SGD)
     hidden, labels = inputs(2, 11, 6, 40)
     for _ in range(3):
         engine.backward(engine(hidden.detach().float(), labels))
         grads = gradients(engine.module)
         engine.step()
-    engine.destroy()
     return grads
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
 def test_parameters_that_are_gathered(stage: int) -> None:
-    plain, tiled = (run_ranks(train, 2, stage, how)[0] for how in (False, True))
+    plain, tiled = (train(stage, how) for how in (False, True))
     for name, grad in plain.items():
         torch.testing.assert_close(tiled[name], grad, rtol=1e-5, atol=1e-8)
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.zero.access import safe_get_full_optimizer_state
 from tests.harness import run_ranks
+from tests.harness.training import each
 from tests.pipeline.training import Setting, data, engine_of, whole_of
 
 Gradients = dict[str, torch.Tensor]
@@ -85,16 +86,8 @@ def gradients(setting: Setting, prepare: Callable[[Any], Any] = id) -> Gradients
     """Return the gradients of this rank's stages in one step, and their buffers after it; `prepare` gets the engine."""
     engine = engine_of(replace(setting, config={**PLAIN, **setting.config}))
     prepare(engine)
-    try:
-        engine.train_batch(data(setting, 0))
-        return momenta(engine) | {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    finally:
-        engine.destroy()
-
-
-def gradients_of_all(settings: Sequence[Setting]) -> list[Gradients]:
-    """Return the gradients of several settings, one after the other."""
-    return [gradients(setting) for setting in settings]
+    engine.train_batch(data(setting, 0))
+    return momenta(engine) | {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
 
 
 def close(found: Gradients, expected: Gradients, where: str = "", bound: float = 2e-6) -> None:
@@ -113,7 +106,7 @@ def compare(settings: Sequence[Setting], ranks: int, *, equal: bool = True, plac
     """
     places = places or ranks // settings[0].stages
     expected = gradients_alone(settings[0], places)
-    by_setting = list(zip(*run_ranks(gradients_of_all, ranks, list(settings)), strict=True))
+    by_setting = list(zip(*run_ranks(each, ranks, gradients, [(one,) for one in settings]), strict=True))
     first = {name: values for found in by_setting[0] for name, values in found.items()}
     for setting, of_ranks in zip(settings, by_setting, strict=True):
         assert {name for found in of_ranks for name in found} == set(expected)

@@ -59,7 +59,6 @@ def test_calls_that_do_not_fit_are_refused_on_every_rank(name: str) -> None:
     with pytest.raises(PipelineError) as error:
         call(engine, list(data(setting, 1)))
     assert text in str(error.value) and isinstance(error.value, UsageError)
-    engine.destroy()
 
 
 @on_ranks(3)
@@ -69,7 +68,6 @@ def test_a_data_loader_repeats_and_need_not_be_on_middle_ranks() -> None:
     if engine.is_first_stage() or engine.is_last_stage():
         engine.set_dataloader(list(data(Setting(3, micro_batches=3), 0)))
     losses = [float(engine.train_batch()) for _ in range(10)]
-    engine.destroy()
     assert losses[9] < losses[0]
 
 
@@ -96,14 +94,10 @@ def broken(kind: type[nn.Module]) -> tuple[str, str]:
 
     setting = Setting(2, made=made, options={"partition_method": [0, 3, 10]})
     engine = engine_of(setting)
-    found = ("", "")
-    try:
+    with pytest.raises((ValueError, UsageError, PeerLostError)) as error:
         for number in range(3):
             engine.train_batch(data(setting, number))
-    except (ValueError, UsageError, PeerLostError) as error:
-        found = type(error).__name__, str(error)
-    engine.destroy()
-    return found
+    return error.type.__name__, str(error.value)
 
 
 def test_values_that_cannot_be_sent_and_stages_that_raise_end_the_batch_on_all_ranks() -> None:
@@ -147,8 +141,6 @@ def with_loss(name: str, evaluates: bool) -> str:
         (engine.eval_batch if evaluates else engine.train_batch)(data(setting, 0))
     except (UsageError, PeerLostError) as error:
         return str(error)
-    finally:
-        engine.destroy()
     return ""
 
 
@@ -186,7 +178,6 @@ def of_wrong_widths() -> tuple[str, list[str]]:
     engine = engine_of(setting)
     with logged() as kept, pytest.raises((RuntimeError, PeerLostError)) as error:
         engine.train_batch(data(setting, 0))
-    engine.destroy()
     return error.type.__name__, kept.lines
 
 

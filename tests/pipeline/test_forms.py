@@ -229,4 +229,3 @@ def test_the_grid_has_ranks_and_groups() -> None:
     assert (grid.pipe_parallel_size, grid.data_parallel_size) == (2, 2)
     assert dist.get_process_group_ranks(grid.get_pipe_parallel_group()) == [place, place + 2]
     assert dist.get_process_group_ranks(grid.get_data_parallel_group()) == [2 * stage, 2 * stage + 1]
-    engine.destroy()

@@ -17,6 +17,7 @@ from shardwise.errors import PipelineError
 from shardwise.moe import MoE
 from shardwise.pipe import LayerSpec
 from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness.training import each
 from tests.pipeline.gradients import (
     PLAIN,
     Gradients,
@@ -24,7 +25,6 @@ from tests.pipeline.gradients import (
     compare,
     gradients,
     gradients_alone,
-    gradients_of_all,
     momenta,
 )
 from tests.pipeline.training import (
@@ -53,7 +53,6 @@ def by_calls(setting: Setting, calls: Iterable[int]) -> tuple[list[Any], Gradien
     engine.train_batch(data(setting, 0), num_micro_batches=3)
     with pytest.raises(PipelineError, match="1 more of 4 micro-batches"):
         engine.train_batch(data(setting, 0), num_micro_batches=2)
-    engine.destroy()
     return [None if loss is None else float(loss) for loss in losses], gradients
 
 
@@ -143,7 +142,6 @@ def test_each_setter_has_an_effect() -> None:
     engine.set_batch_fn(lambda pair: (calls.append("batch_fn"), pair)[1])
     ran()
     assert calls.count("batch_fn") == 1
-    engine.destroy()
 
 
 class Half(Block):
@@ -220,7 +218,7 @@ def test_auxiliary_losses_and_experts_on_the_ranks_of_a_stage(size: int, ranks: 
         for schedule, options in (("1f1b", {}), ("zb-h1", {}), ("1f1b", uneven))
     ]
     expected = gradients_alone(replace(settings[0], made=partial(routed, 1)), ranks // 2)
-    for runs in zip(*run_ranks(gradients_of_all, ranks, settings), strict=True):
+    for runs in zip(*run_ranks(each, ranks, gradients, [(one,) for one in settings]), strict=True):
         named = [{of_whole(n, rank % 2 * (size - 1)): v for n, v in run.items()} for rank, run in enumerate(runs)]
         assert {name for run in named for name in run} == set(expected)
         for run in named:

@@ -239,24 +239,24 @@ def words(*kinds: Any) -> list[Any]:
 
 
 MODELS: dict[str, Any] = {
-    "mlp": partial(words, *[Mlp] * 4),
     "twice": partial(words, *[Twice] * 4, Pick),
     "skip": partial(words, *[Skip] * 5, Last),
     "switching": partial(chain, Begin, *[Switching] * 4, First, Logits),
     "several outputs": partial(words, *[Parts] * 4),
     "packed": partial(chain, *[Packed] * 4, Unpacked),
     "mixed": partial(words, *[Mixed] * 3),
+    "mlp": partial(words, *[Mlp] * 4),
     "same": partial(words, Same, Same, Block, Same),
     "in place": partial(words, *[InPlace] * 4),
     "views": partial(words, *[Views] * 4, Sum),
     "normed": partial(words, *[Normed] * 4),
     "parameter as output": partial(chain, Alone, Same, Same, Choose, Logits),
 }
-QUICK = list(MODELS)[:7]
+QUICK = list(MODELS)[:6]
 
 
 @pytest.mark.parametrize("checkpointing", [0, thorough(1)])
-@pytest.mark.parametrize("name", [*QUICK, *map(thorough, list(MODELS)[7:])])
+@pytest.mark.parametrize("name", [*QUICK, *map(thorough, list(MODELS)[6:])])
 def test_gradients_equal_those_of_one_process(name: str, checkpointing: int) -> None:
     if name == "in place" and checkpointing:
         pytest.skip("torch refuses to recompute from activations that have been changed in place")
@@ -295,8 +295,6 @@ def failure(setting: Setting) -> str:
             engine.train_batch(data(setting, step))
     except (UsageError, PeerLostError) as error:
         return str(error)
-    finally:
-        engine.destroy()
     return ""
 
 

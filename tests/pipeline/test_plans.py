@@ -23,6 +23,7 @@ from shardwise.pipe import LayerSpec, PipelineModule, Schedule, TiedLayerSpec, T
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import SCHEDULES, placement_of
 from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness.training import each
 from tests.models import Block
 from tests.pipeline.training import Setting, data, engine_of, head, model_of
 
@@ -115,23 +116,19 @@ def as_simulated() -> Iterator[Callable[[Any, int], None]]:
         yield begin
 
 
-def measured(settings: list[Setting]) -> list[tuple[Peaks, Peaks]]:
+def planned_by(setting: Setting, engine: Any = None) -> Peaks:
+    report = (engine or engine_of(setting)).memory_report(setting.batches(0, 0, 0))
+    return {row.name: row.planned for row in report.rows} | {"total": report.total.planned}
+
+
+def measured(setting: Setting) -> tuple[Peaks, Peaks]:
     """Return peaks by category, planned before the first step and measured after it.
 
     The least of several steps is taken, because Gloo now and then frees a buffer later.
     """
-    return [measured_one(setting) for setting in settings]
-
-
-def planned_by(engine: Any, setting: Setting) -> Peaks:
-    report = engine.memory_report(setting.batches(0, 0, 0))
-    return {row.name: row.planned for row in report.rows} | {"total": report.total.planned}
-
-
-def measured_one(setting: Setting) -> tuple[Peaks, Peaks]:
     with as_simulated() as begin:
         engine = engine_of(setting)
-        planned = planned_by(engine, setting)
+        planned = planned_by(setting, engine)
         begin(engine, setting.micro_batches)
         for step in range(2):
             engine.train_batch(data(setting, step))
@@ -143,7 +140,6 @@ def measured_one(setting: Setting) -> tuple[Peaks, Peaks]:
                 engine.train_batch(batches)
             peaks = {category.value: size for category, size in engine.accountant.peak.items()}
             steps.append(peaks | {"total": engine.accountant.peak_total})
-        engine.destroy()
     return planned, {name: min(step[name] for step in steps) for name in steps[0]}
 
 
@@ -170,7 +166,7 @@ def test_plans_are_the_measurements(
     stages: int, places: int, zeros: tuple[int, ...], schedules: list[str], options: dict[str, Any]
 ) -> None:
     settings = [setting_of(stages, schedule, zero, **options) for zero in zeros for schedule in schedules]
-    for rank, found in enumerate(run_ranks(measured, stages * places, settings, timeout=600)):
+    for rank, found in enumerate(run_ranks(each, stages * places, measured, [(one,) for one in settings], timeout=600)):
         for setting, (planned, peaks) in zip(settings, found, strict=True):
             check(planned, peaks, f"{setting.schedule}, stage {setting.zero}, rank {rank}")
 
@@ -189,18 +185,11 @@ def plans_of(setting: Setting, ranks: int, **more: Any) -> MemoryPlans:
     return plan_model(model, config, ranks=ranks, stages=[setting.zero], batch=setting.batches(0, 0, 0))
 
 
-def planned_here(setting: Setting) -> Peaks:
-    engine = engine_of(setting)
-    found = planned_by(engine, setting)
-    engine.destroy()
-    return found
-
-
 def test_one_process_plans_all_positions_as_the_ranks_do() -> None:
     setting = setting_of(2, "zb-h1", 1)
     plans = plans_of(setting, 2)
     assert [plan.position for plan in plans.plans] == [0, 1] and not any(plan.note for plan in plans.plans)
-    for rank, planned in enumerate(run_ranks(planned_here, 2, setting)):
+    for rank, planned in enumerate(run_ranks(planned_by, 2, setting)):
         assert plans.plans[rank].peaks | {"total": plans.plans[rank].total} == planned
     facts = plans.schedule
     assert facts is not None and facts.layers == ("0 to 3", "4 to 8") and facts.in_flight == (2, 2)
@@ -218,7 +207,6 @@ def test_limits_and_other_settings() -> None:
     one, two = engine.memory_plans(Setting.batches(0, 0, 0), stages=[3], ranks=[1, 2]).plans
     assert [(plan.setting.ranks, plan.position) for plan in (one, two)] == [(n, dist.get_rank()) for n in (1, 2)]
     assert one.total > two.total
-    engine.destroy()
 
 
 def large() -> list[Any]:
@@ -230,7 +218,7 @@ def large() -> list[Any]:
 def test_shards_of_real_size() -> None:
     """A rank has 38 million parameters, 76 MB in bf16."""
     setting = setting_of(2, "1f1b", 1, made=large, micro_batches=4)
-    for rank, [(planned, peaks)] in enumerate(run_ranks(measured, 2, [setting], timeout=600)):
+    for rank, (planned, peaks) in enumerate(run_ranks(measured, 2, setting, timeout=600)):
         assert peaks["parameters"] > 64 << 20
         check(planned, peaks, f"rank {rank}")
 

@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.memory import Category
 from shardwise.pipe import LayerSpec
 from tests.harness import run_ranks, thorough
+from tests.harness.training import each
 from tests.pipeline.families import setting_of, with_lora
 from tests.pipeline.gradients import compare, gradients_alone
 from tests.pipeline.training import (
@@ -24,7 +25,7 @@ from tests.pipeline.training import (
     Setting,
     data,
     engine_of,
-    train_all,
+    train,
     untied,
 )
 
@@ -65,7 +66,6 @@ def in_half(setting: Setting) -> tuple[list[Any], dict[str, torch.Tensor]]:
         if not report.applied and setting.zero < 3:
             assert all(torch.equal(p, before[n]) for n, p in engine.module.named_parameters())
     values = {n: p.detach().clone().float() for n, p in engine.module.named_parameters()}
-    engine.destroy()
     return found, values
 
 
@@ -235,7 +235,6 @@ def measure(setting: Setting) -> tuple[Counter[str], list[int], int, dict[Catego
     kinds = Counter(record.kind for record in engine.ledger.records(since=first))
     sizes = [sum(section.layout.numel * 4 for section in unit.sections) for unit in engine.sharded.units]
     late, peaks = engine.sharded.unsharder.late, dict(accountant.peak)
-    engine.destroy()
     return kinds, sizes, late, peaks
 
 
@@ -271,7 +270,7 @@ def test_each_unit_is_unsharded_twice_and_reduced_once_a_micro_batch(setting: Se
 
 @pytest.mark.parametrize("schedule", ["zbv", pytest.param("interleaved", marks=pytest.mark.thorough)])
 def test_units_may_stay_unsharded_over_several_passes(schedule: str) -> None:
-    step, run, each = (
+    step, run, every = (
         Setting(2, schedule, 3, made=wide, config={"pipeline": {"unsharded_for": value, "chunks": 2}})
         for value in ("step", "run", "pass")
     )
@@ -284,7 +283,7 @@ def test_units_may_stay_unsharded_over_several_passes(schedule: str) -> None:
         assert late == 0
         assert len(sizes) < kinds["gather"] < 2 * MICRO_BATCHES * (len(sizes) - 1)
         assert peaks[Category.GATHERED] < sum(sizes)
-    for runs in run_ranks(train_all, 4, [replace(setting, steps=1) for setting in (step, run, each)]):
+    for runs in run_ranks(each, 4, train, [(replace(setting, steps=1),) for setting in (step, run, every)]):
         for one in runs[:2]:
             assert one.losses == runs[2].losses
             assert all(torch.equal(one.parameters[name], runs[2].parameters[name]) for name in one.parameters)

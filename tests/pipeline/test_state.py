@@ -24,7 +24,7 @@ from shardwise.utils import (
 )
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.pipeline import families
-from tests.pipeline.training import WIDTH, Setting, data, engine_of, layers, model_of
+from tests.pipeline.training import WIDTH, Setting, data, engine_of, layers, model_of, whole_of
 
 
 class Counting(nn.Module):
@@ -104,8 +104,15 @@ def test_whole_weights_are_those_of_all_stages(stages: int, world: int, zero: in
     same(plain_tensors(str(tmp_path / "again")), exported)
 
 
-def loaded(setting: Setting, root: str) -> None:
+@pytest.mark.parametrize(("stages", "world", "zero"), [(2, 4, 3), thorough(3, 3, 0), thorough(3, 3, 2)])
+@on_ranks("world")
+def test_whole_weights_are_loaded(stages: int, world: int, zero: int, tmp_path: Path) -> None:
     """Load changed weights in each way."""
+    root, setting = str(tmp_path), replace(layout(stages, zero), schedule="1f1b")
+    if dist.get_rank() == 0:
+        state = {name: value.clone() for name, value in whole_of(setting).state_dict().items()}
+        save_file(state, f"{root}/weights.safetensors")
+        save_file({**state, "layers.99.weight": torch.ones(1)}, f"{root}/more.safetensors")
     engine = engine_of(setting)
     engine.train_batch(data(setting, 0))
     original = load_file(f"{root}/weights.safetensors")
@@ -134,15 +141,6 @@ def loaded(setting: Setting, root: str) -> None:
     engine.load_module_state_dict(given, custom_load_fn=fill)
     same(engine.module_state_dict(), given)
     engine.train_batch(data(setting, 1))
-    engine.destroy()
-
-
-@pytest.mark.parametrize(("stages", "world", "zero"), [(2, 4, 3), thorough(3, 3, 0), thorough(3, 3, 2)])
-def test_whole_weights_are_loaded(stages: int, world: int, zero: int, tmp_path: Path) -> None:
-    state = {name: value.clone() for name, value in model_of(1, with_buffers).state_dict().items()}
-    save_file(state, tmp_path / "weights.safetensors")
-    save_file({**state, "layers.99.weight": torch.ones(1)}, tmp_path / "more.safetensors")
-    run_ranks(loaded, world, replace(layout(stages, zero), schedule="1f1b"), str(tmp_path))
 
 
 @pytest.mark.parametrize("zero", [3, thorough(1)])
@@ -168,7 +166,6 @@ def test_state_of_single_parameters(zero: int) -> None:
             parameter.add_(1 if dist.get_rank() % 2 == 0 else 100)
     same(engine.module_state_dict(), {name: value + 1 for name, value in found.items()})
     engine.train_batch(data(setting, 1))
-    engine.destroy()
 
 
 def exported(kind: str, stages: int, directory: str) -> dict[str, torch.Tensor]:
@@ -176,9 +173,7 @@ def exported(kind: str, stages: int, directory: str) -> dict[str, torch.Tensor]:
     engine = engine_of(setting)
     engine.train_batch(data(setting, 0))
     engine.export(directory)
-    found = engine.module_state_dict()
-    engine.destroy()
-    return found
+    return engine.module_state_dict()
 
 
 @pytest.mark.parametrize(("kind", "stages"), [("gpt2", 2), thorough("llama", 3), thorough("t5", 3)])

@@ -112,8 +112,6 @@ def of_unknown_shapes(dynamic: bool) -> str:
         return str(error)
     except PeerLostError:
         return "lost"
-    finally:
-        engine.destroy()
     return ""
 
 
@@ -227,7 +225,6 @@ def test_evaluation_changes_nothing_and_gives_all_ranks_the_loss() -> None:
     assert of_all_ranks(evaluated) == [evaluated] * 4 and evaluated[0] != evaluated[1]
     assert (outputs is not None) == engine.is_last_stage()
     assert outputs is None or [len(outputs), *outputs[0].shape] == [4, 2, 5, WORDS]
-    engine.destroy()
 
 
 LAYOUTS = [(4, 2, "1f1b", 3), (1, 1, "1f1b", 0), (3, 3, "interleaved", 0)]
@@ -275,7 +272,6 @@ def test_training_continues_from_a_checkpoint_bit_by_bit(tmp_path: Path, schedul
     engine = engine_of(setting)
     engine.load_checkpoint(tmp_path)
     assert [float(engine.train_batch(data(setting, step))) for step in range(2, 4)] == losses[2:]
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -285,7 +281,6 @@ def test_idle_times_are_those_of_all_ranks() -> None:
     engine.train_batch(data(setting, 0))
     with engine.record_idle() as times:
         engine.train_batch(data(setting, 1))
-    engine.destroy()
     assert 0 < times.idle_share < 1 and len(times.spans) == 2 * 2 * 4
     assert "idle share of all ranks" in str(times) and times.svg().startswith("<svg")
     assert of_all_ranks((str(times), times.idle_share)) == [(str(times), times.idle_share)] * 2
@@ -311,7 +306,6 @@ def test_a_step_leaves_no_tensor_in_a_cycle(schedule: str, zero: int, options: d
         with tensors_in_cycles() if step == 2 else contextlib.nullcontext() as found:
             engine.train_batch(iter(batches))
             engine.eval_batch(iter(batches))
-    engine.destroy()
     assert found == []
 
 
@@ -350,7 +344,6 @@ def test_labels_belong_to_inputs(source: str) -> None:
     engine.set_batch_fn(lambda pair: (seen.extend(pair[0].flatten().tolist()), pair)[1])
     losses = [float(engine.train_batch()) for _ in range(6)]
     assert [*losses, float(engine.eval_batch())] == [0.0] * 7
-    engine.destroy()
     first, second, *others = of_all_ranks(seen)
     assert others == [first, second] and sorted(first[:16] + second[:16]) == list(range(32))
 
@@ -360,7 +353,6 @@ def recorded(setting: Setting, directory: str) -> None:
     engine.train_batch(data(setting, 0))
     with engine.record_timeline(directory):
         engine.train_batch(data(setting, 1))
-    engine.destroy()
 
 
 def tracks(events: list[dict[str, Any]]) -> dict[str, list[str]]:

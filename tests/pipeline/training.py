@@ -14,6 +14,7 @@ from torch import nn
 import shardwise
 from shardwise.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.harness import run_ranks
+from tests.harness.training import each
 
 WORDS, WIDTH, ROWS, LENGTH = 11, 8, 2, 5
 MICRO_BATCHES = 4
@@ -180,14 +181,9 @@ def train(setting: Setting, first: int = 0, load: str | None = None, save: str |
         norms.append(float(engine.last_step.grad_norm))
     if save is not None:
         engine.save_checkpoint(save)
-    skipped = engine.skipped_steps
-    engine.destroy()
-    return Run(losses, norms, {n: p.detach().clone().float() for n, p in engine.module.named_parameters()}, skipped)
-
-
-def train_all(settings: list[Setting]) -> list[Run]:
-    """Train several settings one after the other on this rank."""
-    return [train(setting) for setting in settings]
+    engine.destroy()  # parameters are whole then
+    values = {n: p.detach().clone().float() for n, p in engine.module.named_parameters()}
+    return Run(losses, norms, values, engine.skipped_steps)
 
 
 def check(runs: Sequence[Run], expected: Run) -> None:
@@ -204,7 +200,7 @@ def check(runs: Sequence[Run], expected: Run) -> None:
 def compare_training(settings: list[Setting], ranks: int) -> list[list[Run]]:
     """Compare settings with one process, and return the runs by setting and rank."""
     expected = alone(settings[0], ranks // settings[0].stages)
-    by_setting = [list(runs) for runs in zip(*run_ranks(train_all, ranks, settings), strict=True)]
+    by_setting = [list(runs) for runs in zip(*run_ranks(each, ranks, train, [(one,) for one in settings]), strict=True)]
     for runs in by_setting:
         check(runs, expected)
     return by_setting

@@ -63,7 +63,6 @@ def test_times_of_the_parts_on_two_ranks(stage: int, accumulation: int) -> None:
         assert 30 * accumulation <= parts["fwd"] and 60 * accumulation <= parts["bwd_inner"]
         assert parts["bwd"] == pytest.approx(parts["bwd_inner"] + parts["bwd_allreduce"], abs=0.02)
         assert parts["bwd_allreduce"] > 0 and parts["step"] > 0
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -79,7 +78,6 @@ def test_waiting_for_another_rank_is_reduction() -> None:
     for parts in times(kept.lines):
         assert parts["bwd_allreduce"] > 150 > parts["bwd_inner"]
     assert len(times(kept.lines)) == 1 - engine.global_rank
-    engine.destroy()
 
 
 def test_evaluation_and_other_engines_are_not_in_it() -> None:
@@ -124,7 +122,6 @@ def test_memory_at_the_phases_of_a_step(stage: int) -> None:
     engine.sharded.finish_gathers()
     held = engine.accountant.live[Category.OPTIMIZER]
     first = engine.global_rank == 0
-    engine.destroy()
     lines = [line for line in kept.lines if "memory of rank" in line]
     assert len(lines) == first
     for line in lines:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from tests.harness import run_ranks, thorough
+from tests.harness.training import config_of
 from tests.models import GPT, language_loss
 from tests.profile.test_flops import DIM, GPT_HEAD, LAYERS, LENGTH, ROWS, VOCABULARY, gpt_block
 
@@ -26,13 +27,9 @@ def engine_of(stage: int, accumulation: int = 1, recompute: bool = False, **conf
     model = GPT(LAYERS, DIM, VOCABULARY)
     if recompute:
         model.run = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
-    given = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-    }
-    return shardwise.initialize(model=model, config={**given, **config})[0]
+    adam = {"type": "Adam", "params": {"lr": 1e-2}}
+    keys = {"rows": ROWS, "gradient_accumulation_steps": accumulation, **config}
+    return shardwise.initialize(model=model, config=config_of(stage, adam, **keys))[0]
 
 
 def window(engine: Any, accumulation: int = 1) -> None:
@@ -54,7 +51,6 @@ def trained(stage: int, accumulation: int, recompute: bool, file: str | None) ->
         window(engine, accumulation)
         counted.append(hooks(engine))
     found, state = engine.last_profile, engine.module_state_dict()
-    engine.destroy()
     return found, [state[name] for name in sorted(state)], counted
 
 

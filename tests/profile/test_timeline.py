@@ -237,7 +237,6 @@ def ends_early(path: str, how: str) -> None:
     assert how != "too much" or ("has left out" in text and "max_events" in text)
     assert how != "no place" or ("cannot write" in text and f"file{rank}" in text)
     assert not ranges._listeners and engine.ledger.watcher is None
-    engine.destroy()
 
 
 @pytest.mark.parametrize("how", ["destroyed", "raises", "some ranks", "too much", "twice", "no place"])

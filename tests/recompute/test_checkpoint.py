@@ -21,6 +21,7 @@ from shardwise.recompute import settings
 from shardwise.utils import safe_get_full_grad
 from shardwise_deepspeed import checkpointing as script
 from tests.harness import on_ranks
+from tests.harness.training import ADAMW, engine_of
 from tests.models import GPT, language_loss
 
 Runner = Callable[..., Any]
@@ -39,13 +40,8 @@ def trained(runner: str, stage: int) -> tuple[list[dict[str, torch.Tensor]], int
     model = GPT(layers=4, dim=16, head="tied", dropout=0.2)
     model.run = RUNNERS[runner]
     model.blocks[0].requires_grad_(False)  # the input of the first checkpoint that trains anything needs no gradient
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
     model.tokens.requires_grad_(False)
-    engine = shardwise.initialize(model=model, config=config)[0]
+    engine = engine_of(model, stage, ADAMW)
     generator = torch.Generator().manual_seed(7 + engine.global_rank)
     torch.manual_seed(10 + engine.global_rank)
     found = []

@@ -31,6 +31,7 @@ from shardwise.zero.units.layout import lay_out
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.updates.tp_split import SplitTensors
 from tests.device.recorded import imagined
+from tests.harness.training import engine_of
 
 CPU = torch.device("cpu")
 WORLDS = (8, 256, 1024, 4096)
@@ -217,15 +218,9 @@ class Deep(nn.Module):
 
 def small_collectives(world: int, stage: int, layers: int) -> list[tuple[str, str, int]]:
     """Return the collectives of a second step that are not those of units: operation, label and bytes of a rank."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "stall_limit": 0,
-    }
     with imagined(world, 0):
-        engine = shardwise.initialize(model=Deep(layers), config=config)[0]
+        adam = {"type": "Adam", "params": {"lr": 0.1}}
+        engine = engine_of(Deep(layers), stage, adam, rows=1, gradient_clipping=1.0, stall_limit=0)
         for _ in range(2):
             begin = 1 + max(record.sequence for record in engine.job.ledger.records())
             engine.backward(engine(torch.ones(1, 4)))

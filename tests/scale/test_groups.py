@@ -17,6 +17,7 @@ from shardwise.engine.reserved import RESERVE, CommunicatorMemory
 from shardwise.memory import Accountant, Category
 from tests.device.recorded import imagined
 from tests.harness import run_ranks
+from tests.harness.training import SGD, config_of, engine_of
 
 RULES = [
     {"patterns": [r"up\.weight$", r"up\.bias$"], "partition_type": "column"},
@@ -45,13 +46,7 @@ class Net(nn.Module):
 
 def counted(zero: dict[str, Any], experts: int = 0, world: int = 8, **more: Any) -> list[tuple[int, str]]:
     """Return the number of ranks and the purpose of each group that one rank makes until its first step."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
-        "stall_limit": 0,
-        **more,
-    }
+    config = config_of(0, {"type": "Adam", "params": {"lr": 0.1}}, rows=1, zero=zero, stall_limit=0, **more)
     with imagined(world, 0):
         engine = shardwise.initialize(model=Net(experts), config=config)[0]
         with mock.patch.object(SharedSequences, "compare"):  # imagined ranks have no tokens
@@ -152,22 +147,14 @@ class Uneven(nn.Module):
 def trained(stage: int, ranks: int) -> list[float]:
     torch.manual_seed(0)
     rules = [{"patterns": [r"words\.weight$"], "partition_type": "column"}]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 17},
-        "tensor_parallel": {
-            "autotp_size": ranks,
-            "partition_config": {"use_default_specs": False, "layer_specs": rules},
-        },
-    }
-    engine = shardwise.initialize(model=Uneven(9), config=config)[0]
+    section = {"autotp_size": ranks, "partition_config": {"use_default_specs": False, "layer_specs": rules}}
+    zero = {"stage3_param_persistence_threshold": 17}
+    engine = engine_of(Uneven(9), stage, SGD, rows=1, zero=zero, tensor_parallel=section)
     losses = []
     for _ in range(3):
         losses.append(engine(torch.arange(9)))
         engine.backward(losses[-1])
         engine.step()
-    engine.destroy()
     return [loss.item() for loss in losses]
 
 

@@ -16,6 +16,7 @@ from shardwise.comm import desync
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.rendezvous import ended_key, meet
 from shardwise.errors import DesyncError, LaunchError, PeerLostError
+from tests.harness import thorough
 
 LATE_S = 1.5
 
@@ -93,7 +94,7 @@ def meeting(ranks: int, last: Callable[[Store], Any], limit: float = 60.0) -> tu
     return store, errors, ends
 
 
-@pytest.mark.parametrize("ranks", [8, 256])
+@pytest.mark.parametrize("ranks", [thorough(8), 256])
 def test_ranks_that_wait_for_one_make_a_few_requests_each(ranks: int) -> None:
     """While a rank is late, the first looks for those that are missing, and the others poll three keys."""
     store, errors, _ = meeting(ranks, lambda store: time.sleep(LATE_S))

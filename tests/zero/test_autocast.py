@@ -7,13 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
-from tests.harness import on_ranks, run_ranks
-from tests.harness.training import DTYPES, SGD, Setting, assert_close, engine_of, plain, start, take_steps, trained
+from tests.harness import on_ranks
+from tests.harness.training import (
+    DTYPES,
+    SGD,
+    Setting,
+    assert_close,
+    engine_of,
+    gradients,
+    masters,
+    parameters_digest,
+    plain,
+    start,
+    take_steps,
+)
 from tests.models import CASES, Batch, language_loss
 
 GPT = CASES["gpt"]
@@ -24,47 +37,42 @@ def setting_of(stage: int, accumulation: int, name: str, **more: Any) -> Setting
     return Setting(stage, 700, accumulation=accumulation, lr=0.5, extra=tuple(extra.items()))
 
 
-def wires(settings: list[Setting]) -> list[Any]:
-    """Bytes of the reductions of two steps, wires by parameter, those of sections with sizes, and whether it scales."""
-    found = []
-    for setting in settings:
-        engine = start(GPT, setting)
-        take_steps(engine, GPT, range(2))
-        sent = sum(record.sent for record in engine.ledger.records() if record.kind == "reduce")
-        layouts = [section.layout for unit in engine.sharded.units for section in unit.trainable]
-        names = {engine.sharded.registry[slot.index].name: one.wire_dtype for one in layouts for slot in one.slots}
-        scales = engine.loss_scaler is not None
-        found.append((sent, names, [(one.wire_dtype, one.numel) for one in layouts], scales))
-        engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize(("name", "accumulation"), [("bf16", 2), ("fp16", 1)])
+@on_ranks(2)
 def test_equals_plain_autocast_at_every_stage(name: str, accumulation: int) -> None:
     def loss(model: Any, batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", dtype=DTYPES[name]):
             return language_loss(model, batch)
 
+    expected = plain(replace(GPT, loss=loss), setting_of(0, accumulation, name), 2, 2)
     # Nothing is rounded for the wire where it is told to be fp32.
-    settings = [setting_of(stage, accumulation, name, communication_data_type="fp32") for stage in range(4)]
-    settings += [setting_of(stage, accumulation, name) for stage in range(4)]
-    outcomes, layouts = trained("gpt", settings, 2, 2), run_ranks(wires, 2, settings)[0]
-    expected = plain(replace(GPT, loss=loss), settings[0], 2, 2)
-    for number, (outcome, (sent, wire_of, numels, scales)) in enumerate(zip(outcomes, layouts, strict=True)):
-        what = f"{name} stage {number % 4} {'rounded' if number > 3 else ''}"
-        assert scales is (name == "fp16")
-        # A loss scale moves what fp16 rounds; a bf16 wire rounds each rank's gradient to 8 bits.
-        bound = 2.0**-8 if number > 3 or name == "fp16" else 2e-6
-        assert_close(outcome.gradients[0], expected.gradients[0], bound, what)
-        if number < 4:  # later gradients are those of parameters that differ already
-            assert_close(outcome.masters, expected.masters, bound, what)
-        # Linear layers send 16 bits; the embedding that is the head as well, places and norms send 32.
-        for parameter, wire in wire_of.items():
-            assert wire is (DTYPES[name] if "blocks" in parameter and "norm" not in parameter else None), parameter
-        size = sum(numel * (2 if wire is not None and number > 3 else 4) for wire, numel in numels)
-        assert sent == size * (accumulation if number % 4 > 1 else 1), what  # half of it, in two steps
-    for first, second in ((0, 1), (2, 3), (4, 5), (6, 7)):
-        assert outcomes[first].parameters == outcomes[second].parameters
+    for told in ({"communication_data_type": "fp32"}, {}):
+        digests = []
+        for stage in range(4):
+            engine, what = start(GPT, setting_of(stage, accumulation, name, **told)), f"{name} stage {stage} {told}"
+            assert (engine.loss_scaler is not None) is (name == "fp16")
+            # A loss scale moves what fp16 rounds; a bf16 wire rounds each rank's gradient to 8 bits.
+            bound = 2.0**-8 if not told or name == "fp16" else 2e-6
+            for micro in range(accumulation):
+                engine.backward(GPT.loss(engine, GPT.data(0, micro, dist.get_rank(), torch.float32)))
+                if micro == accumulation - 1:
+                    assert_close(gradients(engine.module), expected.gradients[0], bound, what)
+                engine.step()
+            take_steps(engine, GPT, [1])
+            if told:  # later gradients are those of parameters that differ already
+                assert_close(masters(engine.module), expected.masters, bound, what)
+            layouts = [section.layout for unit in engine.sharded.units for section in unit.trainable]
+            # Linear layers send 16 bits; the embedding that is the head as well, places and norms send 32.
+            for one in layouts:
+                for parameter in (engine.sharded.registry[slot.index].name for slot in one.slots):
+                    narrow = "blocks" in parameter and "norm" not in parameter
+                    assert one.wire_dtype is (DTYPES[name] if narrow else None), parameter
+            size = sum(one.numel * (4 if told or one.wire_dtype is None else 2) for one in layouts)
+            sent = sum(record.sent for record in engine.ledger.records() if record.kind == "reduce")
+            assert sent == size * (accumulation if stage > 1 else 1), what  # half of it, in two steps
+            digests.append(parameters_digest(engine.module))
+            engine.destroy()
+        assert digests[0] == digests[1] and digests[2] == digests[3]
 
 
 class Convolving(nn.Module):
@@ -95,7 +103,6 @@ def test_contexts_and_chosen_modules() -> None:
     # The copy calls the engine's own layer, which gets no gradients from that.
     assert engine.ledger.sequence == launched
     assert engine.precision_in_words().startswith("compute bf16 by autocast on fp32 parameters")
-    engine.destroy()
 
 
 @pytest.mark.parametrize(

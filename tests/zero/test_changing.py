@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.utils.logging import warn_once
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.logs import logged
 from tests.harness.training import engine_of, masters
 
@@ -77,24 +77,22 @@ def trained(stage: int, kind: type, precision: str, recompute: bool) -> list[dic
     for number in range(STEPS):
         engine.backward(engine(batch(engine, number)))
         engine.step()
-    found = [values_of(engine), masters(engine.module)]
-    engine.destroy()
-    return found
+    return [values_of(engine), masters(engine.module)]
 
 
 @pytest.mark.parametrize(
     ("kind", "precision", "recompute"),
     [(torch.optim.SGD, "fp32", False), (WholeSGD, "bf16", True)],
 )
+@on_ranks(2)
 def test_changes_within_forward_are_kept_at_every_stage(kind: type, precision: str, recompute: bool) -> None:
-    expected = run_ranks(trained, 2, 0, kind, precision, recompute)[0]
+    expected = trained(0, kind, precision, recompute)
     times = STEPS * (2 if recompute else 1)
     torch.testing.assert_close(expected[0]["blocks.0.codes"].float(), torch.full((5,), 0.9**times), rtol=2e-2, atol=0)
     for stage in (2, 3):
-        for found in run_ranks(trained, 2, stage, kind, precision, recompute):
-            for wanted, got in zip(expected, found, strict=True):
-                for name, value in wanted.items():
-                    assert torch.equal(value, got[name]), (stage, name)
+        for wanted, got in zip(expected, trained(stage, kind, precision, recompute), strict=True):
+            for name, value in wanted.items():
+                assert torch.equal(value, got[name]), (stage, name)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -107,7 +105,6 @@ def test_changes_in_passes_that_are_not_differentiated(stage: int) -> None:
             with around:
                 engine(batch(engine, 0))
             torch.testing.assert_close(values_of(engine)["blocks.1.codes"], torch.full((5,), 0.9**count))
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -133,7 +130,6 @@ def test_changes_in_a_block_without_a_modifier_are_dropped_with_a_warning(stage:
         assert len(heard.lines) == (told and stage == 3)
         assert all(name in line and "modifier_rank=0" in line for line in heard.lines)
     assert values_of(engine)["blocks.0.codes"].sum() == (5.0 if stage == 3 else 0.0)
-    engine.destroy()
 
 
 @on_ranks(2)

@@ -70,7 +70,7 @@ def test_where_gradients_are_divided_does_not_matter() -> None:
         Setting(stage=1, lr=0.05, extra=(*compressed(method), ("gradient_allreduce_op", "sum")))
         for method in ("powerSGD", "topk")
     ]
-    outcomes = trained("odd_mlp", settings + summed, 2, 4)
+    outcomes = trained("odd_mlp", settings + summed, 2, 3)
     for first, others in ((0, (1, 2, 9)), (3, (4, 5, 10)), (6, (7, 8))):
         for other in others:
             assert outcomes[first].parameters == outcomes[other].parameters, (settings + summed)[other]
@@ -122,7 +122,7 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
         engine.step()
     registry = engine.sharded.registry
     labels = {unit.name for unit in engine.sharded.units if unit.trainable}
-    result = {
+    return {
         "calls": Counter((r.op, r.label) for r in records if r.op != "all_gather" or setting.stage < 3),
         "sent": sum(r.sent for r in records),
         "gathered": sum(r.sent for r in records if r.op == "all_gather"),
@@ -137,8 +137,6 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
             if unit.trainable
         ],
     }
-    engine.destroy()
-    return result
 
 
 @pytest.mark.parametrize(
@@ -227,7 +225,6 @@ def test_a_wire_that_cannot_hold_what_is_kept() -> None:
     engine.communication_data_type = "bf16"
     with pytest.raises(UsageError, match="fp16 cannot hold"):
         engine.communication_data_type = torch.float16
-    engine.destroy()
 
 
 def test_what_was_kept_elsewhere_is_dropped_with_a_warning(tmp_path: Path) -> None:
@@ -271,7 +268,6 @@ def test_an_overflow_is_agreed_and_does_not_stay() -> None:
         tensors = engine.sharded.compressor.state_dict()["tensors"].values()
         found.append((engine.was_step_applied(), all(bool(t.isfinite().all()) for t in tensors) and len(tensors) > 0))
     assert all(bool(value.isfinite().all()) for value in masters(engine.module).values())
-    engine.destroy()
     assert found == [(True, True), (True, True), (False, True), (True, True), (True, True)]
 
 
@@ -294,7 +290,7 @@ def test_branches_of_the_ranks_own_do_not_hang() -> None:
         for stage, cap in ((2, None), (3, None), (3, 60))
     ]
     for name in ("router", "two_towers"):
-        outcomes = trained(name, settings, 3, 4)
+        outcomes = trained(name, settings, 3, 2)
         assert_identical(outcomes[0], outcomes[1], name)
 
 
@@ -322,6 +318,4 @@ def test_a_rank_that_has_reduced_everything_may_still_gather() -> None:
         x = torch.randn(4, 64).requires_grad_(True)
         engine.backward(engine(x, dist.get_rank() == number % 2).square().mean())
         engine.step()
-    steps = engine.global_steps
-    engine.destroy()
-    assert steps == 4
+    assert engine.global_steps == 4

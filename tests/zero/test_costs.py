@@ -39,7 +39,6 @@ def resident(name: str, setting: Setting) -> dict[str, Any]:
     result["gradients"] = engine.accountant.peak[Category.GRADIENTS]
     memory = engine.job.transport == "memory"
     result["chunks"] = sum(chunk.nbytes for chunk in engine.job._backend.scratch((), False)) if memory else 0
-    engine.destroy()
     return result
 
 
@@ -90,7 +89,7 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
     engine.sharded.finish_gathers()
     records = list(engine.ledger.records(since=first))
     assert all(record.finished is not None for record in records)
-    result = {
+    return {
         "sections": sections(engine),
         "calls": Counter((record.op, record.label) for record in records),
         "sent": Counter({op: sum(r.sent for r in records if r.op == op) for op in {r.op for r in records}}),
@@ -98,8 +97,6 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
         "tensors": len(engine.sharded.registry),
         "first_back": engine.sharded.order[1][0],
     }
-    engine.destroy()
-    return result
 
 
 @pytest.mark.parametrize(
@@ -164,7 +161,6 @@ def test_the_order_of_units_is_agreed_once() -> None:
     assert not {record.op for record in engine.ledger.records()} & {"all_gather", "reduce_scatter"}
     take_steps(engine, CASES["gpt"], [0])
     labels = {record.label for record in engine.ledger.records() if record.op == "broadcast"}
-    engine.destroy()
     # Secrets of the watchdog and of the side channel, shared by initialize.
     others = {label for label in labels if not label.endswith(".initial")}  # of parameters
     assert others == {"side_channel.key", "stall_limit", "unit_order"}
@@ -179,6 +175,5 @@ def test_no_more_than_two_consecutive_units_and_the_tied_one_are_gathered(prefet
     take_steps(engine, CASES["gpt"], [2])
     tied, *blocks = (unit.numel * 4 for unit in engine.sharded.units)  # in the order of execution
     peak = engine.accountant.peak[Category.GATHERED]
-    engine.destroy()
     assert peak <= tied + (max(a + b for a, b in pairwise(blocks)) if prefetch else max(blocks))
     assert peak < tied + sum(blocks)

@@ -61,7 +61,6 @@ def test_another_backward_pass(stage: int, bare: bool) -> None:
         backward(GPT.loss(engine, data(step)))
         engine.step()
     found = masters(engine.module)
-    engine.destroy()
     assert_close(found, plain(GPT, Setting(), 2, 2).masters, 1e-6)
 
 
@@ -80,7 +79,6 @@ def test_another_backward_pass_where_nothing_is_trained() -> None:
     assert engine.sharded.model_pass.order.phase.value == "idle"
     with shardwise.zero.GatheredParameters(list(model.parameters())):
         assert torch.allclose(x.grad, (torch.ones(2, 4) @ model[1].weight) @ model[0].weight)
-    engine.destroy()
 
 
 # -- something else comes next -----------------------------------------------------------------------------------------
@@ -120,7 +118,6 @@ def test_collectives_outside_of_passes(name: str, stage: int, tmp_path: Any) -> 
     engine.backward(GPT.loss(engine, data(0)))
     engine.step()
     found = masters(engine.module)
-    engine.destroy()
     assert_close(found, plain(GPT, Setting(), 2, 1).masters, 1e-6)
 
 
@@ -154,7 +151,6 @@ def test_an_interrupt_in_a_forward_pass(stage: int, ranks: list[int]) -> None:
         engine.step()
     assert engine.sharded.unsharder.late == 0
     found = masters(engine.module)
-    engine.destroy()
     assert_close(found, plain(GPT, Setting(), 2, 2).masters, 1e-6)
 
 
@@ -176,5 +172,4 @@ def test_a_module_that_calls_itself_is_one_pass() -> None:
         engine.backward(engine(torch.ones(3), 3).sum())
         engine.step()
     gathers, units = engine.ledger.totals["all_gather"].count, len(engine.sharded.units)
-    engine.destroy()
     assert gathers == 2 * units  # the only unit waits for the backward pass

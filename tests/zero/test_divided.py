@@ -26,27 +26,20 @@ from shardwise.utils import (
 )
 from shardwise.zero import GatheredParameters
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import make_optimizer
+from tests.harness.training import ADAMW, config_of, make_optimizer
 from tests.zero import divided
 
-CLIP, LR = 0.5, 0.02
+CLIP, LR, STAGES = 0.5, 0.02, (0, 1, 2, 3)
 
 
-def config(stage: int, micro: int = divided.BATCH, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+def config(stage: int, rows: int = divided.BATCH, **more: Any) -> dict[str, Any]:
+    return config_of(stage, rows=rows, gradient_clipping=CLIP, **more)
 
 
 def made(size: int, stage: int, seed: int = 3, *, fused: bool = False, kind: str = "AdamW", **more: Any) -> Any:
     model = divided.build(size, seed, fused=fused)
-    section = config(stage, **more)
-    section.pop("optimizer")
-    return shardwise.initialize(model=model, optimizer=make_optimizer(kind, model.parameters(), LR), config=section)[0]
+    given = {"optimizer": make_optimizer(kind, model.parameters(), LR), "config": config(stage, **more)}
+    return shardwise.initialize(model=model, **given)[0]
 
 
 def steps(engine: Any, size: int, first: int, last: int) -> list[tuple[float, float]]:
@@ -75,9 +68,9 @@ def plain(replicas: int, count: int, kind: str = "AdamW") -> tuple[list[tuple[fl
     return told, {name: value.detach() for name, value in model.named_parameters()}
 
 
-def trained(path: str, size: int, kind: str) -> list[list[tuple[float, float]]]:
+def trained(path: str, size: int, kind: str, stages: tuple[int, ...]) -> list[list[tuple[float, float]]]:
     found = []
-    for stage in range(4):
+    for stage in stages:
         engine = made(size, stage, kind=kind)
         found.append(steps(engine, size, 0, 3))
         engine.save_checkpoint(path, tag=f"stage{stage}")
@@ -92,33 +85,35 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "tolerance"),
+    ("size", "kind", "tolerance", "stages"),
     [
-        (4, "AdamW", 1e-5),
-        thorough(2, "AdamW", 1e-5),
+        (4, "AdamW", 1e-5, STAGES),
+        thorough(2, "AdamW", 1e-5, STAGES),
         # Optimizers that look at whole tensors, of which no rank has all, or at their norms.
-        (2, "norms", 1e-5),
-        thorough(4, "Adafactor", 1e-5),
-        thorough(4, "Lamb", 1e-5),
-        thorough(2, "Muon", 1e-3),  # its iteration amplifies rounding of small singular values
+        (2, "norms", 1e-5, (0, 3)),
+        thorough(4, "Adafactor", 1e-5, STAGES),
+        thorough(4, "Lamb", 1e-5, STAGES),
+        thorough(2, "Muon", 1e-3, STAGES),  # its iteration amplifies rounding of small singular values
     ],
 )
-def test_divided_layers_train_as_in_one_process(size: int, kind: str, tolerance: float, tmp_path: Path) -> None:
+def test_divided_layers_train_as_in_one_process(
+    size: int, kind: str, tolerance: float, stages: tuple[int, ...], tmp_path: Path
+) -> None:
     told, expected = plain(4 // size, 3, kind)
-    ranks = run_ranks(trained, 4, str(tmp_path), size, kind)
-    for stage in range(4):
+    ranks = run_ranks(trained, 4, str(tmp_path), size, kind, stages)
+    for stage in range(len(stages)):
         for step, (loss, norm) in enumerate(told):
             # Replicas have losses of their own.
             mine = sum(rank[stage][step][0] for rank in ranks) / 4
             assert mine == pytest.approx(loss, rel=tolerance), (stage, step)
             assert {rank[stage][step][1] for rank in ranks} == {ranks[0][stage][step][1]}
             assert ranks[0][stage][step][1] == pytest.approx(norm, rel=tolerance), (stage, step)
-    found = [stored(tmp_path / f"stage{stage}") for stage in range(4)]
+    found = [stored(tmp_path / f"stage{stage}") for stage in stages]
     for name, value in expected.items():
         assert torch.allclose(found[0][f"parameter {name}"], value, rtol=10 * tolerance, atol=2 * tolerance), name
-    for stage in range(1, 4):
-        assert found[stage].keys() == found[0].keys()
-        assert all(torch.equal(value, found[0][name]) for name, value in found[stage].items()), stage
+    for stage, other in zip(stages, found, strict=True):
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(value, found[0][name]) for name, value in other.items()), stage
 
 
 def apart(path: str, size: int, stage: int, source: str | None) -> Any:
@@ -135,7 +130,6 @@ def apart(path: str, size: int, stage: int, source: str | None) -> Any:
     for parameter, numel in ((first.query, 120), (first.keys, 60)):
         with pytest.raises(UsageError, match=f"'layers.0.attention': .* at this place has {numel} of 180 elements"):
             safe_get_full_fp32_param(parameter)
-    engine.destroy()
     return told, whole
 
 
@@ -181,7 +175,6 @@ def test_whole_weights_are_gathered(tmp_path: Path) -> None:
     assert all(torch.equal(value, found[name].bfloat16()) for name, value in expected.items())
     with pytest.raises(CheckpointError, match=r"not in the model: layers.9.down"):
         engine.load_module_state_dict({**values, "layers.9.down": values["layers.0.down"]})
-    engine.destroy()
 
 
 def sent_for(path: str, way: str) -> tuple[int, set[str]]:
@@ -196,7 +189,6 @@ def sent_for(path: str, way: str) -> tuple[int, set[str]]:
     else:
         engine.module_state_dict()
     records = [record for record in list(engine.ledger.records())[before:] if record.label in names]
-    engine.destroy()
     return sum(record.sent for record in records), {record.op for record in records}
 
 
@@ -230,7 +222,7 @@ class Owned(nn.Module):
 
 def owned(path: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    engine, *_ = shardwise.initialize(model=Owned(), config=config(2, 1))
+    engine, *_ = shardwise.initialize(model=Owned(), config=config(2, 1, optimizer=ADAMW))
     engine.save_16bit_model(path, "model.safetensors")
     found = engine.module_state_dict(exclude_frozen_parameters=True)
     engine.load_module_state_dict({name: value * 2 for name, value in found.items()})
@@ -240,7 +232,6 @@ def owned(path: str) -> dict[str, torch.Tensor]:
     assert torch.equal(engine.module.own.weight, torch.full((3, 3), dist.get_rank() + 1.0))
     engine.module.own.bias.requires_grad_(dist.get_rank() == 0)
     assert ("own.1.bias" in engine.module_state_dict(exclude_frozen_parameters=True)) is False
-    engine.destroy()
     return found
 
 
@@ -262,10 +253,9 @@ def test_a_tensor_of_which_some_is_nowhere_is_named() -> None:
     model = nn.Linear(3, 4)
     first = 4 * dist.get_rank()
     declare_part(model.weight, ranks=[dist.get_rank()], shape=(12, 3), box=[(first, first + 4), (0, 3)])
-    engine, *_ = shardwise.initialize(model=model, config=config(1, 1))
+    engine, *_ = shardwise.initialize(model=model, config=config(1, 1, optimizer=ADAMW))
     with pytest.raises(CheckpointError, match=r"'weight': element \[8, 0\] of \[12, 3\] is on 0 ranks"):
         engine.module_state_dict()
-    engine.destroy()
 
 
 # -- single parameters -------------------------------------------------------------------------------------------------
@@ -278,12 +268,8 @@ def assert_close(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize(("world", "size", "stage", "kind"), [(2, 2, 3, "AdamW"), (4, 4, 2, "subclass")])
+@on_ranks("world")
 def test_single_parameters_are_whole_tensors(world: int, size: int, stage: int, kind: str) -> None:
-    run_ranks(accessed, world, size, stage, kind)
-
-
-def accessed(size: int, stage: int, kind: str) -> None:
-    world = dist.get_world_size()
     engine = made(size, stage, kind=kind)
     plain_model = divided.Tower()
     optimizer = make_optimizer(kind, plain_model.parameters(), LR)
@@ -319,7 +305,6 @@ def accessed(size: int, stage: int, kind: str) -> None:
     if stage == 3:
         local = safe_get_local_fp32_param(named["layers.0.down"])
         assert local is not None and local.numel() <= named["layers.0.down"].numel()
-    engine.destroy()
 
 
 def gathered(engine: Any, expected: dict[str, torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from shardwise.errors import ConflictError, DesyncError, UsageError
 from shardwise.registry import declare_part, part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from tests.harness import RankFailure, on_ranks, run_ranks, thorough
-from tests.harness.training import engine_of
+from tests.harness.training import config_of, engine_of
 
 WORLD, EXPERTS, WIDTH = 4, 2, 12
 BUILT_IN = {"Lamb": {"lr": 1e-2}, "AdamW": {"lr": 1e-2, "weight_decay": 0.05}, "Muon": {"lr": 1e-2}}
@@ -93,16 +93,10 @@ def make(*, divided: bool, table: bool = True, divisor: int | None = None) -> Mi
 
 
 def config(stage: int, optimizer: str, precision: str, accumulation: int, **zero: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.05,
-        "optimizer": {"type": optimizer, "params": BUILT_IN[optimizer]},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
-    }
-    if precision != "fp32":
-        found[precision] = {"enabled": True, **({"initial_scale_power": 6} if precision == "fp16" else {})}
-    return found
+    section = {"type": optimizer, "params": BUILT_IN[optimizer]}
+    kind = {precision: {"enabled": True, **({"initial_scale_power": 6} if precision == "fp16" else {})}}
+    keys = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.05}
+    return config_of(stage, section, rows=3, zero=zero, **keys, **(kind if precision != "fp32" else {}))
 
 
 def batch(step: int, micro: int, dtype: torch.dtype) -> torch.Tensor:
@@ -140,7 +134,7 @@ def trained(divided: bool, settings: list[tuple[Any, ...]], table: bool, again: 
     found = []
     for setting in settings:
         engine, *_ = shardwise.initialize(model=make(divided=divided, table=table), config=config(*setting))
-        told = steps(engine, 0, 3, again=again)
+        told = steps(engine, 0, 2, again=again)
         found.append((told, values(engine)))
         rescued = engine.sharded.unsharder.late
         assert not again or setting[0] < 3 or rescued or dist.get_rank() != 1
@@ -191,7 +185,7 @@ def test_beside_groups_of_ranks() -> None:
         zero = {"mics_shard_size": 2, "optimizer_over_replicas": spread}
         model = make(divided=True)
         engine, *_ = shardwise.initialize(model=model, config=config(stage, "AdamW", "fp32", 1, **zero))
-        steps(engine, 0, 3)
+        steps(engine, 0, 2)
         found.append(values(engine))
         engine.destroy()
     outcomes = found
@@ -234,7 +228,6 @@ def test_an_overflow_of_a_part_is_everybodys() -> None:
     engine.step()
     assert all(torch.equal(value, before[name]) for name, value in values(engine).items())
     report = engine.last_step.overflow
-    engine.destroy()
     assert (report.parameter, report.ranks, report.phase) == ("blocks.1.experts.weights.1", (1,), "backward")
     assert report.numel == report.infinite == WIDTH * WIDTH
 
@@ -272,7 +265,6 @@ def test_a_part_of_real_size() -> None:
     # d(sum)/d(weight[i, j]) is the input of column j, 8 (1 + rank); a quarter of the sum over two ranks is the mean.
     with shardwise.zero.GatheredParameters(model[1].weight):
         assert float(model[1].weight[0, 1]) == -8 * ((1 + expert) + (3 + expert)) / 4
-    engine.destroy()
 
 
 # -- what does not fit together ----------------------------------------------------------------------------------------

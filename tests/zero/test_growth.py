@@ -49,7 +49,7 @@ def work(layers: int, stage: int) -> dict[str, Any]:
         sys.setprofile(None)
         gc.enable()
     records = list(engine.ledger.records(since=first))
-    found = {
+    return {
         "units": len(engine.sharded.units),
         "tensors": len(engine.sharded.registry),
         "elements": sum(section.layout.numel for unit in engine.sharded.units for section in unit.sections),
@@ -59,8 +59,6 @@ def work(layers: int, stage: int) -> dict[str, Any]:
         "sent": sum(record.sent for record in records),
         "calls": calls,
     }
-    engine.destroy()
-    return found
 
 
 @pytest.mark.thorough

@@ -79,7 +79,6 @@ def changed_between_steps(stage: int, precision: str, kind: type, how: str) -> l
     exact = all(torch.equal(value, wanted[name]) for name, value in seen.items())
     step(engine, 1)
     result = masters(model)
-    engine.destroy()
     return [exact, {name: result[name] for name in wanted}]
 
 
@@ -152,7 +151,6 @@ def test_copies_of_a_model_are_plain(stage: int) -> None:
         with pytest.raises(UsageError, match="save_checkpoint"):
             way(engine)
     step(engine, 1)
-    engine.destroy()
     assert len(messages) == (3 if stage == 3 else 0)
     assert all("engine.module_state_dict()" in message for message in messages)
 
@@ -275,7 +273,6 @@ def test_unfrozen_parameters_are_named_when_stepping(stage: int) -> None:
     engine.backward(engine(torch.ones(2, 3)).mean())
     with pytest.raises(UsageError, match=r"2 parameters were frozen.*backbone\.weight, backbone\.bias"):
         engine.step()
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -292,7 +289,6 @@ def test_parameters_frozen_between_steps_are_named_before_anything_is_stepped(st
     model.backbone.requires_grad_(True)
     engine.step()
     assert not torch.equal(masters(model)["backbone.weight"], before["backbone.weight"])
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

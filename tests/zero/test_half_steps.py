@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import UsageError
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.training import engine_of, parameters_digest
 from tests.models import CASES
 
@@ -58,16 +58,17 @@ def train(kind: type[Raising], stage: int, late: bool, raises: bool = True) -> t
             refusal = str(error)
             break
     digest = "" if refusal else parameters_digest(engine.module)
-    engine.destroy()
     return refusal, digest
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(0, Raising), (2, RaisingByElement)])
+@on_ranks(2)
 def test_a_step_that_has_stepped_nothing_is_taken_again(kind: type[Raising], stage: int) -> None:
-    assert run_ranks(train, 2, kind, stage, False) == run_ranks(train, 2, kind, stage, False, False)
+    assert train(kind, stage, late=False) == train(kind, stage, late=False, raises=False)
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(0, Raising), (2, RaisingByElement)])
+@on_ranks(2)
 def test_after_half_a_step_the_engine_refuses_to_go_on(kind: type[Raising], stage: int) -> None:
-    for refusal, _ in run_ranks(train, 2, kind, stage, True):
-        assert "a step was cut short before" in refusal and "Restart the job from the last checkpoint" in refusal
+    refusal, _ = train(kind, stage, late=True)
+    assert "a step was cut short before" in refusal and "Restart the job from the last checkpoint" in refusal

@@ -209,7 +209,6 @@ def test_what_was_taken_from_gathered_parameters_stays_valid_and_is_counted() ->
         assert torch.equal(copied(held), expected), way
         del held
         assert engine.accountant.live[Category.GATHERED] == 0, way
-    engine.destroy()
 
 
 class KeepsGradients(torch.optim.SGD):
@@ -223,19 +222,15 @@ class KeepsGradients(torch.optim.SGD):
         return found
 
 
-def keeps_gradients(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 2)])
+@on_ranks("world")
+def test_an_optimizer_may_refer_to_gradients_between_steps(stage: int, world: int) -> None:
     case = CASES["gpt"]
     model = case.make()
     engine = start(case, Setting(stage=stage), model, KeepsGradients(model.parameters(), lr=0.1))
     for step in range(3):
         take_steps(engine, case, [step])
         assert all(float(state["last"].norm()) > 0 for state in engine.optimizer.state.values())
-    engine.destroy()
-
-
-def test_an_optimizer_may_refer_to_gradients_between_steps() -> None:
-    for stage, world in ((0, 1), (3, 2)):
-        run_ranks(keeps_gradients, world, stage)
 
 
 @pytest.mark.parametrize("name", ["gpt", "two_towers"])
@@ -253,7 +248,6 @@ def test_a_graph_holds_no_whole_values(name: str) -> None:
         expected = sum(section.full.nbytes or section.layout.numel * 4 for unit in waits for section in unit.sections)
         assert len(waits) == 1 and live == expected
     assert engine.accountant.live[Category.GATHERED] == 0
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -271,7 +265,6 @@ def test_hooks_that_keep_what_they_are_given_hold_no_whole_values() -> None:
         norm = float(shardwise.utils.safe_get_full_grad(next(engine.module.parameters())).norm())
         losses.append([float(loss), live, norm])
         engine.zero_grad()
-    engine.destroy()
     without, with_hooks = losses
     assert without == with_hooks
 
@@ -292,7 +285,6 @@ def test_addresses_of_released_parameters_are_distinct_and_stable(zero_init: boo
     engine.step()
     assert first == [p.data_ptr() for p in parameters]
     assert len(set(first)) == len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -313,7 +305,6 @@ def test_an_address_in_a_pass_is_that_of_the_values() -> None:
     for micro in range(2):
         engine.backward(case.loss(engine, case.data(micro, 0, dist.get_rank(), torch.float32)))
     hook.remove()
-    engine.destroy()
     assert found == [True] * 2
 
 

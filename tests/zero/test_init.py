@@ -16,13 +16,10 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.zero.units import released
 from tests.harness import of_all_ranks, on_ranks, run_ranks
-from tests.harness.training import Setting, Tensors, masters, start, take_steps
+from tests.harness.training import Setting, Tensors, config_of, masters, start, take_steps
 from tests.models import CASES, GPT, MixedTypes, OddMLP
 
-STAGE3 = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-}
+STAGE3 = config_of(3, rows=1)
 
 
 @on_ranks(2)
@@ -90,35 +87,23 @@ def shapes(model: nn.Module) -> list[Any]:
     return [(n, tuple(p.shape), p.dtype, p.numel(), p.dim(), p.requires_grad) for n, p in model.named_parameters()]
 
 
-def build_sharded(name: str, world_seed: bool) -> tuple[list[Any], Tensors, list[Any], float, Tensors]:
+@pytest.mark.parametrize(("name", "world_seed"), [("initialised", True), ("mixed", False)])
+@on_ranks(3)
+def test_values_shapes_and_random_numbers_are_those_of_plain_construction(name: str, world_seed: bool) -> None:
+    torch.manual_seed(4)
+    plain, drawn = BUILDERS[name](), torch.rand(())
     torch.manual_seed(4 + (0 if world_seed else dist.get_rank()))
     with shardwise.zero.Init():
         model = BUILDERS[name]()
-        inside = shapes(model)
-    drawn = float(torch.rand(()))
-    outside = shapes(model)
+        assert shapes(model) == shapes(plain)
+    found = torch.rand(())
+    assert shapes(model) == shapes(plain)
     with shardwise.zero.GatheredParameters(list(model.parameters())):
-        values = {n: p.detach().clone() for n, p in model.named_parameters()}
-        assert shapes(model) == outside
-    return inside, values, outside, drawn, {n: b.clone() for n, b in model.named_buffers()}
-
-
-@pytest.mark.parametrize(
-    ("name", "world_seed"),
-    [("initialised", True), ("mixed", False)],
-)
-def test_values_shapes_and_random_numbers_are_those_of_plain_construction(name: str, world_seed: bool) -> None:
-    torch.manual_seed(4)
-    plain = BUILDERS[name]()
-    drawn = float(torch.rand(()))
-    for rank, (inside, values, outside, found, buffers) in enumerate(run_ranks(build_sharded, 3, name, world_seed)):
-        assert inside == outside == shapes(plain)
-        for key, parameter in plain.named_parameters():
-            assert torch.equal(values[key], parameter), key
-        if world_seed or rank == 0:
-            assert found == drawn
-            for key, buffer in plain.named_buffers():
-                assert torch.equal(buffers[key], buffer), key
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert shapes(model) == shapes(plain)
+    if world_seed or dist.get_rank() == 0:
+        assert found == drawn
+        assert all(map(torch.equal, model.buffers(), plain.buffers()))
 
 
 @contextmanager
@@ -188,7 +173,6 @@ def test_parameters_may_be_built_in_16_bits() -> None:
     engine = start(CASES["gpt"], Setting(stage=3, precision="bf16"), model)
     take_steps(engine, CASES["gpt"], range(2))
     assert {value.dtype for value in masters(model).values()} == {torch.float32}
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -228,7 +212,6 @@ def test_a_sharded_model_is_converted_part_by_part() -> None:
         model.scale.to(torch.float32, copy=True)
     engine, *_ = shardwise.initialize(model=model, config={**STAGE3, "optimizer": {"type": "AdamW"}})
     assert engine.precision_in_words().startswith(("compute bfloat16", "compute bf16"))
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -290,8 +273,7 @@ def test_what_a_meta_module_leaves_without_values_is_named() -> None:
         UsageError, match=r"reset_parameters\(\) has left .*: 'shift', 'frequencies', 'mask', 'order'\."
     ):
         shardwise.initialize(model=lacking, config=STAGE3)
-    engine, *_ = shardwise.initialize(model=complete, config=STAGE3)
-    engine.destroy()
+    shardwise.initialize(model=complete, config=STAGE3).engine.destroy()
     found = complete.state_dict(keep_vars=True)
     assert all(torch.equal(found[name], value) for name, value in Rotary(True).state_dict(keep_vars=True).items())
     assert complete.other.frequencies is complete.frequencies

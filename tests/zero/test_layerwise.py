@@ -38,7 +38,6 @@ def test_ratios_of_all_tensors_are_known_on_every_rank_from_one_small_exchange(s
     ratios = engine.optimizer.get_lamb_coeffs()
     assert ratios == pytest.approx(lamb.get_lamb_coeffs(), rel=1e-4)
     assert sent == [("all_reduce", 2 * len(ratios) * 8)]
-    engine.destroy()
 
 
 # -- whole tensors -----------------------------------------------------------------------------------------------------
@@ -66,7 +65,6 @@ def test_no_rank_holds_all(stage: int, kind: str) -> None:
     assert held <= sum(sizes) / 3 + max(sizes) + padding
     assert state <= 1.6 * sum(of_all_ranks(state)) / 3
     assert 0 < len(matrices) < 13 or not muon
-    engine.destroy()
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import utils
 from shardwise.errors import UsageError
-from tests.harness import of_all_ranks, on_ranks, run_ranks
+from tests.harness import of_all_ranks, on_ranks
 from tests.harness.training import ADAMW, engine_of
 from tests.models import CASES
 
@@ -29,7 +29,9 @@ def backward(engine: Any, step: int) -> None:
     engine.backward(CASE.loss(engine, CASE.data(step, dist.get_rank(), 0, dtype)))
 
 
-def parts_are_the_whole(precision: str) -> None:
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (3, "bf16")])
+@on_ranks("world")
+def test_parts_are_the_whole(world: int, precision: str) -> None:
     engine = start(precision=precision)
     parameters = [p for p in engine.module.parameters() if p.numel()]
     assert all(utils.safe_get_local_optimizer_state(p, "exp_avg") is None for p in parameters)
@@ -53,12 +55,6 @@ def parts_are_the_whole(precision: str) -> None:
             whole = utils.safe_get_full_optimizer_state(parameter, "exp_avg_sq")
             assert torch.equal(torch.cat([state for state in states if state is not None]), whole.reshape(-1))
         assert held < sum(p.numel() for p in parameters)
-    engine.destroy()
-
-
-@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (3, "bf16")])
-def test_parts_are_the_whole(world: int, precision: str) -> None:
-    run_ranks(parts_are_the_whole, world, precision)
 
 
 @pytest.mark.parametrize(("precision", "keep"), [("fp32", 0), ("bf16", 10**6)])
@@ -116,4 +112,3 @@ def test_refusals() -> None:
     utils.safe_set_local_grad(parameter, torch.zeros(held))  # there is none yet
     utils.safe_set_local_optimizer_state(parameter, torch.zeros(held), "exp_avg")
     assert utils.safe_get_local_grad(parameter) is None
-    engine.destroy()

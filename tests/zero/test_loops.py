@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.errors import SyncError
-from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, thorough
 from tests.harness.training import (
     Setting,
     Tensors,
@@ -236,34 +236,21 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def run_loops(name: str, loops: list[str], settings: list[Setting]) -> dict[str, list[Tensors]]:
-    """Final masters by loop, one for each setting; ranks must agree on the parameters."""
-    found: dict[str, list[Tensors]] = {}
-    case = CASES[name]
-    for loop in loops:
-        for setting in settings:
-            engine = start(case, setting)
-            LOOPS[loop](engine, case, setting)
-            found.setdefault(loop, []).append(masters(engine.module))
-            everywhere: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, parameters_digest(engine.module))
-            assert len(set(everywhere)) == 1, f"ranks differ after {loop} with {setting}"
-            engine.destroy()
-    return found
-
-
 QUICK = ("forwards_then_backwards", "fail_in_backward_on_one_rank", "dropped_window")
 
 
 @pytest.mark.parametrize("loop", [loop if loop in QUICK else thorough(loop) for loop in LOOPS])
 @pytest.mark.parametrize("name", [thorough("gpt"), thorough("lora"), "router"])
+@on_ranks(2)
 def test_every_way_of_writing_the_loop_gives_the_same(name: str, loop: str) -> None:
-    base = Setting(accumulation=2, cap=300)
-    settings = [base.with_stage(stage) for stage in range(4)] + [base.with_stage(3, cap=50)]
-    found = run_ranks(run_loops, 2, name, [loop], settings)[0][loop]
-    expected = plain(CASES[name], base, 2, STEPS).masters
-    for setting, tensors in zip(settings, found, strict=True):
-        assert_close(tensors, expected, 1e-6, f"{loop} at {setting}")
+    case, base = CASES[name], Setting(accumulation=2, cap=300)
+    expected = plain(case, base, 2, STEPS).masters
+    for setting in [*(base.with_stage(stage) for stage in range(4)), base.with_stage(3, cap=50)]:
+        engine = start(case, setting)
+        LOOPS[loop](engine, case, setting)
+        assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1, f"ranks differ after {loop}: {setting}"
+        assert_close(masters(engine.module), expected, 1e-6, f"{loop} at {setting}")
+        engine.destroy()
 
 
 # -- no_sync -----------------------------------------------------------------------------------------------------------
@@ -290,7 +277,6 @@ def test_no_sync_adds_up_locally_and_reduces_once() -> None:
         engine.step()
         assert reductions() == before + len(engine.sharded.units)
     found = masters(engine.module)
-    engine.destroy()
     assert_close(found, plain(case, Setting(accumulation=3, lr=0.1), 2, STEPS).masters, 1e-6)
 
 
@@ -308,7 +294,6 @@ def test_a_step_without_gradients_does_not_repeat_the_last_one(stage: int, accum
         case.loss(engine, data(case, 3))
         engine.step()
     assert parameters_digest(engine.module) == before and engine.get_global_grad_norm() == norm > 0
-    engine.destroy()
 
 
 @on_ranks(2, timeout=20)
@@ -329,7 +314,6 @@ def test_a_loss_that_does_not_touch_the_model_does_not_hang_the_others() -> None
         engine.step()
     expected = plain(Case("", case.build, batch, loss), Setting(), 2, STEPS).masters
     assert_close(masters(engine.module), expected, 1e-6)
-    engine.destroy()
 
 
 # -- two engines -------------------------------------------------------------------------------------------------------

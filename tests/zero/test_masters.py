@@ -87,7 +87,7 @@ def bytes_held(more: dict[str, Any], stage: int) -> dict[str, Any]:
     now = engine.accountant.live
     shares = [sum(s.master_stop - s.master_start for s in unit.trainable) for unit in engine.sharded.units]
     counts = sum(state["step"].nbytes for state in engine.optimizer.state.values())
-    found = {
+    return {
         "share": sum(shares),
         "largest": max(shares),
         "optimizer": (plan[Category.OPTIMIZER] - counts, now[Category.OPTIMIZER] - counts),
@@ -95,8 +95,6 @@ def bytes_held(more: dict[str, Any], stage: int) -> dict[str, Any]:
         "gradients": (plan[Category.GRADIENTS], engine.accountant.peak[Category.GRADIENTS]),
         "parameters": sum(p.nbytes for p in engine.module.parameters()) if stage == 0 else None,
     }
-    engine.destroy()
-    return found
 
 
 @pytest.mark.thorough
@@ -141,7 +139,6 @@ def resumed(folder: str, kind: str) -> list[bool]:
     state = whole_state(second)
     same = [parameters_digest(second.module) == wanted[0]]
     same += [torch.equal(value, state[name]) for name, value in wanted[1].items() if value is not None]  # type: ignore[arg-type]
-    second.destroy()
     return same
 
 
@@ -179,7 +176,6 @@ def test_gradients_in_fp16_with_state_in_fp32() -> None:
     assert {s.gradient.dtype for unit in engine.sharded.units for s in unit.trainable} == {torch.float16}
     assert next(iter(engine.optimizer.state.values()))["exp_avg"].dtype is torch.float32
     assert safe_get_full_fp32_param(next(engine.module.parameters())).dtype is torch.float32
-    engine.destroy()
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ HALF = Setting(accumulation=2, clip=0.5)
     [
         thorough("gpt", WORLD, ROWS, ADAMW),
         thorough("gpt", WORLD, ROWS, replace(ADAMW, accumulation=3)),
-        ("gpt", WORLD, ROWS, replace(ADAMW, accumulation=2, precision="bf16")),
+        ("gpt", WORLD, (*ROWS[:3], ROWS[5]), replace(ADAMW, accumulation=2, precision="bf16")),
+        thorough("gpt", WORLD, ROWS, replace(ADAMW, accumulation=2, precision="bf16")),
         thorough("gpt", WORLD, ROWS, replace(ADAMW, accumulation=3, precision="fp16")),
         # Two groups of two nodes of two: gathers and reductions are chains.
         thorough("gpt", 8, IN_LEVELS, ADAMW),
@@ -142,7 +143,6 @@ def test_a_clients_mesh_trains_like_fsdp2_on_it() -> None:
     )[0]
     take_steps(engine, case, range(steps))
     found = masters(engine.module)
-    engine.destroy()
     exact = plain(case, Setting(optimizer="AdamW", lr=1e-2), WORLD, wide=True)
     assert_no_worse(found, theirs, exact.masters)
 
@@ -165,7 +165,6 @@ def sent(zero: Zero, stage: int, accumulation: int) -> dict[str, dict[str, float
         if record.op != "all_reduce":
             ops = found.setdefault(record.group, {})
             ops[record.op] = ops.get(record.op, 0.0) + record.sent / (2 * numel)
-    engine.destroy()
     return found
 
 
@@ -243,7 +242,6 @@ def changed(zero: Zero, stage: int) -> str:
         with shardwise.zero.GatheredParameters(module.blocks[0].up.weight, modifier_rank=1), torch.no_grad():
             module.blocks[0].up.weight.fill_(float(dist.get_rank()))
     seen += bits(engine)
-    engine.destroy()
     return seen
 
 
@@ -261,9 +259,7 @@ def windows(zero: Zero, stage: int, counts: tuple[int, ...], late: bool) -> str:
             backward(engine, step, micro)
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
-    found = bits(engine)
-    engine.destroy()
-    return found
+    return bits(engine)
 
 
 def test_boundaries_by_hand() -> None:
@@ -275,9 +271,7 @@ def test_boundaries_by_hand() -> None:
 def trained_bits(setting: Setting) -> str:
     engine = start(CASES["gpt"], setting)
     take_steps(engine, CASES["gpt"], range(2))
-    found = bits(engine)
-    engine.destroy()
-    return found
+    return bits(engine)
 
 
 @pytest.mark.parametrize(
@@ -303,9 +297,7 @@ def passed_on(path: str, zero: Zero, stage: int, source: str | None = None) -> s
     else:
         engine.load_checkpoint(source, tag="a")
     engine.save_checkpoint(path, tag="a")
-    found = bits(engine)
-    engine.destroy()
-    return found
+    return bits(engine)
 
 
 def content(path: str) -> Tensors:
@@ -345,13 +337,12 @@ def test_resuming_is_exact(tmp_path: Path) -> None:
 def test_engines_leave_no_sockets_and_no_threads() -> None:
     found = []
     others = set(threading.enumerate())  # of what earlier tests have left in this process
-    for number in range(6):
-        stage, zero = ((3, PAIRS), (2, SPREAD), (3, LEVELS))[number % 3]
+    for stage, zero in 2 * [(2, SPREAD), (3, LEVELS)]:
         engine = start(CASES["gpt"], Setting(stage, zero=zero))
         take_steps(engine, CASES["gpt"], [0])
         engine.destroy()
         del engine
-        if number % 3 == 2:
+        if zero is LEVELS:
             new = set(threading.enumerate()) - others
             threads = [thread.name for thread in new if thread.name.startswith("shardwise")]
             found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threads))
@@ -367,7 +358,7 @@ def test_groups_in_half_of_the_ranks() -> None:
     mpu = SimpleNamespace(get_data_parallel_group=lambda: group)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipe", "replicate", "shard"))["replicate", "shard"]
     found = set()
-    for zero, given in ((PAIRS, None), (SPREAD, None), ((), mesh), ((("optimizer_over_replicas", True),), mesh)):
+    for zero, given in ((SPREAD, None), ((("optimizer_over_replicas", True),), mesh)):
         model = CASES["gpt"].make()
         engine, *_ = shardwise.initialize(
             model=model,

@@ -17,10 +17,8 @@ from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
 from tests.harness import on_ranks, run_ranks
 from tests.harness.training import (
-    DTYPES,
     SGD,
     Setting,
-    Tensors,
     assert_close,
     engine_of,
     gradients,
@@ -33,31 +31,18 @@ from tests.models import CASES, FORMS, Case, form_case
 # -- against plain loops -----------------------------------------------------------------------------------------------
 
 
-def first_gradients(name: str, settings: list[Setting]) -> list[Tensors]:
-    results = []
-    for setting in settings:
-        case = form_case(name) if name in FORMS else CASES[name]
-        engine = start(case, setting)
-        for micro in range(setting.accumulation):
-            loss = case.loss(engine, case.data(0, micro, dist.get_rank(), DTYPES[setting.precision]))
-            loss.backward()
-            if micro < setting.accumulation - 1:
-                engine.step()
-        results.append(gradients(engine.module))
+@pytest.mark.parametrize("name", ["gpt", "tuple", "object", "hugging_face"])
+@on_ranks(2)
+def test_a_plain_backward_is_scaled_whatever_the_model_returns(name: str) -> None:
+    case: Case = form_case(name) if name in FORMS else CASES[name]
+    setting = Setting(stage=2, precision="fp16", scale=1024.0)
+    expected = plain(case, setting, 2, steps=1).gradients[0]
+    for stage in (2, 3):
+        engine = start(case, setting.with_stage(stage))
+        case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float16)).backward()
+        assert_close(gradients(engine.module), expected, 2.0**-9)
         engine.step()
         assert engine.was_step_applied()
-        engine.destroy()
-    return results
-
-
-@pytest.mark.parametrize("name", ["gpt", "tuple", "object", "hugging_face"])
-def test_a_plain_backward_is_scaled_whatever_the_model_returns(name: str) -> None:
-    setting = Setting(stage=2, precision="fp16", scale=1024.0)
-    found = run_ranks(first_gradients, 2, name, [setting, setting.with_stage(3)])[0]
-    case: Case = form_case(name) if name in FORMS else CASES[name]
-    expected = plain(case, setting, 2, steps=1).gradients[0]
-    for tensors in found:
-        assert_close(tensors, expected, 2.0**-9)
 
 
 class TwoOutputs(nn.Module):
@@ -83,30 +68,9 @@ def test_outputs_that_depend_on_each_other_are_scaled_once() -> None:
     found = gradients(model)
     for name, parameter in plainly.named_parameters():
         assert torch.allclose(found[name], parameter.grad, rtol=2e-2, atol=2e-3), name
-    engine.destroy()
 
 
 # -- what travels and what is added up ---------------------------------------------------------------------------------
-
-
-def combined(settings: list[Setting]) -> list[tuple[Tensors, Tensors, list[float]]]:
-    """Gradients of one window, masters after it, and what the step reports of norms and clipping."""
-    results = []
-    case = CASES["gpt"]
-    for setting in settings:
-        engine = start(case, setting)
-        for micro in range(setting.accumulation):
-            engine.backward(case.loss(engine, case.data(0, micro, dist.get_rank(), torch.float32)))
-            if micro < setting.accumulation - 1:
-                engine.step()
-        seen = gradients(engine.module)
-        engine.step()
-        report = engine.last_step
-        told = [report.grad_norm, report.clip_coefficient, report.clipped_norm]
-        results.append((seen, masters(engine.module), [math.nan if t is None else float(t) for t in told]))
-        assert report.weight is None and report.overflow is None and report.applied
-        engine.destroy()
-    return results
 
 
 DIVISIONS: list[dict[str, Any]] = [
@@ -119,9 +83,10 @@ WIRES = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-10}
 SUMS = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-9}
 
 
+@on_ranks(3)
 def test_combinations_of_division_wire_sum_and_clipping() -> None:
     """Every stage with every other division, and what else is drawn: the plain loop's gradient, within roundings."""
-    world, drawn = 3, []
+    case, world = CASES["gpt"], 3
     choose = random.Random(world)
     for stage in range(4):
         for division in DIVISIONS[stage % 2 :: 2]:
@@ -130,21 +95,28 @@ def test_combinations_of_division_wire_sum_and_clipping() -> None:
             wire, sums = choose.choice(list(WIRES)), choose.choice(list(SUMS))
             extra = {**division, "communication_data_type": wire, "data_types": {"grad_accum_dtype": sums}}
             clip, accumulation = choose.choice([0.0, 0.25]), choose.choice([1, 2, 3])
-            drawn.append(Setting(stage, 300, accumulation=accumulation, clip=clip, extra=tuple(extra.items())))
-    for setting, (seen, found, told) in zip(drawn, run_ranks(combined, world, drawn)[0], strict=True):
-        extra = dict(setting.extra)
-        times = world if "gradient_allreduce_op" in extra else 1
-        loop = plain(CASES["gpt"], replace(setting, clip=0.0, lr=0.0), world, steps=1)
-        expected = {name: value * times for name, value in loop.gradients[0].items()}
-        bound = 2e-6 + WIRES[extra["communication_data_type"]] + SUMS[extra["data_types"]["grad_accum_dtype"]]
-        assert_close(seen, expected, bound, str(setting))
-        norm = math.sqrt(sum(float(value.double().square().sum()) for value in expected.values()))
-        factor = min(1.0, setting.clip / norm) if setting.clip else 1.0
-        stepped = {name: loop.masters[name] - 0.1 * factor * value for name, value in expected.items()}
-        assert_close(found, stepped, bound, str(setting))
-        assert told[0] == pytest.approx(norm, rel=bound)
-        assert told[2] == pytest.approx(norm * factor, rel=bound)
-        assert math.isnan(told[1]) if not setting.clip else told[1] == pytest.approx(factor, rel=2 * bound)
+            setting = Setting(stage, 300, accumulation=accumulation, clip=clip, extra=tuple(extra.items()))
+            engine = start(case, setting)
+            for micro in range(accumulation):
+                engine.backward(case.loss(engine, case.data(0, micro, dist.get_rank(), torch.float32)))
+                if micro < accumulation - 1:
+                    engine.step()
+            times = world if "gradient_allreduce_op" in extra else 1
+            loop = plain(case, replace(setting, clip=0.0, lr=0.0), world, steps=1)
+            expected = {name: value * times for name, value in loop.gradients[0].items()}
+            bound = 2e-6 + WIRES[wire] + SUMS[sums]
+            assert_close(gradients(engine.module), expected, bound, str(setting))
+            engine.step()
+            norm = math.sqrt(sum(float(value.double().square().sum()) for value in expected.values()))
+            factor = min(1.0, clip / norm) if clip else 1.0
+            stepped = {name: loop.masters[name] - 0.1 * factor * value for name, value in expected.items()}
+            assert_close(masters(engine.module), stepped, bound, str(setting))
+            report = engine.last_step
+            assert float(report.grad_norm) == pytest.approx(norm, rel=bound)
+            assert float(report.clipped_norm) == pytest.approx(norm * factor, rel=bound)
+            told = report.clip_coefficient
+            assert told is None if not clip else float(told) == pytest.approx(factor, rel=2 * bound)
+            assert report.weight is None and report.overflow is None and report.applied
 
 
 @on_ranks(2)
@@ -152,12 +124,11 @@ def test_masters_keep_the_initial_precision() -> None:
     """Masters start from the user's fp32 values, not from their 16-bit rounding."""
     model = CASES["gpt"].make()
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = start(CASES["gpt"], Setting(stage=3, precision="fp16"), model)
+    start(CASES["gpt"], Setting(stage=3, precision="fp16"), model)
     found = masters(model)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     with shardwise.zero.GatheredParameters(list(model.parameters())):
         assert all(torch.equal(p, wanted[n].half()) for n, p in model.named_parameters())
-    engine.destroy()
 
 
 # -- losses that do not come from the engine's outputs -----------------------------------------------------------------
@@ -201,7 +172,6 @@ def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
             message = str(error)
             engine.zero_grad()
             engine.micro_steps -= 1
-    engine.destroy()
     return [message, gradient]
 
 

@@ -110,11 +110,11 @@ ROWS = [
     Row("matrices", "torch Muon", steps=4, slack=1e-3),
     thorough(Row("gpt_groups", "subclass", steps=4)),
     thorough(Row("gpt_groups", "Adafactor", steps=4)),
-    Row("gpt", "own AdamW", 3, keys={"clip": 0.7}),
+    thorough(Row("gpt", "own AdamW", 3, keys={"clip": 0.7})),
     thorough(Row("gpt_groups", "own Adam")),
     thorough(Row("gpt", "own Adagrad", 3, keys={"clip": 0.7})),
-    Row("gpt", "Lamb", lr=0.05, slack=3e-7, keys={"clip": 0.5}),
-    Row("odd_mlp", "Muon", 4, lr=0.05, slack=5e-5),
+    thorough(Row("gpt", "Lamb", lr=0.05, slack=3e-7, keys={"clip": 0.5})),
+    thorough(Row("odd_mlp", "Muon", 4, lr=0.05, slack=5e-5)),
     thorough(Row("frozen_half", "Lamb", 2, lr=0.05, slack=3e-7, keys={"accumulation": 2})),
     thorough(Row("frozen_half", "Muon", 3, lr=0.05, slack=5e-5, keys={"accumulation": 2})),
     thorough(Row("gpt_groups", "Lars", lr=0.1, slack=float("inf"))),
@@ -181,7 +181,7 @@ WIRES = [replace(s, clip=0.5, precision="bf16" if s.stage % 3 else "fp32") for s
 @pytest.mark.parametrize(
     ("within", "world", "name", "settings"),
     [
-        (poisoned, 2, "router", STAGES[1::2]),
+        (poisoned, 2, "router", STAGES[3::4]),
         thorough(poisoned, 2, "odd_mlp", STAGES),
         (messages, 2, "two_towers", WIRES[2:7:2]),
         *(thorough(messages, 3, name, WIRES[2:7]) for name in ("gpt", "odd_mlp", "frozen_half", "borrower", "mixture")),

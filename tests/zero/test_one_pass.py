@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise
 from shardwise.utils import safe_get_full_fp32_param
 from tests.harness import on_ranks, run_ranks
 from tests.harness.training import DTYPES, Tensors, each, engine_of, gradients, masters, parameters_digest
@@ -48,9 +47,7 @@ def train(stage: int, precision: str, how: str) -> tuple[str, Tensors, list[Any]
                     handle.remove()
                     continue
             engine.step()
-    result = parameters_digest(engine.module), masters(engine.module), seen
-    engine.destroy()
-    return result
+    return parameters_digest(engine.module), masters(engine.module), seen
 
 
 def interrupt(engine: Any, optimizer: Any) -> list[bool]:
@@ -84,16 +81,11 @@ def test_every_way_of_stepping_gives_the_same_bits() -> None:
 @on_ranks(1)
 def test_gradients_in_fp16_are_unscaled_in_fp32() -> None:
     """Step along gradients of 2e-8, which fp16 accumulators hold times the loss scale only."""
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "fp16": {"enabled": True, "initial_scale_power": 16},
-        "data_types": {"grad_accum_dtype": "fp16"},
-        "optimizer": {"type": "Lion", "params": {"lr": 0.02}},
-    }
-    engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1, bias=False), config=config)
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 16}, "data_types": {"grad_accum_dtype": "fp16"}}
+    lion = {"type": "Lion", "params": {"lr": 0.02}}
+    engine = engine_of(torch.nn.Linear(4, 1, bias=False), 0, lion, **keys)
     before = safe_get_full_fp32_param(engine.module.weight)
     engine.backward(engine(torch.ones(2, 4, dtype=torch.float16)).float().sum() * 1e-8)
     engine.step()
     after = safe_get_full_fp32_param(engine.module.weight)
-    engine.destroy()
     assert torch.allclose(before - after, torch.full((1, 4), 0.02), rtol=5e-3)

@@ -15,11 +15,9 @@ from shardwise.optim import build
 from shardwise.utils import safe_get_full_optimizer_state
 from tests.harness import on_ranks, run_ranks
 from tests.harness.training import (
-    Outcome,
     Setting,
     Tensors,
     assert_close,
-    assert_identical,
     assert_no_worse,
     digest,
     each,
@@ -41,35 +39,27 @@ def options_of(name: str) -> dict[str, Any]:
     return {"lr": 1e-2, "bias_correction": True} if name in ("adam", "adamw") else {"lr": 1e-2}
 
 
-def train_names(stages: tuple[int, ...]) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
-    for name in NAMES:
-        for stage in (stage for stage in stages if stage <= known.ONEBIT_STAGES.get(name, 3)):
-            torch.manual_seed(5)
-            config = {**Setting(stage=stage).config(), "optimizer": {"type": name, "params": options_of(name)}}
-            engine, *_ = shardwise.initialize(model=WITH_BIASES.make(), config=config)
-            take_steps(engine, WITH_BIASES, range(3))
-            outcome = Outcome(masters(engine.module), parameters=parameters_digest(engine.module))
-            found.setdefault(name, []).append(outcome)
-            engine.destroy()
-    return found
-
-
+@on_ranks(2)
 def test_every_name_trains_at_every_stage() -> None:
-    stages = (0, 3)
-    found = run_ranks(train_names, 2, stages)[0]
-    assert {"lamb", "muon", "Adafactor", "Adagrad", "SGD", "Rprop"} <= found.keys()
-    for name, outcomes in found.items():
-        for stage, outcome in zip(stages, outcomes, strict=False):
-            assert_identical(outcomes[0], outcome, f"{name}, stage {stage}")
+    assert {"lamb", "muon", "Adafactor", "Adagrad", "SGD", "Rprop"} <= {*NAMES}
+    for name in NAMES:
 
         def make(groups: Any, name: str = name) -> torch.optim.Optimizer:
             return build(name, groups, options_of(name), device="cpu")
 
         loop, exact = (plain(WITH_BIASES, Setting(), 2, 3, wide=wide, optimizer=make) for wide in (False, True))
-        # Orthogonalisation amplifies rounding of small singular values, in whichever order sums are formed.
-        slack = 5e-5 if name == "muon" else 3e-7
-        assert_no_worse(outcomes[0].masters, loop.masters, exact.masters, name, slack=slack)
+        digests = set()
+        for stage in (0,) if name in known.ONEBIT_STAGES else (0, 3):
+            config = {**Setting(stage=stage).config(), "optimizer": {"type": name, "params": options_of(name)}}
+            engine, *_ = shardwise.initialize(model=WITH_BIASES.make(), config=config)
+            take_steps(engine, WITH_BIASES, range(3))
+            found = masters(engine.module)
+            digests.add(digest(list(found.values())) + parameters_digest(engine.module))
+            # Orthogonalisation amplifies rounding of small singular values, in whichever order sums are formed.
+            slack = 5e-5 if name == "muon" else 3e-7
+            assert_no_worse(found, loop.masters, exact.masters, name, slack=slack)
+            engine.destroy()
+        assert len(digests) == 1, name
 
 
 # -- state that an instance already has --------------------------------------------------------------------------------
@@ -99,7 +89,7 @@ def test_existing_state_is_sharded_with_its_optimizer(kind: str, bound: float) -
         optimizer.step()
     expected = {name: p.detach() for name, p in plainly.named_parameters()}
     digests = set()
-    for stage, cap in ((0, None), (1, 50), (2, None), (3, 50)):
+    for stage, cap in ((0, None), (3, 50)):
         model, optimizer = warmed_up(kind, case)
         config = Setting(stage, cap).config()
         engine, same, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
@@ -136,7 +126,6 @@ def test_step_counts_may_differ_between_parameters() -> None:
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         state = safe_get_full_optimizer_state(ours, "exp_avg_sq")
         assert state is not None and torch.allclose(state, plainly.state[theirs]["exp_avg_sq"], rtol=1e-5)
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -157,7 +146,6 @@ def test_state_in_16_bits_goes_on_in_fp32() -> None:
         losses.append(float(loss.detach()))
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
     assert losses[1] < losses[0]
-    engine.destroy()
 
 
 # -- ways of giving an optimizer ---------------------------------------------------------------------------------------
@@ -187,9 +175,7 @@ def train_given(way: str) -> Tensors:
     options = [(group["lr"], group["weight_decay"]) for group in built.param_groups]
     assert options == ([(1e-2, 0.01)] if way == "all" else [(1e-2, 0.1), (3e-2, 0.0)])
     take_steps(engine, case, range(3))
-    result = masters(model)
-    engine.destroy()
-    return result
+    return masters(model)
 
 
 def test_instance_class_callable_and_config_are_the_same() -> None:
@@ -221,7 +207,6 @@ def test_groups_keep_their_options_and_are_edited_in_place() -> None:
     assert len(moved) > 5 and set(moved) <= set(names[3:])
     assert engine.get_lr() == [0.0, 0.1, 0.7]
     assert [group.get("name") for group in optimizer.param_groups] == ["first", None, "nothing"]
-    engine.destroy()
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise
 from shardwise.errors import UsageError
 from tests.harness import on_ranks
+from tests.harness.training import engine_of
 
 
 class Branches(nn.Module):
@@ -31,11 +31,8 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-def engine_of(op: str) -> Any:
-    engine, *_ = shardwise.initialize(
-        model=Branches(), config={"train_micro_batch_size_per_gpu": 1, "gradient_allreduce_op": op}
-    )
-    return engine
+def made(op: str) -> Any:
+    return engine_of(Branches(), 0, gradient_allreduce_op=op)
 
 
 def expected(op: str, schedule: str) -> list[torch.Tensor | None]:
@@ -64,7 +61,7 @@ def expected(op: str, schedule: str) -> list[torch.Tensor | None]:
 @on_ranks(2)
 def test_gradients_are_added_up(op: str, schedule: str, clears: str) -> None:
     """A schedule is of backward passes ("p": inside of no_sync) and of gradients that are cleared ("z")."""
-    engine, rank = engine_of(op), dist.get_rank()
+    engine, rank = made(op), dist.get_rank()
     for number, action in enumerate(schedule):
         if action == "z":
             for parameter in engine.module.parameters():
@@ -78,7 +75,6 @@ def test_gradients_are_added_up(op: str, schedule: str, clears: str) -> None:
         else:
             engine.backward(engine(batch(rank, number), rank))
     found = [None if p.grad is None else p.grad.clone() for p in engine.module.parameters()]
-    engine.destroy()
     for mine, wanted in zip(found, expected(op, schedule), strict=True):
         assert mine is not None and wanted is not None
         assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-6)
@@ -86,7 +82,7 @@ def test_gradients_are_added_up(op: str, schedule: str, clears: str) -> None:
 
 @on_ranks(2)
 def test_local_gradients_that_a_script_changes_are_refused() -> None:
-    engine, rank = engine_of("sum"), dist.get_rank()
+    engine, rank = made("sum"), dist.get_rank()
     with engine.no_sync():
         engine.backward(engine(batch(rank, 0), rank))
     for parameter in engine.module.parameters():
@@ -94,4 +90,3 @@ def test_local_gradients_that_a_script_changes_are_refused() -> None:
             parameter.grad.mul_(0.5)
     with pytest.raises(UsageError, match=r"changed between backward passes inside of no_sync"):
         engine.backward(engine(batch(rank, 1), rank))
-    engine.destroy()

@@ -17,7 +17,8 @@ from torch import nn
 from shardwise.comm import p2p
 from shardwise.errors import PeerLostError, ShardwiseError
 from shardwise.zero.units.unit import Unit, UnitState
-from tests.harness import on_ranks, run_ranks
+from tests.harness import of_all_ranks, on_ranks, run_ranks
+from tests.harness.engines import forget_engines
 from tests.harness.training import SGD, Setting, digest, engine_of, masters, start, take_steps
 from tests.models import CASES
 
@@ -49,7 +50,6 @@ def test_a_rank_that_is_a_step_ahead_gets_the_values_of_that_step() -> None:
         unit.sections[0].shard.fill_(7.0)
         channel.shards_written(engine.sharded.domain.gathers.mark())
     dist.barrier()
-    engine.destroy()
 
 
 @on_ranks(2, timeout=60)
@@ -74,7 +74,6 @@ def test_what_fails_in_the_thread_is_raised_by_the_next_pass() -> None:
     failing = pytest.raises(torch.OutOfMemoryError, match=r"rank 1 .*forward\(\): no memory for the gather")
     with failing if dist.get_rank() else contextlib.nullcontext(), torch.no_grad():
         engine(CASES["gpt"].data(0, 0, 1, torch.float32)["tokens"][:, :-1])
-    engine.destroy()
 
 
 # -- engines that leave ------------------------------------------------------------------------------------------------
@@ -149,17 +148,15 @@ def double(stage: int, empty: bool) -> tuple[str, int]:
         engine.step()
     rescues = engine.sharded.unsharder.late
     values = digest(list(masters(engine.module).values()))
-    engine.destroy()
     return values, rescues
 
 
+@on_ranks(2)
 def test_a_layer_that_is_needed_once_more_is_fetched_and_trains_to_the_same_bits() -> None:
-    whole = {values for values, _ in run_ranks(double, 2, 0, False)}
-    for empty in (False, True):
-        found = run_ranks(double, 2, 3, empty)
-        assert {values for values, _ in found} == whole
-        assert all(rescues > 0 for _, rescues in found)
-    assert all(rescues >= 3 for _, rescues in found)
+    whole, _ = double(0, False)
+    for empty, least in ((False, 1), (True, 3)):
+        values, rescues = double(3, empty)
+        assert of_all_ranks(values) == [whole] * 2 and rescues >= least
 
 
 # -- modules that are called several times -----------------------------------------------------------------------------
@@ -202,9 +199,7 @@ def test_modules_that_are_called_several_times_are_not_fetched_again_not_even_in
     for _ in range(2):
         engine.backward(engine(torch.randn(2, 16)))
         engine.step()
-    rescues = sharded.unsharder.late
-    engine.destroy()
-    assert rescues == 0
+    assert sharded.unsharder.late == 0
     assert most == pair
 
 
@@ -252,6 +247,7 @@ def test_destroying_an_engine_for_a_peer_that_has_gone_leaves_the_first_error() 
     if dist.get_rank() == 1:
         engine.sharded.channel.close()
         engine.job.destroy()
+        forget_engines()
         return
     with pytest.raises(PeerLostError, match="rank 0 of 2 has lost rank 1"):
         try:

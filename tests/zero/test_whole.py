@@ -43,7 +43,6 @@ def built(keep: int | None, total: int | None = None) -> dict[str, Any]:
     whole = sum(s.layout.numel for u in engine.sharded.units for s in u.sections if not u.sharded)
     shards = sum(s.layout.shard for u in engine.sharded.units for s in u.sections if u.sharded)
     assert live[Category.PARAMETERS] == 4 * (whole + shards) and live[Category.GATHERED] == 0
-    engine.destroy()
     return {"kept": kept, "released": released}
 
 
@@ -90,7 +89,6 @@ def test_a_kept_unit_is_gathered_once_a_step_and_reduced_as_before() -> None:
     expected["all_gather", next(units[i].name for i in engine.sharded.order[1] if units[i].sharded)] -= 3
     assert found == expected and {unit.sharded for unit in units} == {True, False}
     assert all(not is_released(p) for unit in units if not unit.sharded for p in unit.parameters)
-    engine.destroy()
 
 
 # -- access and checkpoints --------------------------------------------------------------------------------------------

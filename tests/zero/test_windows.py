@@ -17,7 +17,17 @@ from shardwise.engine.window import checked_weight
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
 from tests.harness import on_ranks, run_ranks
-from tests.harness.training import Setting, Tensors, assert_close, digest, gradients, make_optimizer, masters, start
+from tests.harness.training import (
+    Setting,
+    Tensors,
+    assert_close,
+    config_of,
+    digest,
+    gradients,
+    make_optimizer,
+    masters,
+    start,
+)
 from tests.models import CASES, GPT
 
 MICROS = 3
@@ -41,12 +51,8 @@ def token_losses(module: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def configured(stage: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICROS,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 700},
-        **more,
-    }
+    zero = {"reduce_bucket_size": 700, **more.pop("zero", {})}
+    return config_of(stage, rows=1, zero=zero, **{"gradient_accumulation_steps": MICROS, **more})
 
 
 def weighted(settings: list[dict[str, Any]], kind: str) -> list[Any]:
@@ -98,7 +104,7 @@ def test_weighted_micro_batches_are_one_mean_over_all_tokens(kind: str) -> None:
     if kind == "tensor":
         script = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
         world, settings = 2, [configured(1, **script), configured(3, **script), configured(2, prescale_gradients=True)]
-        settings.append(configured(2, zero_optimization={"stage": 2, "compute_grad_norm": False}))
+        settings.append(configured(2, zero={"compute_grad_norm": False}))
     exact, final = one_process(world)
     results = run_ranks(weighted, world, settings, kind)[0]
     for first, second in ((0, 1), (2, 3)) if kind == "number" else ():
@@ -149,7 +155,6 @@ def test_a_window_is_weighted_on_all_ranks_or_on_none(weights: tuple[list[float 
     engine.step()
     with shardwise.zero.GatheredParameters(module.weight):
         assert float(module.weight[0, 0]) == 0.0  # 1 - 1.0 * 1
-    engine.destroy()
 
 
 @on_ranks(1)
@@ -179,9 +184,7 @@ def test_without_any_weight_the_gradient_is_zero() -> None:
     for weight in (0, torch.zeros(())):
         engine.backward(engine(torch.ones(2, 3)).mean() * float("nan"), weight=weight)
         engine.step()
-    found = [torch.equal(before, masters(module)["weight"]), float(engine.last_step.weight)]
-    engine.destroy()
-    assert found == [True, 0.0]
+    assert [torch.equal(before, masters(module)["weight"]), float(engine.last_step.weight)] == [True, 0.0]
 
 
 # -- windows of the script ---------------------------------------------------------------------------------------------
@@ -237,7 +240,6 @@ def test_windows_of_the_script(stage: int, declared: bool, unsynchronised: bool)
     assert (engine.global_samples, engine.global_steps) == (2 * 2 * sum(COUNTS), len(COUNTS))
     assert reductions[0] > 0
     assert reductions == [reductions[0] * (1 if stage < 2 else count) for count in COUNTS]
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -258,7 +260,6 @@ def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local(
         torch.cat([token_losses(plain, ids) for ids in every]).mean().backward()
         plainly.step()
     assert_close(masters(module), {name: p.detach() for name, p in plain.named_parameters()}, 1e-6)
-    engine.destroy()
 
 
 # -- sums that lose no digits ------------------------------------------------------------------------------------------
@@ -284,7 +285,6 @@ def test_small_gradients_are_not_lost_on_large_ones(stage: int, accumulate: str 
     assert gradient is not None
     assert float(gradient) * 64 == (1 + 63 * 2.0**-9 if accumulate is None else 1.0)
     engine.step()
-    engine.destroy()
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

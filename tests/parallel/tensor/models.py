@@ -13,6 +13,7 @@ from torch import nn
 import shardwise
 
 WIDTH, INNER, WORDS, TOKENS, ROWS = 16, 24, 20, 6, 2
+MOMENTUM = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 class Block(nn.Module):

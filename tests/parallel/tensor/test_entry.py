@@ -16,9 +16,10 @@ import shardwise
 from shardwise.parallel import current_tensors, end_tensors
 from shardwise_deepspeed import groups
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
+from tests.harness.training import config_of
 from tests.parallel.tensor import models
 from tests.parallel.tensor.clients import Unit, megatron, parallelized
-from tests.parallel.tensor.models import ROWS, Decoder, alone, data, decoder, trained
+from tests.parallel.tensor.models import MOMENTUM, ROWS, Decoder, alone, data, decoder, trained
 from tests.parallel.tensor.together import RULES
 
 STEPS = 4
@@ -26,13 +27,7 @@ SECTION = {"partition_config": RULES}
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "gradient_clipping": 1e9,
-        **more,
-    }
+    return config_of(stage, MOMENTUM, gradient_clipping=1e9, **more)
 
 
 def train(engine: Any, steps: int = STEPS) -> tuple[list[float], float, dict[str, Any]]:
@@ -70,7 +65,6 @@ def test_meshes(how: Any, tensor: int, grid: tuple[int, ...]) -> None:
     sizes = engine.get_tensor_parallel_world_size(), engine.dp_world_size, engine.sequence_parallel_size
     assert (*sizes, engine.sharded.domain.sizes) == (tensor, 4 // tensor, 1, grid)
     check(train(engine, 1), 4 // tensor, 1)
-    engine.destroy()
 
 
 # -- models that are divided before there is an engine -----------------------------------------------------------------
@@ -143,7 +137,6 @@ def test_layers_of_an_mpu(stage: int, size: int, apart: bool) -> None:
     check(train(engine), 4 // size)
     place = dist.get_rank() // 2 if apart else dist.get_rank() % size
     assert (engine.get_model_parallel_rank(), engine.mp_world_size) == (place, size)
-    engine.destroy()
 
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------
@@ -181,7 +174,6 @@ def stored(directory: str) -> Any:
     engine, *_ = shardwise.initialize(model=decoder(seed=3), config=config(1))
     engine.load_checkpoint(directory)
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.destroy()
     return first, after, again, weights
 
 

@@ -26,6 +26,7 @@ from shardwise.parallel.tensor.plan import TensorParallelPlan, cuts_of
 from tests.families import ROWS, alone, batch, build
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.pool import RankFailure
+from tests.harness.training import config_of
 from tests.parallel.tensor.models import check, trained
 
 STEPS = 8
@@ -36,14 +37,8 @@ def itself(model: nn.Module) -> nn.Module:
 
 
 def config(stage: int, size: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "tensor_parallel": {"autotp_size": size},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "gradient_clipping": 1e9,
-        **more,
-    }
+    stepped = {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}}
+    return config_of(stage, stepped, rows=ROWS, gradient_clipping=1e9, tensor_parallel={"autotp_size": size, **more})
 
 
 def train(
@@ -62,9 +57,7 @@ def train(
         loss: torch.Tensor = engine(**{key: value[rows] for key, value in given.items()}).loss
         return loss
 
-    found = trained(engine, steps, loss_of)
-    engine.destroy()
-    return found
+    return trained(engine, steps, loss_of)
 
 
 def compare(found: list[Any], expected: Any, bound: float = 2e-5) -> float:
@@ -167,8 +160,7 @@ def test_adapters_are_divided_with_their_layers() -> None:
 def test_divided_logits_are_put_together_in_evaluation() -> None:
     model, given = build("llama", vocab_size=41), batch("llama", 0, ROWS)
     loss, counted = float(model(**given).loss), float(model(**given, num_items_in_batch=5).loss)
-    settings = config(0, 3)
-    settings["tensor_parallel"] = {"autotp_size": 3, "vocab_parallel_lm_head": True}
+    settings = config(0, 3, vocab_parallel_lm_head=True)
     engine, *_ = shardwise.initialize(model=build("llama", vocab_size=41), config=settings)
     engine.train()
     trained = engine(**given)
@@ -177,7 +169,6 @@ def test_divided_logits_are_put_together_in_evaluation() -> None:
     engine.eval()
     with torch.no_grad():
         evaluated = engine(**given)
-    engine.destroy()
     assert evaluated.logits.shape[-1] == 41
     assert [*found, float(evaluated.loss)] == pytest.approx([loss, counted, loss], rel=1e-5)
 
@@ -223,9 +214,7 @@ RULED: dict[str, tuple[str, dict[str, Any]]] = {
 )
 def test_rules(name: str) -> None:
     family, more = RULED[name]
-    settings = config(1, 2)
-    settings["tensor_parallel"] = {"autotp_size": 2, **more}
-    assert compare(run_ranks(train, 2, family, settings, 3), alone(family, 3, 1)) < 0.95
+    assert compare(run_ranks(train, 2, family, config(1, 2, **more), 3), alone(family, 3, 1)) < 0.95
 
 
 def planned(

@@ -16,10 +16,12 @@ import shardwise
 from shardwise import checkpointing
 from shardwise.errors import DesyncError, UsageError
 from shardwise.moe import MoE
+from shardwise.parallel import begin_tensors, end_tensors
 from shardwise.recompute import partitioned
 from shardwise.utils import safe_get_full_grad
 from tests.families import build
-from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
+from tests.harness.training import SGD, config_of
 from tests.parallel.tensor.models import ROWS, TOKENS, WIDTH, Block, Decoder, data
 from tests.parallel.tensor.together import RULES
 
@@ -34,13 +36,7 @@ class Recomputed(nn.Module):
 
 
 def config(**more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "tensor_parallel": {"autotp_size": 2, "partition_config": RULES},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+    return config_of(3, SGD, **{"tensor_parallel": {"autotp_size": 2, "partition_config": RULES}, **more})
 
 
 class Kept(nn.Dropout):
@@ -138,9 +134,7 @@ def step(tokens: bool, recompute: str = "", rate: float = 0.5, **more: Any) -> A
     del losses, loss
     regions = engine._tensors._regions
     gathered = sum(r.label == "partition_activations" and r.op == "all_gather" for r in engine.ledger.records())
-    found = told, masks_of(engine), values, len(regions._known), regions.active, gathered
-    engine.destroy()
-    return found
+    return told, masks_of(engine), values, len(regions._known), regions.active, gathered
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -195,9 +189,10 @@ def test_without_dropout_nothing_is_watched() -> None:
 # -- adapters, and keys that ranks share -------------------------------------------------------------------------------
 
 
-def adapted() -> dict[str, torch.Tensor]:
-    import peft
-
+@on_ranks(2)
+def test_what_adapters_drop() -> None:
+    """Before a column layer what all ranks have, of each layer anew; before a row layer a rank's own features."""
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     names = ["q", "k", "o", "up", "down"]
     with warnings.catch_warnings():
@@ -212,26 +207,18 @@ def adapted() -> dict[str, torch.Tensor]:
         if isinstance(module, nn.Dropout):
             module.register_forward_hook(functools.partial(keep, path.split(".")[-3]))
     rules = {"layer_specs": RULES["layer_specs"][:2]}
-    engine, *_ = shardwise.initialize(
-        model=net,
-        config=config(tensor_parallel={"autotp_size": 2, "partition_config": rules, "check_division": False}),
-    )
+    section = {"autotp_size": 2, "partition_config": rules, "check_division": False}
+    engine, *_ = shardwise.initialize(model=net, config=config(tensor_parallel=section))
     engine(data(0, ROWS))
-    engine.destroy()
-    return kept
-
-
-def test_what_adapters_drop() -> None:
-    """Before a column layer what all ranks have, of each layer anew; before a row layer a rank's own features."""
-    pytest.importorskip("peft")
-    first, second = run_ranks(adapted, 2)
-    assert first.keys() == {"q", "k", "o", "up", "down"}
+    first, second = of_all_ranks(kept)
+    assert first.keys() == {*names}
     assert {name for name, own in first.items() if torch.equal(own, second[name])} == {"q", "k", "up"}
     assert not torch.equal(first["q"], first["k"])
 
 
-def shared_keys() -> list[torch.Tensor]:
-    """Return which attention weights GPTBigCode keeps, whose fused projection has queries and keys that ranks share."""
+@on_ranks(2)
+def test_what_heads_drop_whose_keys_ranks_share() -> None:
+    """Attention weights of GPTBigCode, whose fused projection has queries and keys that ranks share."""
     net = build("bigcode", attn_pdrop=0.5, attn_implementation="eager")
     section = {"autotp_size": 2, "check_division": False}
     engine, *_ = shardwise.initialize(model=net, config=config(tensor_parallel=section))
@@ -246,14 +233,8 @@ def shared_keys() -> list[torch.Tensor]:
 
     with mock.patch.object(nn.functional, "dropout", keep):
         engine(input_ids=data(0, ROWS), labels=data(0, ROWS))
-    engine.destroy()
-    return seen
-
-
-def test_what_heads_drop_whose_keys_ranks_share() -> None:
-    first, second = run_ranks(shared_keys, 2)
-    assert len(first) == 2
-    for own, theirs in zip(first, second, strict=True):
+    assert len(seen) == 2
+    for own, theirs in zip(*of_all_ranks(seen), strict=True):
         assert own.shape == theirs.shape == (ROWS, 2, TOKENS, TOKENS)
         assert 0.3 < float((own == theirs).double().mean()) < 0.7
 
@@ -261,9 +242,8 @@ def test_what_heads_drop_whose_keys_ranks_share() -> None:
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
 
-def tracked() -> Any:
-    from shardwise.parallel import begin_tensors, end_tensors
-
+@on_ranks(2)
+def test_trackers() -> None:
     begin_tensors(2)
     checkpointing.model_parallel_cuda_manual_seed(5)
     tracker = checkpointing.get_cuda_rng_tracker()
@@ -281,14 +261,9 @@ def tracked() -> Any:
         after = torch.rand(3)
     tracker.reset()
     end_tensors()
-    return drawn, common, after
-
-
-def test_trackers() -> None:
-    (drawn, common, after), (drawn_there, common_there, after_there) = run_ranks(tracked, 2)
+    (first, common, mine), (second, common_there, theirs) = of_all_ranks((drawn[0], common, after))
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(common, common_there)
-    assert not torch.equal(drawn[0], drawn_there[0]) and not torch.equal(after, after_there)
-    assert not torch.equal(after, drawn[0])
+    assert not torch.equal(first, second) and not torch.equal(mine, theirs) and not torch.equal(after, drawn[0])
     tracker = checkpointing.CudaRNGStatesTracker()
     tracker.add("own", 3)
     with pytest.raises(UsageError, match="there is a state named 'own' already"):
@@ -321,7 +296,6 @@ def test_inputs_that_differ_are_not_divided() -> None:
     engine, *_ = shardwise.initialize(model=Other(), config=settings)
     with pytest.raises(DesyncError, match=r"of shape \[16, 64\], differs over ranks \[0, 1\]"):
         engine(torch.ones(16, WIDTH))
-    engine.destroy()
 
 
 class Noisy(nn.Module):
@@ -364,7 +338,6 @@ def noisy(between: bool, recompute: bool, seeded: bool = False) -> Any:
         engine.backward(loss)
         grads.append([safe_get_full_grad(p) for p in net.parameters()])
         engine.step()
-    engine.destroy()
     return grads, [block.kept for block in blocks]
 
 

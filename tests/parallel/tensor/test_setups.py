@@ -14,19 +14,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardwise
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import end_tensors
-from tests.harness import run_ranks
+from tests.harness import on_ranks
+from tests.harness.engines import forget_engines
+from tests.harness.training import SGD, config_of
 from tests.parallel.tensor.clients import Unit, megatron, parallelized
 from tests.parallel.tensor.models import ROWS, data, decoder
 from tests.parallel.tensor.together import RULES
 
 
 def config(size: int | None = 2, rules: Any = RULES, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "tensor_parallel": {"partition_config": rules} | ({} if size is None else {"autotp_size": size}),
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        **more,
-    }
+    section = {"partition_config": rules} | ({} if size is None else {"autotp_size": size})
+    return config_of(0, SGD, **{"tensor_parallel": section, **more})
 
 
 def start(model: nn.Module | None = None, settings: Any = None, **more: Any) -> Any:
@@ -141,16 +139,11 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
 """What is wrong, class of the error, and the key, name or value that the message has."""
 
 
-def wrong(name: str) -> tuple[str, str]:
-    try:
-        CASES[name][0]()
-    except (ShardwiseError, TypeError, ValueError, RuntimeError) as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(4)
 def test_wrong_set_ups_say_what_to_do(name: str) -> None:
-    found, (_, kind, key) = run_ranks(wrong, 4, name), CASES[name]
-    assert all(raised for raised, _ in found)
-    assert found[0][0] == kind and key in found[0][1], found[0]
+    call, kind, key = CASES[name]
+    with pytest.raises((ShardwiseError, TypeError, ValueError, RuntimeError)) as caught:
+        call()
+    assert dist.get_rank() or (caught.type.__name__ == kind and key in str(caught.value)), caught.value
+    forget_engines()

@@ -21,10 +21,12 @@ from shardwise.parallel import RingAttention, mean_loss, split
 from shardwise.parallel.data import complete
 from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness.training import config_of
+from tests.parallel.tensor.models import MOMENTUM
 from tests.parallel.tensor.together import ROWS, RULES, TOKENS, WIDTH, WORDS, alone, data, decoder, loss_of
 
-STEPS, CLIP = 5, 0.5
+STEPS, CLIP = 3, 0.5
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,9 @@ MESHES = {
 
 
 def config(mesh: Mesh, stage: int, accumulation: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": CLIP,
-        "sequence_parallel_size": mesh.sequence,
-        "tensor_parallel": {
-            "autotp_size": mesh.tensor,
-            "partition_config": RULES,
-            "sequence_parallel": mesh.tokens,
-        },
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **mesh.zero},
-        **more,
-    }
+    shared = {"autotp_size": mesh.tensor, "partition_config": RULES, "sequence_parallel": mesh.tokens}
+    keys = {"gradient_clipping": CLIP, "sequence_parallel_size": mesh.sequence, "tensor_parallel": shared}
+    return config_of(stage, MOMENTUM, zero=mesh.zero, gradient_accumulation_steps=accumulation, **keys, **more)
 
 
 def started(mesh: Mesh, stage: int, accumulation: int, **more: Any) -> Any:
@@ -111,7 +102,6 @@ def train(mesh: Mesh, stage: int, accumulation: int, **more: Any) -> Any:
     engine = started(mesh, stage, accumulation, **more)
     boxes = {tensor.name: tensor.box for tensor in engine.sharded.registry}
     told = steps(engine, STEPS)
-    engine.destroy()
     return told, boxes
 
 
@@ -252,16 +242,11 @@ def test_all_gradients_and_the_norm(cases: list[Case]) -> None:
             assert off <= 1e-5 * float(wanted.norm()) + 1e-7 * norm, (case, name, off, float(wanted.norm()))
 
 
-def said(mesh: Mesh) -> str:
-    engine = started(mesh, 1, 1)
-    lines = RankGrid.of(mesh.world, tensor=mesh.tensor, sequence=mesh.sequence)
-    found = exchanges_of(engine.module, lines)
-    engine.destroy()
-    return found
-
-
+@on_ranks(4)
 def test_what_a_mesh_costs_is_said() -> None:
-    assert run_ranks(said, 4, MESHES["norms, experts"])[0] == (
+    mesh = MESHES["norms, experts"]
+    lines = RankGrid.of(mesh.world, tensor=mesh.tensor, sequence=mesh.sequence)
+    assert exchanges_of(started(mesh, 1, 1).module, lines) == (
         "data-parallel size 2; tensor-parallel size 2: 5 all-gathers behind norms and 3 reduce-scatters of outputs "
         "forward, as many backward; expert-parallel size 2: 2 all-to-alls in each of 1 layers forward, 2 backward"
     )
@@ -270,9 +255,7 @@ def test_what_a_mesh_costs_is_said() -> None:
 def in_half(mesh: Mesh, stage: int, precision: str) -> list[float]:
     more: dict[str, Any] = {precision: {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}}
     engine = started(mesh, stage, 1, **more)
-    losses = [loss for loss, *_ in steps(engine, STEPS)]
-    engine.destroy()
-    return losses
+    return [loss for loss, *_ in steps(engine, STEPS)]
 
 
 @pytest.mark.thorough
@@ -327,7 +310,6 @@ def step(mesh: Mesh, stage: int, recompute: bool) -> Any:
         "kept": sum(layout.numel for index, layout in sections if index == first_back),
         "tokens": own(engine, 1, 0)["input_ids"].shape[1],
     }
-    engine.destroy()
     return found, held
 
 

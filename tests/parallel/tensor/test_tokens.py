@@ -15,7 +15,9 @@ from shardwise.memory import Accountant, Category, track_activations
 from shardwise.parallel import tiled_loss
 from shardwise.utils import safe_get_full_grad
 from tests.families import build
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, thorough
+from tests.harness.training import ADAMW, SGD, config_of, engine_of
+from tests.parallel.tensor.models import MOMENTUM
 from tests.parallel.tensor.test_together import part
 
 WORDS, WIDTH = 32, 32
@@ -38,43 +40,32 @@ def ids(step: int, length: int, rows: int = 2) -> torch.Tensor:
 
 
 def config(stage: int, norms: bool = True, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "tensor_parallel": {"autotp_size": 2, "sequence_parallel": norms},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+    section = {"autotp_size": 2, "sequence_parallel": norms}
+    return config_of(
+        stage, **{"gradient_accumulation_steps": 2, "optimizer": MOMENTUM, **more}, tensor_parallel=section
+    )
 
 
-def divided_experts(stage: int, norms: bool) -> Any:
+@pytest.mark.parametrize(("stage", "norms"), [(3, True), thorough(1, False), thorough(2, True)])
+@on_ranks(4)
+def test_experts_that_are_divided_at_each_place(stage: int, norms: bool) -> None:
     """A step of Mixtral whose experts are divided among the ranks at one place of all copies of the model."""
+    model = made("mixtral").double()
+    torch.stack([model(input_ids=one, labels=one).loss for one in (ids(0, 9), ids(1, 9))]).mean().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
     experts = {"enabled": True, "autoep_size": 2}
     given = config(stage, norms, expert_parallel=experts, gradient_accumulation_steps=1)
     engine, *_ = shardwise.initialize(model=made("mixtral"), config=given)
     boxes = {tensor.name: tensor.box for tensor in engine.sharded.registry}
     one = ids(engine.get_data_parallel_rank(), 9)
-    loss = engine(input_ids=one, labels=one).loss
-    engine.backward(loss)
+    engine.backward(engine(input_ids=one, labels=one).loss)
     grads = {name: safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
     engine.step()
-    norm = float(engine.last_step.grad_norm)
-    engine.destroy()
-    return norm, grads, boxes
-
-
-@pytest.mark.parametrize(("stage", "norms"), [(3, True), thorough(1, False), thorough(2, True)])
-def test_experts_that_are_divided_at_each_place(stage: int, norms: bool) -> None:
-    model = made("mixtral").double()
-    torch.stack([model(input_ids=one, labels=one).loss for one in (ids(0, 9), ids(1, 9))]).mean().backward()
-    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
-    for norm, grads, boxes in run_ranks(divided_experts, 4, stage, norms):
-        assert norm == pytest.approx(float(whole), rel=1e-5)
-        for name, value in grads.items():
-            exact = part(wanted[name], boxes[name], value)
-            assert (value - exact).norm() <= 1e-5 * exact.norm() + 1e-6 * whole, name
+    assert float(engine.last_step.grad_norm) == pytest.approx(float(whole), rel=1e-5)
+    for name, value in grads.items():
+        exact = part(wanted[name], boxes[name], value)
+        assert (value - exact).norm() <= 1e-5 * exact.norm() + 1e-6 * whole, name
 
 
 def held(kind: str, norms: bool, length: int) -> int:
@@ -84,15 +75,15 @@ def held(kind: str, norms: bool, length: int) -> int:
         loss = engine(input_ids=ids(0, length), labels=ids(0, length)).loss
         found = engine.accountant.live[Category.ACTIVATIONS]
         engine.backward(loss)
-    engine.destroy()
     return found
 
 
 @pytest.mark.parametrize("kind", [thorough("llama"), "gpt2"])
+@on_ranks(2)
 def test_activations_outside_of_divided_layers_are_halved(kind: str) -> None:
     """A norm holds its input, and a layer what it gets: of each block two inputs of norms are a rank's tokens only."""
     length, blocks = 32, 3
-    without, beside = (run_ranks(held, 2, kind, norms, length)[0] for norms in (False, True))
+    without, beside = (held(kind, norms, length) for norms in (False, True))
     stream = 2 * length * WIDTH * 4
     assert without - beside >= 2 * blocks * stream / 2
 
@@ -137,12 +128,15 @@ def test_patterns_mean_names_as_they_are_without_adapters(wrapped: str) -> None:
 LENGTH = 48
 
 
-def planned(kind: str, stage: int, norms: bool) -> Any:
+@pytest.mark.parametrize(
+    ("kind", "stage", "norms", "world"),
+    [("gpt2", 3, True, 2), thorough("llama", 1, False, 4), thorough("llama", 2, True, 2), thorough("gpt2", 0, True, 4)],
+)
+@on_ranks("world")
+def test_the_dry_run_is_what_is_measured(kind: str, stage: int, norms: bool, world: int) -> None:
     """Most bytes in each category, as planned and as measured over two windows."""
-    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
-    engine, *_ = shardwise.initialize(
-        model=made(kind), config=config(stage, norms, optimizer=adam, gradient_accumulation_steps=1)
-    )
+    given = config(stage, norms, optimizer=ADAMW, gradient_accumulation_steps=1)
+    engine, *_ = shardwise.initialize(model=made(kind), config=given)
     batch = {"input_ids": ids(0, LENGTH), "labels": ids(0, LENGTH)}
     for window in range(3):
         if window == 1:
@@ -155,20 +149,9 @@ def planned(kind: str, stage: int, norms: bool) -> Any:
             engine.sharded.finish_gathers()
     measured, most = dict(engine.accountant.peak), engine.accountant.peak_total
     report = engine.memory_report(batch)
-    found = {row.name: row.planned for row in report.rows}
-    engine.destroy()
-    return found, {category.value: size for category, size in measured.items()}, (report.total.planned, most)
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage", "norms", "world"),
-    [("gpt2", 3, True, 2), thorough("llama", 1, False, 4), thorough("llama", 2, True, 2), thorough("gpt2", 0, True, 4)],
-)
-def test_the_dry_run_is_what_is_measured(kind: str, stage: int, norms: bool, world: int) -> None:
-    for found, measured, (total, most) in run_ranks(planned, world, kind, stage, norms):
-        assert total == pytest.approx(most, rel=0.03), (found, measured)
-        for name in ("parameters", "gradients", "optimizer state", "activations"):
-            assert found[name] == pytest.approx(measured[name], rel=0.03), name
+    assert report.total.planned == pytest.approx(most, rel=0.03), (report, measured)
+    for category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.ACTIVATIONS):
+        assert report.row(category).planned == pytest.approx(measured[category], rel=0.03), category
 
 
 def test_plans_for_ranks_that_there_are_not() -> None:
@@ -199,37 +182,24 @@ class Head(nn.Module):
         return tiled_loss(self.head, hidden, labels, tiles=tiles)[0]
 
 
-def loss_over(tokens: int, words: int, tiles: int) -> Any:
-    """Loss, gradient of the hidden states and most bytes of activations of a tiled loss over divided words."""
-    torch.manual_seed(1)
-    model, hidden = Head(words), torch.randn(1, tokens, 8, requires_grad=True)
-    labels = torch.randint(words, (1, tokens))
-    rules = {"layer_specs": [{"patterns": ["head"], "partition_type": "column"}], "use_default_specs": False}
-    tensor = {"autotp_size": 2, "partition_config": rules}
-    given = {
-        "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": tensor,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    engine, *_ = shardwise.initialize(model=model, config=given)
-    with track_activations(Accountant()) as accountant:
-        loss = engine.module(hidden, labels, tiles)
-        loss.backward()
-        peak = accountant.peak[Category.ACTIVATIONS]
-    found = loss.item(), hidden.grad, peak
-    engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize(("tokens", "words", "tiles"), [(512, 4096, 64), thorough(8192, 131072, 64)])
+@on_ranks(2)
 def test_a_loss_over_divided_words_in_tiles(tokens: int, words: int, tiles: int) -> None:
     """It peaks below a tenth of the bytes of all logits in fp32."""
-    torch.manual_seed(1)
-    model, hidden = Head(words), torch.randn(1, tokens, 8, requires_grad=True)
-    labels = torch.randint(words, (1, tokens))
-    loss = model(hidden, labels, tiles)
+
+    def given() -> tuple[Head, torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        return Head(words), torch.randn(1, tokens, 8, requires_grad=True), torch.randint(words, (1, tokens))
+
+    model, expected, labels = given()
+    loss = model(expected, labels, tiles)
     loss.backward()
-    for found, gradient, peak in run_ranks(loss_over, 2, tokens, words, tiles):
-        assert found == pytest.approx(loss.item(), rel=1e-5)
-        torch.testing.assert_close(gradient, hidden.grad, rtol=1e-4, atol=1e-8)
-        assert peak < 0.1 * tokens * words * 4
+    model, hidden, labels = given()
+    rules = {"layer_specs": [{"patterns": ["head"], "partition_type": "column"}], "use_default_specs": False}
+    engine = engine_of(model, 0, SGD, tensor_parallel={"autotp_size": 2, "partition_config": rules})
+    with track_activations(Accountant()) as accountant:
+        found = engine.module(hidden, labels, tiles)
+        found.backward()
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(hidden.grad, expected.grad, rtol=1e-4, atol=1e-8)
+    assert accountant.peak[Category.ACTIVATIONS] < 0.1 * tokens * words * 4
