@@ -169,7 +169,6 @@ TABLES: dict[str, Table] = {
             SYSTEM,
             *of_files("median_ms", STEP, "{}, ms"),
             *of_files("ratio", STEP, "{}, ratio"),
-            *of_files("processor_ratio", STEP, "{}, processor ratio"),
         ],
     ),
     "ranks": Table(
