@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.launch.models import named_model
 from shardwise.pipe import LayerSpec, PipelineModule
 from shardwise.plan.architectures import SHAPES, Decoder, Shape
+from shardwise.plan.models import named_model
 from tests.harness import thorough
 
 Shown = Callable[..., str]

@@ -25,11 +25,11 @@ from shardwise.comm.setup import destroy, init_distributed, local_rank
 from shardwise.device.choice import choose_device
 from shardwise.engine.plans import planners_of
 from shardwise.launch.comm_measure import Exchange
-from shardwise.launch.models import tokens
 from shardwise.memory.dryrun import loss_of
 from shardwise.plan.architectures import Decoder, Shape
 from shardwise.plan.clock import Costs, step_time
 from shardwise.plan.events import Operator, Recorder
+from shardwise.plan.models import tokens
 from shardwise.plan.rates import CollectiveTime, Crowd, Machine, Operators, measure_operators
 
 _SIZES = tuple(1 << power for power in (10, 14, 17, 20, 23, 25))

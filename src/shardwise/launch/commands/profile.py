@@ -41,7 +41,7 @@ def profile(
     Times are not measured.
     """
     from shardwise.errors import CommandLineError
-    from shardwise.launch.models import named_model
+    from shardwise.plan.models import named_model
     from shardwise.profile.report import report, summary
 
     if min(micro_batch, length, top) < 1 or depth < -1:
@@ -66,9 +66,9 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from shardwise.errors import CommandLineError
-    from shardwise.launch.models import tokens
     from shardwise.memory import fake_copy
     from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
+    from shardwise.plan.models import tokens
     from shardwise.profile.counting import FlopCount
     from shardwise.profile.tree import profile_of
 

@@ -1,0 +1,118 @@
+"""Plans as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.engine.traffic import Traffic
+from shardwise.units import format_size, size_unit
+
+if TYPE_CHECKING:
+    from shardwise.engine.pipeline_plans import ScheduleFacts
+    from shardwise.engine.plans import SettingPlan
+    from shardwise.plan.rates import Machine
+    from shardwise.plan.time import TimePlan
+
+PARTS = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("master weights", "optimizer state"),
+    "buffers": ("communication buffers", "gathered window"),
+    "activations": ("activations",),
+    "other": ("other",),
+}
+"""Columns of the table, and their categories."""
+
+
+def memory_lines(
+    plans: Sequence[SettingPlan], speeds: tuple[float, float] | None = None, *, judged: bool = False
+) -> Iterator[str]:
+    """Yield the memory of one rank in each setting, and of what lies elsewhere.
+
+    Args:
+        speeds: bytes/s that a rank reads from and writes to its disk.
+        judged: whether the plans are compared with limits.
+    """
+    unit, scale = size_unit(max((one.total or 0 for one in plans), default=0))
+    placed = any(one.position is not None for one in plans)
+    head = ("zero", "rank") if placed else ("stage",)
+    titles = "".join(f"{name:>5}" for name in head) + "".join(f"{name:>12}" for name in (*PARTS, "total"))
+    yield f"{titles}  {unit}" + "  fits" * judged
+    for one in plans:
+        sizes = [
+            sum(one.peaks[category] for category in part) if set(part) <= one.peaks.keys() else None
+            for part in PARTS.values()
+        ]
+        numbers = (one.setting.stage, one.position) if placed else (one.setting.stage,)
+        cells = ("-" if size is None else f"{size / scale:.2f}" for size in (*sizes, one.total))
+        fits = {True: "yes", False: "no", None: "?"}[one.fits]
+        row = "".join(f"{number:>5}" for number in numbers) + "".join(f"{cell:>12}" for cell in cells)
+        yield row + f"{fits:>10}" * judged
+    for one in plans:
+        yield from _elsewhere(one, speeds)
+    if judged and any(one.fits is None for one in plans):
+        yield (
+            "fits ?: some of what is needed, or some of what there is, is not known. Give --device-limit, --host-limit "
+            "and, where state is on a disk, --disk-limit; a length above 0 for activations."
+        )
+    yield from dict.fromkeys(one.note for one in plans if one.note)
+
+
+def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None) -> Iterator[str]:
+    for tier, size in one.elsewhere.items():
+        moved = one.moved.get(tier, {"read": 0, "written": 0})
+        if tier == "disk" and speeds is not None:
+            costs = str(Traffic(tier, moved["read"], moved["written"], *speeds))
+            yield f"stage {one.setting.stage}: {format_size(size)} on {costs}"
+        else:
+            sizes = f"reads {format_size(moved['read'])} and writes {format_size(moved['written'])}"
+            yield f"stage {one.setting.stage}: {format_size(size)} on {tier}: a step {sizes} on each rank."
+
+
+def time_lines(plans: Sequence[TimePlan], machine: Machine, *, here: bool) -> Iterator[str]:
+    """Yield the time of a step at each stage, and what is sent; `here`: this is the machine of the rates."""
+    phases = ("forward", "backward", "step")
+    columns = ("step", *phases[:2], "update", "computing", "waiting", "host")
+    yield "stage" + "".join(f"{name:>12}" for name in columns) + "  ms"
+    for one in plans:
+        took = one.time
+        seconds = (took.total, *(took.phases[phase] for phase in phases), took.computing, took.waiting, took.host)
+        yield f"{one.stage:>5}" + "".join(f"{1e3 * each:>12.1f}" for each in seconds)
+    for one in plans:
+        sent = ", ".join(
+            f"{op} ({group}) {format_size(size)} in {1e3 * one.time.collectives[op, group]:.1f} ms"
+            for (op, group), size in one.time.sent.items()
+            if size
+        )
+        if sent:
+            yield f"stage {one.stage} sends {sent}"
+    share = max(one.estimated for one in plans)
+    whose = "measured here" if here else f"measured on {machine.host_name} ({machine.processor}), not on this machine"
+    yield f"rates {whose}, {machine.when}; {share:.0%} of the computing is estimated from other sizes"
+
+
+def schedule_lines(facts: ScheduleFacts) -> Iterator[str]:
+    """Yield stages and simulated idle time of a pipeline."""
+    yield f"{facts.name}, {facts.micro_batches} micro-batches, simulated; idle: for stages of equal times" + (
+        "" if facts.idle_by_flops is None else ", and in proportion to FLOPs"
+    )
+    rows: list[tuple[str, ...]] = [("rank", "layers", "parameters", "in flight", "idle")]
+    if facts.idle_by_flops is not None:
+        rows[0] = (*rows[0], "by FLOPs")
+    for rank, layers in enumerate(facts.layers):
+        shares = [idle[rank] for idle in (facts.idle, facts.idle_by_flops) if idle is not None]
+        numbers = f"{facts.parameters[rank]:,}", str(facts.in_flight[rank])
+        rows.append((str(rank), layers, *numbers, *(f"{share:.1%}" for share in shares)))
+    means = [sum(idle) / len(idle) for idle in (facts.idle, facts.idle_by_flops) if idle is not None]
+    rows.append(("all", "", f"{sum(facts.parameters):,}", "", *(f"{mean:.1%}" for mean in means)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def unsharded_lines(facts: ScheduleFacts, totals: dict[str, int]) -> Iterator[str]:
+    """Yield what each value of `pipeline.unsharded_for` costs at ZeRO stage 3."""
+    yield "stage 3, pipeline.unsharded_for: parameters that the rank with most receives in a step, largest total"
+    for value, received in facts.all_gathered.items():
+        yield f"{value:>5}{format_size(max(received)):>16}{format_size(totals[value]):>16}"
