@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SINCE = "d4316c5"
 """The commit at which the rearrangement of the packages began."""
-WORDS = 34_500
+WORDS = 35_000
 """Most words of the README and of docs/."""
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

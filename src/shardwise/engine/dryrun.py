@@ -232,7 +232,8 @@ class DryRunEngine:
                 if not begins():
                     break
                 self._window(given, accumulation, loss)
-                self.sharded.finish_gathers()
+                if recorder is None:  # else the window begins with waits for the gathers of the one before
+                    self.sharded.finish_gathers()
                 self._communicators.reserve(self._job)
                 self.accountant.reset_peak()
                 if recorder is not None:

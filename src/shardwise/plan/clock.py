@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from shardwise.plan.events import Event, Launch, Operator, Pass, Wait
+from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class Costs:
     Attributes:
         operator: of an operator, with as many ranks at work as share the machine.
         collective: of a collective, from the launch on an idle link to its end.
+        link: name of the link that a collective keeps busy; "": groups do not share links.
+        measured: whether the seconds of an operator were measured, rather than estimated from others.
         host: of the host for each operator, besides the operator itself.
         interference: seconds by which a second of a collective in flight delays computing.
         asynchronous: the device works while the host goes on, as a GPU does.
@@ -24,9 +26,25 @@ class Costs:
 
     operator: Callable[[Operator], float]
     collective: Callable[[Launch], float]
+    link: Callable[[Launch], str] = lambda launch: ""
+    measured: Callable[[Operator], bool] = lambda operator: True
     host: float = 0.0
     interference: float = 0.0
     asynchronous: bool = False
+
+
+class Rates(Protocol):
+    """Where the seconds come from: a measured machine, or data sheets."""
+
+    @property
+    def origin(self) -> str:
+        """A sentence that says where the rates come from."""
+
+    def complete(self, recorder: Recorder, ranks: int, limit: float) -> None:
+        """Measure operators of a recorded step that lack, in up to `limit` seconds. Raises UsageError if more lacks."""
+
+    def costs(self, ranks: int) -> Costs:
+        """Return how long things take with so many ranks."""
 
 
 def _zeros() -> dict[Any, float]:
@@ -42,8 +60,8 @@ class StepTime:
         phases: of "forward", "backward" and "step".
         computing: of operators; `communicating`: of collectives, hidden or not; `waiting`: without computing, because a
             collective has not ended; `host`: of the host besides operators, where the device waits for it.
-        collectives: seconds by operation and group.
-        sent: bytes that the rank sends, by operation and group.
+        estimated: part of `computing` of operators that were not measured.
+        collectives: seconds by operation and group; `sent`: bytes that the rank sends; `links`: which link.
     """
 
     total: float = 0.0
@@ -52,18 +70,20 @@ class StepTime:
     communicating: float = 0.0
     waiting: float = 0.0
     host: float = 0.0
+    estimated: float = 0.0
     collectives: dict[tuple[str, str], float] = field(default_factory=_zeros)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    links: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 class Clock:
-    """Goes through events; the device, the host and each group of ranks have a time of their own."""
+    """Goes through events; the device, the host and each link (or group of ranks) have a time of their own."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self.found = StepTime()
         self._host = self._device = 0.0
-        self._links: dict[str, float] = {}  # when a group's last collective ends
+        self._links: dict[str, float] = {}  # when the last collective of a link or group ends
         self._ends: dict[int, float] = {}
         self._carried: deque[float] = deque()
         self._began = 0.0
@@ -100,6 +120,7 @@ class Clock:
         in_flight = max(self._links.values(), default=0.0) - begins
         slowed = seconds + costs.interference * max(0.0, min(seconds, in_flight))
         found.computing += slowed
+        found.estimated += 0.0 if costs.measured(event) else slowed
         self._device = begins + slowed
         if not costs.asynchronous:
             self._host = self._device
@@ -109,9 +130,10 @@ class Clock:
         self.found.communicating += seconds
         self.found.collectives[what] += seconds
         self.found.sent[what] += event.sent
+        self.found.links[what] = link = self._costs.link(event)
         # It reads what the device has computed before.
-        begins = max(self._device, self._host, self._links.get(event.group, 0.0))
-        self._links[event.group] = self._ends[event.number] = begins + seconds
+        begins = max(self._device, self._host, self._links.get(link or event.group, 0.0))
+        self._links[link or event.group] = self._ends[event.number] = begins + seconds
 
     def _wait(self, event: Wait) -> None:
         end = self._ends.pop(event.number, None)

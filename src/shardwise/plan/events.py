@@ -7,9 +7,9 @@ ahead, reductions beneath the backward pass, the optimizer. Nothing is computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,12 +39,14 @@ class Operator:
         name: of the operator, such as "aten.mm.default".
         flops: by torch's formulas; 0 for operators that only move memory.
         moved: bytes of all tensors that it reads and writes; 0 for views.
+        dtype: of the first tensor with floats that it reads, such as "bf16"; "f8" for all of 8 bits.
     """
 
     signature: str
     name: str
     flops: int
     moved: int
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Wait:
 
 
 Event = Operator | Launch | Wait
+_Kind = TypeVar("_Kind", Operator, Launch, Wait)
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
@@ -104,6 +107,10 @@ class Recorder(TorchDispatchMode):
         """Forget all passes."""
         self.passes = []
 
+    def of(self, kind: type[_Kind]) -> Iterator[_Kind]:
+        """Yield all recorded events of a kind."""
+        return (event for one in self.passes for _, event in one.events if isinstance(event, kind))
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the block as a phase; "forward" begins a pass."""
@@ -134,7 +141,7 @@ class Recorder(TorchDispatchMode):
             moved = 0 if still else sum(one.numel() * one.element_size() for one in tensors)
             formula = self._formulas.get(func.overloadpacket)
             flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=found))
-            known = self._known[signature] = Operator(signature, str(func), flops, moved)
+            known = self._known[signature] = Operator(signature, str(func), flops, moved, _precision(tensors))
             self.calls[signature] = (func, args, kwargs)
         return known
 
@@ -151,6 +158,11 @@ class Recorder(TorchDispatchMode):
         """Record the wait for a collective."""
         if self._into is not None and record.ranks > 1:
             self._into.append(Wait(record.sequence))
+
+
+def _precision(tensors: Sequence[torch.Tensor]) -> str:
+    kind = next((one.dtype for one in tensors if one.is_floating_point()), None)
+    return "" if kind is None else "f8" if kind.itemsize == 1 else _SHORT[kind]
 
 
 def _text(value: Any) -> str:

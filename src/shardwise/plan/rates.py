@@ -15,8 +15,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.errors import CommandLineError
-from shardwise.plan.events import Call, Launch, Operator
+from shardwise.errors import CommandLineError, UsageError
+from shardwise.plan.clock import Costs
+from shardwise.plan.events import Call, Launch, Operator, Recorder
 
 _TRIALS = 5
 _ENOUGH_S = 0.3
@@ -106,6 +107,39 @@ class Machine(BaseModel):
         """Whether these are rates of this machine, and of this version of torch."""
         return (self.host_name, self.torch) == (socket.gethostname(), torch.__version__)
 
+    @property
+    def origin(self) -> str:
+        """A sentence that says where the rates come from."""
+        here = "here" if self.is_here() else f"on {self.host_name} ({self.processor}), not on this machine"
+        return f"rates measured {here}, {self.when}"
+
+    def complete(self, recorder: Recorder, ranks: int, limit: float) -> None:
+        """Measure operators that lack, if this is the machine, in up to `limit` seconds.
+
+        Raises UsageError if a collective was not measured with so many ranks.
+        """
+        missing = {e.signature: e for e in recorder.of(Operator) if e.signature not in self.operators}
+        if limit and missing and self.is_here():
+            calls = {signature: recorder.calls[signature] for signature in missing}
+            self.operators |= measure_operators(calls, missing, torch.device("cpu"), limit)
+        unknown = {(e.op, e.ranks) for e in recorder.of(Launch)} - {(one.op, one.ranks) for one in self.collectives}
+        if unknown:
+            op, count = min(unknown)
+            raise UsageError(
+                f"{op} of {count} ranks was not measured. Run `shardwise bench machine --nproc {ranks}` on the machine"
+            )
+
+    def costs(self, ranks: int) -> Costs:
+        """Return how long things take where `ranks` ranks share the machine."""
+        return Costs(
+            operator=Operators(self.operators, self.crowd(ranks)).seconds,
+            collective=Collectives(self.collectives).seconds,
+            measured=lambda operator: operator.signature in self.operators or not operator.moved,
+            host=self.host,
+            interference=self.interference,
+            asynchronous=self.device != "cpu",
+        )
+
     def joined(self, shared: Machine) -> Machine:
         """Return these rates with what several ranks have measured."""
         keys = ("collectives", "crowds", "interference")
@@ -128,7 +162,6 @@ class Operators:
 
     def __init__(self, measured: Mapping[str, OperatorTime], crowd: Crowd) -> None:
         self._measured, self._crowd = measured, crowd
-        self.estimated = 0.0
         self._by_name: dict[str, list[tuple[float, float]]] = {}
         everything = []
         for one in measured.values():
@@ -151,10 +184,7 @@ class Operators:
             seconds = interpolated(points, float(operator.flops or operator.moved))
         else:
             seconds = known.seconds
-        seconds *= self._crowd.computing if operator.flops else self._crowd.moving
-        if known is None:
-            self.estimated += seconds
-        return seconds
+        return seconds * (self._crowd.computing if operator.flops else self._crowd.moving)
 
 
 class Collectives:

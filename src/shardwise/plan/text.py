@@ -11,7 +11,6 @@ from shardwise.units import format_size, size_unit
 if TYPE_CHECKING:
     from shardwise.engine.pipeline_plans import ScheduleFacts
     from shardwise.engine.plans import SettingPlan
-    from shardwise.plan.rates import Machine
     from shardwise.plan.time import TimePlan
 
 PARTS = {
@@ -70,8 +69,8 @@ def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None) -> Iterator
             yield f"stage {one.setting.stage}: {format_size(size)} on {tier}: a step {sizes} on each rank."
 
 
-def time_lines(plans: Sequence[TimePlan], machine: Machine, *, here: bool) -> Iterator[str]:
-    """Yield the time of a step at each stage, and what is sent; `here`: this is the machine of the rates."""
+def time_lines(plans: Sequence[TimePlan], origin: str) -> Iterator[str]:
+    """Yield the time of a step at each stage, what is sent, and where the rates come from."""
     phases = ("forward", "backward", "step")
     columns = ("step", *phases[:2], "update", "computing", "waiting", "host")
     yield "stage" + "".join(f"{name:>12}" for name in columns) + "  ms"
@@ -81,15 +80,15 @@ def time_lines(plans: Sequence[TimePlan], machine: Machine, *, here: bool) -> It
         yield f"{one.stage:>5}" + "".join(f"{1e3 * each:>12.1f}" for each in seconds)
     for one in plans:
         sent = ", ".join(
-            f"{op} ({group}) {format_size(size)} in {1e3 * one.time.collectives[op, group]:.1f} ms"
-            for (op, group), size in one.time.sent.items()
+            f"{what[0]} ({', '.join(filter(None, (what[1], one.time.links[what])))}) {format_size(size)} in "
+            f"{1e3 * one.time.collectives[what]:.1f} ms"
+            for what, size in one.time.sent.items()
             if size
         )
         if sent:
             yield f"stage {one.stage} sends {sent}"
     share = max(one.estimated for one in plans)
-    whose = "measured here" if here else f"measured on {machine.host_name} ({machine.processor}), not on this machine"
-    yield f"rates {whose}, {machine.when}; {share:.0%} of the computing is estimated from other sizes"
+    yield origin + (f"; {share:.0%} of the computing is estimated from other sizes" if share else "")
 
 
 def schedule_lines(facts: ScheduleFacts) -> Iterator[str]:

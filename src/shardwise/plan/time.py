@@ -1,4 +1,4 @@
-"""Planned time of a step on a measured machine."""
+"""Planned time of a step on a measured machine, or on cards from data sheets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.engine.plans import Offload, planners_of
 from shardwise.errors import UsageError
-from shardwise.plan.clock import Costs, StepTime, step_time
-from shardwise.plan.events import Launch, Operator, Recorder
-from shardwise.plan.rates import Collectives, Machine, Operators, measure_operators
+from shardwise.plan.clock import Costs, Rates, StepTime, step_time
+from shardwise.plan.events import Recorder
 
 
 @dataclass(frozen=True)
@@ -24,26 +22,46 @@ class TimePlan:
     time: StepTime
     estimated: float
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values: seconds and bytes."""
+        took = self.time
+        names = ("total", "computing", "communicating", "waiting", "host", "estimated")
+        return {
+            "stage": self.stage,
+            **{name: getattr(took, name) for name in names},
+            "phases": dict(took.phases),
+            "collectives": [
+                {"op": op, "group": group, "link": took.links[op, group] or None, "seconds": seconds, "sent": sent}
+                for (op, group), seconds in took.collectives.items()
+                for sent in [took.sent[op, group]]
+            ],
+        }
+
 
 def plan_times(
     model: nn.Module,
     config: dict[str, Any],
-    machine: Machine,
+    rates: Rates,
     *,
     ranks: int,
     stages: Sequence[int],
     batch: Any,
     limit: float = 0.0,
+    slowest: float = 1.0,
 ) -> list[TimePlan]:
-    """Return the planned time of a step at each stage, where all ranks share the machine.
+    """Return the planned time of a step at each stage.
 
     Args:
         model: parameters may be on the meta device.
         batch: a micro-batch, real or on the meta device.
-        limit: seconds in which operators that `machine` lacks are measured here, and added to it.
+        rates: a measured `Machine` that all ranks share, or a `Cluster` from data sheets.
+        limit: seconds in which operators that a machine's rates lack are measured here, and added to them.
+        slowest: one rank takes so many times as long to compute as the others, which wait for it.
 
-    Raises UsageError for pipelines and state on a disk, and if the machine was not measured with so many ranks.
+    Raises UsageError for pipelines and state on a disk, and if the rates lack something.
     """
+    if not slowest >= 1:
+        raise UsageError(f"the slowest rank takes 1 time or more as long as the others, not {slowest}")
     (planner, *others), _ = planners_of(model, config, ranks, batch)
     if others or planner.target.place is not None:
         raise UsageError("the time of pipelines is not planned yet; `shardwise plan --pp` shows their idle share")
@@ -54,27 +72,13 @@ def plan_times(
     for stage in stages:
         recorder = Recorder()
         planner.record(replace(setting, stage=stage), recorder)
-        events = [event for one in recorder.passes for _, event in one.events]
-        missing = {e.signature: e for e in events if isinstance(e, Operator) and e.signature not in machine.operators}
-        if limit and missing:
-            calls = {signature: recorder.calls[signature] for signature in missing}
-            machine.operators |= measure_operators(calls, missing, torch.device("cpu"), limit)
-        unknown = {(e.op, e.ranks) for e in events if isinstance(e, Launch)}
-        unknown -= {(one.op, one.ranks) for one in machine.collectives}
-        if unknown:
-            op, count = min(unknown)
-            raise UsageError(
-                f"{op} of {count} ranks was not measured. Run `shardwise bench machine --nproc {ranks}` on the machine"
-            )
-        crowd = machine.crowd(ranks)
-        operators = Operators(machine.operators, crowd)
-        costs = Costs(
-            operator=operators.seconds,
-            collective=Collectives(machine.collectives).seconds,
-            host=machine.host,
-            interference=machine.interference,
-            asynchronous=machine.device != "cpu",
-        )
-        time = step_time(recorder.passes, setting.accumulation, costs)
-        found.append(TimePlan(stage, time, operators.estimated / time.computing if time.computing else 0.0))
+        rates.complete(recorder, ranks, limit)
+        time = step_time(recorder.passes, setting.accumulation, slowed(rates.costs(ranks), slowest))
+        found.append(TimePlan(stage, time, time.estimated / time.computing if time.computing else 0.0))
     return found
+
+
+def slowed(costs: Costs, factor: float) -> Costs:
+    """Return the costs of a rank that takes `factor` times as long to compute."""
+    operator = costs.operator
+    return replace(costs, operator=lambda one: factor * operator(one))

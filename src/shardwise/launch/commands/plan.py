@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.errors import CommandLineError
+from shardwise.errors import CommandLineError, UsageError
 from shardwise.launch.console import parse_bytes
 from shardwise.launch.options import command_of
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from shardwise.config import Resolution
     from shardwise.engine.plans import MemoryPlans, Room, SettingPlan
+    from shardwise.plan.clock import Rates
+    from shardwise.plan.time import TimePlan
 
 _MEASURED_S = 30.0
 """Seconds for operators of a model that the rates of this machine lack."""
@@ -68,9 +70,9 @@ class Request:
     ] = None
     host_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a machine.")] = None
     disk_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Free space of a machine's disk.")] = None
-    local_ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share a machine; default: all.")] = (
-        None
-    )
+    local_ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share a machine; default: all, with --card 8.")
+    ] = None
     disk_speed: Annotated[
         str | None,
         typer.Option(metavar="READ,WRITE", help="GB/s of a rank's disk, to estimate the time of offloading per step."),
@@ -79,6 +81,17 @@ class Request:
         str | None,
         typer.Option(metavar="FILE", help="Rates of `shardwise bench machine`: the time of a step is planned, too."),
     ] = None
+    card: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Card, such as h100: the time of a step is planned from its data sheet."),
+    ] = None
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Link between machines, such as infiniband-ndr, or 8xinfiniband-ndr."),
+    ] = None
+    slowest: Annotated[
+        float, typer.Option(metavar="FACTOR", help="One rank takes so many times as long to compute.")
+    ] = 1.0
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes as one JSON object.")] = False
 
@@ -90,7 +103,10 @@ class Request:
             raise CommandLineError(
                 "--ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more, --length 0 or more."
             )
+        if self.slowest < 1:
+            raise CommandLineError(f"--slowest {self.slowest}: give 1 or more.")
         self.speeds()  # refused before the long work
+        self.rates()
 
     def chosen(self, default: str) -> list[int]:
         """Return the ZeRO stages. Raises CommandLineError."""
@@ -131,6 +147,23 @@ class Request:
             )
         return read, write
 
+    def rates(self) -> Rates | None:
+        """Return how fast the machines are; None: no time is planned. Raises CommandLineError."""
+        if self.card is None:
+            if self.link is not None:
+                raise CommandLineError("--link is of cards from data sheets: give --card, too.")
+            from shardwise.plan.rates import Machine
+
+            return None if self.time is None else Machine.load(self.time)
+        if self.time is not None:
+            raise CommandLineError("--time has measured rates, and --card those of a data sheet: give one of them.")
+        from shardwise.plan.cluster import Cluster
+
+        try:
+            return Cluster.of(self.card, self.link, self.local_ranks or min(self.ranks, 8))
+        except UsageError as error:
+            raise CommandLineError(f"{error}.") from None
+
     def settings(self) -> dict[str, Any]:
         """Return the configuration, or the default one, with the batch and pipeline of the options."""
         from shardwise.config import load
@@ -166,8 +199,10 @@ def plan(request: Request) -> None:
     from shardwise.engine.plans import plan_model
     from shardwise.pipe import PipelineModule
     from shardwise.plan.models import micro_batch, named_model
+    from shardwise.plan.text import time_lines
+    from shardwise.plan.time import plan_times
 
-    rooms, settings = request.rooms(), request.settings()
+    rooms, settings, rates = request.rooms(), request.settings(), request.rates()
     resolution = resolve(settings, world_size=request.ranks)
     configured = resolution.config.pipeline.stages not in ("auto", 1)
     found: dict[str, Any] = {}
@@ -179,11 +214,19 @@ def plan(request: Request) -> None:
         stages = request.chosen("1" if pipeline else "0,1,2,3")
         batch = micro_batch(model, request.micro_batch, request.length, pipeline=pipeline)
         made = plan_model(model, settings, ranks=request.ranks, stages=stages, batch=batch, rooms=rooms)
+        times: list[TimePlan] = []
+        if rates is not None:
+            given = {"ranks": request.ranks, "stages": stages, "batch": batch}
+            times = plan_times(model, settings, rates, **given, limit=_MEASURED_S, slowest=request.slowest)
         if request.as_json:
             found[name] = _as_dict(model, made)
+            if rates is not None:
+                found[name] |= {"times": [one.as_dict() for one in times], "rates": rates.origin}
             continue
         typer.echo(_title(name, model, request, resolution))
         for line in _lines(request, model, settings, made, stages, batch):
+            typer.echo(line)
+        for line in time_lines(times, rates.origin) if rates is not None else ():
             typer.echo(line)
         typer.echo("")
     if request.as_json:
@@ -226,19 +269,11 @@ def _title(name: str, model: nn.Module, request: Request, resolution: Resolution
 def _lines(
     request: Request, model: nn.Module, settings: dict[str, Any], made: MemoryPlans, stages: list[int], batch: Any
 ) -> Iterator[str]:
-    """Yield the tables: memory, time, and of a pipeline its schedule."""
+    """Yield the tables: memory, and of a pipeline its schedule."""
     from shardwise.engine.plans import plan_model
-    from shardwise.plan.text import memory_lines, schedule_lines, time_lines, unsharded_lines
+    from shardwise.plan.text import memory_lines, schedule_lines, unsharded_lines
 
     yield from memory_lines(made.plans, request.speeds(), judged=bool(request.rooms()))
-    if request.time is not None:
-        from shardwise.plan.rates import Machine
-        from shardwise.plan.time import plan_times
-
-        machine = Machine.load(request.time)
-        limit = _MEASURED_S if machine.is_here() else 0.0
-        times = plan_times(model, settings, machine, ranks=request.ranks, stages=stages, batch=batch, limit=limit)
-        yield from time_lines(times, machine, here=bool(limit))
     if made.schedule is None:
         return
     yield from schedule_lines(made.schedule)
