@@ -1,3 +1,10 @@
-from shardwise_deepspeed.tuning import Autotuner as Autotuner
+from typing import Any, NoReturn
+
+from typing_extensions import deprecated
+
 
 __all__ = ["Autotuner"]
+
+@deprecated('the autotuner is not built yet')
+class Autotuner:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -5,5 +5,5 @@ from typing_extensions import deprecated
 
 __all__ = ["write_experiments"]
 
-@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
+@deprecated('the autotuner is not built yet')
 def write_experiments(*args: Any, **kwargs: Any) -> NoReturn: ...

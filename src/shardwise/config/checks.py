@@ -18,6 +18,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
     return [
         *_precision(config, found),
         *_of_sections(config),
+        *_budget(config),
         *_zeropp(config, world_size),
         *_groups(config, world_size),
         *_gradients(config),
@@ -107,6 +108,12 @@ def _of_sections(section: ConfigSection, path: tuple[str, ...] = ()) -> Iterator
     for name in type(section).model_fields:
         if isinstance(inner := getattr(section, name), ConfigSection):
             yield from _of_sections(inner, (*path, name))
+
+
+def _budget(config: Config) -> Iterator[Problem]:
+    budget, limit = config.memory_budget, config.memory_limits.device
+    if None not in (budget, limit) and budget != limit:
+        yield Problem("memory_budget", "and `memory_limits.device` are the same limit; remove one", ConflictError)
 
 
 def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:

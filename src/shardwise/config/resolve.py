@@ -45,7 +45,7 @@ class Resolution:
         no_effect: given keys that are accepted and change nothing, with the reason.
         read_by_clients: given keys that the Trainer, Accelerate or Lightning act upon, with their action.
         origin: name of the source, such as a file name.
-        given: dotted paths (canonical names) of the keys that the user wrote.
+        given: dotted paths (canonical names) of the keys that the user wrote; `autos`: those of which "auto".
         extensions: text on used extensions of standard JSON, which other readers refuse, or None.
     """
 
@@ -59,6 +59,7 @@ class Resolution:
     read_by_clients: list[Note] = field(default_factory=list)
     origin: str = "the config dict"
     given: frozenset[str] = frozenset()
+    autos: frozenset[str] = frozenset()
     extensions: str | None = None
 
     def log_messages(self) -> list[str]:
@@ -136,6 +137,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         read_by_clients=read_by_clients,
         origin=document.origin,
         given=frozenset(dotted(path) for path in found.given),
+        autos=frozenset(dotted(path) for path in found.autos),
         extensions=document.extensions,
     )
 
@@ -216,6 +218,9 @@ def _settle(config: Config) -> list[Note]:
     if zero.overlap_comm is None:
         zero.overlap_comm = True
         notes.append(Note("zero_optimization.overlap_comm", True, "overlapping changes neither results nor memory"))
+    if config.memory_budget is not None and config.memory_limits.device is None:
+        config.memory_limits.device = config.memory_budget
+        notes.append(Note("memory_limits.device", config.memory_budget, "memory_budget"))
     bf16 = config.bf16
     if bf16.enabled and bf16.bf16_master_weights_and_grads:
         bf16.master_weights = "none"

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator, check_agreement, members_of
 from shardwise.comm.desync import compare_calls
 from shardwise.comm.domain import REPLICATE, Domain
-from shardwise.comm.environment import CONFIG_OVERRIDE, DEVICE_LIMIT
+from shardwise.comm.environment import DEVICE_LIMIT
 from shardwise.comm.groups import refuse
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
@@ -27,7 +26,6 @@ from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.compat import watch_clipping
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.config.export import effective
-from shardwise.config.read import merged, read
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.device.segments import let_segments_grow
@@ -41,6 +39,7 @@ from shardwise.engine.advice import (
 )
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
+from shardwise.engine.choice import choice_of, is_open, sample_of
 from shardwise.engine.engine import Engine
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
 from shardwise.engine.faults import FaultTolerance, note_ready
@@ -93,7 +92,6 @@ from shardwise.engine.step import TrainStep
 from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
 from shardwise.engine.timelines import Timelines
-from shardwise.engine.tuning import TuningRun
 from shardwise.engine.unequal import UnequalBatches, check_divisible, first_sizes, part_of_replica
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Accountant, Category
@@ -132,6 +130,7 @@ class EngineArguments:
     loss_fn: Callable[..., Any] | None = None
     mesh: Any = None
     mpu: Any = None
+    sample_batch: Any = None
     device_index: int | None = None
     """Number of the CUDA device; None: the local rank."""
     engine: type[Engine] = Engine
@@ -214,6 +213,15 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     # Compare ranks before the collectives that depend on the arguments.
     if agree_on_arguments(job, known, facts_of_arguments(known, resolution, mesh, mpu)):
         spread_from_first(model, job)
+
+    # A plan chooses what is left to "auto"; it needs the limits of all ranks.
+    sample = sample_of(given.sample_batch, given.training_data, given.collate_fn)
+    if is_open(resolution, sample):
+        model_parameters = None if model_parameters is None else list(model_parameters)
+        chosen = choice_of(resolution, model, job, optimizer, model_parameters, sample)
+        again = _resolve(chosen.raw, members, optimizer, requested, pipeline)
+        resolution = chosen.noted(again)
+        settings = resolution.config
 
     # Replicas that step on their own run passes of their own.
     replicas = replicas_of(settings, job, requested.arrangement)
@@ -365,7 +373,6 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     if sharded.local is not None and replicas is not None and settings.unequal_batches.enabled:
         sharded.local.share = functools.partial(part_of_replica, batches, replicas)
     dividing = UnequalBatches(settings, batches, step, job, device)
-    tuning = TuningRun(resolution, sharded, batches, memory, job)
     activations = Activations(
         settings,
         model,
@@ -387,7 +394,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         memory=memory,
         activations=activations,
         monitor=monitor,
-        observers=Observers([events, profiling, timelines, following, activations, memory, dividing, tuning]),
+        observers=Observers([events, profiling, timelines, following, activations, memory, dividing]),
         profiling=profiling,
         timelines=timelines,
         following=following,
@@ -453,7 +460,7 @@ def _resolve(
         tensor_parallel_size=requested.tensor,
         pipeline_stages=requested.stages or of_model,
     )
-    resolution = resolve(_overridden(source, client_optimizer), world_size=len(ranks), facts=facts)
+    resolution = resolve(source, world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)
     if resolution.config.log_level is not None:
         logger.setLevel(resolution.config.log_level.upper())
@@ -461,19 +468,6 @@ def _resolve(
         for message in resolution.log_messages():
             warn_once(message)
     return resolution
-
-
-def _overridden(source: Any, client_optimizer: Any) -> Any:
-    """Return a configuration with the keys of the file that `CONFIG_OVERRIDE` names, if the engine trains."""
-    path = os.environ.get(CONFIG_OVERRIDE)
-    if not path:
-        return source
-    document = read(source)
-    optimizer = document.data.get("optimizer")
-    if client_optimizer is None and not (isinstance(optimizer, dict) and optimizer.get("type")):
-        return document
-    origin = f"{document.origin}, with {CONFIG_OVERRIDE} {path}"
-    return replace(document, data=merged(document.data, read(Path(path)).data), origin=origin)
 
 
 def _take_device_limit(resolution: Resolution) -> None:

@@ -183,8 +183,8 @@ class MemoryReporting(StepObserver):
         The engine's own code runs on fake tensors and a fake communicator.
 
         Args:
-            sample_batch: micro-batch of the current size, to plan activations; see `memory_report`. Tensors with the
-                first dimension of its first tensor are cut for smaller micro-batches.
+            sample_batch: micro-batch of the current size, to plan activations; see `memory_report`. For other sizes the
+                first dimension changes of all tensors in which it is that of the first tensor.
             loss: as in `memory_report`.
             stages: ZeRO stages.
             micro_batches: micro-batch sizes, compensated by accumulation; default: the current size.
@@ -239,17 +239,6 @@ class MemoryReporting(StepObserver):
             if (limit := limits[-1]) is not None:
                 rooms.append(Room(tuple(tiers), engine_room(limit, self.accountant, device, tiers)))
         return limits[0], rooms
-
-    def planning(self) -> tuple[Planner, list[Room]]:
-        """Return a planner for micro-batches like the last one, and the bytes that the engine may take."""
-        rooms, limits = self._rooms()[1], self._resolution.config.memory_limits
-        if limits.device is not None:
-            rooms.append(Room((Tier.DEVICE,), limits.device))
-        if limits.host is not None:
-            shared = self.device.type == "cpu" and limits.device is None
-            tiers = (Tier.DEVICE, Tier.HOST) if shared else (Tier.HOST,)
-            rooms.append(Room(tiers, limits.host // local_ranks(self._job.world)))
-        return Planner(self._target(), self._last_call, like_cross_entropy), rooms
 
     def after_step(self) -> None:
         """Raise an OutOfMemoryError if the peak device memory exceeds `memory_limits.device`."""

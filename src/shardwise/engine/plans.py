@@ -353,15 +353,17 @@ class Planner:
         return self._plans[setting]
 
     def record(self, setting: Setting, recorder: Recorder) -> None:
-        """Record what a rank does in a window. Raises any error of the module on fake tensors.
+        """Record what a rank does in a window, whose memory `plan` then knows. Raises any error of the module on fake
+        tensors.
 
-        Raises UsageError without a batch.
+        Raises UsageError without a batch, and ConfigError for a setting that the configuration does not allow.
         """
         if self._batch is None:
             raise UsageError("a plan of time needs a batch")
         batch = self._of_size(setting.micro_batch)
         steps = accumulated(self.target.resolution.config, setting.accumulation)
-        self._engine(setting, batch).run(batch, steps, self._loss, masks=self._masks, recorder=recorder)
+        plan = self._engine(setting, batch).run(batch, steps, self._loss, masks=self._masks, recorder=recorder)
+        self._plans[setting] = plan, ""
 
     def _run(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         config, note = self.target.resolution.config, ""
@@ -512,16 +514,25 @@ def planners_of(
     pipeline = PipelinePlans.of(model, resolution, ranks)
     models = [(model, None)] if pipeline is None else pipeline.positions()
     forms = None if pipeline is None else pipeline.forms
-    found = [Planner(_imagined(part, resolution, ranks, place), batch, forms=forms) for part, place in models]
+    found = [Planner(target_of(part, resolution, ranks, place), batch, forms=forms) for part, place in models]
     return found, pipeline
 
 
-def _imagined(model: nn.Module, resolution: Resolution, ranks: int, place: PipelineRanks | None) -> PlanningTarget:
-    """Return the target for a model on ranks that are not there."""
-    device = torch.device("cpu")
+def target_of(
+    model: nn.Module,
+    resolution: Resolution,
+    ranks: int,
+    place: PipelineRanks | None = None,
+    *,
+    device: torch.device | None = None,
+    optimizer: Any = None,
+    parameters: Sequence[Any] | None = None,
+) -> PlanningTarget:
+    """Return the target for a model on ranks that are not there; `optimizer` and `parameters` as of `initialize`."""
+    device = device or torch.device("cpu")
     comm = FakeCommunicator(ranks if place is None else len(place.stage_ranks[0]), device)
     policy = policy_from_config(resolution.config)
     part = place is not None and len(place.ranks) > 1
-    optimizer = make_optimizer(resolution.config, None, None, model, device, policy.compute_dtype, of_a_part=part)
-    prepare_optimizer(optimizer, resolution, masters=policy.masters)
-    return PlanningTarget.of(model, optimizer, resolution, domain_of(resolution.config, comm), place)
+    made = make_optimizer(resolution.config, optimizer, parameters, model, device, policy.compute_dtype, of_a_part=part)
+    prepare_optimizer(made, resolution, masters=policy.masters)
+    return PlanningTarget.of(model, made, resolution, domain_of(resolution.config, comm), place)

@@ -76,6 +76,7 @@ def initialize(
     loss_fn: Callable[..., Any] | None = None,
     mesh: DeviceMesh | tuple[int, ...] | None = None,
     mpu: ModelParallelUnit | None = None,
+    sample_batch: Any = None,
 ) -> Training:
     """Shard a model for training and return its engine.
 
@@ -100,6 +101,8 @@ def initialize(
         mpu: model-parallel unit. Its `get_data_parallel_group()` returns the ranks to shard over. A
             `get_sequence_parallel_group()` of several ranks sets the sequence-parallel group; state is then sharded
             over all ranks, or over those of `get_sequence_data_parallel_group()`.
+        sample_batch: samples as the model takes them (see `Engine.memory_report`), by which "auto" values are planned
+            with activations; default: a sample of `training_data`, if it has a length.
 
     Returns:
         (engine, optimizer, training dataloader or None, lr scheduler or None), a named tuple.
@@ -130,6 +133,7 @@ def initialize(
             loss_fn,
             mesh,
             mpu,
+            sample_batch,
         )
     )
     return Training(*parts)

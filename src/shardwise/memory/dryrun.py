@@ -143,13 +143,16 @@ def shapes_of(values: Any, rows: int | None = None, wanted: int | None = None) -
 
     >>> shapes_of({"x": torch.ones(8, 3), "scale": torch.ones(3)}, 8, 2)["x"].shape
     torch.Size([2, 3])
+    >>> shapes_of(torch.ones(3, 2).T, 2, 4).stride()  # as the transpose of (3, 4)
+    (1, 4)
     """
-    meta = torch.device("meta")
 
     def shape(tensor: torch.Tensor) -> torch.Tensor:
-        made = _empty_like(tensor, meta)
-        if rows is not None and made.dim() and made.shape[0] == rows:
-            made = made[:wanted]
+        size, strides = list(tensor.shape), list(tensor.stride())
+        if rows and wanted is not None and size[:1] == [rows]:
+            size[0] = wanted
+            strides = [step // rows * wanted if step > strides[0] else step for step in strides]
+        made = torch.empty_strided(size, strides, dtype=tensor.dtype, device="meta")
         return made.requires_grad_(tensor.requires_grad)
 
     with torch.no_grad():

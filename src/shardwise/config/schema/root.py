@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from .base import ConfigSection, DType, ExactInt, Int, LogLevel, StepCount, key, section
+from .base import ConfigSection, DType, ExactInt, Int, LogLevel, Size, StepCount, key, section
+from .budget import CostBudget
 from .checkpoint import CheckpointOptions
 from .elasticity import Elasticity
 from .local import LocalSGD
@@ -33,7 +34,6 @@ from .parallel import (
     TensorParallel,
 )
 from .precision import BF16, FP16, DataTypes, TorchAutocast
-from .tuning import Autotuning
 from .unequal import UnequalBatches
 from .watch import AnomalyWatch
 from .zero import ZeroConfig
@@ -156,6 +156,12 @@ class Config(ConfigSection):
     )
     aio: AIO = section(AIO, "Disk access, where state lives on a disk.")
     memory_limits: MemoryLimits = section(MemoryLimits, "What may be taken on each tier.")
+    memory_budget: Size | None = key(
+        None,
+        'Most bytes of a rank on its device: `memory_limits.device` under the name that stands next to "auto", which '
+        "`zero_optimization.stage`, the devices of offloading and the micro-batch may have: they are chosen within it.",
+    )
+    cost_budget: CostBudget = section(CostBudget, "What a training may cost.")
     expandable_segments: bool = key(
         True,
         "Where parameters are released between uses: have torch's CUDA allocator use expandable segments in this whole "
@@ -211,6 +217,6 @@ class Config(ConfigSection):
     eigenvalue: Annotated[Any, NotBuilt("eigenvalue")] = not_built("eigenvalue")
 
     elasticity: Elasticity = section(Elasticity, "Batch sizes that stay equal when the number of ranks changes.")
-    autotuning: Autotuning = section(Autotuning, "Measured search of stages and batch sizes.")
+    autotuning: Annotated[Any, NotBuilt("autotuning")] = not_built("autotuning")
     hybrid_engine: Annotated[Any, NotBuilt("hybrid_engine")] = not_built("hybrid_engine")
     compile: Annotated[Any, NotBuilt("compile")] = not_built("compile")

@@ -1,0 +1,155 @@
+"""Values left to "auto": chosen once for all ranks, within the budget, and built."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.engine.plans import MARGIN
+from shardwise.errors import ConfigError, ConflictError, UsageError
+from shardwise.memory import OutOfMemoryError
+from shardwise.pipe import PipelineModule
+from shardwise.plan.rates import Machine, OperatorTime
+from tests.harness import on_ranks
+
+ROWS, WIDTH = 8, 96
+AUTO = {
+    "train_batch_size": 2 * ROWS,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.mean()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return Net()
+
+
+def sample(rows: int = 1) -> torch.Tensor:
+    return torch.ones(rows, 64, WIDTH)
+
+
+def chosen(engine: Any) -> tuple[Any, ...]:
+    config = engine._resolution.config
+    offload = config.zero_optimization.offload_optimizer
+    return (
+        engine.sharded.sharding.plan.stage,
+        offload.device,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
+
+
+@on_ranks(2)
+def test_the_cheapest_that_fits_is_built_and_trains_as_if_written() -> None:
+    engine = shardwise.initialize(model(), config={**AUTO, "memory_budget": "1GiB"}, sample_batch=sample()).engine
+    assert chosen(engine) == (0, "none", ROWS, 1)
+    engine.destroy()
+    config = {**AUTO, "memory_budget": "1700KiB"}
+    engine = shardwise.initialize(model(), config=config, sample_batch=sample()).engine
+    stage, device, micro, steps = chosen(engine)
+    assert device == "none" and stage > 0 and micro * steps == ROWS
+    planned = engine.memory_report(sample(micro)).total.planned
+    assert planned is not None and planned * (1 + MARGIN) <= 1700 << 10
+    (note,) = (note for note in engine._resolution.notes if note.path == "zero_optimization.stage")
+    assert note.value == stage and re.search(
+        r"the cheapest .* of \d+ settings that fits .*1\.66 MiB a rank", note.reason
+    )
+    written = {
+        **AUTO,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "zero_optimization": {"stage": stage},
+    }
+    other = shardwise.initialize(model(), config=written).engine
+    for _ in range(2 * steps):
+        losses = [one.backward(one(sample(micro))) for one in (engine, other)]
+        engine.step()
+        other.step()
+        assert torch.equal(*losses)
+    engine.destroy()
+    other.destroy()
+
+
+@on_ranks(2)
+def test_state_goes_to_the_host_before_micro_batches_become_small() -> None:
+    config = {**AUTO, "train_micro_batch_size_per_gpu": 1, "memory_budget": "900KiB"}
+    engine = shardwise.initialize(model(), config=config, sample_batch=sample()).engine
+    assert chosen(engine)[1:] == ("cpu", 1, ROWS)
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_a_budget_in_which_nothing_fits_is_refused_with_the_least() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"none fits into 1\.00 KiB .* The least: stage \d, .* needs \d"):
+        shardwise.initialize(model(), config={**AUTO, "memory_budget": "1KiB"}, sample_batch=sample())
+
+
+def test_without_a_sample_activations_are_said_to_be_missing() -> None:
+    engine = shardwise.initialize(model(), config=AUTO).engine
+    assert chosen(engine) == (0, "none", 2 * ROWS, 1)
+    assert "pass initialize(sample_batch=...)" in engine._resolution.notes[-1].reason
+    engine.destroy()
+
+
+def test_a_sample_of_the_training_data_is_taken() -> None:
+    data = [sample()[0] for _ in range(2 * ROWS)]
+    engine = shardwise.initialize(model(), config={**AUTO, "memory_budget": "1300KiB"}, training_data=data).engine
+    assert chosen(engine)[2] < 2 * ROWS and next(iter(engine.training_dataloader)).shape[0] == chosen(engine)[2]
+    engine.destroy()
+
+
+def machine(tmp_path: Any) -> str:
+    facts = dict(when="now", host_name="elsewhere", processor="p", cores=2, device="cpu", torch="2", threads=1)
+    add = OperatorTime(name="aten.add.Tensor", seconds=1e-3, flops=0, moved=1000)
+    product = OperatorTime(name="aten.addmm.default", seconds=1.0, flops=10**6, moved=1000)
+    file = tmp_path / "machine.json"
+    Machine(**facts, operators={"a": add, "b": product}).save(file)
+    return str(file)
+
+
+def test_a_training_that_costs_too_much_does_not_begin(tmp_path: Any) -> None:
+    budget = {"amount": 1e-9, "rank_hour": 2.0, "steps": 10, "rates": machine(tmp_path)}
+    with pytest.raises(ConfigError, match=r"cost_budget.amount: 10 steps of .* pay for 0 steps"):
+        shardwise.initialize(model(), config={**AUTO, "cost_budget": budget}, sample_batch=sample())
+    budget["amount"] = 1e9
+    engine = shardwise.initialize(model(), config={**AUTO, "cost_budget": budget}, sample_batch=sample()).engine
+    assert "the fastest by " in engine._resolution.notes[-1].reason
+    engine.destroy()
+    with pytest.raises(UsageError, match="sample_batch"):
+        shardwise.initialize(model(), config={**AUTO, "cost_budget": budget})
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "message"),
+    [
+        ({"memory_budget": "1GiB", "memory_limits": {"device": "2GiB"}}, ConflictError, "the same limit"),
+        ({"cost_budget": {"amount": 3}}, ConfigError, "needs `cost_budget.steps`"),
+    ],
+)
+def test_budgets_that_contradict(more: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        shardwise.initialize(model(), config={**AUTO, **more})
+
+
+def test_pipelines_are_not_chosen_when_they_are_built() -> None:
+    with pytest.raises(ConfigError, match="shardwise plan --pp"):
+        shardwise.initialize(PipelineModule([nn.Linear(4, 4)], loss_fn=nn.MSELoss()), config=AUTO)
