@@ -1,10 +1,3 @@
-from typing import Any, NoReturn
-
-from typing_extensions import deprecated
-
+from shardwise_deepspeed.tuning import Autotuner as Autotuner
 
 __all__ = ["Autotuner"]
-
-@deprecated('the autotuner is not built yet')
-class Autotuner:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -5,6 +5,6 @@ from typing_extensions import deprecated
 
 __all__ = ["DeepSpeedAutotuningConfig"]
 
-@deprecated('the autotuner is not built yet')
+@deprecated('sections are pydantic models here (DeepSpeedConfigModel)')
 class DeepSpeedAutotuningConfig:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -5,6 +5,6 @@ from typing_extensions import deprecated
 
 __all__ = ["ResourceManager"]
 
-@deprecated('the autotuner is not built yet')
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
 class ResourceManager:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -5,5 +5,5 @@ from typing_extensions import deprecated
 
 __all__ = ["write_experiments"]
 
-@deprecated('the autotuner is not built yet')
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
 def write_experiments(*args: Any, **kwargs: Any) -> NoReturn: ...

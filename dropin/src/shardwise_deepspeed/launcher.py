@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise.launch.hosts import read_hostfile
 from shardwise.launch.job import Job
@@ -43,6 +43,12 @@ def _parser() -> Parser:
     add("--bind_core_list", metavar="LIST", help="divide these CPUs only: 0,4-6")
     add("--log_level", default="info", choices=LEVELS, help="of the launcher")
     add("-q", "--quiet", action="store_true", help="print nothing but the ranks' output and errors")
+    add(
+        "--autotuning",
+        default="",
+        choices=("", "tune", "run"),
+        help="search for the fastest stage and micro-batch size",
+    )
     several = made.add_argument_group("for several machines", "no effect on one machine")
     several.add_argument("--launcher", default="", type=str.lower, choices=RUNNERS, help="program that starts on them")
     several.add_argument("--launcher_args", default="", help="arguments of that launcher")
@@ -66,7 +72,16 @@ def job_of(arguments: list[str]) -> Job:
     >>> job_of(["--num_gpus", "2", "train.py", "--lr", "1"]).args
     ('--lr', '1')
     """
-    given = _parser().given(arguments)
+    return job_from(_parser().given(arguments))
+
+
+def defaults() -> dict[str, Any]:
+    """Return the value of each option that is not given."""
+    return {**vars(_parser().parse_args(["script"])), "user_script": None}
+
+
+def job_from(given: argparse.Namespace) -> Job:
+    """Return the job of parsed options."""
     log = logging.getLogger("shardwise")
     log.setLevel(LEVELS[given.log_level])
     hostfile = given.hostfile
@@ -103,6 +118,7 @@ def job_of(arguments: list[str]) -> Job:
         launcher_args=given.launcher_args,
         ssh_port=given.ssh_port,
         setup=given.venv_script,
+        autotuning=given.autotuning or None,
     )
 
 

@@ -53,6 +53,20 @@ def load(source: Any) -> dict[str, Any]:
     return read(source).data
 
 
+def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the values of another one in the place of its own, section by section.
+
+    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+    {'a': {'b': 3, 'c': 2}}
+    """
+    found = dict(values)
+    for name, value in over.items():
+        before = found.get(name)
+        both = isinstance(before, dict) and isinstance(value, dict)
+        found[name] = merged(before, value) if both else value  # type: ignore[arg-type]
+    return found
+
+
 def read(source: Any) -> Document:
     """Read a configuration as `load` does; return it with its origin."""
     if isinstance(source, Document):

@@ -104,6 +104,9 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     zero, sparse = config.zero_optimization, config.sparse_attention
     if path[0] in (TRAIN, MICRO, STEPS) and config.elasticity.enabled:
         return "`elasticity` chooses the batch sizes (`ignore_non_elastic_batch_info`)"
+    tuning = config.autotuning
+    if path == ("autotuning",) and tuning.metric_path is None and not tuning.model_info.profile:
+        return "it is read by `--autotuning` of the launcher, and in the runs that the launcher starts then"
     if path[:1] == ("elasticity",) and path[1:] == ("num_gpus_per_node",) and config.elasticity.version == 0.1:
         return "it belongs to version 0.2"
     if path == ("aio",) and "nvme" not in _offloaded(config):

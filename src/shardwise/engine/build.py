@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator, check_agreement, members_of
 from shardwise.comm.desync import compare_calls
 from shardwise.comm.domain import REPLICATE, Domain
-from shardwise.comm.environment import DEVICE_LIMIT
+from shardwise.comm.environment import CONFIG_OVERRIDE, DEVICE_LIMIT
 from shardwise.comm.groups import refuse
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
@@ -26,6 +27,7 @@ from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.compat import watch_clipping
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.config.export import effective
+from shardwise.config.read import merged, read
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.device.segments import let_segments_grow
@@ -92,6 +94,7 @@ from shardwise.engine.step import TrainStep
 from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
 from shardwise.engine.timelines import Timelines
+from shardwise.engine.tuning import TuningRun
 from shardwise.engine.unequal import UnequalBatches, check_divisible, first_sizes, part_of_replica
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Accountant, Category
@@ -373,6 +376,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     if sharded.local is not None and replicas is not None and settings.unequal_batches.enabled:
         sharded.local.share = functools.partial(part_of_replica, batches, replicas)
     dividing = UnequalBatches(settings, batches, step, job, device)
+    tuning = TuningRun(resolution, sharded, batches, memory, job)
     activations = Activations(
         settings,
         model,
@@ -394,7 +398,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         memory=memory,
         activations=activations,
         monitor=monitor,
-        observers=Observers([events, profiling, timelines, following, activations, memory, dividing]),
+        observers=Observers([events, profiling, timelines, following, activations, memory, dividing, tuning]),
         profiling=profiling,
         timelines=timelines,
         following=following,
@@ -460,7 +464,7 @@ def _resolve(
         tensor_parallel_size=requested.tensor,
         pipeline_stages=requested.stages or of_model,
     )
-    resolution = resolve(source, world_size=len(ranks), facts=facts)
+    resolution = resolve(_overridden(source, client_optimizer), world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)
     if resolution.config.log_level is not None:
         logger.setLevel(resolution.config.log_level.upper())
@@ -468,6 +472,19 @@ def _resolve(
         for message in resolution.log_messages():
             warn_once(message)
     return resolution
+
+
+def _overridden(source: Any, client_optimizer: Any) -> Any:
+    """Return a configuration with the keys of the file that `CONFIG_OVERRIDE` names, if the engine trains."""
+    path = os.environ.get(CONFIG_OVERRIDE)
+    if not path:
+        return source
+    document = read(source)
+    optimizer = document.data.get("optimizer")
+    if client_optimizer is None and not (isinstance(optimizer, dict) and optimizer.get("type")):
+        return document
+    origin = f"{document.origin}, with {CONFIG_OVERRIDE} {path}"
+    return replace(document, data=merged(document.data, read(Path(path)).data), origin=origin)
 
 
 def _take_device_limit(resolution: Resolution) -> None:

@@ -240,6 +240,17 @@ class MemoryReporting(StepObserver):
                 rooms.append(Room(tuple(tiers), engine_room(limit, self.accountant, device, tiers)))
         return limits[0], rooms
 
+    def planning(self) -> tuple[Planner, list[Room]]:
+        """Return a planner for micro-batches like the last one, and the bytes that the engine may take."""
+        rooms, limits = self._rooms()[1], self._resolution.config.memory_limits
+        if limits.device is not None:
+            rooms.append(Room((Tier.DEVICE,), limits.device))
+        if limits.host is not None:
+            shared = self.device.type == "cpu" and limits.device is None
+            tiers = (Tier.DEVICE, Tier.HOST) if shared else (Tier.HOST,)
+            rooms.append(Room(tiers, limits.host // local_ranks(self._job.world)))
+        return Planner(self._target(), self._last_call, like_cross_entropy), rooms
+
     def after_step(self) -> None:
         """Raise an OutOfMemoryError if the peak device memory exceeds `memory_limits.device`."""
         if self._communicators is not None:

@@ -211,6 +211,15 @@ class Job:
     unchecked: Annotated[
         bool, typer.Option("--no-check", help="Do not compare versions, files and environments of the machines.")
     ] = False
+    autotuning: Annotated[
+        str | None,
+        typer.Option(
+            "--autotuning",
+            metavar="tune|run",
+            help="Search for the fastest ZeRO stage and micro-batch size, by the section `autotuning` of the "
+            "configuration. run: then run the job with the best configuration.",
+        ),
+    ] = None
     progress: Literal["auto", "off"] | None = None
 
     @property
@@ -256,6 +265,13 @@ def check(job: Job) -> None:
     if job.master_port is not None and not 1 <= job.master_port < 2**16:
         raise CommandLineError(
             f"--master_port {job.master_port} is not a TCP port (1 to 65535). Leave it out to take a free one."
+        )
+    if job.autotuning not in (None, "tune", "run"):
+        raise CommandLineError(f"--autotuning {job.autotuning}: choose tune or run.")
+    if job.autotuning is not None and by_hand(job):
+        raise CommandLineError(
+            "--autotuning starts many jobs, and machines that are started by hand run one. Name the machines with "
+            "--hostfile."
         )
     if job.node_rank is not None and job.hostfile is not None:
         raise CommandLineError(

@@ -8,6 +8,7 @@ first, or 128 + the signal. A rank that hangs while no other fails is waited for
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from shardwise.launch import slurm
 from shardwise.launch.hosts import is_this_machine
@@ -29,6 +30,11 @@ def run_job(job: Job) -> int:
     """
     check(job)
     slurm.check(job)
+    if job.autotuning is not None and not (job.slurm and "SLURM_JOB_ID" not in os.environ):
+        from shardwise.launch.tuning import tune
+
+        code, best = tune(job)
+        return code if best is None or job.autotuning == "tune" else run_job(best)
     if by_hand(job):
         from shardwise.launch.meeting import meet
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.plans import Offload, planners_of
+from shardwise.engine.plans import Offload, Planner, Setting, planners_of
 from shardwise.errors import UsageError
 from shardwise.plan.clock import Costs, Rates, StepTime, step_time
 from shardwise.plan.events import Recorder
@@ -68,14 +68,16 @@ def plan_times(
     if "nvme" in Offload.of(planner.target.resolution.config).devices:
         raise UsageError("the time of reading and writing state on a disk is not planned yet; leave --time out")
     setting = planner.target.setting
-    found = []
-    for stage in stages:
-        recorder = Recorder()
-        planner.record(replace(setting, stage=stage), recorder)
-        rates.complete(recorder, ranks, limit)
-        time = step_time(recorder.passes, setting.accumulation, slowed(rates.costs(ranks), slowest))
-        found.append(TimePlan(stage, time, time.estimated / time.computing if time.computing else 0.0))
-    return found
+    return [plan_time(planner, replace(setting, stage=stage), rates, limit, slowest) for stage in stages]
+
+
+def plan_time(planner: Planner, setting: Setting, rates: Rates, limit: float = 0.0, slowest: float = 1.0) -> TimePlan:
+    """Return the planned time of a step of one rank; see `plan_times`."""
+    recorder = Recorder()
+    planner.record(setting, recorder)
+    rates.complete(recorder, setting.ranks, limit)
+    time = step_time(recorder.passes, setting.accumulation, slowed(rates.costs(setting.ranks), slowest))
+    return TimePlan(setting.stage, time, time.estimated / time.computing if time.computing else 0.0)
 
 
 def slowed(costs: Costs, factor: float) -> Costs:

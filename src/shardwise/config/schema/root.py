@@ -34,6 +34,7 @@ from .parallel import (
     TensorParallel,
 )
 from .precision import BF16, FP16, DataTypes, TorchAutocast
+from .tuning import Autotuning
 from .unequal import UnequalBatches
 from .watch import AnomalyWatch
 from .zero import ZeroConfig
@@ -217,6 +218,6 @@ class Config(ConfigSection):
     eigenvalue: Annotated[Any, NotBuilt("eigenvalue")] = not_built("eigenvalue")
 
     elasticity: Elasticity = section(Elasticity, "Batch sizes that stay equal when the number of ranks changes.")
-    autotuning: Annotated[Any, NotBuilt("autotuning")] = not_built("autotuning")
+    autotuning: Autotuning = section(Autotuning, "Measured search of stages and batch sizes.")
     hybrid_engine: Annotated[Any, NotBuilt("hybrid_engine")] = not_built("hybrid_engine")
     compile: Annotated[Any, NotBuilt("compile")] = not_built("compile")

@@ -1,0 +1,103 @@
+"""Section of the autotuner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from shardwise.errors import ConflictError
+
+from .base import ConfigSection, Contradiction, Int, key, section
+
+_FOUND = "the first run finds it in the model"
+_LAUNCHED = "the options of the launcher decide"
+
+
+class ModelInfo(ConfigSection):
+    """`autotuning.model_info`: facts about the model."""
+
+    profile: bool = key(
+        False,
+        "Take one step, write facts and planned memory of the model to `autotuning.model_info_path`, and end. "
+        "`--autotuning` sets it for the first run.",
+    )
+    num_params: Int | None = key(None, "Number of parameters.", gt=0, no_effect=_FOUND)
+    hidden_size: Int | None = key(None, "Width of the layers.", gt=0, no_effect=_FOUND)
+    num_layers: Int | None = key(None, "Number of layers.", gt=0, no_effect=_FOUND)
+
+
+class Autotuning(ConfigSection):
+    """`autotuning`: the search of `shardwise run --autotuning`, and the measured steps of its runs."""
+
+    enabled: bool = key(
+        False,
+        "In a run that `--autotuning` has started: measure some steps, and end. No effect in other runs.",
+    )
+    fast: bool = key(
+        True, "Tune ZeRO stage and micro-batch size only; false: also offloading, where it is needed, and buckets."
+    )
+    results_dir: str = key("autotuning_results", "Directory of results.", min_length=1)
+    exps_dir: str = key("autotuning_exps", "Directory of the configurations and logs of each run.", min_length=1)
+    overwrite: bool = key(
+        True,
+        "Measure everything again; false: keep results of equal configurations and commands in `results_dir`.",
+        default_note="true in DeepSpeed's code, false in its documentation",
+    )
+    num_nodes: Int | None = key(None, "Number of machines.", gt=0, no_effect=_LAUNCHED)
+    num_gpus: Int | None = key(None, "Processes of each machine.", gt=0, no_effect=_LAUNCHED)
+    start_profile_step: Int = key(3, "First measured step; the first step of a run is never measured.", ge=0)
+    end_profile_step: Int = key(5, "Last measured step, after which the run ends.", ge=0)
+    metric: Literal["throughput", "latency", "flops"] = key(
+        "throughput",
+        "Most samples per second, least seconds of a step, or most floating-point operations per second.",
+    )
+    metric_path: str | None = key(None, "File of a run's result; set by `--autotuning`.", min_length=1)
+    tuner_type: Literal["gridsearch", "random", "model_based"] = key(
+        "gridsearch",
+        "Order of the runs: by stage and micro-batch size, at random, or by planned time (without `rates`: by what a "
+        "step communicates).",
+        default_note="gridsearch in DeepSpeed's code, model_based in its documentation",
+    )
+    tuner_early_stopping: Int = key(5, "End after so many runs without a better result.", gt=0)
+    tuner_num_trials: Int = key(50, "Most runs.", gt=0)
+    arg_mappings: dict[str, Any] | None = key(
+        None,
+        "Arguments of the script that repeat keys, as {key: argument}; each run sets them.",
+        free_form=True,
+    )
+    max_train_batch_size: Int | None = key(None, "Largest `train_batch_size`, if the configuration gives none.", gt=0)
+    min_train_batch_size: Int = key(1, "Smallest `train_batch_size`, if the configuration gives none.", gt=0)
+    max_train_micro_batch_size_per_gpu: Int = key(1024, "Largest micro-batch size.", gt=0)
+    min_train_micro_batch_size_per_gpu: Int = key(1, "Smallest micro-batch size.", gt=0)
+    num_tuning_micro_batch_sizes: Int = key(3, "Micro-batch sizes of each stage.", gt=0)
+    mp_size: Int = key(1, "Ranks that share a copy of the model.", ge=1, no_effect=_FOUND)
+    model_info: ModelInfo = section(ModelInfo, "Facts about the model.")
+    model_info_path: str | None = key(None, "File of the first run's result; set by `--autotuning`.", min_length=1)
+    time_limit: float = key(600.0, "Most seconds of a run.", gt=0)
+    rates: str | None = key(
+        None,
+        "File of `shardwise bench machine`: of candidates that are planned to be slower than the best by more than the "
+        "plan's error none is run.",
+        min_length=1,
+    )
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield bounds that exclude every value."""
+        if not self.enabled:
+            return
+        least = max(2, self.start_profile_step)
+        if self.end_profile_step < least:
+            message = f"is {self.end_profile_step}; write {least} or more: step {least} is the first that is measured"
+            yield "end_profile_step", message, ConflictError
+        for least_key, most_key in (
+            ("min_train_batch_size", "max_train_batch_size"),
+            ("min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu"),
+        ):
+            low, high = getattr(self, least_key), getattr(self, most_key)
+            if high is not None and low > high:
+                yield least_key, f"is {low}, above {at(most_key)} = {high}; exchange them", ConflictError
+        wrong = {name: flag for name, flag in (self.arg_mappings or {}).items() if not isinstance(flag, str)}
+        if wrong:
+            name, flag = next(iter(wrong.items()))
+            message = f'maps {name} to {flag!r}; write an argument of the script, such as "--{name}"'
+            yield "arg_mappings", message, ConflictError
