@@ -140,8 +140,16 @@ HOSTILE_FLAGS ?= --minutes 20
 hostile: $(STAMP)
 	$(BIN)/python -m tests.slow.hostile $(HOSTILE_FLAGS)
 
-docs: $(DOCS_STAMP)
+# The page of plans of some models is made again if the planner's or the engine's code has changed, which takes minutes.
+PLAN_PAGE := .cache/plan.html
+PLAN_MODELS ?= bloom-560m llama-7b llama-70b
+$(PLAN_PAGE): $(DOCS_STAMP) $(wildcard src/shardwise/plan/* src/shardwise/engine/*.py src/shardwise/memory/*.py)
+	@mkdir -p $(@D)
+	OMP_NUM_THREADS=1 $(BIN)/shardwise plan $(PLAN_MODELS) --page $@
+
+docs: $(DOCS_STAMP) $(PLAN_PAGE)
 	$(BIN)/zensical build --strict
+	cp $(PLAN_PAGE) site/plan.html
 
 clean:
 	rm -rf build dist site .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

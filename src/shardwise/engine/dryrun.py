@@ -28,7 +28,7 @@ from shardwise.engine.scaling import cast_floats, prescale_of, scale_gradients_o
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import stepping_of
-from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, fake_optimizer, track_activations
+from shardwise.memory import Accountant, Category, Journal, Moved, Tier, fake_copy, fake_optimizer, track_activations
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
@@ -103,7 +103,7 @@ class DryRunEngine:
     """A model's engine on fake tensors; copies module and optimizer without values and state.
 
     `optimizer` None: the model is only evaluated. `groups`: parameters in each of the optimizer's groups. `like`:
-    communicator of a running engine with as many ranks; None: ranks may span machines.
+    communicator of a running engine with as many ranks; None: ranks may span machines. `journal`: of the accountant.
     """
 
     shows_loss = False
@@ -120,12 +120,13 @@ class DryRunEngine:
         device: torch.device,
         like: Communicator | None = None,
         grid: Arrangement | None = None,
+        journal: Journal | None = None,
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self._config, self._device, self._module = config, device, module
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.accountant = accountant = Accountant()
+        self.accountant = accountant = Accountant(journal)
         twin = fake_copy(module, self._mode)
         pairs = list(zip(module.parameters(), twin.parameters(), strict=True))
         for parameter, copied in pairs:

@@ -19,12 +19,13 @@ from shardwise.engine.dryrun import DryRunEngine, MemoryPlan, Recorder
 from shardwise.engine.mesh import domain_of
 from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
-from shardwise.memory import Category, Tier, shapes_of
+from shardwise.memory import Category, Journal, Tier, shapes_of
 from shardwise.memory.dryrun import has_masks
 from shardwise.memory.report import as_text, plain_table
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.units import format_size
+from shardwise.zero.model import ShardedModel
 from shardwise.zero.units.plan import TABLE
 
 if TYPE_CHECKING:
@@ -352,9 +353,11 @@ class Planner:
             self._plans[setting] = self._run(setting)
         return self._plans[setting]
 
-    def record(self, setting: Setting, recorder: Recorder) -> None:
-        """Record what a rank does in a window, whose memory `plan` then knows. Raises any error of the module on fake
-        tensors.
+    def record(
+        self, setting: Setting, recorder: Recorder | None = None, journal: Journal | None = None
+    ) -> tuple[MemoryPlan, ShardedModel]:
+        """Record what a rank does in a window, whose memory `plan` then knows, and the events of its memory. Raises any
+        error of the module on fake tensors. Returns the plan, and the model as sharded.
 
         Raises UsageError without a batch, and ConfigError for a setting that the configuration does not allow.
         """
@@ -362,8 +365,10 @@ class Planner:
             raise UsageError("a plan of time needs a batch")
         batch = self._of_size(setting.micro_batch)
         steps = accumulated(self.target.resolution.config, setting.accumulation)
-        plan = self._engine(setting, batch).run(batch, steps, self._loss, masks=self._masks, recorder=recorder)
+        engine = self._engine(setting, batch, journal)
+        plan = engine.run(batch, steps, self._loss, masks=self._masks, recorder=recorder)
         self._plans[setting] = plan, ""
+        return plan, engine.sharded
 
     def _run(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         config, note = self.target.resolution.config, ""
@@ -394,7 +399,7 @@ class Planner:
             raise UsageError(f"the batch's first dimension is not a multiple of the {now} samples of a micro-batch")
         return shapes_of(self._batch, sizes[0], sizes[0] // now * micro_batch)
 
-    def _engine(self, setting: Setting, batch: Any = None) -> DryRunEngine:
+    def _engine(self, setting: Setting, batch: Any = None, journal: Journal | None = None) -> DryRunEngine:
         target = self.target
         raw = _merged(target.resolution.raw, setting)
         same = setting.ranks == target.setting.ranks
@@ -402,7 +407,8 @@ class Planner:
         like, grid = (target.comm, target.grid) if same else (None, None)
         found = target.module, target.optimizer, target.groups, config
         if target.place is None:
-            return DryRunEngine(*found, world=setting.ranks, device=target.device, like=like, grid=grid)
+            device = target.device
+            return DryRunEngine(*found, world=setting.ranks, device=device, like=like, grid=grid, journal=journal)
         from shardwise.engine.pipeline_dryrun import PipelineDryRun, StageForms, resized  # imports this module
 
         if self._forms is None:

@@ -1,6 +1,6 @@
 """Memory accounting of an engine, measurement of activations, and memory planning."""
 
-from shardwise.memory.accountant import Accountant, Category, Moved, Tier
+from shardwise.memory.accountant import Accountant, Category, Journal, Moved, Tier
 from shardwise.memory.dryrun import Call, fake_copy, fake_optimizer, like_cross_entropy, shapes_of
 from shardwise.memory.limits import MemoryLimit, disk_limit, host_limits, memory_limit
 from shardwise.memory.oom import OutOfMemoryError, is_out_of_memory
@@ -26,6 +26,7 @@ __all__ = [
     "Accountant",
     "Call",
     "Category",
+    "Journal",
     "MemoryLimit",
     "MemoryReport",
     "MemoryRow",

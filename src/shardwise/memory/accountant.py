@@ -84,6 +84,19 @@ class Lap(NamedTuple):
     peak_total: int
 
 
+class Journal:
+    """Events of an accountant, in the order in which they are evaluated.
+
+    Attributes:
+        events: category, tier, and bytes more or fewer; None where peaks are restarted.
+        moves: tier, bytes read and bytes written; None likewise.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Category, Tier, int] | None] = []
+        self.moves: list[tuple[Tier, int, int] | None] = []
+
+
 class _Counts:
     """Bytes of one tier. Peaks are of the current lap; `before` has the peaks of earlier laps."""
 
@@ -142,6 +155,9 @@ class _Held(weakref.ref[torch.UntypedStorage]):
 class Accountant:
     """Counts bytes by category and tier, by default of the device.
 
+    Args:
+        journal: to be written; events are otherwise only summed.
+
     Attributes:
         default: category of unclaimed tensors that the tracker sees; see `owning`.
         tracked: `shardwise.memory.track_activations` was active since the last `reset_peak()`.
@@ -166,7 +182,8 @@ class Accountant:
     _TRACKED_LOG_LENGTH = 1 << 20
     """Maximum with an active tracker: longer than a step, for exact late claims."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = journal
         self.default: Category | None = Category.ACTIVATIONS
         self.tracked = False
         self.construction_peak = 0
@@ -241,6 +258,9 @@ class Accountant:
             counts.begin()
         self._peak_near = self._near
         self.tracked = self.trackers > 0
+        if self._journal is not None:
+            self._journal.events.append(None)
+            self._journal.moves.append(None)
 
     def lap(self) -> dict[Tier, Lap]:
         """Return current and peak bytes of each tier since the last call; `peak` and other peaks continue."""
@@ -262,6 +282,8 @@ class Accountant:
         """Count bytes read from a tier or written to it."""
         with self._moving:  # autograd and checkpoint threads also move values
             self._moved[tier] += (read, written)
+            if self._journal is not None:
+                self._journal.moves.append((tier, read, written))
 
     def hold(self, category: Category | None, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
         """Count the memory of a tensor, once for all its views, until it is freed; None: under no category. The first
@@ -376,6 +398,8 @@ class Accountant:
             category = entry.category
             if category is None:
                 continue
+            if self._journal is not None:
+                self._journal.events.append((category, entry.tier, delta))
             counts = self._counts[entry.tier]
             live = counts.live
             live[category] = now = live[category] + delta

@@ -70,7 +70,7 @@ def render(run: Run, library: str) -> str:
     html, script, style = (
         resources.files(__package__).joinpath(f"page.{suffix}").read_text("utf-8") for suffix in ("html", "js", "css")
     )
-    hashes = " ".join(_hash(code) for code in (script, library))
+    hashes = " ".join(script_hash(code) for code in (script, library))
     heading = _text(about.get("model")) or "Run"
     configuration = about.get("configuration")
     shown = json.dumps(configuration, indent=2, ensure_ascii=False) if isinstance(configuration, dict) else ""
@@ -102,7 +102,8 @@ def render(run: Run, library: str) -> str:
     )
 
 
-def _hash(code: str) -> str:
+def script_hash(code: str) -> str:
+    """Return the source expression of a script for a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
 
 

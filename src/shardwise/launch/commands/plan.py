@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -93,6 +94,14 @@ class Request:
         float, typer.Option(metavar="FACTOR", help="One rank takes so many times as long to compute.")
     ] = 1.0
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False
+    page: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a page on which settings of the models are tried out in a browser. Of the other options only "
+            "--config has a meaning then.",
+        ),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes as one JSON object.")] = False
 
     def __post_init__(self) -> None:
@@ -202,6 +211,9 @@ def plan(request: Request) -> None:
     from shardwise.plan.text import time_lines
     from shardwise.plan.time import plan_times
 
+    if request.page is not None:
+        _write_page(request, request.page)
+        return
     rooms, settings, rates = request.rooms(), request.settings(), request.rates()
     resolution = resolve(settings, world_size=request.ranks)
     configured = resolution.config.pipeline.stages not in ("auto", 1)
@@ -231,6 +243,16 @@ def plan(request: Request) -> None:
         typer.echo("")
     if request.as_json:
         typer.echo(json.dumps(found, indent=2))
+
+
+def _write_page(request: Request, file: str) -> None:
+    from shardwise.checkpoint.parallel import workers
+    from shardwise.config import load
+    from shardwise.plan.page import page_models, write_page
+
+    config = None if request.config is None else load(request.config)
+    typer.echo(f"{file}: about 100 short dry runs for each model and precision, which take minutes", err=True)
+    write_page(page_models(request.models, config, workers=workers()), Path(file))
 
 
 def _size(model: nn.Module) -> int:

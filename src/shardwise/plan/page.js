@@ -1,0 +1,221 @@
+"use strict";
+(async () => {
+  const at = (id) => document.getElementById(id);
+  let models;
+  try {
+    const bytes = Uint8Array.from(atob(at("tables").textContent), (letter) => letter.charCodeAt(0));
+    const opened = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    models = JSON.parse(await new Response(opened).text());
+  } catch (error) {
+    at("verdict").textContent = "This browser is too old (it has no DecompressionStream).";
+    return;
+  }
+  const MARGIN = 1.15, GIB = 2 ** 30;
+  // Lines of the tables: categories on the device in the accountant's order, the host, disks.
+  const PARTS = [
+    ["parameters", [0], "c1"], ["gradients", [1], "c2"], ["optimizer", [2, 3], "c3"], ["buffers", [4, 5], "c4"],
+    ["activations", [6], "c6"], ["other", [7, 8], "c5"],
+  ];
+  const HOST = 9, CATEGORIES = 9;
+  const WAYS = [
+    [0, "none", "none"], [1, "none", "none"], [2, "none", "none"], [3, "none", "none"], [1, "cpu", "none"],
+    [2, "cpu", "none"], [3, "cpu", "none"], [3, "cpu", "cpu"],
+  ];
+  const words = ([stage, optimizer, parameters]) =>
+    `stage ${stage}` + (parameters === "cpu" ? ", state on the host" : optimizer === "cpu" ? ", optimizer on the host" : "");
+
+  // -- the plan: the largest of some formulas ------------------------------------------------------------------------
+
+  const sizesAt = (tables, ranks, micro, length) => {
+    const shards = tables.flats.map(([numel, align]) => align * Math.ceil(numel / (align * ranks)));
+    const basis = [
+      1, length, length ** 2, micro, micro * length, micro * length ** 2, ...shards,
+      ...shards.map((shard) => ranks * shard),
+    ];
+    return tables.formulas.map((terms) => terms.reduce((sum, [place, count]) => sum + count * basis[place], 0));
+  };
+  const plan = (settings, way) => {
+    const tables = models[settings.model].tables[`${settings.precision}${settings.recompute ? "/recompute" : ""}`];
+    const [stage, optimizer, parameters] = way;
+    const key = [settings.ranks > 1 ? stage : "one", optimizer, parameters, Math.min(settings.accumulation, 2)].join("/");
+    const found = tables.tables[key];
+    if (!found) return null;
+    const sizes = sizesAt(tables, settings.ranks, settings.micro, settings.length);
+    const peaks = found.peaks.map((numbers) => Math.max(...numbers.map((number) => sizes[number])));
+    let total = -1, parts = [];
+    for (const numbers of found.totals) {
+      const moment = numbers.map((number) => sizes[number]), sum = moment.reduce((one, other) => one + other, 0);
+      if (sum > total) [total, parts] = [sum, moment];
+    }
+    // A pass in the middle is the second of three; tables of state on the device have no third one, and move nothing.
+    const passes = found.moved, middle = settings.accumulation - Math.min(passes.length, 2);
+    const moved = [0, 1].map((place) => passes.reduce((sum, numbers, pass) =>
+      sum + (passes.length > 2 && pass === 1 ? middle : 1) * sizes[numbers[place]], 0));
+    const fits = total * MARGIN <= settings.device * GIB &&
+      peaks[HOST] * MARGIN <= Math.floor(settings.host * GIB / Math.min(settings.local, settings.ranks));
+    return { way, stage, peaks, total, parts, host: peaks[HOST], moved, fits };
+  };
+
+  // -- the page ------------------------------------------------------------------------------------------------------
+
+  const NUMBERS = ["length", "ranks", "micro", "accumulation", "device", "local", "host"];
+  const read = () => {
+    const settings = { model: at("model").value, precision: at("precision").value, recompute: at("recompute").checked };
+    for (const id of NUMBERS) settings[id] = at(id).valueAsNumber;
+    return settings;
+  };
+  const element = (name, text = "", attributes = {}) => {
+    const made = document.createElement(name);
+    made.textContent = text;
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    return made;
+  };
+  const unitOf = (most) =>
+    [["TiB", 2 ** 40], ["GiB", GIB], ["MiB", 2 ** 20], ["KiB", 2 ** 10]].find(([, size]) => most >= size) || ["B", 1];
+  const sized = (size) => {
+    const [unit, scale] = unitOf(size);
+    return unit === "B" ? `${size} B` : `${(size / scale).toFixed(2)} ${unit}`;
+  };
+  let chosen = null; // a way; none: the first that fits
+
+  const summed = (values, lines) => lines.reduce((sum, line) => sum + values[line], 0);
+  const showBars = (settings, plans, pick) => {
+    // A card with far more memory than is needed would leave short bars.
+    const limit = settings.device * GIB, largest = Math.max(...plans.map((one) => one.total));
+    const most = Math.max(largest, Math.min(limit, 2 * largest));
+    at("bars").replaceChildren(...plans.map((one) => {
+      const bar = element("div", "", { class: `bar${one === pick ? " chosen" : ""}${one.total * MARGIN > limit ? " over" : ""}` });
+      const track = element("div", "", { class: "track", role: "img" });
+      const told = [];
+      for (const [name, lines, colour] of PARTS) {
+        const size = summed(one.parts, lines);
+        if (!size) continue;
+        const part = element("div", "", { class: "part", title: `${name}: ${sized(size)}` });
+        part.style.width = `${100 * size / most}%`;
+        part.style.setProperty("--part", `var(--${colour})`);
+        track.append(part);
+        told.push(`${name} ${sized(size)}`);
+      }
+      track.setAttribute("aria-label", `${words(one.way)}: ${told.join(", ")}`);
+      if (limit <= most) {
+        const line = element("div", "", { class: "limit", title: `memory of a card: ${sized(limit)}` });
+        line.style.left = `calc(${100 * limit / most}% - ${limit === most ? 2 : 1}px)`;
+        track.append(line);
+      }
+      bar.append(element("span", words(one.way), { class: "name" }), track, element("span", sized(one.total), { class: "size" }));
+      return bar;
+    }));
+  };
+  const showTable = (plans, pick) => {
+    const [unit, scale] = unitOf(Math.max(...plans.map((one) => one.total)));
+    at("table-title").textContent = `Numbers in ${unit}`;
+    const heads = ["total", ...PARTS.map(([name]) => name), "host", "host reads", "host writes"];
+    at("head").replaceChildren(element("th", "setting", { scope: "col" }), element("th", "fits", { scope: "col" }),
+      ...heads.map((name) => element("th", name, { scope: "col", class: "n" })));
+    at("rows").replaceChildren(...plans.map((one, place) => {
+      const row = element("tr", "", one === pick ? { class: "chosen" } : {});
+      const head = element("th", "", { scope: "row" }), label = element("label"), button = element("input", "", { type: "radio", name: "way", value: place });
+      button.checked = one === pick;
+      button.addEventListener("change", () => { chosen = one.way.join("/"); show(); document.querySelector(`[name=way][value="${place}"]`).focus(); });
+      label.append(button, words(one.way));
+      head.append(label);
+      const sizes = [one.total, ...PARTS.map(([, lines]) => summed(one.peaks, lines)), one.host, ...one.moved];
+      row.append(head, element("td", one.fits ? "yes" : "no", { class: one.fits ? "fits-yes" : "fits-no" }),
+        ...sizes.map((size) => element("td", (size / scale).toFixed(2), { class: "n", "data-bytes": size })));
+      row.dataset.peaks = JSON.stringify(one.peaks.slice(0, CATEGORIES));
+      return row;
+    }));
+  };
+  const configured = (settings, { way: [stage, optimizer, parameters] }) => {
+    const own = models[settings.model].configs[settings.precision];
+    const zero = { ...own.zero_optimization, stage };
+    delete zero.offload_optimizer;
+    delete zero.offload_param;
+    if (optimizer !== "none") zero.offload_optimizer = { device: optimizer };
+    if (parameters !== "none") zero.offload_param = { device: parameters };
+    return {
+      train_batch_size: settings.micro * settings.accumulation * settings.ranks,
+      train_micro_batch_size_per_gpu: settings.micro,
+      gradient_accumulation_steps: settings.accumulation,
+      ...own,
+      zero_optimization: zero,
+    };
+  };
+  const show = () => {
+    const settings = read();
+    const wrong = NUMBERS.map(at).find((field) => !field.checkValidity());
+    if (wrong) {
+      at("verdict").textContent = `${wrong.labels[0].textContent}: ${wrong.validationMessage}`;
+      return;
+    }
+    const plans = WAYS.map((way) => plan(settings, way)).filter((one) => one);
+    const first = plans.find((one) => one.fits);
+    const pick = plans.find((one) => one.way.join("/") === chosen) || first || plans[plans.length - 1];
+    const parameters = models[settings.model].parameters.toLocaleString("en");
+    at("verdict").textContent = `${settings.model}, ${parameters} parameters: ` + (first
+      ? `${words(first.way)} fits, with ${sized(first.total)} of ${sized(settings.device * GIB)}` + (first.host ? ` and ${sized(first.host)} of the host for each rank.` : ".")
+      : `nothing fits. The least is ${sized(Math.min(...plans.map((one) => one.total)))} of a card, plus 15 %.`);
+    showBars(settings, plans, pick);
+    showTable(plans, pick);
+    at("command").textContent = `shardwise plan ${settings.model} --ranks ${settings.ranks} --precision ${settings.precision} --micro-batch ${settings.micro} --accumulation ${settings.accumulation} --length ${settings.length}` + (settings.recompute ? " --recompute" : "");
+    at("json").textContent = JSON.stringify(configured(settings, pick), null, 2);
+    for (const slider of document.querySelectorAll("[data-of]")) {
+      slider.value = Math.log2(settings[slider.dataset.of] / base(slider));
+      slider.setAttribute("aria-valuetext", settings[slider.dataset.of]);
+    }
+    const card = at("card"), own = [...card.options].find((option) => option.value === String(settings.device));
+    if (card.selectedOptions[0].value !== String(settings.device)) card.value = own ? own.value : "";
+    history.replaceState(null, "", `#${new URLSearchParams({ ...settings, ...(chosen ? { way: chosen } : {}) })}`);
+    document.documentElement.dataset.drawn = "yes";
+  };
+  const base = (slider) => slider.dataset.of === "length" ? 128 : 1;
+  const offer = () => {
+    const made = models[at("model").value], before = at("precision").value, names = Object.keys(made.configs);
+    at("precision").replaceChildren(...names.map((name) => element("option", name)));
+    at("precision").value = names.includes(before) ? before : names[0];
+    const twice = `${at("precision").value}/recompute` in made.tables;
+    at("recompute").disabled = !twice;
+    at("recompute").checked &&= twice;
+  };
+  const restore = () => {
+    const given = new URLSearchParams(location.hash.slice(1));
+    if (given.get("model") in models) at("model").value = given.get("model");
+    offer();
+    if (given.get("precision") in models[at("model").value].configs) at("precision").value = given.get("precision");
+    at("recompute").checked = given.get("recompute") === "true" && !at("recompute").disabled;
+    for (const id of NUMBERS) if (given.has(id)) at(id).value = given.get(id);
+    if (WAYS.some((way) => way.join("/") === given.get("way"))) chosen = given.get("way");
+  };
+  const copy = async (text, what) => {
+    try {
+      await navigator.clipboard.writeText(text);
+      at("copied").textContent = `${what} copied.`;
+    } catch (error) { // not allowed on pages without https
+      const range = document.createRange();
+      range.selectNodeContents(at("json"));
+      getSelection().removeAllRanges();
+      getSelection().addRange(range);
+      at("copied").textContent = what === "Link" ? "The link is in the address bar." : "The text is selected: copy it.";
+    }
+  };
+
+  at("legend").append(...PARTS.map(([name, , colour]) => {
+    const item = element("li", name);
+    item.style.setProperty("--part", `var(--${colour})`);
+    return item;
+  }));
+  at("settings").addEventListener("input", (event) => {
+    const { target } = event;
+    at("copied").textContent = "";
+    if (target.dataset.of) at(target.dataset.of).value = base(target) * 2 ** target.value;
+    if (target.id === "card" && target.value) at("device").value = target.value;
+    if (target.id === "model" || target.id === "precision") offer();
+    show();
+  });
+  at("settings").addEventListener("submit", (event) => event.preventDefault());
+  at("copy").addEventListener("click", () => copy(at("json").textContent, "Configuration"));
+  at("link").addEventListener("click", () => copy(location.href, "Link"));
+  addEventListener("hashchange", () => { restore(); show(); });
+  restore();
+  show();
+})();
