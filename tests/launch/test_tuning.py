@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,91 +17,23 @@ from shardwise.comm.environment import CONFIG_OVERRIDE
 from shardwise.errors import CommandLineError, ConfigError
 from shardwise.launch import tuning
 from shardwise.launch.job import Job
-from shardwise.plan.candidates import Candidate, ModelFacts
-from tests.harness.jobs import is_alive, run_job, script
-
-# In the place of the launcher: reads its configuration, and ends as its micro-batch size says.
-PRETENDED = """
-import json, os, sys, time
-with open("calls.jsonl", "a") as file:
-    file.write(json.dumps(sys.argv[1:]) + "\\n")
-keys = json.load(open(os.environ["SHARDWISE_CONFIG_OVERRIDE"]))
-section = keys["autotuning"]
-def report(path, values):
-    with open(path + ".new", "w") as file:
-        json.dump(values, file)
-    os.replace(path + ".new", path)
-if section["model_info"]["profile"]:
-    if os.path.exists("small") and keys.get("zero_optimization") != {"stage": 3}:
-        sys.exit("torch.OutOfMemoryError: CUDA out of memory.")
-    report(section["model_info_path"], json.load(open("facts.json")))
-    sys.exit(0)
-micro = keys["train_micro_batch_size_per_gpu"]
-if micro == 1:
-    print("ran", file=sys.stderr)
-    sys.exit(0)
-if micro == 2:
-    print("Traceback (most recent call last):\\n  File x\\nValueError: bad batch", file=sys.stderr)
-    sys.exit(1)
-if micro == 4:
-    with open("hangs", "w") as file:
-        file.write(str(os.getpid()))
-    time.sleep(60)
-if micro == 32:
-    print("Traceback (most recent call last):\\n  File x\\nshardwise.memory.OutOfMemoryError: no room", file=sys.stderr)
-    sys.exit(1)
-built = {name: value for name, value in keys.items() if name != "autotuning"}
-if micro == 8:
-    built["zero_optimization"] = {"stage": 0}
-values = {"throughput": 10.0 * micro, "latency": 0.1, "memory": 5, "rows": micro, "built": built}
-report(section["metric_path"], values)
-"""
-
-
-def candidate(micro: int, **more: Any) -> Candidate:
-    config = {
-        "train_batch_size": micro,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 1},
-    }
-    return Candidate(f"z1_mbs{micro}_gas1", config, micro, 1, **more)
+from tests.harness import thorough
+from tests.harness.jobs import environment, is_alive, run_job, script
+from tests.harness.tuning import calls, candidate, configure, describe, pretended_launcher
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a script and a configuration, and a launcher that only pretends."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    pretended = tmp_path / "pretended.py"
-    pretended.write_text(PRETENDED)
-    monkeypatch.setattr(tuning, "LAUNCH", (sys.executable, "-S", str(pretended)))
-    configure(tmp_path)
-    describe(tmp_path, *map(candidate, (1, 2, 4, 8, 16, 32, 64)))
+    monkeypatch.setattr(tuning, "LAUNCH", pretended_launcher(tmp_path))
     return tmp_path
-
-
-def configure(place: Path, **section: Any) -> None:
-    """Write the user's configuration."""
-    options = {"time_limit": 0.7, **section}
-    (place / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 16, "autotuning": options}))
-
-
-def describe(place: Path, *candidates: Candidate) -> None:
-    """Write what the first run finds."""
-    found = ModelFacts(10, 10, 16, 1, 1, {"train_batch_size": 16, "autotuning": {}}, list(candidates), rows=16)
-    (place / "facts.json").write_text(json.dumps(asdict(found)))
 
 
 def searched(*args: str, **options: Any) -> tuple[int, tuning.Tuning]:
     """Search; return the exit code and the search."""
     search = tuning.Tuning(Job("train.py", args or ("--deepspeed_config", "ds.json"), **options))
     return search.tune(), search
-
-
-def calls(place: Path) -> list[list[str]]:
-    """Return the command lines of all runs."""
-    return [json.loads(line) for line in (place / "calls.jsonl").read_text().splitlines()]
 
 
 def test_every_end_of_a_run_is_a_result(place: Path) -> None:
@@ -112,7 +43,7 @@ def test_every_end_of_a_run_is_a_result(place: Path) -> None:
     assert ends == {
         1: ("failed", ends[1][1]),
         2: ("failed", "ValueError: bad batch"),
-        4: ("time limit", "no result after 0.7 s (autotuning.time_limit)"),
+        4: ("time limit", "no result after 3 s (autotuning.time_limit)"),
         8: ("not as configured", ends[8][1]),
         16: ("measured", ""),
         32: ("out of memory", "shardwise.memory.OutOfMemoryError: no room"),
@@ -122,7 +53,7 @@ def test_every_end_of_a_run_is_a_result(place: Path) -> None:
 
 
 def test_files_of_a_search(place: Path) -> None:
-    configure(place, time_limit=0.7, results_dir="found/here", tuner_num_trials=99)
+    configure(place, results_dir="found/here", tuner_num_trials=99)
     describe(place, candidate(16), candidate(32))
     assert searched(nproc=1)[0] == 0
     results = place / "found" / "here"
@@ -272,21 +203,40 @@ def test_ctrl_c_ends_the_run_and_leaves_the_results(place: Path, capsys: pytest.
     assert not is_alive(pid)
 
 
-def test_a_real_script_is_tuned_and_then_run(tmp_path: Path) -> None:
+SCRIPT = """
+import sys, torch, shardwise
+engine, *_ = shardwise.initialize(model=torch.nn.Linear(8, 8), config=sys.argv[1])
+for _ in range(8):
+    loss = engine(torch.randn(engine.train_micro_batch_size_per_gpu(), 8)).sum()
+    engine.backward(loss)
+    engine.step()
+print("steps", engine.global_steps, engine.train_micro_batch_size_per_gpu())
+"""
+IN_ONE_PROCESS = "import runpy, sys; sys.argv = sys.argv[-2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def real(place: Path) -> Path:
+    """Write a script that trains, and its configuration."""
     section = {"tuner_num_trials": 1, "num_tuning_micro_batch_sizes": 1, "end_profile_step": 3}
     given = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "autotuning": section}
-    (tmp_path / "ds.json").write_text(json.dumps(given))
-    train = script(
-        tmp_path,
-        "import sys, torch, shardwise\n"
-        "engine, *_ = shardwise.initialize(model=torch.nn.Linear(8, 8), config=sys.argv[1])\n"
-        "for _ in range(8):\n"
-        "    loss = engine(torch.randn(engine.train_micro_batch_size_per_gpu(), 8)).sum()\n"
-        "    engine.backward(loss)\n"
-        "    engine.step()\n"
-        "print('steps', engine.global_steps, engine.train_micro_batch_size_per_gpu())\n",
-    )
-    done = run_job("--autotuning", "run", train, tmp_path / "ds.json", cwd=tmp_path)
+    (place / "ds.json").write_text(json.dumps(given))
+    return script(place, SCRIPT)
+
+
+def test_a_real_script_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tuning, "LAUNCH", (sys.executable, "-c", IN_ONE_PROCESS))
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    search = tuning.Tuning(Job(str(real(tmp_path)), ("ds.json",)))
+    assert search.tune() == 0
+    (one,) = search.results
+    assert (one.name, one.status) == ("z0_mbs4_gas1", "measured") and one.planned
+    assert "steps" not in (tmp_path / "autotuning_exps" / one.name / "stdout.log").read_text()  # ended before
+
+
+@pytest.mark.parametrize("mode", [thorough("run")])
+def test_a_real_script_is_tuned_and_then_run(tmp_path: Path, mode: str) -> None:
+    done = run_job("--autotuning", mode, real(tmp_path), "ds.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "z0_mbs4_gas1" in done.stdout and "steps 8 4" in done.stdout
     assert done.stdout.count("steps") == 1  # of the job; the others ended before

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from shardwise.config.schema.tuning import Autotuning
-from shardwise.engine.plans import Setting
+from shardwise.engine.plans import Offload, Setting
 from shardwise.errors import UsageError
 from shardwise.plan import autotune
-from shardwise.plan.candidates import Candidate, ModelFacts, choose, name_of
+from shardwise.plan.candidates import ON_DEVICE, Candidate, ModelFacts, choose, name_of
 
 NOW = Setting(1, 4, 2, 2)
 
 
-def chosen(now: Setting = NOW, batch: int | None = None, limit: int = 10**9, **keys: Any) -> dict[str, Setting]:
+def chosen(
+    now: Setting = NOW, batch: int | None = None, limit: int = 10**9, configured: Offload = ON_DEVICE, **keys: Any
+) -> dict[str, Setting]:
     """Settings of a search where a micro-batch of `limit` samples is the largest that fits."""
     return {
         name_of(one): one
@@ -25,6 +27,7 @@ def chosen(now: Setting = NOW, batch: int | None = None, limit: int = 10**9, **k
             Autotuning(**keys),
             batch,
             lambda one: one.micro_batch <= limit or (one.offload is not None and one.stage == 2),
+            configured,
         )
     }
 
@@ -60,6 +63,14 @@ def test_the_first_size_that_does_not_fit_is_shown_and_offloaded_only_then() -> 
     found = chosen(limit=16, fast=False, **bounds)
     assert [name for name in found if name.endswith("_offload")] == ["z2_mbs32_gas2_offload"]
     assert not any(one.offload for one in chosen(fast=False, **bounds).values())
+
+
+def test_offloading_of_the_configuration_is_left_out_where_the_model_fits() -> None:
+    host, bounds = Offload("cpu", "none"), {"max_train_micro_batch_size_per_gpu": 4, "num_tuning_micro_batch_sizes": 1}
+    found = chosen(configured=host, fast=False, **bounds)
+    assert list(found)[:2] == ["z0_mbs4_gas2", "z0_mbs4_gas2_device"] and len(found) == 8
+    assert found["z1_mbs4_gas2_device"].config["zero_optimization"]["offload_optimizer"] == {"device": "none"}
+    assert len(chosen(configured=host, **bounds)) == 4
 
 
 def candidate(name: str, seconds: float | None = None, **more: Any) -> Candidate:

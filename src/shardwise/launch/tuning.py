@@ -490,8 +490,9 @@ def _set(args: list[str], flag: str, value: str) -> None:
 def _reason(errors: str) -> str:
     """Return the last exception of a run, in one line, or the last line of its errors."""
     text, _ = last_traceback(errors)
-    lines = [line for line in text.splitlines() if line.strip()]
-    plain = [line for line in lines if not line[0].isspace() and not line.startswith("Traceback")]
+    last = text.rpartition("Traceback (most recent call last)")[2]  # of those that are chained
+    lines = [line for line in last.splitlines() if line.strip(" :")]
+    plain = [line for line in lines if not line[0].isspace()]
     return " ".join((plain or lines or ["it printed nothing on its standard error"])[0].split())[:400]
 
 

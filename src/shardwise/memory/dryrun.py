@@ -90,7 +90,8 @@ def has_masks(batch: Any) -> bool:
 
 def _calling_module() -> str:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+    # A recorder of the dry run stands between the model and this mode, too.
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "shardwise"):
         frame = frame.f_back
     return "" if frame is None else frame.f_globals.get("__name__", "")
 

@@ -18,6 +18,7 @@ from shardwise.zero.units.plan import TABLE
 BUCKET = 50_000_000
 """Elements of a small bucket; it matters for models with more parameters."""
 
+ON_DEVICE = Offload()
 MEASURED_S = 20.0
 """Seconds for operators of the model that the rates lack, for each candidate."""
 
@@ -102,7 +103,10 @@ def facts(planner: Planner, rooms: Sequence[Room]) -> dict[str, Any]:
     machine, why = _machine(options)
     notes += [why] if why else []
     candidates: list[Candidate] = []
-    settings = choose(now, options, fixed(target.resolution.raw), lambda one: planner.plan(one, rooms).fits)
+    config = target.resolution.config
+    settings = choose(
+        now, options, fixed(target.resolution.raw), lambda one: planner.plan(one, rooms).fits, Offload.of(config)
+    )
     for setting in sorted(settings, key=lambda one: one.cost):
         made = _candidate(planner, setting, rooms, machine)
         if made.possible or not any(made.family == other.family for other in candidates):
@@ -135,28 +139,37 @@ def fixed(config: dict[str, Any]) -> int | None:
 
 
 def choose(
-    now: Setting, options: Autotuning, batch: int | None, fits: Callable[[Setting], bool | None]
+    now: Setting,
+    options: Autotuning,
+    batch: int | None,
+    fits: Callable[[Setting], bool | None],
+    configured: Offload = ON_DEVICE,
 ) -> Iterator[Setting]:
     """Yield the settings of the search: for each stage some micro-batch sizes that may fit, and the smallest that does
-    not. With `fast` false the latter also with offloaded optimizer state.
+    not. With `fast` false also: the latter with optimizer state on the host, or all without configured offloading.
 
     Args:
         batch: global batch size that all settings keep; None: as many micro-batches in a step as now.
         fits: whether a setting fits; None: unknown.
+        configured: tiers of the configuration.
     """
     groups = now.ranks // (now.sequence * now.tensor)
     of_batch = _sizes(now, options, batch, groups)
+    offloads = configured.devices != ON_DEVICE.devices
     # One rank shards nothing.
     for stage in TABLE if now.ranks > 1 else (now.stage,):
-        of_stage = [
-            replace(now, stage=stage, micro_batch=size, accumulation=passes, offload=None) for size, passes in of_batch
-        ]
-        fitting = _how_many(of_stage, fits)
-        yield from _spread(of_stage[:fitting], now.micro_batch, options.num_tuning_micro_batch_sizes)
-        if fitting < len(of_stage):
-            yield of_stage[fitting]
-            moved = replace(of_stage[fitting], offload=Offload("cpu", "none"))
-            if not options.fast and stage >= moved.offload.stage and fits(moved) is not False:  # type: ignore[union-attr]
+        for offload in (None, ON_DEVICE) if offloads and not options.fast else (None,):
+            found = [
+                replace(now, stage=stage, micro_batch=size, accumulation=passes, offload=offload)
+                for size, passes in of_batch
+            ]
+            fitting = _how_many(found, fits)
+            yield from _spread(found[:fitting], now.micro_batch, options.num_tuning_micro_batch_sizes)
+            if fitting == len(found):
+                continue
+            yield found[fitting]
+            moved = replace(found[fitting], offload=Offload("cpu", "none"))
+            if not (offloads or options.fast) and stage > 0 and fits(moved) is not False:
                 yield moved
 
 
@@ -221,7 +234,8 @@ def name_of(setting: Setting) -> str:
     >>> name_of(Setting(2, 8, 1, 4))
     'z2_mbs8_gas1'
     """
-    offloaded = "" if setting.offload is None else "_offload"
+    offload = setting.offload
+    offloaded = "" if offload is None else "_device" if offload == ON_DEVICE else "_offload"
     return f"z{setting.stage}_mbs{setting.micro_batch}_gas{setting.accumulation}{offloaded}"
 
 
