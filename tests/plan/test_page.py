@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shardwise.engine.plans import Offload, Setting, planners_of
@@ -203,3 +204,21 @@ def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"missing/plan\.html: cannot be written"):
         write_page({"a": small_tables()}, tmp_path / "missing" / "plan.html")
+
+
+class Branching(torch.nn.Module):
+    """A model that allocates more tensors for longer sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.table(tokens)
+        return (found.relu() if tokens.shape[1] > 400 else found).sum()
+
+
+def test_a_model_that_tables_do_not_describe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.plan.page.named_model", lambda *_: Branching())
+    with pytest.raises(UsageError, match=r"own:model: .* not allocate the same tensors .* without --page"):
+        page_models(["own:model"], configurations(None)["fp32"])

@@ -86,7 +86,7 @@
     at("bars").replaceChildren(...plans.map((one) => {
       const bar = element("div", "", { class: `bar${one === pick ? " chosen" : ""}${one.total * MARGIN > limit ? " over" : ""}` });
       const track = element("div", "", { class: "track", role: "img" });
-      const told = [];
+      const described = [];
       for (const [name, lines, colour] of PARTS) {
         const size = summed(one.parts, lines);
         if (!size) continue;
@@ -94,9 +94,9 @@
         part.style.width = `${100 * size / most}%`;
         part.style.setProperty("--part", `var(--${colour})`);
         track.append(part);
-        told.push(`${name} ${sized(size)}`);
+        described.push(`${name} ${sized(size)}`);
       }
-      track.setAttribute("aria-label", `${words(one.way)}: ${told.join(", ")}`);
+      track.setAttribute("aria-label", `${words(one.way)}: ${described.join(", ")}`);
       if (limit <= most) {
         const line = element("div", "", { class: "limit", title: `memory of a card: ${sized(limit)}` });
         line.style.left = `calc(${100 * limit / most}% - ${limit === most ? 2 : 1}px)`;

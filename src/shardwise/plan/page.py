@@ -44,14 +44,19 @@ def configurations(config: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
 def tables_of(name: str, config: dict[str, Any], *, recompute: bool) -> tuple[int, dict[str, Any]]:
     """Return the number of parameters and the tables of a model of the command line, as JSON values.
 
-    Raises UsageError for models that tables do not describe.
+    Raises UsageError for models that tables do not describe, and CommandLineError for unknown ones.
     """
     model = named_model(name, recompute)
 
     def batch(sequences: int, tokens: int) -> Any:
         return micro_batch(model, sequences, tokens, pipeline=False)
 
-    return sum(parameter.numel() for parameter in model.parameters()), Exporter(model, config, batch).tables()
+    try:
+        return sum(parameter.numel() for parameter in model.parameters()), Exporter(model, config, batch).tables()
+    except UsageError as error:
+        raise UsageError(
+            f"{name}: tables do not describe the dry runs of this model ({error}). Use `shardwise plan` without --page"
+        ) from error
 
 
 def page_models(names: Sequence[str], config: dict[str, Any] | None = None, workers: int = 1) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from shardwise.memory import Category, Journal, Tier
 from shardwise.zero.units.layout import FlatParam, alignment, round_up
 
 FACTS = 4096
-"""Bytes of tensors of "other" that are left out even if they stay: what ranks tell one another about a step."""
+"""Bytes of tensors of "other" that are left out even if they stay: what ranks exchange about a step."""
 CLOSE = 1 << 20
 """Scratch memory of up to so many bytes is left out: it depends on the size of a range in steps. So plans of tables are
 less than the dry runs' by up to about this.
@@ -152,7 +152,7 @@ class Formulas:
                 constant[0] = abs(size)
                 number = self.number(constant.copy())
             if number < 0:
-                raise UsageError(f"sizes cannot be told apart: {abs(size)} bytes at {point}")
+                raise UsageError(f"formulas have equal sizes: {abs(size)} bytes at {point}")
             found.append((line, number if size > 0 else ~number))
         return found
 
@@ -389,7 +389,7 @@ class Exporter:
             points = (Point(ranks, *sizes) for ranks in candidates)
             found = next((point for point in points if -1 not in self.formulas.at(point).values()), None)
             if found is None:
-                raise UsageError("the sizes of this model's flat parameters cannot be told apart")
+                raise UsageError("the sizes of this model's flat parameters are too alike")
             self._points.append(found)
 
     def _planner(self, model: nn.Module, point: Point) -> Planner:
@@ -397,7 +397,7 @@ class Exporter:
         batch = self._batch(point.micro_batch, point.length)
         (planner, *others), _ = planners_of(model, config, point.ranks, batch)
         if others:
-            raise UsageError("the page has no pipelines")
+            raise UsageError("it is a pipeline")
         return planner
 
     def _window(self, point: Point, stage: int, offload: Offload, accumulation: int, *, longer: bool = False) -> Window:
@@ -419,9 +419,9 @@ class Exporter:
             raise UsageError("sizes of activations are not polynomials in sequences and tokens")
         return list(found.T)
 
-    def table(self, stage: int, offload: Offload, accumulation: int, *, alone: bool) -> Table:
+    def table(self, stage: int, offload: Offload, accumulation: int, *, single: bool) -> Table:
         """Return the table of a setting, of one rank or for any number above."""
-        points = [replace(point, ranks=1) if alone else point for point in self._points]
+        points = [replace(point, ranks=1) if single else point for point in self._points]
         if accumulation > 1 and offload.devices != ("none", "none"):
             accumulation = MOST_PASSES  # passes in the middle move other bytes than the first and the last
         read = []
@@ -442,19 +442,18 @@ class Exporter:
         for line, size in zip([*(line.value for line in LINES), "total"], [*peaks, total], strict=True):
             if abs(size - planned[line]) > CLOSE:
                 raise UsageError(
-                    f"the tables of the page are wrong for this model: {setting}, sequences of {length} tokens need "
-                    f"{planned[line]:,} bytes ({line}) by a dry run, {size:,} by the tables. Use `shardwise plan` "
-                    "without --page"
+                    f"{setting}, sequences of {length} tokens need {planned[line]:,} bytes ({line}) by a dry run, "
+                    f"{size:,} by the tables"
                 )
 
     def tables(self) -> dict[str, Any]:
         """Return all tables as JSON values."""
         found = {}
-        for (stage, offload), accumulation, alone in itertools.product(WAYS, (1, 2), (False, True)):
-            if not alone or stage == offload.stage:  # one rank shards nothing
-                key = f"{'one' if alone else stage}/{'/'.join(offload.devices)}/{accumulation}"
-                table = self.table(stage, offload, accumulation, alone=alone)
-                if (stage, alone, offload.parameters) == (3, False, "cpu"):
+        for (stage, offload), accumulation, single in itertools.product(WAYS, (1, 2), (False, True)):
+            if not single or stage == offload.stage:  # one rank shards nothing
+                key = f"{'one' if single else stage}/{'/'.join(offload.devices)}/{accumulation}"
+                table = self.table(stage, offload, accumulation, single=single)
+                if (stage, single, offload.parameters) == (3, False, "cpu"):
                     self.check(table, Setting(stage, 2, accumulation, 64, offload), 384)
                 found[key] = asdict(table)
         formulas = [[[place, int(row[place])] for place in np.flatnonzero(row).tolist()] for row in self.formulas.rows]

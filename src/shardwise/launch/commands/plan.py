@@ -252,7 +252,10 @@ def _write_page(request: Request, file: str) -> None:
 
     config = None if request.config is None else load(request.config)
     typer.echo(f"{file}: about 100 short dry runs for each model and precision, which take minutes", err=True)
-    write_page(page_models(request.models, config, workers=workers()), Path(file))
+    try:
+        write_page(page_models(request.models, config, workers=workers()), Path(file))
+    except UsageError as error:
+        raise CommandLineError(f"{error}.") from None
 
 
 def _size(model: nn.Module) -> int:
