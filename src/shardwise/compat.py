@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single`; the old names warn at every call.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -320,6 +321,61 @@ def watch_clipping(report: Callable[[list[torch.Tensor]], None]) -> None:
 
     watched.__wrapped_by_shardwise__ = True  # type: ignore[attr-defined]
     setattr(module, name, watched)
+
+
+@contextlib.contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """Make this process rank 0 of `world` ranks, of which no other exists: collectives change nothing. Another
+    `init_process_group` inside the block changes nothing, too.
+    """
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
+
+    start = dist.init_process_group
+    start("fake", store=dist.HashStore(), rank=0, world_size=world)
+    dist.init_process_group = distributed_c10d.init_process_group = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        dist.init_process_group = distributed_c10d.init_process_group = start
+        dist.destroy_process_group()
+
+
+def is_fake_group(group: dist.ProcessGroup | None = None) -> bool:
+    """Return True inside `fake_group`."""
+    return dist.get_backend(group) == "fake"
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Give modules that are built inside the block parameters without values, on the meta device, which takes no memory
+    and no time. Where modules are moved they stay, and change their dtype.
+    """
+    register, moves = torch.nn.Module.register_parameter, ("to", "cuda", "cpu")
+    known = WeakTensorKeyDictionary()  # a parameter of two modules stays one
+    originals = {name: getattr(torch.nn.Module, name) for name in moves}
+
+    def register_parameter(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is None or type(param) is not torch.nn.Parameter or param.is_meta:
+            return
+        if param not in known:
+            known[param] = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            known[param].__dict__.update(param.__dict__)
+        module._parameters[name] = known[param]
+
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        return module if dtype is None else originals["to"](module, dtype)
+
+    torch.nn.Module.register_parameter = register_parameter  # type: ignore[assignment,method-assign]
+    torch.nn.Module.to = to  # type: ignore[assignment,method-assign]
+    torch.nn.Module.cuda = torch.nn.Module.cpu = lambda module, *_: module  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+        for name, original in originals.items():
+            setattr(torch.nn.Module, name, original)
 
 
 def fake_tensor() -> type | None:

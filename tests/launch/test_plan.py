@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.comm.setup import destroy
+from shardwise.engine.plans import plan_model
 from shardwise.pipe import LayerSpec, PipelineModule
 from shardwise.plan.architectures import SHAPES, Decoder, Shape
 from shardwise.plan.models import named_model
 from tests.harness import thorough
+from tests.launch.conftest import Call
 
 Shown = Callable[..., str]
 
@@ -142,3 +145,97 @@ def test_a_named_model_as_a_pipeline(shown: Shown, monkeypatch: pytest.MonkeyPat
             counts = json.loads(text)[name]["schedule"]["parameters"]
             tied = SHAPES[name].vocabulary * SHAPES[name].width
             assert sum(counts) == sum(p.numel() for p in whole.parameters()) + (copies - 1) * tied
+
+
+def test_sizes_and_a_configuration(shown: Shown, call: Call, tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}))
+    given = ("n=1,h=32,m=2", str(config), "--ranks", "2", "--stages", "1", "--length", "16")
+    assert "micro-batch of 4 x 16 tokens, accumulation 1" in shown("plan", *given)
+    assert "micro-batch of 2 x 16 tokens, accumulation 3" in shown(
+        "plan", *given, "--micro-batch", "2", "--accumulation", "3"
+    )
+    text = shown("plan", "n=1,h=32,m=2,b=3,l=8", "--stages", "0,1", "--json")
+    found = json.loads(text)["n=1,h=32,m=2,b=3,l=8"]
+    assert found["parameters"] == 32 * (13 + 12 * 32) and found["plans"][0]["peaks"]["activations"]
+    assert "flops" in shown("profile", "n=1,h=32,m=2", "--length", "8").lower()
+    for more, message in (
+        (("n=1,h=32,m=2,b=3", "--micro-batch", "2"), "n=1,h=32,m=2,b=3 and --micro-batch 2: give one of the two"),
+        (("n=1,h=32,m=2,l=3", "--length", "2"), "n=1,h=32,m=2,l=3 and --length 2: give one of the two"),
+        (("gpt2", "--length", "1025"), "--length 1025: gpt2 takes sequences of 1024 tokens at most"),
+        (("n=1,h=32,m=2", str(config), "--config", str(config)), "give one configuration"),
+        (("n=1,h=32,m=2", str(config), "--precision", "bf16"), "the configuration decides; leave the option out"),
+        (("n=1,h=32,m=2", "--rank", "2"), "--rank: there is no such option; only a script"),
+        (("n=1,h=32,m=2", str(tmp_path / "none.json")), "there is no file"),
+        ((str(config),), "it is no configuration of a model of transformers"),
+        (("nowhere.py",), "nowhere.py: there is no such script"),
+        (("train.py", "--recompute"), "train.py decides by itself what it recomputes"),
+    ):
+        code, out, error = call("plan", *more)
+        assert code and not out and message in error
+
+
+SCRIPT = """
+import argparse, torch, shardwise
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int)
+parser.add_argument("--config")
+parser.add_argument("--data", action="store_true")
+options = parser.parse_args()
+print("running")
+shardwise.init_distributed()
+model = torch.nn.Sequential(torch.nn.Embedding(64, options.width), torch.nn.Linear(options.width, 64))
+config = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True}}
+data = torch.zeros(64, 16, dtype=torch.int64) if options.data else None
+shardwise.initialize(model=model, config=options.config or config, training_data=data)
+raise RuntimeError("the script went on")
+"""
+
+
+def test_a_script(shown: Shown, call: Call, tmp_path: Path) -> None:
+    destroy()  # of another test's engine
+    script, config = tmp_path / "train.py", tmp_path / "ds.json"
+    script.write_text(SCRIPT)
+    config.write_text(json.dumps({"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}))
+    given = (str(script), "--width", "32", "--ranks", "4", "--stages", "0,3")
+    code, out, error = call("plan", *given, "--data", "--json")
+    found = json.loads(out)[str(script)]
+    assert code == 0 and "running" in error and found["parameters"] == 64 * 32 + 32 * 64 + 64
+    assert all(plan["peaks"]["activations"] for plan in found["plans"])
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
+    adam = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True}}
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    direct = plan_model(model, adam, ranks=4, stages=[0, 3], batch=ids).plans
+    assert [plan["peaks"] for plan in found["plans"]] == [plan.peaks for plan in direct]
+    assert f"{script}: 4,160 parameters, 4 ranks, bf16, micro-batch of 8 of training_data" in shown(
+        "plan", *given, "--data"
+    )
+    assert "micro-batch of 4 x 512 token ids, because initialize has no training_data" in shown(
+        "plan", *given, "--config", str(config)
+    )
+    assert "micro-batch of 4 x 512 token ids" in shown("plan", *given, "--", "--config", str(config))
+    assert "micro-batch of 2 of training_data" in shown("plan", *given, "--data", "--micro-batch", "2")
+    assert "no activations" in shown("plan", *given, "--data", "--length", "0")
+    code, out, error = call("plan", *given, "--precision", "fp16")
+    assert code == 2 and "--precision fp16: the configuration decides" in error
+    script.write_text("print('nothing')")
+    code, out, error = call("plan", *given)
+    assert code == 1 and not out and "has ended before it called initialize()" in error
+
+
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        (("resumable.py", "--ranks", "2", "--stages", "1"), "parameters, 2 ranks, fp32, micro-batch of 8 of"),
+        thorough(("pipeline.py", "--ranks", "2"), "1,627,392 parameters, 2 ranks, fp32, micro-batch of 4 of"),
+        thorough(("pretrain_gpt.py", "--stages", "3"), "11,089,920 parameters, 8 ranks, bf16, micro-batch of 4 of"),
+        thorough(("tensor_parallel.py", "--stages", "1"), "791,680 parameters, 8 ranks, fp32, micro-batch of 4 of"),
+        thorough(("finetune_hf.py", "--stages", "2"), "826,368 parameters, 8 ranks, fp32, micro-batch of 4 of"),
+        thorough(("offload.py", "--stages", "3"), "21,168,896 parameters, 8 ranks, bf16, micro-batch of 4 x 512"),
+    ],
+)
+def test_examples(shown: Shown, example: tuple[str, ...], expected: str) -> None:
+    destroy()
+    name, *options = example
+    text = shown("plan", str(Path(__file__).parents[2] / "examples" / name), *options)
+    assert f"{name}: " in text and expected in text and "not planned" not in text

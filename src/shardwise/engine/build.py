@@ -140,6 +140,10 @@ class EngineArguments:
     pipeline_engine: type[PipelineEngine] = PipelineEngine
 
 
+on_initialize: Callable[[EngineArguments], None] | None = None
+"""Called with the arguments of each `initialize` before anything is built; `shardwise plan` sets it for a script."""
+
+
 def check_model(model: Any) -> None:
     """Raise UsageError for an object that is no model, or an engine already."""
     if not isinstance(model, nn.Module):
@@ -153,8 +157,10 @@ def check_model(model: Any) -> None:
 @suspended()  # leave zero.Init, if the script calls inside it
 def build(given: EngineArguments) -> EngineParts:
     """Build an engine. Raises as `initialize`."""
-    note_ready()
     check_model(given.model)
+    if on_initialize is not None:
+        on_initialize(given)
+    note_ready()
     try:
         with contextlib.ExitStack() as undo:
             made = _build(undo, given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -483,6 +483,8 @@ def plan_model(
     stages: Sequence[int] = (0, 1, 2, 3),
     batch: Any = None,
     rooms: Sequence[Room] = (),
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
 ) -> MemoryPlans:
     """Return the planned memory of one rank without a process group, a device, or memory for the model.
 
@@ -492,6 +494,7 @@ def plan_model(
         model: parameters may be on the meta device.
         batch: a micro-batch, real or on the meta device, for activations; the loss is found in the output.
         rooms: bytes available to one rank.
+        optimizer, model_parameters: as of `shardwise.initialize`.
 
     Example:
         >>> with torch.device("meta"):
@@ -502,7 +505,7 @@ def plan_model(
         >>> plan.peaks["optimizer state"] // 1000  # 8 bytes for each of 4096 * 4096 / 1024
         131
     """
-    planners, pipeline = planners_of(model, config, ranks, batch)
+    planners, pipeline = planners_of(model, config, ranks, batch, optimizer, model_parameters)
     plans = tuple(
         planner.plan(replace(planner.target.setting, stage=stage), rooms) for stage in stages for planner in planners
     )
@@ -511,16 +514,31 @@ def plan_model(
 
 
 def planners_of(
-    model: nn.Module, config: dict[str, Any], ranks: int, batch: Any = None
+    model: nn.Module,
+    config: dict[str, Any],
+    ranks: int,
+    batch: Any = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
 ) -> tuple[list[Planner], PipelinePlans | None]:
     """Return a planner of rank 0, or of each position of a pipeline, and the pipeline; arguments as `plan_model`."""
     from shardwise.engine.pipeline_plans import PipelinePlans, requested_stages  # imports this module
 
-    resolution = resolve(config, world_size=ranks, facts=Facts(lr=None, pipeline_stages=requested_stages(model)))
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else [{}]
+    facts = Facts(lr=groups[0].get("lr"), pipeline_stages=requested_stages(model))
+    resolution = resolve(config, world_size=ranks, facts=facts)
     pipeline = PipelinePlans.of(model, resolution, ranks)
     models = [(model, None)] if pipeline is None else pipeline.positions()
     forms = None if pipeline is None else pipeline.forms
-    found = [Planner(target_of(part, resolution, ranks, place), batch, forms=forms) for part, place in models]
+    if pipeline is not None and isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            "plans of a pipeline need the section `optimizer`, or a callable: an optimizer that has its parameters "
+            "does not say which of them lie in which stage"
+        )
+    client: dict[str, Any] = {"optimizer": optimizer}
+    if model_parameters is not None and pipeline is None:
+        client["parameters"] = list(model_parameters)
+    found = [Planner(target_of(part, resolution, ranks, place, **client), batch, forms=forms) for part, place in models]
     return found, pipeline
 
 

@@ -1,4 +1,4 @@
-"""Decoder models of known sizes, for memory plans."""
+"""Models of known sizes, for plans."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Shape:
         inner: width of the feed-forward networks; None: four times the width.
         llama: RMS norms, gated networks, fused attention, no biases, separate head. Otherwise BLOOM's layer norms,
             GELU, unfused attention scores, biases, and the embedding as head.
+        dropout: share of the attention probabilities, and of the results of attention and network, that is dropped.
     """
 
     layers: int
@@ -32,6 +33,7 @@ class Shape:
     groups: int | None = None
     inner: int | None = None
     llama: bool = False
+    dropout: float = 0.0
 
 
 SHAPES = {
@@ -43,6 +45,23 @@ SHAPES = {
     "llama-70b": Shape(80, 8192, 64, 32000, groups=8, inner=28672, llama=True),
 }
 """By name. Le Scao et al., "BLOOM", 2022, arXiv 2211.05100, table 3; Touvron et al., "Llama 2", 2023, arXiv 2307.09288.
+"""
+
+_BERT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_T5 = {"model_type": "t5", "d_model": 1024, "num_layers": 24, "decoder_start_token_id": 0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-medium": {"model_type": "gpt2", "n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "gpt2-large": {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "gpt2-xl": {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25},
+    "bert-large": {"model_type": "bert", **_BERT},
+    "t5-large": {**_T5, "d_ff": 4096, "num_heads": 16},
+    "t5-3b": {**_T5, "d_ff": 16384, "d_kv": 128, "num_heads": 32},
+    "mixtral-8x7b": {"model_type": "mixtral"},
+}
+"""Configurations of transformers, where they differ from its defaults. Radford et al., "Language models are
+unsupervised multitask learners", 2019; Devlin et al., "BERT", 2018, arXiv 1810.04805; Raffel et al., "Exploring the
+limits of transfer learning", 2019, arXiv 1910.10683; Jiang et al., "Mixtral of experts", 2024, arXiv 2401.04088.
 """
 
 
@@ -63,10 +82,28 @@ class Decoder(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the loss of (sequences, tokens)."""
         values = self.first(self.tokens(tokens))
-        for layer in self.layers:
-            values = checkpoint(layer, values, use_reentrant=False) if self.recompute else layer(values)
+        values = _through(self.layers, values, self.recompute)
         logits = self.head(self.last(values))[:, :-1].float()
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Layers(nn.Module):
+    """Only the layers of a decoder, without embedding and head; returns the mean of its output."""
+
+    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.width, self.recompute = shape.width, recompute
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean for (sequences, tokens, width)."""
+        return _through(self.layers, values, self.recompute).mean()
+
+
+def _through(layers: nn.ModuleList, values: torch.Tensor, recompute: bool) -> torch.Tensor:
+    for layer in layers:
+        values = checkpoint(layer, values, use_reentrant=False) if recompute else layer(values)
+    return values
 
 
 def decoder_pipeline(shape: Shape, *, recompute: bool = False) -> PipelineModule:
@@ -100,11 +137,15 @@ class Layer(nn.Module):
         super().__init__()
         self.before, self.attention = _norm(shape), Attention(shape)
         self.between, self.network = _norm(shape), Network(shape)
+        self.dropout = shape.dropout
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Map (sequences, tokens, width) to the same shape."""
-        values = values + self.attention(self.before(values))
-        return values + self.network(self.between(values))
+        values = values + self._drop(self.attention(self.before(values)))
+        return values + self._drop(self.network(self.between(values)))
+
+    def _drop(self, values: torch.Tensor) -> torch.Tensor:
+        return F.dropout(values, self.dropout, self.training) if self.dropout else values
 
 
 class Attention(nn.Module):
@@ -112,7 +153,7 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.fused = shape.llama
+        self.fused, self.dropout = shape.llama, shape.dropout
         self.num_heads, self.num_key_value_heads = shape.heads, shape.groups or shape.heads
         self.head_dim = shape.width // shape.heads
         heads = self.num_heads + 2 * self.num_key_value_heads
@@ -130,7 +171,10 @@ class Attention(nn.Module):
         else:
             later = torch.ones(length, length, dtype=torch.bool, device=values.device).triu(1)
             scores = (query @ key.transpose(2, 3)).mul_(self.head_dim**-0.5).masked_fill(later, -torch.inf)
-            mixed = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+            shares = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+            if self.dropout:
+                shares = F.dropout(shares, self.dropout, self.training)
+            mixed = shares @ value
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 

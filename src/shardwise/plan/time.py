@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,8 @@ def plan_times(
     batch: Any,
     limit: float = 0.0,
     slowest: float = 1.0,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
 ) -> list[TimePlan]:
     """Return the planned time of a step at each stage.
 
@@ -57,12 +59,13 @@ def plan_times(
         rates: a measured `Machine` that all ranks share, or a `Cluster` from data sheets.
         limit: seconds in which operators that a machine's rates lack are measured here, and added to them.
         slowest: one rank takes so many times as long to compute as the others, which wait for it.
+        optimizer, model_parameters: as of `shardwise.initialize`.
 
     Raises UsageError for pipelines and state on a disk, and if the rates lack something.
     """
     if not slowest >= 1:
         raise UsageError(f"the slowest rank takes 1 time or more as long as the others, not {slowest}")
-    (planner, *others), _ = planners_of(model, config, ranks, batch)
+    (planner, *others), _ = planners_of(model, config, ranks, batch, optimizer, model_parameters)
     if others or planner.target.place is not None:
         raise UsageError("the time of pipelines is not planned yet; `shardwise plan --pp` shows their idle share")
     if "nvme" in Offload.of(planner.target.resolution.config).devices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,30 +17,34 @@ from shardwise.launch.options import command_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.config import Resolution
-    from shardwise.engine.plans import MemoryPlans, Room, SettingPlan
+    from shardwise.config import Config
+    from shardwise.engine.plans import MemoryPlans, Room
     from shardwise.plan.clock import Rates
     from shardwise.plan.time import TimePlan
 
+_MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MEASURED_S = 30.0
 """Seconds for operators of a model that the rates of this machine lack."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the subcommand."""
-    app.command("plan")(command_of(Request, plan))
+    # Options that are not of this command are the script's.
+    app.command("plan", context_settings={"ignore_unknown_options": True})(command_of(Request, plan))
 
 
 @dataclass(frozen=True)
 class Request:
     """What is planned; the options of `shardwise plan` are made from these fields."""
 
-    models: Annotated[
+    given: Annotated[
         tuple[str, ...],
         typer.Argument(
-            help="bloom-560m, bloom-1b1, bloom-7b1, llama-7b, llama-13b, llama-70b, or module:function of your own, "
-            "which is called without arguments and returns a module that takes token ids.",
-            metavar="MODEL...",
+            help="Models, and a configuration as --config; or SCRIPT.py and its arguments. A model is a name "
+            "(bloom-560m, llama-70b, gpt2-xl, t5-3b, mixtral-8x7b, ...), sizes (n=24,h=1024,m=16,b=1,l=512: layers, "
+            "width, heads, sequences, tokens; v: vocabulary), a directory or config.json of transformers, a name in "
+            "the local cache of the Hugging Face hub, or module:function, which is called without arguments.",
+            metavar="MODEL... [CONFIG] | SCRIPT [ARGS]...",
         ),
     ]
     ranks: Annotated[int, typer.Option(metavar="N", help="Ranks of the job.")] = 8
@@ -57,14 +61,28 @@ class Request:
         int | None, typer.Option(metavar="V", help="Stages of each rank; default: the fewest that the schedule has.")
     ] = None
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Configuration; default: AdamW in the precision given.")
+        str | None,
+        typer.Option(metavar="FILE", help="Configuration; default: the script's, or AdamW in the precision given."),
     ] = None
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16, without a configuration.")] = "fp32"
-    micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a micro-batch.")] = 1
+    micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences in a micro-batch; default: as configured, else 1.")
+    ] = None
     accumulation: Annotated[
-        int, typer.Option("--accumulation", "--micro-batches", metavar="N", help="Micro-batches in a step.")
-    ] = 1
-    length: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence; 0: no activations.")] = 512
+        int | None,
+        typer.Option(
+            "--accumulation",
+            "--micro-batches",
+            metavar="N",
+            help="Micro-batches in a step; default: as configured, else 1.",
+        ),
+    ] = None
+    length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens in a sequence; default: 512, or the most that the model takes. 0: no activations."
+        ),
+    ] = None
     device_limit: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Memory of a rank's device, such as 80GiB: marks the stages that fit."),
@@ -107,10 +125,11 @@ class Request:
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise CommandLineError(f"--precision {self.precision}: give fp32, bf16 or fp16.")
-        counts = (self.ranks, self.micro_batch, self.accumulation, self.pp, self.chunks)
-        if min(count for count in counts if count is not None) < 1 or self.length < 0:
+        counts = (self.ranks, self.local_ranks, self.micro_batch, self.accumulation, self.pp, self.chunks)
+        if min(count for count in counts if count is not None) < 1 or (self.length or 0) < 0:
             raise CommandLineError(
-                "--ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more, --length 0 or more."
+                "--ranks, --local-ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more, --length 0 or "
+                "more."
             )
         if self.slowest < 1:
             raise CommandLineError(f"--slowest {self.slowest}: give 1 or more.")
@@ -173,24 +192,149 @@ class Request:
         except UsageError as error:
             raise CommandLineError(f"{error}.") from None
 
-    def settings(self) -> dict[str, Any]:
-        """Return the configuration, or the default one, with the batch and pipeline of the options."""
+    def settings(self, configured: dict[str, Any] | None = None, sequences: int | None = None) -> dict[str, Any]:
+        """Return the configuration with the batch and pipeline of the options. Raises CommandLineError.
+
+        Args:
+            configured: by a script, if the options name no configuration.
+            sequences: of a micro-batch, by the name of the model.
+        """
         from shardwise.config import load
 
-        settings: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
-        if self.precision != "fp32":
-            settings[self.precision] = {"enabled": True}
         if self.config is not None:
-            settings = load(self.config)
-        settings = {
-            **{key: value for key, value in settings.items() if key != "train_batch_size"},
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation,
-        }
+            configured = load(self.config)
+        if configured is not None and self.precision != "fp32":
+            raise CommandLineError(f"--precision {self.precision}: the configuration decides; leave the option out.")
+        if configured is None:
+            configured = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+            configured |= {} if self.precision == "fp32" else {self.precision: {"enabled": True}}
+        changed: dict[str, Any] = {_MICRO: self.micro_batch or sequences, _STEPS: self.accumulation}
+        changed = {name: size for name, size in changed.items() if size is not None}
+        if changed or not isinstance(configured.get("train_batch_size"), int):
+            numbers = {name: configured[name] for name in (_MICRO, _STEPS) if isinstance(configured.get(name), int)}
+            changed = {_MICRO: 1, _STEPS: 1, **numbers, **changed}
+            configured = {name: value for name, value in configured.items() if name != "train_batch_size"}
         pipeline = {"stages": self.pp, "schedule": self.schedule, "chunks": self.chunks}
         if given := {key: value for key, value in pipeline.items() if value is not None}:
-            settings["pipeline"] = {**settings.get("pipeline", {}), **given}
-        return settings
+            changed["pipeline"] = {**configured.get("pipeline", {}), **given}
+        return {**configured, **changed}
+
+    def names(self) -> tuple[tuple[str, ...], str | None]:
+        """Return the names of the models, and the file of the configuration. Raises CommandLineError."""
+        from shardwise.plan.models import is_model_config
+
+        *names, last = self.given
+        if self.given[0].endswith(".py"):
+            raise CommandLineError(f"{self.given[0]}: --page is of models, not of scripts; give module:function.")
+        if option := next((name for name in self.given if name.startswith("-")), None):
+            raise CommandLineError(f"{option}: there is no such option; only a script (.py) takes options of its own.")
+        if not names or not last.endswith(".json") or is_model_config(last):
+            return self.given, self.config
+        if self.config is not None:
+            raise CommandLineError(f"{last} and --config {self.config}: give one configuration.")
+        return tuple(names), last
+
+    def subjects(self) -> Iterator[Subject]:
+        """Yield what is planned. Raises CommandLineError, UsageError for scripts, and ConfigError."""
+        if self.given[0].endswith(".py"):
+            yield _of_script(self, self.given[0], self.given[1:])
+            return
+        names, config = self.names()
+        for name in names:
+            yield _of_name(replace(self, config=config), name)
+
+    def tokens(self, model: nn.Module, name: str, named: int | None = None) -> int:
+        """Return the tokens of a sequence; `named` by the name of the model. Raises CommandLineError."""
+        from shardwise.plan.models import LENGTH, longest
+
+        most = longest(model)
+        length = next((size for size in (self.length, named) if size is not None), min(LENGTH, most or LENGTH))
+        if most is not None and length > most:
+            raise CommandLineError(f"--length {length}: {name} takes sequences of {most} tokens at most.")
+        return length
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with what is known of its training.
+
+    Attributes:
+        settings, config: the configuration as given, and resolved.
+        batch: a micro-batch; None: no activations.
+        sizes: of the micro-batch, in words.
+        client: arguments `optimizer` and `model_parameters` of `initialize`.
+    """
+
+    name: str
+    model: nn.Module
+    settings: dict[str, Any]
+    config: Config
+    batch: Any
+    sizes: str
+    client: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model is planned in stages."""
+        from shardwise.pipe import PipelineModule
+
+        return self.config.pipeline.stages not in ("auto", 1) or isinstance(self.model, PipelineModule)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameter elements."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def title(self, ranks: int) -> str:
+        """Return the heading of the tables."""
+        enabled = [kind for kind in ("bf16", "fp16") if getattr(self.config, kind).enabled]
+        return (
+            f"{self.name}: {self.parameters:,} parameters, {ranks} rank{'s' * (ranks > 1)}, "
+            f"{(enabled or ['fp32'])[0]}, micro-batch of {self.sizes}, "
+            f"accumulation {self.config.gradient_accumulation_steps}"
+        )
+
+
+def _of_name(request: Request, name: str) -> Subject:
+    from shardwise.config import resolve
+    from shardwise.pipe import PipelineModule
+    from shardwise.plan.models import letters_of, micro_batch, named_model
+
+    letters = letters_of(name)
+    for letter, option, value in (("b", "--micro-batch", request.micro_batch), ("l", "--length", request.length)):
+        if letter in letters and value is not None:
+            raise CommandLineError(f"{name} and {option} {value}: give one of the two.")
+    settings = request.settings(sequences=letters.get("b"))
+    config = resolve(settings, world_size=request.ranks).config
+    staged = config.pipeline.stages not in ("auto", 1)
+    model = named_model(name, request.recompute, pipeline=staged)
+    sequences, length = int(config.train_micro_batch_size_per_gpu or 1), request.tokens(model, name, letters.get("l"))
+    batch = micro_batch(model, sequences, length, pipeline=staged or isinstance(model, PipelineModule))
+    sizes = f"{sequences} x {length} tokens" if length else "no activations"
+    return Subject(name, model, settings, config, batch, sizes)
+
+
+def _of_script(request: Request, script: str, arguments: tuple[str, ...]) -> Subject:
+    from shardwise.pipe import PipelineModule
+    from shardwise.plan.models import micro_batch
+    from shardwise.plan.script import model_of_script
+
+    if request.recompute:
+        raise CommandLineError(f"--recompute: {script} decides by itself what it recomputes; leave the option out.")
+    local_ranks = request.local_ranks or request.ranks
+    found = model_of_script(
+        script, arguments, request.ranks, local_ranks, request.settings, with_batch=request.length != 0
+    )
+    model, config, batch = found.model, found.config, found.batch
+    sequences, sizes = int(config.train_micro_batch_size_per_gpu or 1), "no activations"
+    if batch is not None:
+        sizes = f"{sequences} of training_data"
+    elif length := request.tokens(model, script):
+        staged = config.pipeline.stages not in ("auto", 1) or isinstance(model, PipelineModule)
+        batch = micro_batch(model, sequences, length, pipeline=staged)
+        sizes = f"{sequences} x {length} token ids, because initialize has no training_data"
+    client = {"optimizer": found.optimizer, "model_parameters": found.model_parameters}
+    return Subject(script, model, found.settings, config, batch, sizes, client)
 
 
 def plan(request: Request) -> None:
@@ -200,43 +344,41 @@ def plan(request: Request) -> None:
     heading. For state that the configuration offloads, the memory of host and disk and the bytes per step are printed,
     too. Your own module is called with token ids of shape (sequences, tokens).
 
+    A script runs up to its shardwise.initialize (or deepspeed.initialize, of the drop-in) as rank 0 of ranks that are
+    not there, and its parameters take no memory. Options that are not listed here are the script's, and all after --.
+
     Of a pipeline (--pp, or pipeline.stages of the configuration) each rank of the pipeline has a row, and the simulated
     idle time of the schedule is printed. Your own module is then a PipelineModule, with token ids as inputs and labels,
     or a model of transformers.
     """
-    from shardwise.config import resolve
     from shardwise.engine.plans import plan_model
-    from shardwise.pipe import PipelineModule
-    from shardwise.plan.models import micro_batch, named_model
     from shardwise.plan.text import time_lines
     from shardwise.plan.time import plan_times
 
     if request.page is not None:
         _write_page(request, request.page)
         return
-    rooms, settings, rates = request.rooms(), request.settings(), request.rates()
-    resolution = resolve(settings, world_size=request.ranks)
-    configured = resolution.config.pipeline.stages not in ("auto", 1)
-    found: dict[str, Any] = {}
-    for name in request.models:
-        model = named_model(name, request.recompute, pipeline=configured)
-        pipeline = configured or isinstance(model, PipelineModule)
-        if not pipeline and (request.schedule is not None or request.chunks is not None):
-            raise CommandLineError(f"--schedule and --chunks are of pipelines, and {name} is none. Give --pp, too.")
-        stages = request.chosen("1" if pipeline else "0,1,2,3")
-        batch = micro_batch(model, request.micro_batch, request.length, pipeline=pipeline)
-        made = plan_model(model, settings, ranks=request.ranks, stages=stages, batch=batch, rooms=rooms)
+    rooms, rates, found = request.rooms(), request.rates(), {}
+    for subject in request.subjects():
+        if not subject.is_pipeline and (request.schedule is not None or request.chunks is not None):
+            raise CommandLineError(
+                f"--schedule and --chunks are of pipelines, and {subject.name} is none. Give --pp, too."
+            )
+        stages = request.chosen("1" if subject.is_pipeline else "0,1,2,3")
+        model, settings = subject.model, subject.settings
+        given: dict[str, Any] = {"ranks": request.ranks, "batch": subject.batch, **subject.client}
+        made = plan_model(model, settings, stages=stages, rooms=rooms, **given)
         times: list[TimePlan] = []
         if rates is not None:
-            given = {"ranks": request.ranks, "stages": stages, "batch": batch}
-            times = plan_times(model, settings, rates, **given, limit=_MEASURED_S, slowest=request.slowest)
+            times = plan_times(
+                model, settings, rates, stages=stages, limit=_MEASURED_S, slowest=request.slowest, **given
+            )
         if request.as_json:
-            found[name] = _as_dict(model, made)
+            found[subject.name] = _as_dict(subject, made)
             if rates is not None:
-                found[name] |= {"times": [one.as_dict() for one in times], "rates": rates.origin}
+                found[subject.name] |= {"times": [one.as_dict() for one in times], "rates": rates.origin}
             continue
-        typer.echo(_title(name, model, request, resolution))
-        for line in _lines(request, model, settings, made, stages, batch):
+        for line in (subject.title(request.ranks), *_lines(request, subject, made, stages)):
             typer.echo(line)
         for line in time_lines(times, rates.origin) if rates is not None else ():
             typer.echo(line)
@@ -250,50 +392,33 @@ def _write_page(request: Request, file: str) -> None:
     from shardwise.config import load
     from shardwise.plan.page import page_models, write_page
 
-    config = None if request.config is None else load(request.config)
+    names, file_of_config = request.names()
+    config = None if file_of_config is None else load(file_of_config)
     typer.echo(f"{file}: about 100 short dry runs for each model and precision, which take minutes", err=True)
     try:
-        write_page(page_models(request.models, config, workers=workers()), Path(file))
+        write_page(page_models(names, config, workers=workers()), Path(file))
     except UsageError as error:
         raise CommandLineError(f"{error}.") from None
 
 
-def _size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _as_dict(model: nn.Module, made: MemoryPlans) -> dict[str, Any]:
-    found: dict[str, Any] = {"parameters": _size(model), "plans": [_plan_as_dict(one) for one in made.plans]}
+def _as_dict(subject: Subject, made: MemoryPlans) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "parameters": subject.parameters,
+        "plans": [
+            {
+                "stage": one.setting.stage,
+                **({} if one.position is None else {"pipeline_rank": one.position}),
+                **{name: getattr(one, name) for name in ("peaks", "total", "elsewhere", "moved", "fits", "note")},
+            }
+            for one in made.plans
+        ],
+    }
     if made.schedule is not None:
         found["schedule"] = asdict(made.schedule)
     return found
 
 
-def _plan_as_dict(one: SettingPlan) -> dict[str, Any]:
-    return {
-        "stage": one.setting.stage,
-        **({} if one.position is None else {"pipeline_rank": one.position}),
-        "peaks": one.peaks,
-        "total": one.total,
-        "elsewhere": one.elsewhere,
-        "moved": one.moved,
-        "fits": one.fits,
-        "note": one.note,
-    }
-
-
-def _title(name: str, model: nn.Module, request: Request, resolution: Resolution) -> str:
-    enabled = [kind for kind in ("bf16", "fp16") if getattr(resolution.config, kind).enabled]
-    sizes = f"{request.micro_batch} x {request.length} tokens" if request.length else "no activations"
-    return (
-        f"{name}: {_size(model):,} parameters, {request.ranks} rank{'s' * (request.ranks > 1)}, "
-        f"{(enabled or ['fp32'])[0]}, micro-batch of {sizes}, accumulation {request.accumulation}"
-    )
-
-
-def _lines(
-    request: Request, model: nn.Module, settings: dict[str, Any], made: MemoryPlans, stages: list[int], batch: Any
-) -> Iterator[str]:
+def _lines(request: Request, subject: Subject, made: MemoryPlans, stages: list[int]) -> Iterator[str]:
     """Yield the tables: memory, and of a pipeline its schedule."""
     from shardwise.engine.plans import plan_model
     from shardwise.plan.text import memory_lines, schedule_lines, unsharded_lines
@@ -305,7 +430,9 @@ def _lines(
     if 3 in stages and any(made.schedule.all_gathered["pass"]):
         totals = {}
         for value in made.schedule.all_gathered:
-            changed = {**settings, "pipeline": {**settings["pipeline"], "unsharded_for": value}}
-            plans = plan_model(model, changed, ranks=request.ranks, stages=[3], batch=batch).plans
+            pipeline = {**subject.settings["pipeline"], "unsharded_for": value}
+            changed = {**subject.settings, "pipeline": pipeline}
+            given: dict[str, Any] = {"ranks": request.ranks, "batch": subject.batch, **subject.client}
+            plans = plan_model(subject.model, changed, stages=[3], **given).plans
             totals[value] = max(one.total or 0 for one in plans)
         yield from unsharded_lines(made.schedule, totals)

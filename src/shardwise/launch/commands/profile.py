@@ -22,8 +22,8 @@ def profile(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="bloom-560m, bloom-1b1, bloom-7b1, llama-7b, llama-13b, llama-70b, or module:function of your own, "
-            "which is called without arguments and returns a module that takes token ids.",
+            help="As of `shardwise plan`: a name, sizes (n=24,h=1024,m=16), a directory or config.json of "
+            "transformers, or module:function.",
             metavar="MODEL...",
         ),
     ],
@@ -68,13 +68,13 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
     from shardwise.errors import CommandLineError
     from shardwise.memory import fake_copy
     from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
-    from shardwise.plan.models import tokens
+    from shardwise.plan.models import micro_batch as micro_batch_of
     from shardwise.profile.counting import FlopCount
     from shardwise.profile.tree import profile_of
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake_model = fake_copy(model, mode)
-    args, kwargs = arguments_of(fake_values(tokens(micro_batch, length), mode))
+    args, kwargs = arguments_of(fake_values(micro_batch_of(model, micro_batch, length, pipeline=False), mode))
     count = FlopCount(fake_model)
     with undisturbed(), mode, warnings.catch_warnings(), torch.set_grad_enabled(not forward_only):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

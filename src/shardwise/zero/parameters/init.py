@@ -24,7 +24,7 @@ from typing_extensions import override
 from shardwise.boxes import Region, overlap, region, sizes, whole
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
-from shardwise.compat import without_overrides
+from shardwise.compat import is_fake_group, without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import cut, keep_elsewhere, part_of, set_aside
 from shardwise.zero.units import released
@@ -391,6 +391,8 @@ class Init:
         group = data_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
+        if is_fake_group(group):
+            return  # `shardwise plan` runs the script, and gives parameters no values
         comm = Communicator(group, Ledger(), choose_device(local_rank()), name="zero.Init")
         place = torch.device("cpu") if remote in ("cpu", "nvme") else None
         self._store = PartStore(comm, quantized_weights=zero_quantized_weights, owns_comm=True, place=place)
