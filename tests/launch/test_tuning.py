@@ -128,6 +128,12 @@ def test_a_first_run_that_fails_ends_the_search(place: Path, capsys: pytest.Capt
     assert "nothing was tuned, because the first run failed: failed: FileNotFoundError" in capsys.readouterr().err
 
 
+def test_a_script_that_takes_no_step_is_an_error(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "pretended.py").write_text("")
+    assert searched()[0] == 1
+    assert "no engine has taken a step. The script calls shardwise.initialize()" in capsys.readouterr().err
+
+
 def test_a_script_with_a_dictionary(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     describe(place, candidate(16))
     code, search = searched("--lr", "1")

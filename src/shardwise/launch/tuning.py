@@ -266,23 +266,21 @@ class Tuning:
             finally:
                 _end(process)
         text = (directory / "stderr.log").read_text(encoding="utf-8", errors="replace")
-        return self._ended(process.returncode, over, report, text)
+        return self._ended(process.returncode, over, report, text, first=candidate is None)
 
-    def _ended(self, code: int, over: bool, report: Path, errors: str) -> Ended:
+    def _ended(self, code: int, over: bool, report: Path, errors: str, *, first: bool) -> Ended:
         if report.exists():
             return Ended(code, json.loads(report.read_text(encoding="utf-8")))
         if over:
             limit = self.options.time_limit
             return Ended(code, None, "time limit", f"no result after {limit:g} s (autotuning.time_limit)")
+        if code == 0 and first:
+            reason = "no engine has taken a step. The script calls shardwise.initialize() with an optimizer, and step()"
+            return Ended(code, None, "failed", reason)
         if code == 0:
             last = self.options.end_profile_step
-            return Ended(
-                code,
-                None,
-                "failed",
-                f"the script ended before step {last}. Give it more data, or write a smaller "
-                "autotuning.end_profile_step",
-            )
+            reason = f"the script ended before step {last}. Give it more data, or write a smaller"
+            return Ended(code, None, "failed", f"{reason} autotuning.end_profile_step")
         reason = _reason(errors)
         if code in _KILLED or any(sign in reason for sign in _OUT_OF_MEMORY):
             return Ended(code, None, "out of memory", reason)

@@ -99,7 +99,8 @@ def facts(planner: Planner, rooms: Sequence[Room]) -> dict[str, Any]:
         events = (event for phase, event in recorder.passes[0].events if phase != "step")
         flops = sum(event.flops for event in events if isinstance(event, Operator))
     except Exception as error:  # any error of the user's module on fake tensors
-        notes.append(f"floating-point operations not counted: {type(error).__name__}: {error}")
+        if options.metric == "flops":
+            notes.append(f"floating-point operations not counted: {type(error).__name__}: {error}")
     machine, why = _machine(options)
     notes += [why] if why else []
     candidates: list[Candidate] = []
