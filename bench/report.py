@@ -448,6 +448,16 @@ TABLES: dict[str, Table] = {
             C("bytes sent to other replicas", "{replicas_sent_bytes_a_parameter:.3f}"),
         ],
     ),
+    "plan_memory_errors": Table(
+        ["plan_memory_errors"],
+        [
+            C("", "system"),
+            C("error: median", "{median_error_percent:.2f} %"),
+            C("up to 2 %", "{within}"),
+            C("largest", "{largest_error_percent:.1f} %"),
+            C("fits or not, right", "{right} of {of}"),
+        ],
+    ),
     "plan_steps_errors": Table(
         ["plan_steps_errors"],
         [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.comm import communicator, native
+from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.comm.ledger import followed
 from shardwise.comm.logger import comms_logger
 from shardwise.compat import all_gather_single
+from shardwise.device.streams import HostStreams
 from shardwise.engine.parallel import SharedSequences
 from tests.device.recorded import imagined
 from tests.device.recording import recording
@@ -163,3 +167,13 @@ def test_no_activation_that_ranks_exchange_outlives_its_last_reader(stage: int, 
         engine.destroy()
     comms_logger.configure(enabled=False, path="")
     assert alive == [(whole, 0)] * 3
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_buffers_of_all_collectives_of_a_chain_are_reported(dry: bool) -> None:
+    limit, made = timedelta(seconds=10), list[torch.Tensor]()
+    queue = CollectiveQueue(HostStreams(), waits_on_host=True, name="chains", limit=limit, imagined=dry)
+    buffers = [torch.empty(1), torch.empty(2), torch.empty(3)]
+    queue.start([partial(native.Works, (), scratch=[buffer]) for buffer in buffers], made.append).wait()
+    queue.close()
+    assert list(map(id, made)) == list(map(id, buffers))

@@ -41,12 +41,17 @@ _LEAVING_S, _EXITING_S, _FAILED_S = 1.0, 10.0, 0.5
 _open: weakref.WeakSet[CollectiveQueue] = weakref.WeakSet()
 
 
+Made = Callable[[torch.Tensor], None]
+"""Called with each buffer that a collective has allocated."""
+
+
 class WorkChain:
     """Collectives that run one after the other, the first of which has been launched."""
 
-    def __init__(self, first: Work, rest: Sequence[Launch]) -> None:
+    def __init__(self, first: Work, rest: Sequence[Launch], made: Made | None = None) -> None:
         self._handle = first
         self._rest = list(rest)
+        self._made = made
         self._line = user_line()
         self._begun, self._ended = threading.Event(), threading.Event()
         self._records: list[Record] = []  # of ended collectives
@@ -60,7 +65,7 @@ class WorkChain:
                 self._note()
                 self._begun.set()
                 while self._rest:
-                    self._handle = self._rest.pop(0)()  # nothing refers to its buffers once it has ended
+                    self._launch_next()
                     self._handle.wait()
                     self._note()
         except BaseException as error:
@@ -69,6 +74,13 @@ class WorkChain:
             self._rest = []
             self._begun.set()
             self._ended.set()
+
+    def _launch_next(self) -> None:
+        pending = self._rest.pop(0)()
+        if self._made is not None:
+            for number in range(len(pending.scratch)):  # no variable keeps a buffer while `wait` runs
+                self._made(pending.scratch[number])
+        self._handle = pending  # nothing else refers to its buffers once it has ended
 
     def wait_first(self) -> None:
         """Block until the first collective has ended: its input may then be written; raises as `Handle.wait`."""
@@ -102,7 +114,7 @@ class _Imagined(WorkChain):
         self._handle.wait()
         while self._rest:
             self._handle.wait()
-            self._handle = self._rest.pop(0)()
+            self._launch_next()
 
     def wait(self) -> None:
         self.wait_first()
@@ -153,10 +165,10 @@ class CollectiveQueue:
         with self.aside():
             return self._streams.mark()
 
-    def start(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Work:
+    def start(self, launches: Sequence[Launch], made: Made | None = None) -> Work:
         """Launch the first collective of a chain, and queue the others; with a stream, return an event behind it.
 
-        `made` is called with each buffer that a collective launched here has allocated.
+        `made` may be called on the queue's thread.
         """
         if self._stream is not None:
             with self._stream.use():
@@ -178,8 +190,8 @@ class CollectiveQueue:
         if len(launches) == 1:
             return first
         if self._imagined:
-            return _Imagined(first, launches[1:])
-        chain = WorkChain(first, launches[1:])
+            return _Imagined(first, launches[1:], made)
+        chain = WorkChain(first, launches[1:], made)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"shardwise-{self._name}", daemon=True)
             self._thread.start()

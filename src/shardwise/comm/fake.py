@@ -12,6 +12,7 @@ from shardwise.comm import native
 from shardwise.comm.communicator import MOST_GATHERED, Communicator, Handle
 from shardwise.comm.desync import FailureReports
 from shardwise.comm.groups import PURPOSES, purposes_of
+from shardwise.comm.intra_node_transport import planned_buffers
 from shardwise.comm.ledger import Ledger, Record
 from shardwise.comm.native import Pair, Works
 from shardwise.comm.setup import timeout_from_environment
@@ -47,7 +48,9 @@ def _keep(*tensors: Any) -> None:
 
 
 class FakeCommunicator(Communicator):
-    """A communicator of one rank with fake peers; exchanges as `like` (None: as ranks on several machines)."""
+    """A communicator of one rank with fake peers; exchanges as `like`, or else as ranks on several machines, or as CPU
+    ranks that are `near`: on one machine.
+    """
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class FakeCommunicator(Communicator):
         *,
         rank: int = 0,
         like: Communicator | None = None,
+        near: bool = False,
         name: str = "data_parallel",
         ledger: Ledger | None = None,
     ) -> None:
@@ -76,7 +80,10 @@ class FakeCommunicator(Communicator):
         self.streams = HostStreams()  # without exchanges no order is needed
         self._connected: dict[tuple[tuple[int, ...], str], None] = {}
         self._torch = native.TorchBackend({}, world, ordered=self._ordered or self._on_host)
-        self._backend = _FakeBackend(self._torch if like is None else like._backend.planned(world), world)
+        buffers = self._torch if like is None else like._backend.planned(world)
+        if near and device.type == "cpu" and world > 1:
+            buffers = planned_buffers(world)
+        self._backend = _FakeBackend(buffers, world)
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
         """Return a communicator of some ranks, as `Communicator.part`."""

@@ -298,9 +298,14 @@ class _Buffers(native.Backend):
         return min(sent // self.world, CHUNK * torch.float32.itemsize) * (1 + accumulate)
 
     def planned(self, world: int) -> native.Backend:
-        planned = _Buffers()
-        planned.world = world
-        return planned
+        return planned_buffers(world)
+
+
+def planned_buffers(world: int) -> native.Backend:
+    """Return a backend that allocates the buffers of a transport, for memory plans."""
+    planned = _Buffers()
+    planned.world = world
+    return planned
 
 
 def _bytes(numel: int, dtype: torch.dtype) -> int:

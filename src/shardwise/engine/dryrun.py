@@ -32,6 +32,8 @@ from shardwise.memory import Accountant, Category, Journal, Moved, Tier, fake_co
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
+from shardwise.parallel import sequence
+from shardwise.parallel.sequence import SequenceGroup
 from shardwise.parallel.tensor.check import frozen
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
@@ -179,6 +181,7 @@ class DryRunEngine:
             )
             self._communicators = CommunicatorMemory(accountant, device, self._job.world, planned=True)
             data = self._job if replicas is not None else comm.part(lines.data, "data_parallel")
+            self._sequences = SequenceGroup(comm.part(lines.sequence, sequence.NAME), data)
             self._batches = Batches(config, data, device)
             self._activations = Activations(
                 config, twin, device, accountant, None if tensors is None else tensors.group
@@ -222,7 +225,7 @@ class DryRunEngine:
         found = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._computing())
-            stack.enter_context(frozen(self._module))
+            stack.enter_context(self._as_engine())
             stack.enter_context(track_activations(self.accountant))
             if not masks:
                 stack.enter_context(without_masks())  # after the tracking, because the innermost mode answers
@@ -259,12 +262,18 @@ class DryRunEngine:
     @contextlib.contextmanager
     def computing(self, *, masks: bool) -> Iterator[None]:
         """Run the module's code on fake tensors inside the block."""
-        with self._computing(), frozen(self._module), contextlib.nullcontext() if masks else without_masks():
+        with self._computing(), self._as_engine(), contextlib.nullcontext() if masks else without_masks():
             yield
 
     def fake(self, values: Any) -> Any:
         """Return nested values with fake tensors."""
         return fake_values(values, self._mode, self._device)
+
+    @contextlib.contextmanager
+    def _as_engine(self) -> Iterator[None]:
+        """Let modules use the groups of the dry run, and leave those of running engines as they are."""
+        with frozen(self._module), sequence.imagined(self._sequences):
+            yield
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:

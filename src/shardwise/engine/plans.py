@@ -485,6 +485,7 @@ def plan_model(
     rooms: Sequence[Room] = (),
     optimizer: Any = None,
     model_parameters: Iterable[Any] | None = None,
+    local_ranks: int | None = None,
 ) -> MemoryPlans:
     """Return the planned memory of one rank without a process group, a device, or memory for the model.
 
@@ -495,6 +496,8 @@ def plan_model(
         batch: a micro-batch, real or on the meta device, for activations; the loss is found in the output.
         rooms: bytes available to one rank.
         optimizer, model_parameters: as of `shardwise.initialize`.
+        local_ranks: CPU ranks that share a machine: if all do, they exchange through shared memory. None: through
+            messages, whose buffers are those of GPUs, too.
 
     Example:
         >>> with torch.device("meta"):
@@ -505,7 +508,7 @@ def plan_model(
         >>> plan.peaks["optimizer state"] // 1000  # 8 bytes for each of 4096 * 4096 / 1024
         131
     """
-    planners, pipeline = planners_of(model, config, ranks, batch, optimizer, model_parameters)
+    planners, pipeline = planners_of(model, config, ranks, batch, optimizer, model_parameters, local_ranks)
     plans = tuple(
         planner.plan(replace(planner.target.setting, stage=stage), rooms) for stage in stages for planner in planners
     )
@@ -520,6 +523,7 @@ def planners_of(
     batch: Any = None,
     optimizer: Any = None,
     model_parameters: Iterable[Any] | None = None,
+    local_ranks: int | None = None,
 ) -> tuple[list[Planner], PipelinePlans | None]:
     """Return a planner of rank 0, or of each position of a pipeline, and the pipeline; arguments as `plan_model`."""
     from shardwise.engine.pipeline_plans import PipelinePlans, requested_stages  # imports this module
@@ -535,7 +539,8 @@ def planners_of(
             "plans of a pipeline need the section `optimizer`, or a callable: an optimizer that has its parameters "
             "does not say which of them lie in which stage"
         )
-    client: dict[str, Any] = {"optimizer": optimizer}
+    near = local_ranks is not None and local_ranks >= ranks
+    client: dict[str, Any] = {"optimizer": optimizer, "near": near}
     if model_parameters is not None and pipeline is None:
         client["parameters"] = list(model_parameters)
     found = [Planner(target_of(part, resolution, ranks, place, **client), batch, forms=forms) for part, place in models]
@@ -551,10 +556,14 @@ def target_of(
     device: torch.device | None = None,
     optimizer: Any = None,
     parameters: Sequence[Any] | None = None,
+    near: bool = False,
 ) -> PlanningTarget:
-    """Return the target for a model on ranks that are not there; `optimizer` and `parameters` as of `initialize`."""
+    """Return the target for a model on ranks that are not there; `optimizer` and `parameters` as of `initialize`.
+
+    `near`: CPU ranks share a machine.
+    """
     device = device or torch.device("cpu")
-    comm = FakeCommunicator(ranks if place is None else len(place.stage_ranks[0]), device)
+    comm = FakeCommunicator(ranks if place is None else len(place.stage_ranks[0]), device, near=near)
     policy = policy_from_config(resolution.config)
     part = place is not None and len(place.ranks) > 1
     made = make_optimizer(resolution.config, optimizer, parameters, model, device, policy.compute_dtype, of_a_part=part)

@@ -30,7 +30,7 @@ class _Hop:
         self._sent = sent
         self._received = sent.new_empty(coming)
         self._handle: Handle | None = None
-        if has_values(sent):
+        if group.carries(sent):
             gives, takes = [0] * group.size, [0] * group.size
             gives[(group.rank + 1) % group.size] = sent.numel()
             takes[(group.rank - 1) % group.size] = coming

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.ledger import Ledger
+from shardwise.compat import has_values
 from shardwise.errors import ConflictError, UsageError
 
 NAME = "sequence_parallel"  # of the group in records
@@ -95,6 +96,10 @@ class SequenceGroup:
     def members(self) -> list[int]:
         """Global ranks."""
         return list(self._comms[0].members)
+
+    def carries(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor has values to communicate (no traced fake tensor), or a dry run counts its bytes."""
+        return has_values(tensor) or self.comm.imagined
 
     def attach(self, comm: Communicator) -> None:
         """Use another communicator of the same ranks from now on."""
@@ -331,6 +336,18 @@ def let_go(group: SequenceGroup) -> None:
     """Undo `take_over` or `stay_alone`."""
     _current[:] = [other for other in _current if other() not in (group, None)]
     _alone[:] = [other for other in _alone if other() not in (group, None)]
+
+
+@contextlib.contextmanager
+def imagined(group: SequenceGroup) -> Iterator[None]:
+    """Use the group of a dry run inside the block, instead of an engine's."""
+    _settle()
+    known = weakref.ref(group)
+    _current.append(known)
+    try:
+        yield
+    finally:
+        _current[:] = [other for other in _current if other is not known]
 
 
 def partition(size: int, world: int) -> list[list[int]]:

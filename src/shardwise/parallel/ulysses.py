@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from shardwise.compat import has_values
 from shardwise.errors import UsageError
 from shardwise.parallel.sequence import SequenceGroup, run_of
 
@@ -61,7 +60,7 @@ class _Swap:
         self.received = given.new_empty(sum(got))
         self.sizes = got
         self._sent = given
-        self._handle = group.comm.all_to_all(self.received, given, got, sent, label) if has_values(given) else None
+        self._handle = group.comm.all_to_all(self.received, given, got, sent, label) if group.carries(given) else None
 
     def wait(self) -> list[torch.Tensor]:
         if self._handle is not None:

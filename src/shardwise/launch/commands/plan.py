@@ -367,7 +367,8 @@ def plan(request: Request) -> None:
         stages = request.chosen("1" if subject.is_pipeline else "0,1,2,3")
         model, settings = subject.model, subject.settings
         given: dict[str, Any] = {"ranks": request.ranks, "batch": subject.batch, **subject.client}
-        made = plan_model(model, settings, stages=stages, rooms=rooms, **given)
+        local = None if request.card else request.local_ranks
+        made = plan_model(model, settings, stages=stages, rooms=rooms, local_ranks=local, **given)
         times: list[TimePlan] = []
         if rates is not None:
             times = plan_times(
@@ -433,6 +434,7 @@ def _lines(request: Request, subject: Subject, made: MemoryPlans, stages: list[i
             pipeline = {**subject.settings["pipeline"], "unsharded_for": value}
             changed = {**subject.settings, "pipeline": pipeline}
             given: dict[str, Any] = {"ranks": request.ranks, "batch": subject.batch, **subject.client}
-            plans = plan_model(subject.model, changed, stages=[3], **given).plans
+            local = None if request.card else request.local_ranks
+            plans = plan_model(subject.model, changed, stages=[3], local_ranks=local, **given).plans
             totals[value] = max(one.total or 0 for one in plans)
         yield from unsharded_lines(made.schedule, totals)

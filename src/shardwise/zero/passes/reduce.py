@@ -568,7 +568,7 @@ class Reducer:
                 self._wait_oldest(self._ahead, blocking=not self.domain.async_reductions)
                 self.domain.reductions.follow()
                 with self.domain.reductions.aside():
-                    handle = gradients.domain.reductions.start(self._beyond(gradients))
+                    handle = gradients.domain.reductions.start(self._beyond(gradients), self._hold)
                 self._in_flight.append(_Flight(gradients, handle, gradients.unit.trainable))
             self._flush()
 
