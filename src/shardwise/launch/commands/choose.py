@@ -95,7 +95,7 @@ def choose(request: Request) -> None:
     """
     from shardwise.plan.choose import choose as best_of
     from shardwise.plan.choose import with_reasons
-    from shardwise.plan.models import tokens
+    from shardwise.plan.models import micro_batch
 
     objective: Any = request.objective
     rates, settings = _rates(request), _settings(request)
@@ -106,7 +106,7 @@ def choose(request: Request) -> None:
     found = best_of(
         lambda recompute: _model(request.model, recompute),
         settings,
-        tokens(1, request.length),
+        micro_batch(_model(request.model, False), 1, request.length, pipeline=False),
         ranks=counts,
         rooms=_rooms(request, rates),
         rates=rates,
