@@ -16,7 +16,6 @@ from shardwise.errors import CommandLineError, UsageError
 from shardwise.launch.cli import app
 from shardwise.launch.machine_measure import of_this_machine
 from shardwise.memory.dryrun import loss_of
-from shardwise.pipe import PipelineModule
 from shardwise.plan.clock import Costs, StepTime, step_time
 from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
 from shardwise.plan.rates import Collectives, CollectiveTime, Crowd, Machine, Operators, OperatorTime, measure_operators
@@ -70,6 +69,12 @@ def test_recorded_collectives_are_those_of_an_engine(stage: int) -> None:
 def test_a_window_begins_with_the_gathers_of_the_one_before() -> None:
     first = next(event for _, event in recorded(1).passes[0].events if not isinstance(event, Operator))
     assert isinstance(first, Wait)
+
+
+def test_a_recorded_window_has_the_same_memory_plan() -> None:
+    (planner,), _ = planners_of(GPT(), config_of(3, 2), 2, batch())
+    setting = planner.target.setting
+    assert planner.plan(setting) == planner.plan(setting, recorder=Recorder())
 
 
 def test_flops_are_those_of_the_profiler() -> None:
@@ -201,9 +206,5 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
         plan_times(GPT(), config_of(0), machine, ranks=2, stages=[0], batch=None)
     offloaded = config_of(1)
     offloaded["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
-    with pytest.raises(UsageError, match="disk"):
+    with pytest.raises(UsageError, match="give --disk-speed"):
         plan_times(GPT(), offloaded, machine, ranks=2, stages=[1], batch=batch())
-    layers = PipelineModule([torch.nn.Linear(4, 4) for _ in range(2)], num_stages=2, loss_fn=torch.nn.MSELoss())
-    rows = torch.empty(ROWS, 4, device="meta")
-    with pytest.raises(UsageError, match="pipelines"):
-        plan_times(layers, config_of(0), machine, ranks=2, stages=[1], batch=(rows, rows))

@@ -56,8 +56,8 @@ class Recorder(Watcher, Protocol):
     def begin(self) -> None:
         """Forget what has been recorded."""
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Record the block as a phase of a pass."""
+    def phase(self, name: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Record the block as a phase of a pass; `stage`: of a pipeline, as a pass of its own."""
 
 
 MOST_PASSES = 3
@@ -286,15 +286,15 @@ class DryRunEngine:
         self._batches.steps = passes = min(accumulation, MOST_PASSES)
         marks = [self._moved()]
         for _ in range(passes):
-            with self._phase("forward"):
+            with self.phase("forward"):
                 scalar = self._forward(batch, loss)
             if self.sharded.update is not None:
                 with Answers():
-                    with self._phase("backward"):
+                    with self.phase("backward"):
                         with self._step.passing(scalar) as roots:
                             self.sharded.backward(roots)
                         del roots
-                    with self._phase("step"):
+                    with self.phase("step"):
                         self._step.take()
             del scalar
             marks.append(self._moved())
@@ -304,8 +304,9 @@ class DryRunEngine:
                 whole[tier] += (marks[2][tier] - marks[1][tier]).times(accumulation - passes)
         return whole
 
-    def _phase(self, name: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._recorder is None else self._recorder.phase(name)
+    def phase(self, name: str, *stage: int) -> AbstractContextManager[None]:
+        """Record the block, if there is a recorder."""
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.phase(name, *stage)
 
     def _moved(self) -> dict[Tier, Moved]:
         return {tier: self.accountant.moved(tier) for tier in Tier}

@@ -157,17 +157,29 @@ class _Work(StagePasses):
         """Return the outputs of a stage; of the last one the loss."""
         engine = self._engine
         self.select(stage, micro_batch)
-        output = engine.call((value,), {"stage": stage})
-        if stage < len(engine._place.rank_of) - 1:
-            return output
-        if self._loss is not None:
-            return self._loss(output)
-        loss_fn: Any = engine.sharded.module.loss_fn
-        return output if loss_fn is None else loss_fn(output, self._labels)
+        with engine.phase(Op.FORWARD.value, stage):
+            output = engine.call((value,), {"stage": stage})
+            if stage < len(engine._place.rank_of) - 1:
+                return output
+            if self._loss is not None:
+                return self._loss(output)
+            loss_fn: Any = engine.sharded.module.loss_fn
+            return output if loss_fn is None else loss_fn(output, self._labels)
+
+    @override
+    def backward(self, key: tuple[int, int], *given: Any, split: bool, last: bool) -> None:
+        with self._engine.phase((Op.BACKWARD_INPUT if split else Op.BACKWARD).value, key[0]):
+            super().backward(key, *given, split=split, last=last)
+
+    @override
+    def weight_gradients(self, key: tuple[int, int], *given: Any, last: bool) -> None:
+        with self._engine.phase(Op.BACKWARD_WEIGHT.value, key[0]):
+            super().weight_gradients(key, *given, last=last)
 
     def step(self) -> None:
         """Step with the gradients of the batch."""
-        self._engine.update(self._micro_batches)
+        with self._engine.phase(Op.STEP.value, -1):
+            self._engine.update(self._micro_batches)
 
 
 class StageForms:
@@ -179,6 +191,7 @@ class StageForms:
 
     Attributes:
         flops: FLOPs of the last pass, by stage; empty before.
+        sizes: bytes of the outputs of each stage except the last one, of the last pass.
     """
 
     def __init__(self, module: nn.Module, stages: int) -> None:
@@ -186,6 +199,7 @@ class StageForms:
         self._module, self._stages = module, stages
         self._found: dict[str, dict[int, Form]] = {}
         self.flops: list[int] = []
+        self.sizes: dict[int, int] = {}
 
     @property
     def times(self) -> Times:
@@ -219,6 +233,7 @@ class StageForms:
                 flops.append(sum(count.flops.values()))
                 if stage < self._stages - 1:
                     forms[stage], tensors = form_of(output, f"stage {stage} of {self._stages}")
+                    self.sizes[stage] = sum(tensor.nbytes for tensor in tensors)
                     value = forms[stage].value([tensor.detach() for tensor in tensors])
         self.flops = flops
         return forms

@@ -88,12 +88,22 @@ class PipelinePlans:
         """Yield the model and the place of each position."""
         yield from zip(self._models, self._places, strict=True)
 
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a step."""
+        first, positions = self._places[0], len(self._places)
+        chunks = len(first.rank_of) // positions
+        return make_schedule(self._pipeline.schedule, positions, self._steps, chunks, first.placement)
+
+    def messages(self) -> list[tuple[tuple[int, int], int]]:
+        """Return sender, receiver and bytes of the messages between stages, after the plans have been made."""
+        place = self._places[0]
+        ranks = [place.ranks[position] for position in place.rank_of]
+        return [((ranks[stage], ranks[stage + 1]), size) for stage, size in self.forms.sizes.items()]
+
     def facts(self) -> ScheduleFacts:
         """Return stages and idle time, after the plans have been made."""
-        first, rank_of = self._places[0], self._places[0].rank_of
-        name, positions = self._pipeline.schedule, len(self._places)
-        chunks = len(rank_of) // positions
-        schedule = make_schedule(name, positions, self._steps, chunks, first.placement)
+        name, schedule = self._pipeline.schedule, self.schedule
         simulation = simulate(schedule)
         by_flops = simulate(schedule, self.forms.times).idle if any(self.forms.flops) else None
         return ScheduleFacts(

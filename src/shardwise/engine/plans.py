@@ -331,8 +331,17 @@ class Planner:
         self._forms = forms
         self._plans: dict[Setting, tuple[MemoryPlan | None, str]] = {}
 
-    def plan(self, setting: Setting, rooms: Sequence[Room] = ()) -> SettingPlan:
-        """Return the plan of one rank under a setting; `rooms` are the available bytes, if known."""
+    @property
+    def batch(self) -> Any:
+        """The shapes of a micro-batch; None without one."""
+        return self._batch
+
+    def plan(self, setting: Setting, rooms: Sequence[Room] = (), recorder: Recorder | None = None) -> SettingPlan:
+        """Return the plan of one rank under a setting; `rooms` are the available bytes, if known. `recorder`: records
+        what the rank does in a window, nothing if its activations cannot be planned.
+        """
+        if recorder is not None:
+            self._plans[setting] = self._run(setting, recorder)
         found, note = self.window(setting)
         position = None if self.target.place is None else self.target.place.position
         if found is None:
@@ -370,14 +379,15 @@ class Planner:
         self._plans[setting] = plan, ""
         return plan, engine.sharded
 
-    def _run(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
+    def _run(self, setting: Setting, recorder: Recorder | None = None) -> tuple[MemoryPlan | None, str]:
         config, note = self.target.resolution.config, ""
         accumulation = accumulated(config, setting.accumulation)
         try:
             if self._batch is not None:
                 try:
                     batch = self._of_size(setting.micro_batch)
-                    return self._engine(setting, batch).run(batch, accumulation, self._loss, masks=self._masks), ""
+                    engine = self._engine(setting, batch)
+                    return engine.run(batch, accumulation, self._loss, masks=self._masks, recorder=recorder), ""
                 except ConfigError:
                     raise
                 except Exception as error:  # any error of the user's module on fake tensors
@@ -512,8 +522,13 @@ def plan_model(
     plans = tuple(
         planner.plan(replace(planner.target.setting, stage=stage), rooms) for stage in stages for planner in planners
     )
+    return plans_of(plans, rooms, pipeline)
+
+
+def plans_of(plans: Sequence[SettingPlan], rooms: Sequence[Room], pipeline: PipelinePlans | None) -> MemoryPlans:
+    """Return the plans of one rank, or of each position of a pipeline, together."""
     room = min((room.size for room in rooms if Tier.DEVICE in room.tiers), default=None)
-    return MemoryPlans(plans, room, schedule=None if pipeline is None else pipeline.facts())
+    return MemoryPlans(tuple(plans), room, schedule=None if pipeline is None else pipeline.facts())
 
 
 def planners_of(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.compat import without_overrides
+from shardwise.compat import requested_device, without_overrides
 from shardwise.errors import UsageError
 from shardwise.trees import map_tensors, tensors_in
 
@@ -52,6 +52,8 @@ class Answers(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if (device := requested_device(func, args)) is not None:
+            return device
         if func is torch.ops.aten._local_scalar_dense.default and (not self._only or _calling_module() in self._only):
             dtype = args[0].dtype
             return True if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.compat import requested_device
 from shardwise.memory.accountant import Accountant
 
 
@@ -48,6 +49,8 @@ class _Tracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if (device := requested_device(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         accountant = self._accountant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,6 +46,18 @@ class Rates(Protocol):
     def costs(self, ranks: int) -> Costs:
         """Return how long things take with so many ranks."""
 
+    @property
+    def peaks(self) -> Mapping[str, float]:
+        """FLOP/s that a card has at most, by type; empty if unknown."""
+
+    @property
+    def disk(self) -> tuple[float, float] | None:
+        """Bytes/s that a rank reads from its disk and writes to it; None: unknown."""
+
+    @property
+    def host_link(self) -> float | None:
+        """Bytes/s between a rank's device and the host; None: the device's memory is the host's."""
+
 
 def _zeros() -> dict[Any, float]:
     return defaultdict(float)
@@ -57,10 +69,13 @@ class StepTime:
 
     Attributes:
         total: from the beginning of the first forward pass to the end of the update.
-        phases: of "forward", "backward" and "step".
+        phases: of "forward", "backward" and "step"; "transfers": of offloaded state, beyond the backward pass; "idle":
+            of a pipeline's rank that waits for others.
         computing: of operators; `communicating`: of collectives, hidden or not; `waiting`: without computing, because a
             collective has not ended; `host`: of the host besides operators, where the device waits for it.
         estimated: part of `computing` of operators that were not measured.
+        flops: by type of the operators; `moved`: bytes that operators read and write.
+        transfers: of offloaded state between tiers, hidden or not.
         collectives: seconds by operation and group; `sent`: bytes that the rank sends; `links`: which link.
     """
 
@@ -71,6 +86,9 @@ class StepTime:
     waiting: float = 0.0
     host: float = 0.0
     estimated: float = 0.0
+    flops: Counter[str] = field(default_factory=Counter)
+    moved: int = 0
+    transfers: float = 0.0
     collectives: dict[tuple[str, str], float] = field(default_factory=_zeros)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     links: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -120,6 +138,9 @@ class Clock:
         in_flight = max(self._links.values(), default=0.0) - begins
         slowed = seconds + costs.interference * max(0.0, min(seconds, in_flight))
         found.computing += slowed
+        found.moved += event.moved
+        if event.flops:
+            found.flops[event.dtype] += event.flops
         found.estimated += 0.0 if costs.measured(event) else slowed
         self._device = begins + slowed
         if not costs.asynchronous:

@@ -50,6 +50,13 @@ class Card(_Listed):
     host: str
 
 
+class Host(_Listed):
+    """A machine without its cards: `bandwidth` of its memory, and of its disk, in bytes a second."""
+
+    read: float = Field(gt=0)
+    write: float = Field(gt=0)
+
+
 class Efficiencies(BaseModel):
     """Shares of the data sheets' rates that programs reach, and `host`: seconds of the host for each operator."""
 
@@ -67,6 +74,7 @@ class Sheets(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     efficiencies: Efficiencies
+    machine: Host
     cards: dict[str, Card]
     links: dict[str, Link]
 
@@ -92,6 +100,7 @@ class Cluster(BaseModel):
     Attributes:
         inside: link between cards of a machine.
         between: link between machines; None: there is one machine. `adapters`: how many of it a machine has.
+        host_path: link of each card to its machine.
 
     Example:
         >>> cluster = Cluster.of("h100", "8xinfiniband-ndr", 8)
@@ -104,6 +113,8 @@ class Cluster(BaseModel):
     card: Card
     inside: Link
     between: Link | None = None
+    host_path: Link
+    machine: Host
     ranks_per_machine: int = Field(ge=1)
     adapters: int = Field(default=1, ge=1)
     efficiencies: Efficiencies
@@ -125,6 +136,8 @@ class Cluster(BaseModel):
         return cls(
             card=chosen,
             inside=known.links[chosen.inside],
+            host_path=known.links[chosen.host],
+            machine=known.machine,
             between=None if link is None else _found(known.links, name, "link"),
             ranks_per_machine=ranks_per_machine,
             adapters=adapters,
@@ -164,15 +177,33 @@ class Cluster(BaseModel):
                 bandwidth, link = outer, self.between
         return Path(link.name, bandwidth * self.efficiencies.links, latency)
 
+    @property
+    def peaks(self) -> Mapping[str, float]:
+        """FLOP/s of a card by type, of the data sheet."""
+        return self.card.flops
+
+    @property
+    def disk(self) -> tuple[float, float]:
+        """Bytes/s that a rank reads and writes while all ranks of its machine do."""
+        return self.machine.read / self.ranks_per_machine, self.machine.write / self.ranks_per_machine
+
+    @property
+    def host_link(self) -> float:
+        """Bytes/s between a card and its machine."""
+        return self.host_path.bandwidth * self.efficiencies.links
+
     def complete(self, recorder: Recorder, ranks: int, limit: float) -> None:
         """Do nothing, because data sheets have everything."""
 
     def costs(self, ranks: int) -> Costs:
         """Return seconds of operators and collectives."""
         peaks, memory = self.card.flops, self.card.bandwidth * self.efficiencies.memory
+        host = self.machine.bandwidth / self.ranks_per_machine * self.efficiencies.memory
         paths: dict[tuple[tuple[int, ...], bool], Path] = {}
 
         def operator(one: Operator) -> float:
+            if one.on_host:
+                return one.moved / host
             if not one.flops:
                 return one.moved / memory
             if one.dtype not in peaks:

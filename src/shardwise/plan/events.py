@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.ledger import Record
+from shardwise.compat import requested_device
 from shardwise.profile.formulas import formulas
 
 _SHORT = {
@@ -40,6 +41,7 @@ class Operator:
         flops: by torch's formulas; 0 for operators that only move memory.
         moved: bytes of all tensors that it reads and writes; 0 for views.
         dtype: of the first tensor with floats that it reads, such as "bf16"; "f8" for all of 8 bits.
+        on_host: the host runs it on state that is offloaded.
     """
 
     signature: str
@@ -47,6 +49,7 @@ class Operator:
     flops: int
     moved: int
     dtype: str = ""
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,26 @@ class Wait:
 Event = Operator | Launch | Wait
 _Kind = TypeVar("_Kind", Operator, Launch, Wait)
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""An operator with its arguments, in which `Form` stands for tensors."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape, strides and type of a tensor, which is not kept: that would be memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass
 class Pass:
-    """Events of a micro-batch by phase: "forward", "backward" and "step", in this order."""
+    """Events of a micro-batch by phase: "forward", "backward" and "step", in this order. Of a pipeline: those of a
+    computation of a stage, or of the step, as its one phase (`pipeline.actions.Op`).
+    """
 
     phases: dict[str, list[Event]] = field(default_factory=dict)
+    stage: int | None = None
 
     @property
     def events(self) -> Iterator[tuple[str, Event]]:
@@ -112,10 +128,10 @@ class Recorder(TorchDispatchMode):
         return (event for one in self.passes for _, event in one.events if isinstance(event, kind))
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record the block as a phase; "forward" begins a pass."""
-        if name == "forward":
-            self.passes.append(Pass())
+    def phase(self, name: str, stage: int | None = None) -> Iterator[None]:
+        """Record the block as a phase; "forward" begins a pass, and so does all of a pipeline."""
+        if name == "forward" or stage is not None:
+            self.passes.append(Pass(stage=stage))
         self._into = self.passes[-1].phases.setdefault(name, [])
         try:
             with self:
@@ -124,6 +140,8 @@ class Recorder(TorchDispatchMode):
             self._into = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if (device := requested_device(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         if self._into is not None:
@@ -137,12 +155,11 @@ class Recorder(TorchDispatchMode):
         known = self._known.get(signature)
         if known is None:
             tensors = [one for one in (*flat, *tree_leaves(found)) if isinstance(one, torch.Tensor)]
-            still = func.is_view or func.namespace == "prim"
-            moved = 0 if still else sum(one.numel() * one.element_size() for one in tensors)
+            moved = 0 if func.is_view else sum(one.numel() * one.element_size() for one in tensors)
             formula = self._formulas.get(func.overloadpacket)
             flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=found))
             known = self._known[signature] = Operator(signature, str(func), flops, moved, _precision(tensors))
-            self.calls[signature] = (func, args, kwargs)
+            self.calls[signature] = (func, *tree_map_only(torch.Tensor, _form, (args, kwargs)))
         return known
 
     # -- watcher of the ledger ---------------------------------------------------------------------------------------
@@ -158,6 +175,10 @@ class Recorder(TorchDispatchMode):
         """Record the wait for a collective."""
         if self._into is not None and record.ranks > 1:
             self._into.append(Wait(record.sequence))
+
+
+def _form(tensor: torch.Tensor) -> Form:
+    return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _precision(tensors: Sequence[torch.Tensor]) -> str:

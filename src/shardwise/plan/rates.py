@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import socket
 import statistics
 import time
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.errors import CommandLineError, UsageError
 from shardwise.plan.clock import Costs
-from shardwise.plan.events import Call, Launch, Operator, Recorder
+from shardwise.plan.events import Call, Form, Launch, Operator, Recorder
 
 _TRIALS = 5
 _ENOUGH_S = 0.3
@@ -140,6 +141,19 @@ class Machine(BaseModel):
             asynchronous=self.device != "cpu",
         )
 
+    @property
+    def peaks(self) -> Mapping[str, float]:
+        """No peaks, because none are measured."""
+        return {}
+
+    @property
+    def disk(self) -> None:
+        """None, because disks are not measured (`shardwise bench disk` does it)."""
+
+    @property
+    def host_link(self) -> None:
+        """None, because the host's memory is that of the ranks."""
+
     def joined(self, shared: Machine) -> Machine:
         """Return these rates with what several ranks have measured."""
         keys = ("collectives", "crowds", "interference")
@@ -202,7 +216,9 @@ class Collectives:
         points = self._points.get((launch.op, launch.ranks))
         if points is None:
             known = sorted((abs(ranks - launch.ranks), ranks) for op, ranks in self._points if op == launch.op)
-            points = self._points[launch.op, known[0][1]] if known else []
+            if not known:
+                raise UsageError(f"{launch.op} was not measured. Run `shardwise bench machine` on the machine")
+            points = self._points[launch.op, known[0][1]]
         return interpolated(points, float(launch.size))
 
 
@@ -277,20 +293,20 @@ def _other(device: torch.device) -> torch.Tensor:
 
 
 def _floats(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, Form) and value.dtype.is_floating_point
 
 
 def _real(value: Any, least: int, device: torch.device) -> Any:
     """Return a tensor with values: small numbers, and indices that are valid in all dimensions."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Form):
         return device if isinstance(value, torch.device) else value
-    extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    flat = torch.empty(extent if value.numel() else 0, dtype=value.dtype, device=device)
+    extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
+    flat = torch.empty(extent if math.prod(value.shape) else 0, dtype=value.dtype, device=device)
     if flat.is_floating_point():
         flat.uniform_(0.5, 1.0)
     else:
         flat.random_(0, 2 if value.dtype is torch.bool else least)
-    return flat.as_strided(value.shape, value.stride())  # elements may share memory, as those of a gradient of a sum
+    return flat.as_strided(value.shape, value.stride)  # elements may share memory, as those of a gradient of a sum
 
 
 def _arrive(device: torch.device) -> None:

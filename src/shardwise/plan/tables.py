@@ -167,7 +167,7 @@ class _Marks:
         """Do nothing: the accountant marks the window."""
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, stage: int | None = None) -> Iterator[None]:
         """Mark the beginning of a pass."""
         if name == "forward":
             self._moves.append(None)

@@ -69,15 +69,30 @@ def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None) -> Iterator
             yield f"stage {one.setting.stage}: {format_size(size)} on {tier}: a step {sizes} on each rank."
 
 
-def time_lines(plans: Sequence[TimePlan], origin: str) -> Iterator[str]:
-    """Yield the time of a step at each stage, what is sent, and where the rates come from."""
-    phases = ("forward", "backward", "step")
-    columns = ("step", *phases[:2], "update", "computing", "waiting", "host")
-    yield "stage" + "".join(f"{name:>12}" for name in columns) + "  ms"
+def time_lines(plans: Sequence[TimePlan], origin: str, price: float | None = None) -> Iterator[str]:
+    """Yield the time of a step at each stage, what is sent, and where the rates come from; `price`: a card's hour."""
+    phases = {"forward": "forward", "backward": "backward", "step": "update", "transfers": "transfers", "idle": "idle"}
+    shown = {phase: name for phase, name in phases.items() if any(phase in one.time.phases for one in plans)}
+    yield (
+        "stage" + "".join(f"{name:>12}" for name in ("step", *shown.values(), "computing", "waiting", "host")) + "  ms"
+    )
     for one in plans:
         took = one.time
-        seconds = (took.total, *(took.phases[phase] for phase in phases), took.computing, took.waiting, took.host)
+        seconds = (took.total, *(took.phases[phase] for phase in shown), took.computing, took.waiting, took.host)
         yield f"{one.stage:>5}" + "".join(f"{1e3 * each:>12.1f}" for each in seconds)
+    for one in plans:
+        facts = [f"{one.tokens / one.time.total:,.0f} {'tokens' if one.tokens > one.samples else 'samples'}/s"]
+        if one.share_of_peak is not None:
+            facts.append(f"{one.share_of_peak:.1%} of the cards' peak FLOP/s")
+        if one.idle:
+            facts.append(f"bubble {sum(one.idle) / len(one.idle):.1%}")
+        if one.time.transfers:
+            hidden = one.time.transfers - one.time.phases["transfers"]
+            facts.append(f"{1e3 * one.time.transfers:.1f} ms of transfers, {1e3 * hidden:.1f} under the backward pass")
+        if price is not None:
+            cost = one.cost(price)
+            facts.append(f"a step costs {cost:.4g}, 10^9 tokens {1e9 * cost / one.tokens:,.0f}")
+        yield f"stage {one.stage}: {', '.join(facts)}"
     for one in plans:
         sent = ", ".join(
             f"{what[0]} ({', '.join(filter(None, (what[1], one.time.links[what])))}) {format_size(size)} in "

@@ -111,6 +111,9 @@ class Request:
     slowest: Annotated[
         float, typer.Option(metavar="FACTOR", help="One rank takes so many times as long to compute.")
     ] = 1.0
+    price: Annotated[
+        float | None, typer.Option(metavar="P", help="Of a card for an hour: what a step and 10^9 tokens cost.")
+    ] = None
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False
     page: Annotated[
         str | None,
@@ -131,6 +134,8 @@ class Request:
                 "--ranks, --local-ranks, --micro-batch, --accumulation, --pp and --chunks are 1 or more, --length 0 or "
                 "more."
             )
+        if self.price is not None and self.price < 0:
+            raise CommandLineError(f"--price {self.price}: give 0 or more.")
         if self.slowest < 1:
             raise CommandLineError(f"--slowest {self.slowest}: give 1 or more.")
         self.speeds()  # refused before the long work
@@ -353,7 +358,7 @@ def plan(request: Request) -> None:
     """
     from shardwise.engine.plans import plan_model
     from shardwise.plan.text import time_lines
-    from shardwise.plan.time import plan_times
+    from shardwise.plan.time import plan_steps
 
     if request.page is not None:
         _write_page(request, request.page)
@@ -366,22 +371,23 @@ def plan(request: Request) -> None:
             )
         stages = request.chosen("1" if subject.is_pipeline else "0,1,2,3")
         model, settings = subject.model, subject.settings
-        given: dict[str, Any] = {"ranks": request.ranks, "batch": subject.batch, **subject.client}
-        local = None if request.card else request.local_ranks
-        made = plan_model(model, settings, stages=stages, rooms=rooms, local_ranks=local, **given)
+        given: dict[str, Any] = {"ranks": request.ranks, "batch": subject.batch, "stages": stages, "rooms": rooms}
+        given |= {"local_ranks": None if request.card else request.local_ranks, **subject.client}
         times: list[TimePlan] = []
-        if rates is not None:
-            times = plan_times(
-                model, settings, rates, stages=stages, limit=_MEASURED_S, slowest=request.slowest, **given
+        if rates is None:
+            made = plan_model(model, settings, **given)
+        else:
+            made, times = plan_steps(
+                model, settings, rates, **given, limit=_MEASURED_S, slowest=request.slowest, disk=request.speeds()
             )
         if request.as_json:
             found[subject.name] = _as_dict(subject, made)
             if rates is not None:
-                found[subject.name] |= {"times": [one.as_dict() for one in times], "rates": rates.origin}
+                found[subject.name] |= {"times": [one.as_dict(request.price) for one in times], "rates": rates.origin}
             continue
         for line in (subject.title(request.ranks), *_lines(request, subject, made, stages)):
             typer.echo(line)
-        for line in time_lines(times, rates.origin) if rates is not None else ():
+        for line in time_lines(times, rates.origin, request.price) if rates is not None else ():
             typer.echo(line)
         typer.echo("")
     if request.as_json:
