@@ -67,11 +67,15 @@ class Imagined(Planner):
     def __init__(self, ranks: int, resident: int, activations: int, speed: float, sent: float) -> None:
         self.target = replace(TARGET, setting=replace(TARGET.setting, ranks=ranks))
         self._batch, self._numbers = SAMPLE, (resident, activations, speed, sent)
-        self.recorded: set[Setting] = set()
+        self._plans = {}
 
-    def record(self, setting: Setting, recorder: Recorder) -> None:
+    def _run(self, setting: Setting, recorder: Any = None) -> tuple[MemoryPlan | None, str]:
+        if recorder is not None:
+            self.write(setting, recorder)
+        return self.sizes(setting), ""
+
+    def write(self, setting: Setting, recorder: Recorder) -> None:
         _, _, speed, sent = self._numbers
-        self.recorded.add(setting)
         passing = [Operator("", "mm", round(setting.micro_batch * 1e12 / speed), 0, "bf16")]
         members = tuple(range(setting.ranks))
         size = round(sent * 1e9 * (1 + (setting.stage == 3)))
@@ -81,12 +85,12 @@ class Imagined(Planner):
         passes = min(setting.accumulation, 3)
         recorder.passes = [Pass({"forward": [*passing], "step": update * (n == passes - 1)}) for n in range(passes)]
 
-    def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
+    def sizes(self, setting: Setting) -> MemoryPlan:
         resident, activations, *_ = self._numbers
         sharded = resident // (1, 2, 3, 4)[setting.stage] if setting.ranks > 1 else resident
         near = sharded >> (0 if setting.offload is None else offloads().index(setting.offload))
         total = near + activations * setting.micro_batch
-        return MemoryPlan({"activations": total}, total, {}, 0, {"host": 0, "disk": 0}, total, {}, {}), ""
+        return MemoryPlan({"activations": total}, total, {}, 0, {"host": 0, "disk": 0}, total, {}, {})
 
 
 (_whole,), _ = planners_of(decoder(), {**CONFIG, "train_micro_batch_size_per_gpu": 1}, 4, SAMPLE)

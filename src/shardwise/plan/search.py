@@ -1,7 +1,10 @@
 """The best setting that fits: ZeRO stages, micro-batches, tiers of state, and arrangements of ranks.
 
-Branch and bound (Land and Doig, 1960): the memory plan says what is feasible, and what a step computes in its passes is
-a lower bound of its time. Nothing is left out that could be better, so the result is that of trying all settings.
+Branch and bound (Land and Doig, 1960): the memory plan says what is feasible, and known settings bound the rest. What a
+step computes in its passes is a lower bound of its time. Memory, and time by data sheets, are largest
+sums of amounts that grow evenly with the micro-batch, so they are convex in it, and a line through two micro-batches is
+a lower bound on either side. State that lies elsewhere, and layers that are recomputed, take no less time. Nothing is
+left out that could be better: the result is that of trying all settings.
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardwise.engine.plans import MARGIN, Offload, Planner, Room, Setting, SettingPlan
-from shardwise.errors import ConfigError
-from shardwise.plan.clock import Rates, StepTime, step_time
+from shardwise.engine.plans import MARGIN, Offload, Planner, Room, Setting, SettingPlan, offloads
+from shardwise.errors import ConfigError, UsageError
+from shardwise.memory import Tier
+from shardwise.plan.clock import Rates, StepTime
+from shardwise.plan.cluster import Cluster
 from shardwise.plan.events import Operator, Recorder
 from shardwise.plan.layers import DeepPlanner
+from shardwise.plan.time import plan_time
 from shardwise.units import format_size
 from shardwise.zero.units.plan import TABLE
 
@@ -81,8 +87,8 @@ class Search:
         ranking: candidates that fit, the best first; those that cannot be the best are not among them.
         smallest: the candidate that needs the least memory of the device, if none fits.
         settings: in the space. `planned`: by a dry run, of which `too_large` do not fit. Not planned are `unplanned`,
-            which need more than one that does not fit, and `slower`, whose passes take longer than the best step.
-        refused: settings that the configuration does not allow, by the reason.
+            which cannot fit, and `slower`, which cannot be faster than the best or than one with the same batch.
+        refused: settings that the configuration does not allow, or without a planned time, by the reason.
         seconds: that the search took.
     """
 
@@ -145,7 +151,15 @@ def search(
         everything: rank all that fit, also those that cannot be the best.
     """
     begun, found = time.monotonic(), Search()
-    left = sorted(space, key=lambda one: one.setting.cost)
+    left = list(space)
+    # Two micro-batches bound the others, of which the largest that fits is mostly the best.
+    first = sorted({one.setting.micro_batch for one in left})[:2]
+
+    def turn(one: Candidate) -> tuple[Any, ...]:
+        micro = one.setting.micro_batch
+        return one.setting.cost, one.branch.recompute, micro not in first, micro if micro in first else -micro
+
+    left.sort(key=turn)
     found.settings = len(left)
     state = _State(found, rooms, rates, objective, limit, everything)
     for done, candidate in enumerate(left):
@@ -171,6 +185,21 @@ def in_words(found: Search) -> str:
     )
 
 
+def _key(branch: Branch, setting: Setting, way: Offload | None, recompute: bool) -> Any:
+    alike = branch.ranks, str(branch.keys), recompute
+    return *alike, setting.stage, setting.micro_batch, setting.accumulation, way
+
+
+def _no_slower(candidate: Candidate) -> Iterator[Any]:
+    """Yield settings with the same batch that take no longer: state nearer to the device, layers not recomputed."""
+    branch, setting = candidate.branch, candidate.setting
+    ways: list[Offload | None] = [None] if setting.offload is None else [*offloads(setting.offload.path)]
+    for recompute in {False, branch.recompute}:
+        for way in ways[: ways.index(setting.offload) + 1]:
+            if (way, recompute) != (setting.offload, branch.recompute):
+                yield _key(branch, setting, way, recompute)
+
+
 class _State:
     def __init__(
         self,
@@ -186,6 +215,10 @@ class _State:
         self._best: tuple[float, ...] | None = None
         self._passes: dict[Any, float] = {}  # seconds that a micro-batch's passes compute
         self._failed: dict[Any, int] = {}  # smallest micro-batch that does not fit
+        self._known: dict[Any, list[tuple[int, int, float]]] = {}  # micro-batch, bytes of the device, seconds
+        self._fitting: set[Any] = set()
+        self._convex = isinstance(rates, Cluster)
+        self._room = min((room.size for room in rooms if room.tiers == (Tier.DEVICE,)), default=None)
 
     def seconds(self, candidate: Candidate) -> float:
         """Return the planned seconds of a step; 0 if unknown."""
@@ -193,23 +226,29 @@ class _State:
 
     def visit(self, candidate: Candidate) -> None:
         found, branch, setting = self._found, candidate.branch, candidate.setting
-        kind = (id(branch.planner), setting.stage, setting.offload)
-        if setting.micro_batch >= self._failed.get(kind, setting.micro_batch + 1):
-            found.unplanned += 1
-            return
-        passes = self._passes.get((branch.passes, setting.micro_batch))
-        least = None if passes is None else candidate.value(self._objective, passes * setting.accumulation)
-        if least is not None and self._best is not None and least >= self._best and not self._everything:
-            found.slower += 1
-            return
+        kind = (id(branch.planner), setting.stage, setting.offload, setting.accumulation)
+        if not self._everything:
+            size, seconds = self._least(kind, setting.micro_batch)
+            if setting.micro_batch >= self._failed.get(kind, setting.micro_batch + 1) or (
+                self._room is not None and size * (1 + MARGIN) > self._room
+            ):
+                found.unplanned += 1
+                return
+            passes = self._passes.get((branch.passes, setting.micro_batch), 0.0)
+            least = max(passes * setting.accumulation, seconds)
+            slower = self._best is not None and candidate.value(self._objective, least) >= self._best
+            if slower or not self._fitting.isdisjoint(_no_slower(candidate)):
+                found.slower += 1
+                return
         try:
             planned = self._plan(candidate)
-        except ConfigError as error:
+        except (ConfigError, UsageError) as error:
             found.refused[str(error)] = found.refused.get(str(error), 0) + 1
             return
         found.planned += 1
         plan = planned.plan
         assert plan is not None
+        self._known.setdefault(kind, []).append((setting.micro_batch, plan.total or 0, self.seconds(planned)))
         if not plan.fits:
             found.too_large += 1
             self._failed[kind] = min(setting.micro_batch, self._failed.get(kind, setting.micro_batch))
@@ -218,8 +257,22 @@ class _State:
                 found.smallest = planned
             return
         found.ranking.append(planned)
+        self._fitting.add(_key(branch, setting, setting.offload, branch.recompute))
         value = planned.value(self._objective, self.seconds(planned))
         self._best = value if self._best is None else min(self._best, value)
+
+    def _least(self, kind: Any, micro: int) -> tuple[float, float]:
+        """Return lower bounds of bytes and seconds with a micro-batch, by lines through two others on the same side."""
+        points = sorted(self._known.get(kind, ()))
+        below, above = [one for one in points if one[0] < micro][-2:], [one for one in points if one[0] > micro][:2]
+        size = seconds = 0.0
+        for pair in (below, above):
+            if len(pair) == 2:
+                (one, bytes_one, s_one), (two, bytes_two, s_two) = pair
+                along = (micro - one) / (two - one)
+                size = max(size, bytes_one + (bytes_two - bytes_one) * along)
+                seconds = max(seconds, s_one + (s_two - s_one) * along)
+        return size, seconds if self._convex else 0.0
 
     def _plan(self, candidate: Candidate) -> Candidate:
         branch, setting = candidate.branch, candidate.setting
@@ -236,9 +289,8 @@ class _State:
             return planner.deep(few[0], more[0]), planner.deep(few[1], more[1])
         assert self._rates is not None
         recorder = Recorder()
-        planner.record(setting, recorder)
-        self._rates.complete(recorder, branch.ranks, self._limit)
+        found = plan_time(planner, setting, self._rates, self._limit, recorder).time
         costs = self._rates.costs(branch.ranks)
         # Operators without FLOPs differ by stage.
         operators = [one for _, one in recorder.passes[0].events if isinstance(one, Operator) and one.flops]
-        return step_time(recorder.passes, setting.accumulation, costs), sum(map(costs.operator, operators))
+        return found, sum(map(costs.operator, operators))

@@ -120,9 +120,12 @@ def plan_steps(
     return plans_of(memory, rooms, pipeline), times
 
 
-def plan_time(planner: Planner, setting: Setting, rates: Rates, limit: float = 0.0, slowest: float = 1.0) -> TimePlan:
-    """Return the planned time of a step of one rank without a pipeline; see `plan_steps`."""
-    return _planned([planner], None, setting, rates, limit=limit, slowest=slowest)[1]
+def plan_time(
+    planner: Planner, setting: Setting, rates: Rates, limit: float = 0.0, recorder: Recorder | None = None
+) -> TimePlan:
+    """Return the planned time of a step of one rank without a pipeline; see `plan_steps`. `recorder`: records it."""
+    recorders = [Recorder() if recorder is None else recorder]
+    return _planned([planner], None, setting, rates, recorders=recorders, limit=limit, slowest=1.0)[1]
 
 
 def _planned(
@@ -132,6 +135,7 @@ def _planned(
     rates: Rates,
     rooms: Sequence[Room] = (),
     *,
+    recorders: Sequence[Recorder] = (),
     limit: float,
     slowest: float,
     disk: tuple[float, float] | None = None,
@@ -141,13 +145,12 @@ def _planned(
     if "nvme" in offload.devices and disk is None:
         raise UsageError("how fast the disk is was not measured: give --disk-speed, as `shardwise bench disk` finds it")
     ranks = setting.ranks * setting.pipeline
-    recorders, planned = [], []
-    for planner in planners:
-        recorders.append(Recorder())
-        planned.append(planner.plan(setting, rooms, recorders[-1]))
+    recorders, planned = recorders or [Recorder() for _ in planners], []
+    for planner, recorder in zip(planners, recorders, strict=True):
+        planned.append(planner.plan(setting, rooms, recorder))
         if planned[-1].note:
             raise UsageError(f"no time of {setting} can be planned: {planned[-1].note}")
-        rates.complete(recorders[-1], ranks, limit)
+        rates.complete(recorder, ranks, limit)
     passes = [one.passes for one in recorders]
     if offload.optimizer != "none":
         passes = [[stepped_on_host(one) for one in each] for each in passes]
