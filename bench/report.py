@@ -1,7 +1,7 @@
 """Tables of the README and the docs from the files in bench/results.
 
     python bench/report.py README.md docs/numbers.md docs/convergence.md docs/pipeline.md docs/gpu.md docs/frameworks.md
-        docs/local-sgd.md docs/memory.md docs/unequal.md docs/zeropp.md
+        docs/local-sgd.md docs/memory.md docs/unequal.md docs/zeropp.md docs/articles.md
 
 A page has a table between `<!-- table NAME -->` and `<!-- /table -->`; everything else is written by hand. Figures that
 have not been measured are "-". `<!-- table machine -->` names the machine of most tables of a page; the others name
@@ -467,6 +467,10 @@ TABLES: dict[str, Table] = {
             C("pairs in the right order", "{pairs_percent:.0f} %"),
             C("s to measure the machine", "{machine_s:.0f}"),
         ],
+    ),
+    "articles": Table(
+        ["articles"],
+        [C("claim", "system"), C("the article", "says"), C("here", "here"), C("made by", "how")],
     ),
     "unequal_4": Table(
         ["unequal_4"],
