@@ -21,7 +21,6 @@ from shardwise.memory.sources import memory_sources
 from shardwise.plan.architectures import SHAPES, Decoder, Shape
 from shardwise.plan.choose import decoder_of
 from shardwise.plan.cluster import Cluster
-from shardwise.plan.layers import deep_planner
 from shardwise.plan.time import plan_times
 
 GB = 1e9
@@ -69,7 +68,7 @@ def planned(
     batch = torch.empty(rows, length, dtype=torch.int64, device="meta") if length else None
     (planner,), _ = planners_of(built(shape, recompute), config, ranks, batch)
     setting = replace(planner.target.setting, stage=stage, offload=offload)
-    return deep_planner(planner.target, batch).plan(setting)
+    return planner.plan(setting)
 
 
 def gigabytes(*plans: SettingPlan) -> str:
