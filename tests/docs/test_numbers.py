@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-NAMES = ("numbers", "convergence", "gpu", "pipeline", "frameworks", "local-sgd", "unequal", "zeropp", "articles", "memory")
-PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
+NAMES = "numbers convergence gpu pipeline frameworks local-sgd unequal zeropp articles memory"
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES.split())]
 
 
 @pytest.fixture
