@@ -1,1 +1,1 @@
-"""Plans of time: the operators and collectives of a dry run, and how long they take on a machine."""
+"""Plans before a run: models, time of a step, the best setting, candidates of the autotuner, and a page of plans."""
