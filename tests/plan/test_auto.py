@@ -26,6 +26,8 @@ AUTO = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
 }
 
+FIXED = {**AUTO, "train_micro_batch_size_per_gpu": ROWS}
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -100,7 +102,7 @@ def test_state_goes_to_the_host_before_micro_batches_become_small() -> None:
 @on_ranks(2)
 def test_a_budget_in_which_nothing_fits_is_refused_with_the_least() -> None:
     with pytest.raises(OutOfMemoryError, match=r"none fits into 1\.00 KiB .* The least: stage \d, .* needs \d"):
-        shardwise.initialize(model(), config={**AUTO, "memory_budget": "1KiB"}, sample_batch=sample())
+        shardwise.initialize(model(), config={**FIXED, "memory_budget": "1KiB"}, sample_batch=sample())
 
 
 def test_without_a_sample_activations_are_said_to_be_missing() -> None:
@@ -129,9 +131,9 @@ def machine(tmp_path: Any) -> str:
 def test_a_training_that_costs_too_much_does_not_begin(tmp_path: Any) -> None:
     budget = {"amount": 1e-9, "rank_hour": 2.0, "steps": 10, "rates": machine(tmp_path)}
     with pytest.raises(ConfigError, match=r"cost_budget.amount: 10 steps of .* pay for 0 steps"):
-        shardwise.initialize(model(), config={**AUTO, "cost_budget": budget}, sample_batch=sample())
+        shardwise.initialize(model(), config={**FIXED, "cost_budget": budget}, sample_batch=sample())
     budget["amount"] = 1e9
-    engine = shardwise.initialize(model(), config={**AUTO, "cost_budget": budget}, sample_batch=sample()).engine
+    engine = shardwise.initialize(model(), config={**FIXED, "cost_budget": budget}, sample_batch=sample()).engine
     assert "the fastest by " in engine._resolution.notes[-1].reason
     engine.destroy()
     with pytest.raises(UsageError, match="sample_batch"):

@@ -124,8 +124,8 @@ def test_the_best_is_that_of_trying_all(
         return
     first, same = bounded.ranking[0], tried.ranking[0]
     assert first.time is not None and same.time is not None
-    assert first.value(objective, first.time.total) == same.value(objective, same.time.total)
-    assert first.setting == same.setting
+    # Of settings that are equal but for rounding either may be first.
+    assert first.value(objective, first.time.total) == pytest.approx(same.value(objective, same.time.total), rel=1e-9)
     if first.setting.offload != offloads()[0]:  # only what does not fit otherwise, or would be slower, is offloaded
         near = replace(first.setting, offload=offloads()[0])
         others = [c for c in tried.ranking if c.setting == near and c.branch.ranks == first.branch.ranks]

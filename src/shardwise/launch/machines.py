@@ -336,8 +336,9 @@ class Launcher:
         if same is not None and same.node is not None and same.host.name.partition("#")[0] == name:
             # Its connection broke, and it has noticed before the launcher has.
             assert same.channel is not None
-            same.channel.send({"do": "end", "message": "this machine has come again", "exit_code": 1})
+            # The event first: the end closes the connection, which would otherwise be the reason.
             self._events.put((self.machines.index(same), "lost", "it has come again"))
+            same.channel.send({"do": "end", "message": "this machine has come again", "exit_code": 1})
             present.remove(same)
             same = None
         if given["command"] != command_of(self._job):
