@@ -155,11 +155,12 @@ def largest_batch(name: str, ranks: int, stage: int, precision: str, offload: Of
             raise SystemExit(f"{name}: {plan.note}")
         return plan.total or 0
 
-    one, two = total(1), total(2)
+    one = total(1)
     if one > limit:
         return f"none ({one / GB:.1f} GB for one)"
-    rows = 1 + int((limit - one) // (two - one))
-    while total(rows) > limit:  # larger batches may peak elsewhere
+    few, more = total(16), total(32)  # of so many activations are the peak
+    rows = max(1, 16 + int((limit - few) // ((more - few) / 16)))
+    while total(rows) > limit:
         rows -= 1
     return f"{rows}"
 
