@@ -91,12 +91,13 @@ def by_package(commit: str | None) -> dict[str, Lines]:
 
 
 def words(page: str) -> int:
-    """Count the words of a page in Markdown, without code blocks, targets of links, comments, directives, and rows of
-    tables with two or more figures.
+    """Count the words of a page in Markdown, without code blocks, targets of links, comments, directives, tables of
+    results (bench/report.py), and rows of other tables with two or more figures.
 
     >>> words("See [the page](page.md).\\n::: a.module\\n  options: {}\\n```\\ncode\\n```\\n| DDP | 1.0 | 2 % |\\nlast")
     4
     """
+    page = re.sub(r"<!-- table \S+ -->.*?<!-- /table -->", "", page, flags=re.DOTALL)
     page = re.sub(r"^```.*?^```|<!--.*?-->|^:::[^\n]*(?:\n +[^\n]*)*", "", page, flags=re.DOTALL | re.MULTILINE)
     page = re.sub(r"^\|.*(?:\|[^|A-Za-z]*\d[^|A-Za-z]*){2}.*$", "", page, flags=re.MULTILINE)
     return len(re.findall(r"[A-Za-z][A-Za-z'-]+", re.sub(r"\]\([^)\s]*\)", "]", page)))
