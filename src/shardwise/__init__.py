@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         config,
         data,
         errors,
+        inference,
         memory,
         moe,
         optim,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from shardwise.data import RepeatingLoader
     from shardwise.dropin import install_as_deepspeed
     from shardwise.engine import Engine, Training, initialize
+    from shardwise.engine.inference import init_inference
+    from shardwise.inference import InferenceEngine, default_inference_config
     from shardwise.offload import offload_activations
     from shardwise.parallel import tp_model_init
     from shardwise.registry import declare_part
@@ -44,6 +47,9 @@ _PUBLIC = {
     "Engine": "shardwise.engine",
     "Training": "shardwise.engine",
     "init_distributed": "shardwise.comm.setup",
+    "init_inference": "shardwise.engine.inference",
+    "InferenceEngine": "shardwise.inference",
+    "default_inference_config": "shardwise.inference",
     "RepeatingLoader": "shardwise.data",
     "declare_part": "shardwise.registry",
     "offload_activations": "shardwise.offload",
@@ -58,6 +64,7 @@ _MODULES = {
         "config",
         "data",
         "errors",
+        "inference",
         "memory",
         "moe",
         "optim",
@@ -73,6 +80,7 @@ _MODULES = {
 
 __all__ = [
     "Engine",
+    "InferenceEngine",
     "RepeatingLoader",
     "Training",
     "__version__",
@@ -82,8 +90,11 @@ __all__ = [
     "config",
     "data",
     "declare_part",
+    "default_inference_config",
     "errors",
+    "inference",
     "init_distributed",
+    "init_inference",
     "initialize",
     "install_as_deepspeed",
     "memory",

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.compat import has_values, never_compiled
@@ -145,10 +146,14 @@ class _BlockHook:
             return
         if comparing():
             return
-        self.modes.add(block.training)
+        continues = _continues(block, (args, kwargs))
+        if not continues:
+            self.modes.add(block.training)
         self._calls += 1
         if self._calls > _CALLS:
             self.remove()
+            return
+        if continues:
             return
         # Because copies get a few tokens of this rank only, their attention exchanges nothing.
         sequences = current_sequences()
@@ -166,6 +171,13 @@ class _BlockHook:
                 self._known.summands[kind] = contextvars.Context().run(comparison.run)
                 gc.collect()  # because reference cycles of the copies keep tensors alive
         _sum_up(block, self._known.summands[kind])
+
+
+def _continues(block: nn.Module, given: Any) -> bool:
+    """Return True if a cache of transformers has this rank's heads of earlier passes, which a whole copy cannot use."""
+    numbers = {number for one in block.modules() if isinstance(number := getattr(one, "layer_idx", None), int)} or {0}
+    caches = [one for one in tree_leaves(given) if callable(getattr(one, "get_seq_length", None))]
+    return any(cache.get_seq_length(number) > 0 for cache in caches for number in numbers)
 
 
 def _used_elsewhere(path: str, block: nn.Module, name: str) -> str:

@@ -1,0 +1,6 @@
+"""Inference: models divided over ranks, quantised weights, generation, weights sent to other ranks, and export."""
+
+from shardwise.inference.config import InferenceConfig, default_inference_config
+from shardwise.inference.engine import InferenceEngine
+
+__all__ = ["InferenceConfig", "InferenceEngine", "default_inference_config"]

@@ -1,0 +1,130 @@
+"""Generation on one rank and on ranks that share a model, against transformers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.errors import CheckpointError, UsageError
+from tests.harness import RankFailure, run_ranks
+from tests.inference.models import ARGUMENTS, FAMILIES, answers, expected, generating, prompts
+
+
+def shared(family: str, directory: str) -> Any:
+    """Generate with the whole model on a rank, and with a model of which two ranks read their parts."""
+    model = generating(family)
+    wanted = expected(model, 3)
+    if dist.get_rank() == 0:
+        model.save_pretrained(directory)
+    dist.barrier()
+    found = []
+    for size in (1, 2):
+        with torch.device("meta"):
+            blank = type(model)(copy.deepcopy(model.config))
+        engine = shardwise.init_inference(blank, tensor_parallel={"tp_size": size}, dtype="fp32", checkpoint=directory)
+        found += [answers(engine, rows, padding) for rows, padding in ((1, "left"), (3, "left"), (3, "right"))]
+        share = sum(p.numel() for p in engine.module.parameters()) / sum(p.numel() for p in model.parameters())
+        engine.destroy()
+    return wanted, found, share
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_64_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    for wanted, found, share in run_ranks(shared, 2, family, str(tmp_path)):
+        assert all(len(set(answer)) > 15 for answer in wanted)
+        assert found == [wanted[:1], wanted, wanted] * 2
+        assert share < 0.75
+
+
+def sampled(size: int) -> Any:
+    engine = shardwise.init_inference(generating("llama"), dtype="fp32", mp_size=size)
+    torch.manual_seed(5 + size * dist.get_rank())
+    out = engine.generate(**prompts(2, "left"), max_new_tokens=12, do_sample=True, pad_token_id=0, eos_token_id=7)
+    engine.destroy()
+    return out.tolist(), torch.rand(1).item()
+
+
+def test_ranks_that_share_a_model_draw_the_first_rank_s_numbers() -> None:
+    single = run_ranks(sampled, 1, 1)[0]
+    assert run_ranks(sampled, 2, 2) == [(single[0], pytest.approx(single[1]))] * 2
+
+
+def different() -> None:
+    engine = shardwise.init_inference(generating("llama"), dtype="fp32", tensor_parallel={"tp_size": 2})
+    given = prompts(1, "left")
+    if dist.get_rank() == 1:
+        given["input_ids"][0, 0] += 1
+    try:
+        engine.generate(**given, max_new_tokens=2, **ARGUMENTS)
+    finally:
+        engine.destroy()
+
+
+def test_different_prompts_on_ranks_that_share_a_model_are_refused() -> None:
+    with pytest.raises(RankFailure, match=r"DesyncError.*prompts differ"):
+        run_ranks(different, 2)
+
+
+def test_half_precision_keeps_rotary_frequencies_and_t5_s_wide_layers() -> None:
+    model = generating("llama")
+    engine = shardwise.init_inference(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+    assert not engine(torch.ones(1, 3, dtype=torch.long)).logits.requires_grad
+    wide = shardwise.init_inference(generating("t5"), dtype=torch.half).module.encoder.block[0].layer[1]
+    assert wide.DenseReluDense.wo.weight.dtype is torch.float32
+
+
+def test_limits_and_times() -> None:
+    engine = shardwise.init_inference(generating("llama"), dtype="fp32", max_tokens=10)
+    with pytest.raises(UsageError, match=r"6 tokens of the prompt and 5 new ones exceed max_out_tokens = 10"):
+        answers(engine, 1, "left", 5)
+    with pytest.raises(UsageError, match="profile_model_time"):
+        engine.model_times()
+    engine.profile_model_time()
+    answers(engine, 1, "left", 4)
+    assert len(engine.model_times()) == 4 and engine.model_times() == []
+    engine.destroy()
+    with pytest.raises(UsageError, match="has been destroyed"):
+        engine(torch.ones(1, 3, dtype=torch.long))
+
+
+def test_compiled_blocks_generate_the_same() -> None:
+    engine = shardwise.init_inference(generating("llama"), dtype="fp32")
+    before = answers(engine, 3, "left", 6)
+    engine.compile(backend="eager")
+    assert answers(engine, 3, "left", 6) == before
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    torch._dynamo.reset()
+
+
+def test_models_without_values_need_a_checkpoint_that_fits(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(UsageError, match="on the meta device"):
+        shardwise.init_inference(model)
+    torch.save({"0.weight": torch.ones(4, 5)}, tmp_path / "weights.bin")
+    with pytest.raises(
+        CheckpointError, match=r"0.weight has shape \[4, 5\], and the model's \[4, 4\]; missing: 0.bias"
+    ):
+        shardwise.init_inference(model, checkpoint=str(tmp_path / "weights.bin"))
+    torch.save({"0.weight": torch.ones(4, 4), "0.bias": torch.zeros(4)}, tmp_path / "weights.bin")
+    engine = shardwise.init_inference(
+        model, dtype="fp32", checkpoint={"type": "ds_model", "checkpoints": ["weights.bin"]}, base_dir=str(tmp_path)
+    )
+    assert engine(torch.ones(1, 4)).tolist() == [[4.0] * 4]
+
+
+def alone() -> None:
+    shardwise.init_inference(torch.nn.Linear(4, 4), tensor_parallel={"tp_size": 2})
+
+
+def test_models_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(RankFailure, match=r"ConfigError.*no layer of Linear is divided"):
+        run_ranks(alone, 2)
