@@ -60,22 +60,28 @@ class MixtralBlock(nn.Module):
 class Tiny(nn.Module):
     """A model with a table and two layers; `config` is what the Trainer reads sizes from."""
 
-    def __init__(self, sparse: bool, experts: bool) -> None:
+    def __init__(self, sparse: bool, experts: bool, layers: int = 0) -> None:
         super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
         self.mix = MixtralBlock() if experts else nn.Identity()
         self.config = SimpleNamespace(hidden_size=16)
         self.table = nn.Embedding(32, 16, sparse=sparse)
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.mix(self.table(tokens).mean(1))
+        h = self.table(tokens)
+        for layer in self.layers:
+            h = layer(h)
+        h = self.mix(h.mean(1))
         return self.down(torch.tanh(self.up(h))).float().square().mean()
 
 
 def tiny(raw: dict[str, Any]) -> Tiny:
     """Return a model with what a configuration speaks of."""
     torch.manual_seed(3)
-    return Tiny(bool(raw.get("sparse_gradients")), "expert_parallel" in raw)
+    routing = raw.get("data_efficiency", {}).get("data_routing", {}).get("random_ltd", {})
+    layers = routing.get("total_layer_num", 3 if "progressive_layer_drop" in raw else 0)
+    return Tiny(bool(raw.get("sparse_gradients")), "expert_parallel" in raw, layers)
 
 
 def micro_batch(step: int, micro: int, rank: int, rows: int) -> torch.Tensor:

@@ -14,6 +14,10 @@ from shardwise_deepspeed.getters import ConfigGetters
 class DeepSpeedEngine(engine.Engine, ConfigGetters):
     """An engine with DeepSpeed's getters of the configuration."""
 
+    def get_pld_theta(self) -> float | None:
+        """Return the part of layer outputs that progressive layer dropping keeps; None without it."""
+        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
+
     if not TYPE_CHECKING:  # For type checkers an unknown name is one of `nn.Module`.
 
         def __getattr__(self, name: str) -> Any:

@@ -28,6 +28,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_sample_seed(config),
         *_local(config, world_size),
         *_unequal(config),
+        *_data(config),
     ]
 
 
@@ -299,3 +300,28 @@ def _unequal(config: Config) -> Iterator[Problem]:
         if held:
             message = f"{reason}; " + ("set it to true" if path == "dataloader_drop_last" else "remove one of the two")
             yield Problem(path, f"cannot be combined with `unequal_batches`: {message}", ConflictError)
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    """Yield what cannot be combined with data efficiency and layer dropping."""
+    efficiency, stages = config.data_efficiency, config.pipeline.stages not in ("auto", 1)
+    sequences, unequal = config.sequence_parallel_size > 1, config.unequal_batches.enabled
+    within = "data_efficiency.data_sampling"
+    forms = "the sampler forms the batches"
+    drops = ("data_efficiency.data_routing.random_ltd.enabled", efficiency.token_drop is not None)
+    skips = ("progressive_layer_drop.enabled", config.progressive_layer_drop.enabled)
+    draws = (f"{within}.curriculum_learning.enabled", efficiency.curriculum is not None)
+    fills = (f"{within}.dynamic_batching.enabled", efficiency.token_batches is not None)
+    rules = (
+        (*skips, "pipeline.stages", stages, "a skipped layer would leave its stage idle, and no step would be shorter"),
+        (*drops, "pipeline.stages", stages, "stages pass whole sequences on"),
+        (*drops, "sequence_parallel_size", sequences, "a rank has a part of each sequence, and attention needs all"),
+        (*draws, "unequal_batches.enabled", unequal, forms),
+        (*draws, "sample_seed", config.sample_seed is not None, forms),
+        (*fills, "unequal_batches.enabled", unequal, forms),
+        (*fills, "sample_seed", config.sample_seed is not None, forms),
+        (*fills, "pipeline.stages", stages, "micro-batches differ in size"),
+    )
+    for path, on, other, held, reason in rules:
+        if on and held:
+            yield Problem(path, f"cannot be combined with `{other}`: {reason}; remove one of the two", ConflictError)

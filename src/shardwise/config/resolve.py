@@ -15,6 +15,7 @@ from . import names
 from .auto import resolve_autos
 from .batch import MICRO, STEPS, TRAIN, ResolvedBatch, solve
 from .checks import check_combinations, check_worth_a_warning
+from .curricula import check_metrics
 from .deepspeed import warning
 from .elasticity import solve_elastic
 from .gradient_compression import check_compression, doubtful_compression, method_name
@@ -105,6 +106,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_scheduler(config, found),
         *check_compression(config, found),
         *check_combinations(config, found, world_size),
+        *check_metrics(config),
         *check_built(config, found, lenient=document.written is not None),
         *sequence_problems,
     ]

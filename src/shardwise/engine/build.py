@@ -42,6 +42,7 @@ from shardwise.engine.advice import (
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.choice import choice_of, is_open, sample_of
+from shardwise.engine.curricula import Curricula
 from shardwise.engine.engine import Engine
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
 from shardwise.engine.faults import FaultTolerance, note_ready
@@ -364,6 +365,9 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         sizes = first_sizes(settings, batches)
         batches.training_dataloader = batches.loader(given.training_data, collate_fn=given.collate_fn, unequal=sizes)
 
+    # Layers that are skipped, once the model is sharded: plans are of all layers.
+    curricula = Curricula(settings, model, step, batches)
+    undo.callback(curricula.close)
     timelines = Timelines(sharded, settings, job, step)
     memory = MemoryReporting(
         sharded, resolution, job, step, batches, checkpoints, faults, budget, watchdog, communicators, place
@@ -403,6 +407,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         faults=faults,
         memory=memory,
         activations=activations,
+        curricula=curricula,
         monitor=monitor,
         observers=Observers([events, profiling, timelines, following, activations, memory, dividing, tuning]),
         profiling=profiling,

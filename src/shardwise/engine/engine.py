@@ -16,6 +16,7 @@ from shardwise.device.ranges import named
 from shardwise.engine.advice import explain_dtype
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
+from shardwise.engine.curricula import Curricula
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
@@ -88,6 +89,7 @@ class Engine(StateGetters):
         faults: FaultTolerance,
         memory: MemoryReporting,
         activations: Activations,
+        curricula: Curricula,
         monitor: Monitor,
         observers: Observers,
         profiling: Profiling,
@@ -129,6 +131,7 @@ class Engine(StateGetters):
         self._faults = faults
         self._memory = memory
         self._activations = activations
+        self._curricula = curricula
         self.monitor = monitor
         self._observers = observers
         self._profiling = profiling
@@ -190,6 +193,8 @@ class Engine(StateGetters):
 
     deepspeed_io = of_part("_batches", Batches.loader)
 
+    set_custom_curriculum_learning_schedule = of_part("_curricula", Curricula.set_custom_curriculum_learning_schedule)
+
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -205,6 +210,9 @@ class Engine(StateGetters):
         self.sharded.check_there("the engine's forward()", values=True)
         # Transforms of torch.func differentiate by themselves and accumulate no gradients.
         own = torch.is_grad_enabled() and not transforming()
+        trains = own and self.module.training
+        if trains and self._curricula.active:
+            inputs, kwargs = self._curricula.given(inputs, kwargs)
         if own:
             self._step.forward_begins((inputs, kwargs))
             self.sharded.places.check()
@@ -221,6 +229,7 @@ class Engine(StateGetters):
                 autocast(self.device, self._autocast_dtype),
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
+                self._curricula.within(training=trains),
                 self._observers.during("forward", inputs, kwargs) if own else contextlib.nullcontext(),
             ):
                 if self._profiling.count is None:
@@ -574,6 +583,7 @@ class Engine(StateGetters):
             self._faults.end_watch()
             self._profiling.close()
             self._activations.close()
+            self._curricula.close()
             for shared in (self._sequences, self._tensors):
                 if shared is not None:
                     shared.close()

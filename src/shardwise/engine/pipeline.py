@@ -146,7 +146,7 @@ class PipelineEngine(Engine):
             )
         schedule = self._made(self._schedule, count)
         with self.accountant.owning(None):  # because memory plans leave the inputs out
-            batches = self._fetch(data_iter, count, "train_batch()")
+            batches = [self._curricula.truncated(batch) for batch in self._fetch(data_iter, count, "train_batch()")]
         self._step.begin_batch(single=self._batches.steps == 1 and not schedule.has(WEIGHT_GRADIENTS))
         completes = count == left
         with torch.enable_grad():

@@ -165,6 +165,16 @@ class TrainStep:
         self._set_overflow(False)
 
     @property
+    def forwards(self) -> int:
+        """Training forward passes of the engine since the last `take`."""
+        return self._forwards
+
+    @property
+    def open_passes(self) -> int:
+        """Forward passes since the last `take` whose backward pass has not ended."""
+        return self._forwards - self._backwards
+
+    @property
     def scale(self) -> float:
         """Current loss scale (1.0 without scaling)."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale

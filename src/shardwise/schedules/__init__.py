@@ -2,6 +2,7 @@
 
 from shardwise.schedules.base import StepSchedule
 from shardwise.schedules.cycle import LRRangeTest, OneCycle, lr_range_test, one_cycle, one_cycle_decay
+from shardwise.schedules.difficulty import CurriculumScheduler
 from shardwise.schedules.registry import VALID_LR_SCHEDULES, build, names
 from shardwise.schedules.warmup import (
     WarmupCosineLR,
@@ -14,6 +15,7 @@ from shardwise.schedules.warmup import (
 
 __all__ = [
     "VALID_LR_SCHEDULES",
+    "CurriculumScheduler",
     "LRRangeTest",
     "OneCycle",
     "StepSchedule",

@@ -1,10 +1,3 @@
-from typing import Any, NoReturn
-
-from typing_extensions import deprecated
-
+from shardwise.schedules import CurriculumScheduler as CurriculumScheduler
 
 __all__ = ["CurriculumScheduler"]
-
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-class CurriculumScheduler:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, Size, StepCount, key, section
 from .budget import CostBudget
 from .checkpoint import CheckpointOptions
+from .data import CurriculumLearning, DataEfficiency, ProgressiveLayerDropping
 from .elasticity import Elasticity
 from .local import LocalSGD
 from .not_built import NotBuilt, not_built
@@ -209,9 +210,9 @@ class Config(ConfigSection):
     nebula: Annotated[Any, NotBuilt("nebula")] = not_built("nebula")
     datastates_ckpt: Annotated[Any, NotBuilt("datastates_ckpt", optional=True)] = key(None, "Not built.")
 
-    data_efficiency: Annotated[Any, NotBuilt("data_efficiency")] = not_built("data_efficiency")
-    curriculum_learning: Annotated[Any, NotBuilt("curriculum_learning")] = not_built("curriculum_learning")
-    progressive_layer_drop: Annotated[Any, NotBuilt("progressive_layer_drop")] = not_built("progressive_layer_drop")
+    data_efficiency: DataEfficiency = section(DataEfficiency, "Samples by difficulty or tokens; dropped tokens.")
+    curriculum_learning: CurriculumLearning = section(CurriculumLearning, "Sequences that begin short.")
+    progressive_layer_drop: ProgressiveLayerDropping = section(ProgressiveLayerDropping, "Layers that are skipped.")
     compression_training: Annotated[Any, NotBuilt("compression_training")] = not_built("compression_training")
     weight_quantization: Annotated[Any, NotBuilt("weight_quantization", optional=True)] = key(None, "Not built.")
     quantize_training: Annotated[Any, NotBuilt("quantize_training")] = not_built("quantize_training")

@@ -1,13 +1,5 @@
-from typing import Any, NoReturn
-
-from typing_extensions import deprecated
-
+from shardwise.data import convert_to_random_ltd as convert_to_random_ltd
+from shardwise.data import remove_random_ltd_state_dict as remove_random_ltd_state_dict
+from shardwise.data import save_without_random_ltd as save_without_random_ltd
 
 __all__ = ["convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd"]
-
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-def convert_to_random_ltd(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-def remove_random_ltd_state_dict(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-def save_without_random_ltd(*args: Any, **kwargs: Any) -> NoReturn: ...

@@ -2,12 +2,10 @@ from typing import Any, NoReturn
 
 from typing_extensions import deprecated
 
+from shardwise.data import RandomLTDScheduler as RandomLTDScheduler
 
 __all__ = ["BaseScheduler", "RandomLTDScheduler"]
 
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
 class BaseScheduler:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-class RandomLTDScheduler:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -1,0 +1,226 @@
+"""Progressive layer dropping: the same training as a plain loop that skips the same layers."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise.data.fetch import mixed_seed
+from shardwise.data.layer_drop import keep_probability
+from shardwise.errors import ConfigError, ConflictError, UsageError
+from shardwise.utils import safe_get_full_fp32_param
+from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
+from tests.harness.training import parameters_digest
+from tests.parallel.tensor.together import RULES, TOKENS, WORDS, decoder
+
+WIDTH, LAYERS, STEPS = 8, 5, 6
+SEED = 7
+DROP = {"enabled": True, "theta": 0.3, "gamma": 0.7}
+
+
+class Block(nn.Module):
+    """A residual block, which returns a tuple if `form` says so."""
+
+    def __init__(self, form: str = "") -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.form = form
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> Any:
+        out = hidden_states + scale * self.down(torch.tanh(self.up(self.norm(hidden_states))))
+        return {"": out, "tuple": (out, None), "more": (out, out)}[self.form]
+
+
+class Net(nn.Module):
+    """Blocks that are called by position or by name, with and without recomputation."""
+
+    def __init__(self, form: str = "", recompute: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(Block(form) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 2)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor, kept: dict[int, float] | None = None) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            probability = 1.0 if kept is None else kept.get(number, 0.0)
+            if not probability:
+                continue
+            if self.recompute is None:
+                out = block(hidden_states=x, scale=0.5)
+            else:
+                out = checkpoint(block, x, 0.5, use_reentrant=self.recompute)
+            out = out[0] if isinstance(out, tuple) else out
+            x = out if kept is None else x + (out - x) / probability
+        return self.head(x)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).requires_grad_()
+
+
+def kept_layers(step: int, layers: int = LAYERS, seed: int = 1234) -> dict[int, float]:
+    """Return the probability of each layer that is computed."""
+    theta = (1 - DROP["theta"]) * math.exp(-DROP["gamma"] * step) + DROP["theta"]
+    found = {}
+    for layer in range(layers):
+        probability = 1 - layer / layers * (1 - theta)
+        if probability == 1 or random.Random(mixed_seed(seed, 0, step, 0, 1, layer)).random() < probability:
+            found[layer] = probability
+    return found
+
+
+def engine_of(model: nn.Module, stage: int = 0, **config: Any) -> Any:
+    settings = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "progressive_layer_drop": DROP,
+        **config,
+    }
+    return shardwise.initialize(model=model, config=settings)[0]
+
+
+def train(engine: Any, steps: range) -> None:
+    for step in steps:
+        engine.backward(engine(batch(step, dist.get_rank())).square().mean())
+        engine.step()
+
+
+def plain(ranks: int, form: str = "") -> Net:
+    """Train in one process on the micro-batches of all ranks."""
+    model = Net(form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            (model(batch(step, rank), kept_layers(step)).square().mean() / ranks).backward()
+        optimizer.step()
+    return model
+
+
+def test_the_decisions_skip_later_layers_more_often() -> None:
+    assert kept_layers(0) == dict.fromkeys(range(LAYERS), 1.0)
+    passes = [kept_layers(step) for step in range(10, 410)]
+    kept = [sum(layer in one for one in passes) / len(passes) for layer in range(LAYERS)]
+    assert kept == pytest.approx([keep_probability(layer, LAYERS, DROP["theta"]) for layer in range(LAYERS)], abs=0.06)
+
+
+def as_a_loop(ranks: int, form: str) -> None:
+    digests = set()
+    wanted = dict(plain(ranks, form).named_parameters())
+    for stage in range(4):
+        engine = engine_of(Net(form, recompute=stage == 1 or None), stage)
+        train(engine, range(STEPS))
+        for name, parameter in engine.module.named_parameters():
+            found = safe_get_full_fp32_param(parameter)
+            torch.testing.assert_close(found, wanted[name].detach(), rtol=1e-5, atol=1e-6)
+        digests.add(parameters_digest(engine.module))
+        assert engine.progressive_layer_drop.get_theta() == pytest.approx(0.3 + 0.7 * math.exp(-0.7 * (STEPS - 1)))
+        engine.eval()
+        evaluated = engine(batch(0, 0))
+        engine.destroy()
+        assert torch.equal(engine.module(batch(0, 0)), evaluated)  # nothing is skipped in evaluation
+        assert all("forward" not in vars(block) for block in engine.module.blocks)
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(("ranks", "form"), [(1, "tuple"), (2, "")])
+def test_training_is_that_of_a_loop_that_skips_layers(ranks: int, form: str) -> None:
+    assert any(len(kept_layers(step)) < LAYERS for step in range(STEPS))
+    run_ranks(as_a_loop, ranks, ranks, form)
+
+
+@on_ranks(2)
+def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole = engine_of(Net(), 3)
+    train(whole, range(3))
+    whole.save_checkpoint(str(tmp_path))
+    train(whole, range(3, STEPS))
+    wanted = parameters_digest(whole.module)
+    whole.destroy()
+    again = engine_of(Net(), 2)
+    again.load_checkpoint(str(tmp_path))
+    train(again, range(3, STEPS))
+    assert parameters_digest(again.module) == wanted
+
+
+def text(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(9 * step + rank))
+
+
+@pytest.mark.parametrize("way", ["tensor", thorough("sequence"), thorough("experts")])
+@on_ranks(2)
+def test_ranks_that_share_a_model_skip_alike(way: str) -> None:
+    """A rank that skipped what another computes would wait for it forever, or compute with half of a layer."""
+    model = decoder(**{"sequence": {"sequence": True}, "experts": {"experts": 2}}.get(way, {}))
+    config: dict[str, Any] = {
+        "tensor": {"tensor_parallel": {"autotp_size": 2, "partition_config": RULES}},
+        "sequence": {"sequence_parallel_size": 2},
+    }.get(way, {})
+    engine = engine_of(model, 3, train_micro_batch_size_per_gpu=2, data_efficiency={"seed": SEED}, **config)
+    calls = []
+    model.blocks[1].norm.register_forward_hook(lambda *_: calls.append(engine.global_steps))
+    rank = engine.get_data_parallel_rank()
+    places = torch.arange(TOKENS).expand(2, -1)
+    for step in range(STEPS):
+        ids = text(step, rank)
+        part = slice(None)
+        if way == "sequence":
+            part = slice(0, 5) if dist.get_rank() == 0 else slice(5, TOKENS)
+        logits = engine(ids[:, part], places[:, part])
+        engine.backward(cross_entropy(logits.flatten(0, 1), ids[:, part].flatten()))
+        engine.step()
+    computed = set(calls)
+    assert computed == {step for step in range(STEPS) if 1 in kept_layers(step, 2, SEED)} != set(range(STEPS))
+    assert len(set(map(str, of_all_ranks(sorted(computed))))) == 1
+
+
+class Own(nn.Module):
+    """Skips by itself, as the models that DeepSpeed documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, progressive_layer_drop: bool = False, pld_theta: float = 1.0) -> torch.Tensor:
+        self.seen.append((progressive_layer_drop, pld_theta))
+        return self.layer(x)
+
+
+@on_ranks(1)
+def test_a_model_that_takes_theta_skips_by_itself() -> None:
+    engine = engine_of(Own())
+    train(engine, range(2))
+    engine.eval()
+    engine(batch(0, 0))
+    assert engine.module.seen == [(True, 1.0), (True, 0.3 + 0.7 * math.exp(-0.7)), (False, 1.0)]
+
+
+@on_ranks(1)
+def test_what_cannot_be_skipped_is_refused() -> None:
+    with pytest.raises(ConfigError, match="progressive_layer_drop: Linear has no list"):
+        engine_of(nn.Linear(WIDTH, WIDTH))
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    with pytest.raises(ConflictError, match="is a PipelineModule"):
+        engine_of(shardwise.pipe.PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss()))
+    engine = engine_of(Net("more"))
+    train(engine, range(1))
+    with pytest.raises(UsageError, match="the layer returns more than hidden states"):
+        engine(batch(1, 0))
+    engine = engine_of(Net(recompute=False))
+    train(engine, range(3))
+    losses = [engine(batch(step, 0)).square().mean() for step in range(2)]
+    with pytest.raises(UsageError, match="several forward passes have run before this backward pass"):
+        engine.backward(losses[0] + losses[1])
