@@ -14,6 +14,7 @@ from shardwise._version import __version__
 # Type checkers and editors read these imports; at run time `__getattr__` loads a name when it is first used.
 if TYPE_CHECKING:
     from shardwise import (
+        attention,
         checkpoint,
         comm,
         config,
@@ -59,6 +60,7 @@ _PUBLIC = {
 _MODULES = {
     name: f"shardwise.{name}"
     for name in (
+        "attention",
         "checkpoint",
         "comm",
         "config",
@@ -84,6 +86,7 @@ __all__ = [
     "RepeatingLoader",
     "Training",
     "__version__",
+    "attention",
     "checkpoint",
     "checkpointing",
     "comm",

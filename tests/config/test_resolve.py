@@ -121,7 +121,6 @@ def test_auto_arguments_of_torch_classes() -> None:
 
 
 ASKS_BY_PRESENCE = (
-    "sparse_attention",
     "weight_quantization",
     "datastates_ckpt",
     "checkpoint.on_signal",

@@ -76,7 +76,6 @@ ASKING: dict[str, Any] = {
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.zeropp_loco_param": {},
     "zero_optimization.mics_shard_size": 2,
-    "sparse_attention": {},
     "pipeline.stages": 2,
     "tensor_parallel.vocab_parallel_ce_backend": "liger",
     "expert_parallel.route_scale": 2.0,

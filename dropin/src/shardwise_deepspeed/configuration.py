@@ -58,18 +58,19 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> BF16:
     """Return section `bf16` (or its old name `bfloat16`) of a configuration."""
-    section: BF16 = _section("bf16", param_dict.get("bf16") or param_dict.get("bfloat16"))
+    section: BF16 = section_of("bf16", param_dict.get("bf16") or param_dict.get("bfloat16"))
     return section
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> FP16:
     """Return section `fp16` of a configuration."""
-    section: FP16 = _section("fp16", param_dict.get("fp16"))
+    section: FP16 = section_of("fp16", param_dict.get("fp16"))
     return section
 
 
-def _section(name: str, values: Any) -> Any:
-    return getattr(resolve(accept({name: values or {}, "train_batch_size": 1})).config, name)
+def section_of(name: str, values: Any) -> Any:
+    """Return a section of a configuration, with its defaults."""
+    return getattr(resolve(accept({name: {} if values is None else values, "train_batch_size": 1})).config, name)
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:

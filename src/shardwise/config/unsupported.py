@@ -22,7 +22,6 @@ from .schema.root import Config
 _PREDICATES: dict[str, Callable[[Any], bool]] = {
     "on": lambda value: value is True,
     "given": lambda value: value is not None,
-    "sparse": lambda value: value is not None and value.mode != "dense",
     "enabled": lambda value: value is not None and value.enabled,
 }
 

@@ -13,6 +13,7 @@ from .integrations import read_by_clients
 from .names import optimizer_model
 from .normalize import Scan
 from .problems import Note, dotted
+from .schema.attention import KEYS
 from .schema.root import Config
 from .schema_index import Key, keys_of, walk
 from .unsupported import value_at
@@ -144,6 +145,8 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
         return "" if "rewind" in actions else 'no key requests "rewind"'
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
+    if path[0] == "sparse_attention" and sparse is not None and path[1:] not in ((), ("mode",)):
+        return "" if path[1] in KEYS[sparse.mode] else f'it belongs to other modes than "{sparse.mode}"'
     return ""
 
 

@@ -27,7 +27,7 @@ from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.compat import watch_clipping
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.config.export import effective
-from shardwise.config.read import merged, read
+from shardwise.config.read import Document, merged, read
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.device.segments import let_segments_grow
@@ -90,6 +90,7 @@ from shardwise.engine.profiling import Profiling
 from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
+from shardwise.engine.sparse import use_sparse_attention
 from shardwise.engine.stages import PipelineRanks, as_pipeline, build_stages, check_tied_groups, tie
 from shardwise.engine.step import TrainStep
 from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
@@ -193,6 +194,11 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         # The configuration before any group, because most mistakes are found here, on every rank alike.
         resolution = _resolve(given.config, members, optimizer, requested, pipeline)
         settings = resolution.config
+        use_sparse_attention(
+            model,
+            settings.sparse_attention,
+            of_deepspeed=isinstance(given.config, Document) and given.config.written is not None,
+        )
         positions = 1 if settings.pipeline.stages == "auto" else settings.pipeline.stages
         if pipeline is None and (positions > 1 or given.loss_fn is not None):
             pipeline = model = as_pipeline(model, settings.pipeline.partition, given.loss_fn)

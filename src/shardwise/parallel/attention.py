@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardwise.device import numbers_on
 from shardwise.errors import UsageError
 from shardwise.parallel.sequence import SequenceGroup, active, group_of, needed
 from shardwise.parallel.ulysses import key_runs, query_runs, repeats, to_heads, to_tokens
+from shardwise.registry.heads import some_heads
 
 
 def shared_attention(
@@ -47,7 +49,8 @@ def shared_attention(
         places = belongs if isinstance(belongs, list) else [n // belongs for n in range(q.shape[2])]
         index = numbers_on(k.device, places, torch.int64)
         k, v = k.index_select(2, index), v.index_select(2, index)
-    found = attention(q, k, v)
+    with some_heads(*runs[group.rank]) if group.size > 1 else contextlib.nullcontext():
+        found = attention(q, k, v)
     return to_tokens(group, found, lengths, runs) if group.size > 1 else found
 
 

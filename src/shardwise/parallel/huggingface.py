@@ -32,8 +32,10 @@ PREFIX = "shardwise_"  # of the registered names
 
 EAGER = "eager"  # the plain torch attention in each model's file
 
+BLOCK_SPARSE = "block_sparse"  # of `shardwise.attention.sparsify`
+
 # Attentions that can be sequence-parallel.
-CORES = ("sdpa", EAGER, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+CORES = ("sdpa", EAGER, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", BLOCK_SPARSE)
 
 RING = "ring"  # ring attention (`shardwise.parallel.ring`); `sdpa` without sequence parallelism
 
@@ -213,6 +215,11 @@ def _attention(core: Callable[..., Any] | None, kind: str, in_eval: bool) -> Cal
                 group, query, key, value, whole.layout.lengths, mask=whole, scale=kwargs.get("scaling")
             )
             return out.transpose(1, 2).contiguous(), None
+        if kind == BLOCK_SPARSE and (whole.samples is not None or whole.window is not None):
+            raise UsageError(
+                f"{type(module).__name__}: sparse attention of packed samples, or of a sliding window, has no layout; "
+                "give each row one sample"
+            )
         if kind.startswith("flash"):
             if whole.layout.positions is not None:
                 kwargs["position_ids"] = whole.layout.positions

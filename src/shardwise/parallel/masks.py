@@ -142,7 +142,7 @@ class WholeMask:
 
     def of_kind(self, kind: str, dtype: torch.dtype, device: torch.device) -> Any:
         """Return the mask in the format of a single-process attention; None if not needed."""
-        if kind.startswith("flash"):
+        if kind.startswith("flash") or kind == "block_sparse":
             return self.kept
         key = (kind, self.pattern, self.rows, dtype)
         if key not in self.layout.masks:

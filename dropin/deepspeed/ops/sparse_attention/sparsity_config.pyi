@@ -1,28 +1,9 @@
-from typing import Any, NoReturn
-
-from typing_extensions import deprecated
-
+from shardwise.attention import BSLongformerSparsityConfig as BSLongformerSparsityConfig
+from shardwise.attention import BigBirdSparsityConfig as BigBirdSparsityConfig
+from shardwise.attention import DenseSparsityConfig as DenseSparsityConfig
+from shardwise.attention import FixedSparsityConfig as FixedSparsityConfig
+from shardwise.attention import LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig
+from shardwise.attention import SparsityConfig as SparsityConfig
+from shardwise.attention import VariableSparsityConfig as VariableSparsityConfig
 
 __all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig", "LocalSlidingWindowSparsityConfig", "SparsityConfig", "VariableSparsityConfig"]
-
-@deprecated('sparse attention is not built yet')
-class BSLongformerSparsityConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('sparse attention is not built yet')
-class BigBirdSparsityConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('sparse attention is not built yet')
-class DenseSparsityConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('sparse attention is not built yet')
-class FixedSparsityConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('sparse attention is not built yet')
-class LocalSlidingWindowSparsityConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('sparse attention is not built yet')
-class SparsityConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('sparse attention is not built yet')
-class VariableSparsityConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -4,6 +4,8 @@ from typing_extensions import deprecated
 
 from deepspeed.ops.transformer import inference as inference
 from deepspeed.ops.transformer import transformer as transformer
+from shardwise_deepspeed.layers import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
+from shardwise_deepspeed.layers import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 
 __all__ = ["DeepSpeedInferenceConfig", "DeepSpeedMoEInference", "DeepSpeedTransformerConfig", "DeepSpeedTransformerInference", "DeepSpeedTransformerLayer", "inference", "transformer"]
 
@@ -13,12 +15,6 @@ class DeepSpeedInferenceConfig:
 @deprecated('inference is not built yet')
 class DeepSpeedMoEInference:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('fused layers are not built yet')
-class DeepSpeedTransformerConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 @deprecated('inference is not built yet')
 class DeepSpeedTransformerInference:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('fused layers are not built yet')
-class DeepSpeedTransformerLayer:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

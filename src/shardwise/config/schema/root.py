@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from .attention import SparseAttention
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, Size, StepCount, key, section
 from .budget import CostBudget
 from .checkpoint import CheckpointOptions
@@ -173,7 +174,11 @@ class Config(ConfigSection):
         ActivationCheckpointing, "Recomputation of activations."
     )
     activation_offload: ActivationOffload = section(ActivationOffload, "Activations on the host.")
-    sparse_attention: Annotated[Any, NotBuilt("sparse_attention", optional=True)] = key(None, "Not built.")
+    sparse_attention: SparseAttention | None = key(
+        None,
+        "Block-sparse attention. Models of transformers get it; layers of a script read it "
+        "(`shardwise.attention.layout_of`).",
+    )
     pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism.")
     expert_parallel: ExpertParallel = section(ExpertParallel, "Expert parallelism.")

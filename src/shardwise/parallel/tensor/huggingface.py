@@ -19,6 +19,7 @@ from shardwise.parallel.tensor.loss import words_cross_entropy
 from shardwise.parallel.tensor.model_families import BIASES, Block, Stacked
 from shardwise.parallel.tensor.module_index import Inventory
 from shardwise.parallel.tensor.plan import TensorParallelPlan
+from shardwise.registry.heads import set_heads
 
 
 def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGroup) -> None:
@@ -153,6 +154,7 @@ def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup)
         module = modules[path]
         for name, value in heads.attributes(module, *block.features, group.place).items():
             setattr(module, name, value)
+        set_heads(module, [head for run in heads.own[group.place] for head in range(*run)])
         config = getattr(module, "config", None)
         if config is not None:
             own = {name: heads.count(group.place) for name in HEADS if getattr(config, name, None) == heads.total}

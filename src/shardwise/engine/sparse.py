@@ -1,0 +1,40 @@
+"""The section `sparse_attention` when an engine is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.attention import SparseSelfAttention, is_sparse, sparsify
+from shardwise.errors import ConfigError
+from shardwise.pipeline.module import PipelineModule
+from shardwise.utils.logging import warn_once
+
+if TYPE_CHECKING:
+    from shardwise.config.schema.attention import SparseAttention
+
+
+def use_sparse_attention(model: nn.Module, section: SparseAttention | None, *, of_deepspeed: bool) -> None:
+    """Give a model of transformers the section's layout, unless some of its layers have one.
+
+    `of_deepspeed`: DeepSpeed, whose configuration this is, leaves the section to the script; a warning names the call.
+    Raises a ConfigError if no layer of the model can have the layout.
+    """
+    if section is None or section.mode == "dense":
+        return
+    if any(isinstance(module, SparseSelfAttention) or is_sparse(module) for module in model.modules()):
+        return
+    name = type(model).__name__
+    if of_deepspeed or isinstance(model, PipelineModule):
+        warn_once(
+            f"`sparse_attention`: the engine leaves this section to the script, and no layer of {name} is known to use "
+            'it. Call shardwise.attention.sparsify(model, config["sparse_attention"]), or build SparseSelfAttention'
+        )
+        return
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"sparse_attention: {name} is no model of transformers, and has no SparseSelfAttention layer. Build one "
+            'with shardwise.attention.layout_of(config["sparse_attention"], num_heads), or remove the section'
+        )
+    sparsify(model, section)
