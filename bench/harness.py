@@ -82,7 +82,7 @@ def options_of(description: str | None, quick: Mapping[str, Any] | None = None, 
 
     Args:
         description: of the script.
-        quick: defaults of a run that only tries the script out.
+        quick: defaults of a run that only tries the script out; numbers that are given are not larger then.
         defaults: options and their defaults, whose type they have; False: a switch. "directory" becomes one below
             build/ unless another is named.
     """
@@ -98,6 +98,9 @@ def options_of(description: str | None, quick: Mapping[str, Any] | None = None, 
     if is_quick:
         found.set_defaults(**(quick or {}))
     options = found.parse_args()
+    for name, most in (quick or {}).items():
+        if is_quick and isinstance(most, int):
+            setattr(options, name, min(getattr(options, name), most))
     options.results = (options.results or (QUICK_RESULTS if is_quick else RESULTS)).resolve()
     if getattr(options, "directory", None) == "":
         (ROOT / "build").mkdir(exist_ok=True)

@@ -15,40 +15,64 @@ import itertools
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import Row, answer, in_job, job, leave_group, options_of, over_ranks, save, show, start_group
-from systems import GPT, SIZES, Case, EngineRun, Size
+from systems import GPT, SIZES, Case, EngineRun, Size, engine_config
 
 SHAPES = {**SIZES, "wide": Size(768, 2, 12, 4096, 4, 64)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained: a size of `SHAPES`, how its state is divided, and where the optimizer's state lies."""
+
+    size: str
+    stage: int
+    bf16: bool = False
+    accumulation: int = 1
+    recompute: bool = False
+    tensor: int = 1
+    offload: bool = False
+
+    def __str__(self) -> str:
+        """Return the setting in words."""
+        more = ", recompute" * self.recompute + ", tensor 2" * (self.tensor > 1) + ", offload" * self.offload
+        dtype = "bf16" if self.bf16 else "fp32"
+        return f"{self.size} {dtype}, ZeRO {self.stage}, {self.accumulation} micro-batches{more}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The engine's configuration."""
+        case = Case(SHAPES[self.size], self.bf16, self.accumulation, tensor=self.tensor)
+        zero = {"offload_optimizer": {"device": "cpu"}} if self.offload else {}
+        return engine_config(case, self.stage, **zero)
+
+
 SETTINGS = [
-    ("7M", 0, "fp32", 1, False),
-    ("7M", 1, "fp32", 1, False),
-    ("7M", 2, "fp32", 4, False),
-    ("7M", 3, "fp32", 1, False),
-    ("7M", 3, "fp32", 4, True),
-    ("7M", 3, "bf16", 1, False),
-    ("wide", 0, "fp32", 1, False),
-    ("wide", 3, "fp32", 2, False),
-    ("27M", 1, "fp32", 1, False),
-    ("27M", 3, "bf16", 2, True),
+    Setting("7M", 0),
+    Setting("7M", 1),
+    Setting("7M", 2, accumulation=4),
+    Setting("7M", 3),
+    Setting("7M", 3, accumulation=4, recompute=True),
+    Setting("7M", 3, bf16=True),
+    Setting("7M", 1, tensor=2),
+    Setting("wide", 0),
+    Setting("wide", 3, accumulation=2),
+    Setting("wide", 2, offload=True),
+    Setting("wide", 3, tensor=2),
+    Setting("27M", 1),
+    Setting("27M", 3, bf16=True, accumulation=2, recompute=True),
 ]
-"""Size, ZeRO stage, precision, accumulation, recomputation of the blocks."""
 
 
-def config_of(setting: Any) -> dict[str, Any]:
-    """Return the engine's configuration."""
-    size, stage, dtype, accumulation, _ = setting
-    return {
-        "train_micro_batch_size_per_gpu": SHAPES[size].rows,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "bf16": {"enabled": dtype == "bf16"},
-    }
+def settings_of(ranks: int) -> list[Setting]:
+    """Return the settings that so many ranks can have."""
+    return [one for one in SETTINGS if ranks % one.tensor == 0]
 
 
 def measure(options: argparse.Namespace) -> list[float]:
@@ -56,11 +80,10 @@ def measure(options: argparse.Namespace) -> list[float]:
     import shardwise
 
     found = []
-    for setting in SETTINGS:
-        size, _, dtype, accumulation, recompute = setting
-        case = Case(SHAPES[size], dtype == "bf16", accumulation)
-        config = {**config_of(setting), "steps_per_print": None}
-        run = EngineRun(case, shardwise.initialize(model=GPT(SHAPES[size], recompute), config=config)[0])
+    for setting in settings_of(dist.get_world_size()):
+        size = SHAPES[setting.size]
+        case = Case(size, setting.bf16, setting.accumulation, tensor=setting.tensor)
+        run = EngineRun(case, shardwise.initialize(model=GPT(size, setting.recompute), config=setting.config)[0])
         times = []
         for _ in range(options.steps + 3):
             dist.barrier()
@@ -88,13 +111,13 @@ def plan(options: argparse.Namespace, ranks: int, folder: str) -> tuple[list[flo
         raise SystemExit(done.output)
     took, machine, found = time.perf_counter() - begun, Machine.load(file), []
     torch.set_num_threads(1)
-    for setting in SETTINGS:
-        size, recompute = SHAPES[setting[0]], setting[4]
+    for setting in settings_of(ranks):
+        size = SHAPES[setting.size]
         with torch.device("meta"):
-            model = GPT(size, recompute)
+            model = GPT(size, setting.recompute)
         batch = torch.empty(size.rows, size.length, dtype=torch.int64, device="meta")
-        given: dict[str, Any] = {"ranks": ranks, "stages": [setting[1]], "batch": batch, "limit": 30.0}
-        found.append(plan_times(model, config_of(setting), machine, **given)[0].time.total)
+        given: dict[str, Any] = {"ranks": ranks, "stages": [setting.stage], "batch": batch, "limit": 30.0}
+        found.append(plan_times(model, setting.config, machine, **given)[0].time.total)
     return found, took
 
 
@@ -120,10 +143,8 @@ def main() -> None:
         for ranks in map(int, options.ranks.split(",")):
             planned, took = plan(options, ranks, folder)
             measured = job(ranks)
-            for setting, ours, real in zip(SETTINGS, planned, measured, strict=True):
-                size, stage, dtype, accumulation, recompute = setting
-                name = f"{size} {dtype}, ZeRO {stage}, {accumulation} micro-batches" + ", recompute" * recompute
-                rows.append({"system": name, "setting": {"ranks": ranks}, "planned_ms": 1e3 * ours})
+            for setting, ours, real in zip(settings_of(ranks), planned, measured, strict=True):
+                rows.append({"system": str(setting), "setting": {"ranks": ranks}, "planned_ms": 1e3 * ours})
                 rows[-1] |= {"measured_ms": 1e3 * real, "ratio": ours / real}
                 errors.append(abs(ours / real - 1))
             found = ordered(list(zip(planned, measured, strict=True)))

@@ -373,18 +373,8 @@ def torch_tensor(case: Case) -> Run:
     return PlainRun(case, model, autocast=copies == 1)
 
 
-def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] | None = None, **zero: Any) -> Run:
-    """shardwise with its default settings but those given.
-
-    Args:
-        case: what is trained.
-        stage: of ZeRO.
-        init: the model is built under zero.Init.
-        keys: of the configuration.
-        zero: keys of its section `zero_optimization`.
-    """
-    import shardwise as ours
-
+def engine_config(case: Case, stage: int, keys: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
+    """Return shardwise's configuration; arguments as of `shardwise`."""
     adamw = {"type": "AdamW", "params": {"lr": 1e-4}}
     config = _config(case, stage) | {"optimizer": adamw, "steps_per_print": 0}
     config["zero_optimization"] |= zero
@@ -397,6 +387,22 @@ def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] |
             {"patterns": [r"^head\.weight$"], "partition_type": "column", "gather_output": True},
         ]
         config["tensor_parallel"] = {"autotp_size": case.tensor, "partition_config": {"layer_specs": specs}}
+    return config
+
+
+def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] | None = None, **zero: Any) -> Run:
+    """shardwise with its default settings but those given.
+
+    Args:
+        case: what is trained.
+        stage: of ZeRO.
+        init: the model is built under zero.Init.
+        keys: of the configuration.
+        zero: keys of its section `zero_optimization`.
+    """
+    import shardwise as ours
+
+    config = engine_config(case, stage, keys, **zero)
     with ours.zero.Init(config_dict_or_path=config) if init else nullcontext():
         model = case.model()
     engine, *_ = ours.initialize(model=model, config=config)

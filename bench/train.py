@@ -70,7 +70,7 @@ from harness import (
     trimmed,
     turns,
 )
-from systems import GROUP, SETS, SIZES, Case, base_of, installed
+from systems import GROUP, SETS, SIZES, Case, Size, base_of, installed
 
 ONE_PROCESS = ("one", "imagined")
 WITHOUT = {
@@ -100,11 +100,16 @@ DRAWN, INTERVAL, DRAWN_POINTS = "shardwise 3, all on disk", 1e-3, 250
 """The system whose memory is read all through one step, how often in seconds, and the points that are kept."""
 
 
+def size_of(options: argparse.Namespace) -> Size:
+    """Return the size of the model and its batch; the quick one is tiny, and its rows go by the given name."""
+    return SIZES["tiny" if options.quick else options.size]
+
+
 def case_of(options: argparse.Namespace) -> Case:
     """Return what is trained."""
     half = {"bf16": options.dtype == "bf16", "fp16": options.dtype == "fp16"}
     return Case(
-        SIZES[options.size],
+        size_of(options),
         accumulation=options.accumulation,
         device=options.device,
         directory=options.directory,
@@ -211,7 +216,7 @@ def time_rows(options: argparse.Namespace, found: Row) -> list[Row]:
             row["over_deepspeed"] = figures["wall"] / medians(everything[peer])["wall"]
         if options.set == "tensor":
             row["loss_differs"] = abs(more["loss"] / found["more"][base]["loss"] - 1)
-        shape = SIZES[options.size]
+        shape = size_of(options)
         tokens = shape.rows * shape.length * options.accumulation / figures["wall"]
         row |= {"tokens_per_s": tokens, "tflops": tokens * shape.flops_per_token / 1e12, **more}
         rows.append(row)
@@ -557,7 +562,7 @@ def main() -> None:
     if options.some:
         every = [name for name in every if name in SOME.split(";")]
     names = options.systems.split(";") if options.systems else list(dict.fromkeys(every))
-    size = SIZES[options.size]
+    size = size_of(options)
     notes: Row = {"rounds": options.rounds, "steps": options.steps, "size": dataclasses.asdict(size)}
     ending = f"{options.size}_{options.dtype}_{options.nproc}"
     ending += f"_accumulation{options.accumulation}" if options.accumulation > 1 else ""

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from shardwise.checkpoint import manifestfile
 
 
@@ -34,6 +36,18 @@ def write_files(directory: Path, files: dict[str, bytes]) -> None:
     directory.mkdir()
     for name, data in files.items():
         (directory / name).write_bytes(data)
+
+
+def flip(path: Path | str, place: int) -> None:
+    """Change a bit of a file, on one rank."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with open(path, "r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 4]))
+    dist.barrier()
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.checkpoint import Checkpoint, safetensors_reader
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, track_activations
+from tests.checkpoint.hostile import flip
 from tests.harness import run_ranks, thorough
 from tests.harness.training import ADAMW, engine_of
 
@@ -110,18 +111,6 @@ def test_a_resuming_job_reads_optimizer_state_once(saved: str, world: int) -> No
 
 def test_state_that_is_there_is_overwritten_in_its_place(saved: str) -> None:
     run_ranks(load, 2, saved, True)
-
-
-def flip(path: str, place: int) -> None:
-    """Change a bit of a file, on one rank."""
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        with open(path, "r+b") as file:
-            file.seek(place)
-            byte = file.read(1)[0]
-            file.seek(place)
-            file.write(bytes([byte ^ 4]))
-    torch.distributed.barrier()
 
 
 def refusals(path: str, trained: bool) -> list[tuple[str, str, bool]]:

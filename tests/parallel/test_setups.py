@@ -75,7 +75,9 @@ def test_ways_to_ask(how: str) -> None:
     sequences = [[0, 2], [1, 3]] if how in ("mesh", "unit") else [[0, 1], [2, 3]]
     own = next(line for line in sequences if dist.get_rank() in line)
     assert dist.get_process_group_ranks(engine.get_sequence_parallel_group()) == own
-    assert engine.train_batch_size() == 4 and current() is begun
+    assert engine.train_batch_size() == 4
+    engine.destroy()
+    assert current() is begun
     end()
 
 

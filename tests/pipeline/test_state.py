@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise
+from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.pipe import LayerSpec
 from shardwise.utils import (
@@ -22,6 +23,7 @@ from shardwise.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from tests.checkpoint.hostile import flip
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.pipeline import families
 from tests.pipeline.training import WIDTH, Setting, data, engine_of, layers, model_of, whole_of
@@ -186,3 +188,26 @@ def test_a_pretrained_model_is_exported_for_from_pretrained(kind: str, stages: i
     assert found.keys() == state.keys()
     for name, value in state.items():
         assert torch.equal(value, found[name]), name
+
+
+@on_ranks(2)
+def test_damage_that_one_stage_reads_is_refused_by_all_in_a_load_of_weights(tmp_path: Path) -> None:
+    setting = replace(layout(2, 1), schedule="1f1b")
+    engine = engine_of(setting)
+    engine.save_checkpoint(tmp_path, "a")
+    engine.train_batch(data(setting, 0))
+    before, damaged = engine.module_state_dict(), set()
+    for path in sorted((tmp_path / "a").glob("*.safetensors")):
+        with TensorFile(str(path)) as file:
+            places = {
+                name: file.span(name)[0] for name in file.specs if "weight" in name and name.startswith("parameter/")
+            }
+        for name, place in sorted(places.items())[::4]:
+            flip(path, place)
+            with pytest.raises(CheckpointError, match="damaged"):
+                engine.load_checkpoint(tmp_path, "a", load_module_only=True)
+            flip(path, place)
+            damaged.add(name.split("/")[1].split("[")[0])
+    same(engine.module_state_dict(), before)
+    own = {name for name, _ in engine.module.named_parameters()}
+    assert damaged - own and damaged & own, (damaged, own)

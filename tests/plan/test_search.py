@@ -90,7 +90,9 @@ class Imagined(Planner):
         sharded = resident // (1, 2, 3, 4)[setting.stage] if setting.ranks > 1 else resident
         near = sharded >> (0 if setting.offload is None else offloads().index(setting.offload))
         total = near + activations * setting.micro_batch
-        return MemoryPlan({"activations": total}, total, {}, 0, {"host": 0, "disk": 0}, total, {}, {})
+        return MemoryPlan(
+            {"activations": activations * setting.micro_batch}, total, {}, 0, {"host": 0, "disk": 0}, total, {}, {}
+        )
 
 
 (_whole,), _ = planners_of(decoder(), {**CONFIG, "train_micro_batch_size_per_gpu": 1}, 4, SAMPLE)

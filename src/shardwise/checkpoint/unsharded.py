@@ -110,12 +110,7 @@ class UnshardedWeights:
         leads = self._model.pass_group.rank == 0
         with collective_step(comm, "gathering whole weights") as step:
             mine = self._collect(exclude_frozen, masters)
-            extra = [name for name, _ in extra_states(self._model.module)]
-            if extra:
-                raise CheckpointError(
-                    f"extra state of modules that not all ranks have cannot be gathered: {outline(extra)}; save a "
-                    "checkpoint, and export that"
-                )
+            _refuse([name for name, _ in extra_states(self._model.module)])
             first = comm.members.index(self._model.pass_group.members[0])
             step.local = [first, len(mine)]
         counts = dict(step.gathered)
@@ -386,12 +381,7 @@ def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
     found = dict(all_buffers(model.module))
     gathered = _elsewhere(model)
     homes, extra = first_holders(gathered, "buffers"), first_holders(gathered, "extra")
-    lacking = [name for name in extra if not all(name in entry["extra"] for entry in gathered)]
-    if lacking:
-        raise CheckpointError(
-            f"extra state of modules that not all ranks have cannot be gathered: {outline(lacking)} (on rank "
-            f"{extra[lacking[0]]}); save a checkpoint, and export that"
-        )
+    _refuse([name for name in extra if not all(name in entry["extra"] for entry in gathered)])
     for name, rank in homes.items():
         if all(name in entry["buffers"] for entry in gathered):
             continue
@@ -401,6 +391,14 @@ def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
         assert values is not None
         found.setdefault(name, values)
     return found
+
+
+def _refuse(extra: list[str]) -> None:
+    if extra:
+        raise CheckpointError(
+            f"extra state of modules that not all ranks have cannot be gathered: {outline(extra)}; save a checkpoint, "
+            "and export that"
+        )
 
 
 def _elsewhere(model: CheckpointedModel) -> list[dict[str, Any]]:

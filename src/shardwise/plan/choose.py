@@ -19,9 +19,6 @@ from shardwise.plan.layers import deep_planner
 from shardwise.plan.search import OBJECTIVES, Branch, Candidate, Objective, Search, candidates, in_words, search
 from shardwise.units import format_size
 
-_FINAL = 5
-"""Candidates whose whole model is planned; shallow models have ranked all others."""
-
 
 def branches(
     build: Callable[[bool], nn.Module],
@@ -72,10 +69,9 @@ def choose(
     limit: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Search all settings with shallow models, and plan the best of them with the whole one.
+    """Search all settings with shallow models, and plan the best one with the whole model.
 
     Arguments as those of `branches` and `search`; `batch`: samples of a step, None: any; `ways`: tiers of state.
-    The ranking has the candidates of the whole model.
     """
     tiers = offloads() if ways is None else ways
     given: dict[str, Any] = {"ranks": ranks, "tensor": tensor, "recompute": recompute}
@@ -86,9 +82,30 @@ def choose(
     ]
     found = search(space, rooms, rates, objective, limit, progress)
     whole = {(branch.ranks, branch.passes): branch for branch in branches(build, config, sample, **given, deep=False)}
-    final = [Candidate(whole[one.branch.ranks, one.branch.passes], one.setting) for one in found.ranking[:_FINAL]]
-    found.ranking = search(final, rooms, rates, objective, limit, everything=True).ranking
+    found.ranking = list(_confirmed(found.ranking, whole, rooms, rates, objective))
     return found
+
+
+def _confirmed(
+    ranking: Sequence[Candidate],
+    whole: Mapping[Any, Branch],
+    rooms: Sequence[Room],
+    rates: Rates | None,
+    objective: Objective,
+) -> Iterator[Candidate]:
+    """Yield candidates in order, the first of them planned with the whole model."""
+    for place, one in enumerate(ranking):
+        planned = search(
+            [Candidate(whole[one.branch.ranks, one.branch.passes], one.setting)],
+            rooms,
+            rates,
+            objective,
+            everything=True,
+        ).ranking
+        if planned:
+            yield planned[0]
+            yield from ranking[place + 1 :]
+            return
 
 
 def _micro_batches(batch: int | None) -> list[int]:

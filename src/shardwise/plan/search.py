@@ -1,14 +1,16 @@
 """The best setting that fits: ZeRO stages, micro-batches, tiers of state, and arrangements of ranks.
 
 Branch and bound (Land and Doig, 1960): the memory plan says what is feasible, and known settings bound the rest. What a
-step computes in its passes is a lower bound of its time. Memory, and time by data sheets, are largest
-sums of amounts that grow evenly with the micro-batch, so they are convex in it, and a line through two micro-batches is
-a lower bound on either side. State that lies elsewhere, and layers that are recomputed, take no less time. Nothing is
-left out that could be better: the result is that of trying all settings.
+step computes in its passes is a lower bound of its time, and activations are one of its memory; neither depends on the
+stage or on where state lies. Memory, and time by data sheets, are largest sums of amounts that grow evenly with the
+micro-batch, so they are convex in it, and a line through two micro-batches is a lower bound on either side. State that
+lies elsewhere, layers that are recomputed, and a higher of the stages 1 to 3, which sends more, are taken to be no
+faster. Nothing is left out that could be better: the result is that of trying all settings.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +18,7 @@ from typing import Any, Literal
 
 from shardwise.engine.plans import MARGIN, Offload, Planner, Room, Setting, SettingPlan, offloads
 from shardwise.errors import ConfigError, UsageError
-from shardwise.memory import Tier
+from shardwise.memory import Category, Tier
 from shardwise.plan.clock import Rates, StepTime
 from shardwise.plan.cluster import Cluster
 from shardwise.plan.events import Operator, Recorder
@@ -161,13 +163,27 @@ def search(
 
     left.sort(key=turn)
     found.settings = len(left)
-    state = _State(found, rooms, rates, objective, limit, everything)
-    for done, candidate in enumerate(left):
+    state = _State(found, rooms, rates, objective, limit, first)
+    # The best first: bounds rise while settings become known, so each is computed anew at its turn.
+    turns = [(() if everything else state.bound(one), place) for place, one in enumerate(left)]
+    heapq.heapify(turns)
+    while turns:
+        bound, place = heapq.heappop(turns)
+        candidate = left[place]
         if progress is not None:
-            progress(done, len(left))
-        state.visit(candidate)
+            progress(found.settings - len(turns) - 1, found.settings)
+        if not everything:
+            now = state.bound(candidate)
+            if now > bound:
+                heapq.heappush(turns, (now, place))
+                continue
+            if state.is_hopeless(candidate, now):
+                continue
+        state.plan(candidate)
         if rates is None and found.ranking and not everything:
             break
+    if not found.ranking:
+        state.plan_smallest()
     found.ranking.sort(key=lambda one: (*one.value(objective, state.seconds(one)), one.setting.cost))
     found.seconds = time.monotonic() - begun
     return found
@@ -185,19 +201,26 @@ def in_words(found: Search) -> str:
     )
 
 
-def _key(branch: Branch, setting: Setting, way: Offload | None, recompute: bool) -> Any:
-    alike = branch.ranks, str(branch.keys), recompute
-    return *alike, setting.stage, setting.micro_batch, setting.accumulation, way
+_Kind = tuple[int, str, bool, Offload | None, int, int]
+"""What settings that differ in their micro-batch have in common: ranks, keys of their arrangement, whether layers are
+recomputed, tiers, accumulation, ZeRO stage."""
 
 
-def _no_slower(candidate: Candidate) -> Iterator[Any]:
-    """Yield settings with the same batch that take no longer: state nearer to the device, layers not recomputed."""
-    branch, setting = candidate.branch, candidate.setting
-    ways: list[Offload | None] = [None] if setting.offload is None else [*offloads(setting.offload.path)]
-    for recompute in {False, branch.recompute}:
-        for way in ways[: ways.index(setting.offload) + 1]:
-            if (way, recompute) != (setting.offload, branch.recompute):
-                yield _key(branch, setting, way, recompute)
+def _kind(one: Candidate) -> _Kind:
+    setting, branch = one.setting, one.branch
+    return branch.ranks, str(branch.keys), branch.recompute, setting.offload, setting.accumulation, setting.stage
+
+
+def _no_slower(kind: _Kind) -> Iterator[_Kind]:
+    """Yield kinds that take no longer with the same micro-batch: lower stages that shard, state nearer to the device,
+    layers not recomputed; and the kind itself.
+    """
+    ranks, keys, recompute, way, accumulation, stage = kind
+    ways: list[Offload | None] = [None] if way is None else [*offloads(way.path)]
+    for near in ways[: ways.index(way) + 1]:
+        for again in {False, recompute}:
+            for lower in range(min(stage, 1), stage + 1):
+                yield ranks, keys, again, near, accumulation, lower
 
 
 class _State:
@@ -208,15 +231,19 @@ class _State:
         rates: Rates | None,
         objective: Objective,
         limit: float,
-        everything: bool,
+        first: Sequence[int],
     ) -> None:
         self._found, self._rooms, self._rates, self._objective, self._limit = found, rooms, rates, objective, limit
-        self._everything = everything
         self._best: tuple[float, ...] | None = None
-        self._passes: dict[Any, float] = {}  # seconds that a micro-batch's passes compute
-        self._failed: dict[Any, int] = {}  # smallest micro-batch that does not fit
-        self._known: dict[Any, list[tuple[int, int, float]]] = {}  # micro-batch, bytes of the device, seconds
-        self._fitting: set[Any] = set()
+        self._first = () if rates is None else first
+        self._failed: dict[_Kind, int] = {}  # smallest micro-batch that does not fit
+        # By micro-batch: of passes the bytes of activations and the seconds that they compute, of kinds of settings the
+        # bytes of the device and the seconds of a step.
+        self._passes: dict[Any, dict[int, tuple[float, float]]] = {}
+        self._kinds: dict[_Kind, dict[int, tuple[float, float]]] = {}
+        self._settled: set[tuple[_Kind, int]] = set()  # fit, or cannot be the best
+        self._no_slower: dict[_Kind, list[_Kind]] = {}
+        self._unplanned: list[Candidate] = []
         self._convex = isinstance(rates, Cluster)
         self._room = min((room.size for room in rooms if room.tiers == (Tier.DEVICE,)), default=None)
 
@@ -224,22 +251,49 @@ class _State:
         """Return the planned seconds of a step; 0 if unknown."""
         return 0.0 if candidate.time is None else candidate.time.total
 
-    def visit(self, candidate: Candidate) -> None:
-        found, branch, setting = self._found, candidate.branch, candidate.setting
-        kind = (id(branch.planner), setting.stage, setting.offload, setting.accumulation)
-        if not self._everything:
-            size, seconds = self._least(kind, setting.micro_batch)
-            if setting.micro_batch >= self._failed.get(kind, setting.micro_batch + 1) or (
-                self._room is not None and size * (1 + MARGIN) > self._room
-            ):
-                found.unplanned += 1
-                return
-            passes = self._passes.get((branch.passes, setting.micro_batch), 0.0)
-            least = max(passes * setting.accumulation, seconds)
-            slower = self._best is not None and candidate.value(self._objective, least) >= self._best
-            if slower or not self._fitting.isdisjoint(_no_slower(candidate)):
-                found.slower += 1
-                return
+    def bound(self, candidate: Candidate) -> tuple[float, ...]:
+        """Return a lower bound of what the objective minimises; of nothing known the least."""
+        setting, kind = candidate.setting, _kind(candidate)
+        known = self._passes.get(candidate.branch.passes, {})
+        if setting.micro_batch in self._first and setting.micro_batch not in known:
+            return ()  # planned first, because it bounds many others
+        seconds = self._least(known, setting.micro_batch)[1] * setting.accumulation
+        if kind not in self._no_slower:
+            self._no_slower[kind] = [*_no_slower(kind)]
+        for near in self._no_slower[kind]:
+            if near in self._kinds:
+                seconds = max(seconds, self._least(self._kinds[near], setting.micro_batch)[1])
+        return candidate.value(self._objective, seconds)
+
+    def is_hopeless(self, candidate: Candidate, bound: tuple[float, ...]) -> bool:
+        """Count a candidate that cannot fit, or cannot be the best; return False for others."""
+        micro, kind = candidate.setting.micro_batch, _kind(candidate)
+        activations, _ = self._least(self._passes.get(candidate.branch.passes, {}), micro)
+        size, _ = self._least(self._kinds.get(kind, {}), micro)
+        if micro >= self._failed.get(kind, micro + 1) or (
+            self._room is not None and max(size, activations) * (1 + MARGIN) > self._room
+        ):
+            self._found.unplanned += 1
+            self._unplanned.append(candidate)
+            return True
+        slower = self._best is not None and bound >= self._best
+        if bound and (slower or any((near, micro) in self._settled for near in self._no_slower[kind])):
+            self._found.slower += 1
+            self._settled.add((kind, micro))
+            return True
+        return False
+
+    def plan_smallest(self) -> None:
+        """Plan the settings that need the least: the smallest micro-batches at the highest stage."""
+        keys = [(-one.setting.stage, one.setting.micro_batch) for one in self._unplanned]
+        for key, one in zip(keys, self._unplanned, strict=True):
+            if key == min(keys):
+                self._found.unplanned -= 1
+                self.plan(one)
+
+    def plan(self, candidate: Candidate) -> None:
+        """Plan a candidate, and rank it if it fits."""
+        found, setting, kind = self._found, candidate.setting, _kind(candidate)
         try:
             planned = self._plan(candidate)
         except (ConfigError, UsageError) as error:
@@ -248,7 +302,7 @@ class _State:
         found.planned += 1
         plan = planned.plan
         assert plan is not None
-        self._known.setdefault(kind, []).append((setting.micro_batch, plan.total or 0, self.seconds(planned)))
+        self._kinds.setdefault(kind, {})[setting.micro_batch] = plan.total or 0, self.seconds(planned)
         if not plan.fits:
             found.too_large += 1
             self._failed[kind] = min(setting.micro_batch, self._failed.get(kind, setting.micro_batch))
@@ -257,21 +311,22 @@ class _State:
                 found.smallest = planned
             return
         found.ranking.append(planned)
-        self._fitting.add(_key(branch, setting, setting.offload, branch.recompute))
+        self._settled.add((kind, setting.micro_batch))
         value = planned.value(self._objective, self.seconds(planned))
         self._best = value if self._best is None else min(self._best, value)
 
-    def _least(self, kind: Any, micro: int) -> tuple[float, float]:
-        """Return lower bounds of bytes and seconds with a micro-batch, by lines through two others on the same side."""
-        points = sorted(self._known.get(kind, ()))
-        below, above = [one for one in points if one[0] < micro][-2:], [one for one in points if one[0] > micro][:2]
+    def _least(self, known: dict[int, tuple[float, float]], micro: int) -> tuple[float, float]:
+        """Return bytes and seconds with a micro-batch, or lower bounds: lines through two others on the same side."""
+        if micro in known:
+            return known[micro]
         size = seconds = 0.0
-        for pair in (below, above):
+        sizes = sorted(known)
+        for pair in ([one for one in sizes if one < micro][-2:], [one for one in sizes if one > micro][:2]):
             if len(pair) == 2:
-                (one, bytes_one, s_one), (two, bytes_two, s_two) = pair
+                one, two = pair
                 along = (micro - one) / (two - one)
-                size = max(size, bytes_one + (bytes_two - bytes_one) * along)
-                seconds = max(seconds, s_one + (s_two - s_one) * along)
+                at = [a + (b - a) * along for a, b in zip(known[one], known[two], strict=True)]
+                size, seconds = max(size, at[0]), max(seconds, at[1])
         return size, seconds if self._convex else 0.0
 
     def _plan(self, candidate: Candidate) -> Candidate:
@@ -279,8 +334,10 @@ class _State:
         if self._rates is None:
             return replace(candidate, plan=branch.planner.plan(setting, self._rooms))
         found, computing = self._timed(branch, branch.planner, setting)
-        self._passes.setdefault((branch.passes, setting.micro_batch), computing)
-        return replace(candidate, plan=branch.planner.plan(setting, self._rooms), time=found)
+        plan = branch.planner.plan(setting, self._rooms)
+        activations = plan.peaks.get(Category.ACTIVATIONS.value, 0)
+        self._passes.setdefault(branch.passes, {}).setdefault(setting.micro_batch, (activations, computing))
+        return replace(candidate, plan=plan, time=found)
 
     def _timed(self, branch: Branch, planner: Planner, setting: Setting) -> tuple[StepTime, float]:
         """Return the time of a step, and the seconds that the operators with FLOPs of a micro-batch take."""
