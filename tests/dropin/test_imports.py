@@ -31,7 +31,7 @@ def test_statements_that_ask_get_an_answer(who: str) -> None:
 def test_what_is_imported_in_vain_is_refused_when_it_is_used() -> None:
     """A script of several features starts, and says at the place of use which one is missing."""
     import deepspeed
-    from deepspeed.compression.compress import init_compression
+    from deepspeed.compression.compress import get_compress_methods
     from deepspeed.inference.engine import InferenceEngine
     from deepspeed.moe.sharded_moe import TopKGate
 
@@ -42,8 +42,8 @@ def test_what_is_imported_in_vain_is_refused_when_it_is_used() -> None:
     assert not isinstance(deepspeed, (InferenceEngine, TopKGate))
     for use, reason in (
         (Generating, "inference"),
-        (lambda: init_compression(None, {}), "compression of models"),
+        (lambda: get_compress_methods(None, {}), "shardwise.compression.init_compression"),
         (lambda: deepspeed.init_inference(None), "inference"),
     ):
-        with pytest.raises(NotImplementedError, match=f"{reason} .*not built yet"):
+        with pytest.raises(NotImplementedError, match=reason):
             use()

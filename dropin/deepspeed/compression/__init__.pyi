@@ -11,5 +11,5 @@ from deepspeed.compression import utils as utils
 
 __all__ = ["basic_layer", "compress", "compression_scheduler", "config", "helper", "scheduler", "utils"]
 
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 def compression_scheduler(*args: Any, **kwargs: Any) -> NoReturn: ...

@@ -5,34 +5,34 @@ from typing_extensions import deprecated
 
 __all__ = ["BNLayer_Compress", "ColumnParallelLinear_Compress", "Conv2dLayer_Compress", "Embedding_Compress", "LinearLayer_Compress", "QuantAct", "RowParallelLinear_Compress", "copy_to_model_parallel_region", "gather_from_model_parallel_region", "reduce_from_model_parallel_region", "scatter_to_model_parallel_region", "split_tensor_along_last_dim"]
 
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class BNLayer_Compress:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class ColumnParallelLinear_Compress:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class Conv2dLayer_Compress:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class Embedding_Compress:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class LinearLayer_Compress:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class QuantAct:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class RowParallelLinear_Compress:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 def copy_to_model_parallel_region(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 def gather_from_model_parallel_region(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 def reduce_from_model_parallel_region(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 def scatter_to_model_parallel_region(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 def split_tensor_along_last_dim(*args: Any, **kwargs: Any) -> NoReturn: ...

@@ -5,18 +5,18 @@ from typing_extensions import deprecated
 
 __all__ = ["AsymQuantizer", "BinaryQuantizer", "SymQuantizer", "TernaryQuantizer", "TopKBinarizer"]
 
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class AsymQuantizer:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class BinaryQuantizer:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class SymQuantizer:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class TernaryQuantizer:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 class TopKBinarizer:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

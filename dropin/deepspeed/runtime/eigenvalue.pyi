@@ -5,6 +5,6 @@ from typing_extensions import deprecated
 
 __all__ = ["Eigenvalue"]
 
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated('MoQ and eigenvalues of layers are not built: `compression_training.weight_quantization` lowers bits by steps')
 class Eigenvalue:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

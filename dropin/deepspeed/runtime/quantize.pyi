@@ -5,6 +5,6 @@ from typing_extensions import deprecated
 
 __all__ = ["Quantizer"]
 
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated('MoQ and eigenvalues of layers are not built: `compression_training.weight_quantization` lowers bits by steps')
 class Quantizer:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

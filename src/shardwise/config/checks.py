@@ -109,6 +109,10 @@ def _of_sections(section: ConfigSection, path: tuple[str, ...] = ()) -> Iterator
     for name in type(section).model_fields:
         if isinstance(inner := getattr(section, name), ConfigSection):
             yield from _of_sections(inner, (*path, name))
+        elif isinstance(inner, dict):
+            for given, item in inner.items():
+                if isinstance(item, ConfigSection):
+                    yield from _of_sections(item, (*path, name, given))
 
 
 def _budget(config: Config) -> Iterator[Problem]:

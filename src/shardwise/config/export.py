@@ -156,7 +156,7 @@ def describe(resolution: Resolution) -> list[KeyRow]:
     rows: list[KeyRow] = []
     for path, key in walk():
         dots = ".".join(path)
-        if key.kind in ("section", "list") or "[]" in path or key.replacement:
+        if key.kind in ("section", "list") or {"[]", "*"} & {*path} or key.replacement:
             continue
         value = _shown(key, _at(resolution.config, path))
         if key.kind == "free":
@@ -164,6 +164,8 @@ def describe(resolution: Resolution) -> list[KeyRow]:
                 inner = f"{dots}.{name}"
                 rows.append(KeyRow(inner, item, None, _source(inner, resolution), reasons.get(inner, "")))
         elif dots in resolution.given or dots in reasons:
+            if key.kind == "named":
+                value = {name: item.model_dump(exclude_unset=True) for name, item in value.items()}
             rows.append(KeyRow(dots, value, key.default, _source(dots, resolution), reasons.get(dots, "")))
     return rows
 

@@ -144,6 +144,15 @@ def _scan_value(value: Any, key: Key, path: Path, spelled: Path, result: Scan) -
             else item
             for index, item in enumerate(value)
         ]
+    if key.kind == "named" and key.child is not None and isinstance(value, dict):
+        places = {(*path, name): (*spelled, name) for name in value}
+        result.given |= places
+        return {
+            name: _scan_section(item, key.child, (*path, name), (*spelled, name), result)
+            if isinstance(item, dict)
+            else item
+            for name, item in value.items()
+        }
     if key.kind == "free" and isinstance(value, dict):
         return _scan_free(value, path, spelled, result)
     return value

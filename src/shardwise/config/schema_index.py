@@ -23,18 +23,20 @@ from .schema.schedules import NATIVE_SCHEDULES
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _NUMERIC = ("integer", "number")
+_BELOW = {"list": ("[]",), "named": ("*",)}
 
 
 @dataclass(frozen=True)
 class Key:
     """One key of the schema: pydantic's record (`field`), its section (`owner`), and the section class below it, if
-    any. `kind` is `value` (a leaf), `section`, `list` (list of sections) or `free` (any dict).
+    any. `kind` is `value` (a leaf), `section`, `list` (list of sections), `named` (sections by any name) or `free` (any
+    dict).
     """
 
     name: str
     field: FieldInfo
     owner: type[ConfigSection]
-    kind: Literal["value", "section", "list", "free"]
+    kind: Literal["value", "section", "list", "named", "free"]
     child: type[ConfigSection] | None
 
     @property
@@ -95,6 +97,10 @@ def _shape(annotation: Any) -> tuple[str, type[ConfigSection] | None]:
         _, child = _shape(arguments[0])
         if child is not None:
             return "list", child
+    if origin is dict:
+        _, child = _shape(arguments[1])
+        if child is not None:
+            return "named", child
     return "value", None
 
 
@@ -121,14 +127,14 @@ def takes_any_key(section: type[ConfigSection]) -> bool:
 
 
 def walk(section: type[ConfigSection] = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
-    """Yield every key of the schema with its path; `[]` stands for a list index."""
+    """Yield every key of the schema with its path; `[]` stands for a list index, `*` for any name."""
     for spelling, key in keys_of(section).items():
         if spelling != key.name:
             continue
         here = (*path, key.name)
         yield here, key
         if key.child is not None:
-            yield from walk(key.child, (*here, "[]") if key.kind == "list" else here)
+            yield from walk(key.child, (*here, *_BELOW.get(key.kind, ())))
 
 
 def lookup(path: str) -> Key:
@@ -136,6 +142,8 @@ def lookup(path: str) -> Key:
     section: type[ConfigSection] | None = Config
     key: Key | None = None
     for name in path.split("."):
+        if key is not None and key.kind == "named" and name == "*":
+            continue
         if section is None:
             raise KeyError(path)
         key = keys_of(section)[name]
@@ -149,7 +157,8 @@ def _places() -> dict[str, tuple[str, ...]]:
     table: dict[str, list[str]] = {}
     for path, key in walk():
         for spelling in key.spellings:
-            table.setdefault(_comparable(spelling), []).append(".".join((*path[:-1], spelling)).replace(".[]", "[]"))
+            place = ".".join((*path[:-1], spelling)).replace(".[]", "[]").replace("*", "<name>")
+            table.setdefault(_comparable(spelling), []).append(place)
     return {spelling: tuple(paths) for spelling, paths in table.items()}
 
 
@@ -263,7 +272,7 @@ def _standard(schema: Any) -> Any:
 
 def expected(key: Key) -> str:
     """Describe in words the values that a key accepts, such as `an integer > 0 or null`."""
-    if key.kind in ("section", "free"):
+    if key.kind in ("section", "named", "free"):
         return "an object {...}" + (" or null" if key.default is None else "")
     properties, definitions = _properties(key.owner)
     return _in_words(properties[key.name], definitions)

@@ -35,7 +35,7 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[li
     for path, key in walk():
         client = clients.get(".".join(path))
         within = any(path[:depth] in listed for depth in range(1, len(path)))
-        if path not in found.given or (within and client is None):
+        if path not in found.given or "*" in path or (within and client is None):
             continue
         value = value_at(config, ".".join(path))
         off = "" if _holds_anyway(path, config) else _switched_off(key, value)

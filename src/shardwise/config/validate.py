@@ -91,7 +91,7 @@ def _place(loc: tuple[int | str, ...]) -> Path:
             break
         path.append(part)
         section = key.child
-        if key.kind == "list":
+        if key.kind in ("list", "named"):
             step = next(parts, None)
             if step is None:
                 break
@@ -102,8 +102,11 @@ def _place(loc: tuple[int | str, ...]) -> Path:
 def _key(path: Path) -> Key:
     section: type[ConfigSection] = Config
     key: Key | None = None
-    for part in path:
+    parts = iter(path)
+    for part in parts:
         found = keys_of(section).get(part) if isinstance(part, str) else None
+        if found is not None and found.kind == "named":
+            next(parts, None)
         if found is not None:
             key = found
             section = key.child or section

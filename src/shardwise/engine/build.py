@@ -32,6 +32,7 @@ from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.device.segments import let_segments_grow
 from shardwise.device.streams import warn_of_one_queue
+from shardwise.engine import compressing
 from shardwise.engine.advice import (
     check_unwrapped,
     warn_of_arguments,
@@ -211,6 +212,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 "local_sgd: a replica is divided by ZeRO only, and this model is a pipeline, or has tensor or sequence "
                 f"parallelism ({requested.where or 'configured'}). Leave local_sgd out"
             )
+        compression = compressing.prepare(model, settings, pipeline=pipeline is not None)
         trained = optimizer is not None or settings.optimizer.type is not None
         check_divisible(settings, given.training_data, trained and pipeline is None)
         check_packages(settings)
@@ -277,6 +279,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         undo.callback(tensors.close)
         model_parameters = tensors.exchange(optimizer, model_parameters)
     groups = job.together("dividing experts", lambda: divide_experts(model, settings, whole, lines))
+    if compression is not None:
+        compression.check_divided()
     domains = domains_of(model, domain)
 
     # The plan: sharding, domains and dtypes.
@@ -305,6 +309,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     stepped, stepping, scheduler = job.together("making the optimizer", stepping_parts)
     if pipeline is not None:
         check_tied_groups(pipeline, copies, stepped)
+    if compression is not None and stepped is not None:
+        compressing.check_optimizer(compression, stepped)
 
     # Buffers move now, parameters unit by unit during sharding.
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
@@ -363,7 +369,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     step = TrainStep(sharded, settings, together, batches, stepped, scheduler, scaler, signals, shows_loss)
     step.exchanges = exchanges_in_backward(model, lines)
     job.ledger.step = functools.partial(getattr, step, "global_steps")  # called for each collective
-    checkpoints = Checkpoints(sharded, resolution, job, step, batches)
+    compressed = compressing.Compressing(compression, step, job)
+    checkpoints = Checkpoints(sharded, resolution, job, step, batches, compressed)
     if watchdog is not None:
         watchdog.checkpoint = checkpoints.known
     faults = FaultTolerance(sharded, resolution, job, step, batches, checkpoints, signals)
@@ -409,13 +416,15 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         step=step,
         batches=batches,
         checkpoints=checkpoints,
-        interchange=Interchange(sharded, job, step),
+        interchange=Interchange(sharded, job, step, compressed),
         faults=faults,
         memory=memory,
         activations=activations,
         curricula=curricula,
         monitor=monitor,
-        observers=Observers([events, profiling, timelines, following, activations, memory, dividing, tuning]),
+        observers=Observers(
+            [events, profiling, timelines, following, activations, memory, dividing, tuning, compressed]
+        ),
         profiling=profiling,
         timelines=timelines,
         following=following,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.engine.batch import Batches
+    from shardwise.engine.compressing import Compressing
     from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
 
@@ -44,7 +45,13 @@ class Checkpoints:
     """Saves and loads an engine's training state. Methods are collective unless noted."""
 
     def __init__(
-        self, sharded: ShardedModel, resolution: Resolution, job: Communicator, step: TrainStep, batches: Batches
+        self,
+        sharded: ShardedModel,
+        resolution: Resolution,
+        job: Communicator,
+        step: TrainStep,
+        batches: Batches,
+        compressing: Compressing,
     ) -> None:
         self.background = BackgroundSaves(sharded, resolution.config, job)
         self.last_load: LoadReport | None = None
@@ -54,6 +61,7 @@ class Checkpoints:
         self._job = job
         self._step = step
         self._batches = batches
+        self._compressing = compressing
         self._notes: tuple[str, ...] = ()
         self._last: str | None = None
         self._last_in_background = False
@@ -306,6 +314,7 @@ class Checkpoints:
             with collective_step(self._job, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states, going_back)
             self._check_scalars(loaded.path)
+        self._compressing.loaded(matched.report.loaded)
         if self._job.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)
         if not going_back:

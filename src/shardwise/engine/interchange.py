@@ -25,6 +25,7 @@ from shardwise.memory import Category
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
+    from shardwise.engine.compressing import Compressing
     from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
 
@@ -39,6 +40,7 @@ class Interchange:
     _sharded: ShardedModel
     _job: Communicator
     _step: TrainStep
+    _compressing: Compressing
 
     def export(
         self,
@@ -129,6 +131,9 @@ class Interchange:
         self._step.drop_gradients()
         if self._sharded.compressor is not None:
             self._sharded.compressor.clear()  # its residuals belong to gradients at other weights
+        module = self._sharded.module
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        self._compressing.loaded({*names} - {*found.missing})
         return found
 
     def save_16bit_model(
@@ -219,6 +224,7 @@ class Interchange:
         else:
             may_lack = frozenset(allowed_missing_keys or ())
             load_state_dict(self._sharded.state, values, strict=strict, may_lack=may_lack)
+        self._compressing.loaded(values.keys())
 
 
 def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, values: Mapping[str, Any]) -> None:

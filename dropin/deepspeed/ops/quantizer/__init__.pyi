@@ -6,5 +6,5 @@ from deepspeed.ops.quantizer import quantizer as quantizer
 
 __all__ = ["ds_quantizer", "quantizer"]
 
-@deprecated('compression of models (pruning, quantisation, eigenvalues of layers) is not built yet')
+@deprecated("compression is prepared by `shardwise.compression.init_compression` (deepspeed.compression.compress), by hooks on the model's own layers")
 def ds_quantizer(*args: Any, **kwargs: Any) -> NoReturn: ...

@@ -8,6 +8,7 @@ from .attention import SparseAttention
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, Size, StepCount, key, section
 from .budget import CostBudget
 from .checkpoint import CheckpointOptions
+from .compression_training import CompressionTraining
 from .data import CurriculumLearning, DataEfficiency, ProgressiveLayerDropping
 from .elasticity import Elasticity
 from .local import LocalSGD
@@ -218,7 +219,7 @@ class Config(ConfigSection):
     data_efficiency: DataEfficiency = section(DataEfficiency, "Samples by difficulty or tokens; dropped tokens.")
     curriculum_learning: CurriculumLearning = section(CurriculumLearning, "Sequences that begin short.")
     progressive_layer_drop: ProgressiveLayerDropping = section(ProgressiveLayerDropping, "Layers that are skipped.")
-    compression_training: Annotated[Any, NotBuilt("compression_training")] = not_built("compression_training")
+    compression_training: CompressionTraining = section(CompressionTraining, "Quantized and pruned models.")
     weight_quantization: Annotated[Any, NotBuilt("weight_quantization", optional=True)] = key(None, "Not built.")
     quantize_training: Annotated[Any, NotBuilt("quantize_training")] = not_built("quantize_training")
     eigenvalue: Annotated[Any, NotBuilt("eigenvalue")] = not_built("eigenvalue")

@@ -1,0 +1,267 @@
+"""What compression does to one module, by hooks around its forward pass.
+
+A module keeps its class, and its parameters keep their names and identity. During a forward pass, attributes of the
+instance with masked and quantized values hide the parameters, so that any forward function computes with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.boxes import ranges
+from shardwise.compression.masks import Mask
+from shardwise.compression.quantize import Scales, quantized, quantized_inputs, straight_through
+from shardwise.errors import UsageError
+from shardwise.parallel.tensor.layers import stores_inputs_first
+from shardwise.parallel.tensor.mappings import together
+from shardwise.registry import cut, part_of
+
+if TYPE_CHECKING:
+    from shardwise.config.schema.compression_training import WeightQuantizationParams, WeightQuantizationShared
+
+MOMENTUM = 0.9
+"""Of the moving mean of static bounds."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return True for `nn.Linear` and transformers' `Conv1D`."""
+    return isinstance(module, nn.Linear) or stores_inputs_first(module)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Return True for convolutions of one to three dimensions."""
+    return isinstance(module, _CONVOLUTIONS)
+
+
+def is_compressible(module: nn.Module) -> bool:
+    """Return True for linear layers, convolutions and embeddings, whose `weight` is a parameter of their own."""
+    kinds = is_linear(module) or is_convolution(module) or isinstance(module, nn.Embedding)
+    return kinds and module._parameters.get("weight") is not None
+
+
+def outputs_dim(module: nn.Module) -> int:
+    """Return the dimension of the weight's outputs; the inputs are in the other of the first two."""
+    return int(stores_inputs_first(module))
+
+
+@dataclass
+class WeightQuantizer:
+    """Quantization of a weight by a schedule of bits."""
+
+    name: str
+    shared: WeightQuantizationShared
+    params: WeightQuantizationParams
+
+    def bits(self, step: int) -> tuple[int, int] | None:
+        """Return the bits at a step, and the steps since they changed; None before the schedule."""
+        passed = step - self.shared.schedule_offset
+        if passed < 0:
+            return None
+        bits, period = self.params.start_bits, self.params.quantization_period
+        while bits > self.params.target_bits and passed >= period:
+            bits, passed = bits - 1, passed - period
+        return bits, passed
+
+    def last_step(self) -> int:
+        """Return the first step from which nothing changes."""
+        falls = self.params.start_bits - self.params.target_bits
+        mixed = self.shared.fp16_mixed_quantize
+        rest = math.ceil(1 / mixed.quantize_change_ratio) - 1 if mixed.enabled else 0
+        return self.shared.schedule_offset + self.params.quantization_period * falls + rest
+
+    def __call__(self, module: nn.Module, parameter: torch.Tensor, values: torch.Tensor, step: int) -> torch.Tensor:
+        """Return masked values of a parameter, quantized."""
+        now = self.bits(step)
+        if now is None:
+            return values
+        noise = None
+        if self.shared.rounding == "stochastic":
+            noise = self._noise(parameter, step)
+        found = quantized(
+            values,
+            now[0],
+            symmetric=self.shared.quantization_type == "symmetric",
+            scales=self.scales(module, parameter),
+            noise=noise,
+        )
+        mixed = self.shared.fp16_mixed_quantize
+        if mixed.enabled:
+            found = torch.lerp(values.detach(), found, min(1.0, mixed.quantize_change_ratio * (now[1] + 1)))
+        return straight_through(values, found)
+
+    def _noise(self, parameter: torch.Tensor, step: int) -> torch.Tensor:
+        """Draw for the whole weight, because all ranks and divisions have to round alike."""
+        part = part_of(parameter)
+        seed = int.from_bytes(hashlib.blake2b(f"{self.name} {step}".encode(), digest_size=7).digest(), "big")
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.rand(parameter.shape if part.shape is None else part.shape, generator=generator)
+        return (drawn if part.box is None else cut(drawn, part.box)).to(parameter.device)
+
+    def scales(self, module: nn.Module, parameter: torch.Tensor) -> Scales:
+        """Return the groups of a weight. Raises UsageError if it cannot be divided so."""
+        part, groups = part_of(parameter), self.shared.quantize_groups
+        shape = tuple(parameter.shape) if part.shape is None else part.shape
+        if torch.Size(shape).numel() % groups or (part.box is not None and shape[0] % groups):
+            what = "elements" if part.box is None else "rows in the first dimension, with tensor parallelism"
+            raise UsageError(
+                f"compression_training.weight_quantization.shared_parameters.quantize_groups = {groups} does not "
+                f"divide {self.name!r} of shape {list(shape)}: it has to divide the number of {what}"
+            )
+        if part.box is None:
+            return Scales(groups)
+        group: Any = module.group
+        rows = torch.cat([torch.arange(first, end, device=parameter.device) for first, end in ranges(part.box)[0]])
+        gather = functools.partial(_gathered, group=group, groups=groups, name=self.name)
+        return Scales(groups, rows // (shape[0] // groups), gather)
+
+
+def _gathered(own: torch.Tensor, group: Any, groups: int, name: str) -> torch.Tensor:
+    return together(own, group, [groups] * group.size, 0, f"{name}.scales").view(group.size, groups)
+
+
+@dataclass
+class InputQuantizer:
+    """Quantization of the inputs of a module. Static bounds are in the module's buffer `input_bounds`."""
+
+    bits: int
+    symmetric: bool
+    static: bool
+    begins: int
+    images: bool
+    seen: torch.Tensor | None = None
+    """Smallest and largest input of this rank since the last step, in training."""
+
+    def attach(self, module: nn.Module) -> None:
+        """Add the buffer of static bounds; NaN: unknown."""
+        if self.static:
+            weight = module.get_parameter("weight")
+            bounds = torch.full((2,), float("nan"), device="cpu" if weight.is_meta else weight.device)
+            module.register_buffer("input_bounds", bounds)
+
+    def __call__(self, module: nn.Module, inputs: torch.Tensor, step: int) -> torch.Tensor:
+        """Return quantized inputs. Until static bounds are known, those of the inputs are taken."""
+        bounds = None
+        if self.static:
+            here = torch.stack(torch.aminmax(inputs.detach())).float()
+            if module.training:
+                seen = here if self.seen is None else self.seen
+                self.seen = torch.stack([torch.minimum(seen[0], here[0]), torch.maximum(seen[1], here[1])])
+            bounds = module.get_buffer("input_bounds")
+            bounds = torch.where(bounds.isnan(), here.to(bounds.dtype), bounds)
+        if step < self.begins:
+            return inputs
+        return quantized_inputs(
+            inputs, self.bits, symmetric=self.symmetric, bounds=bounds, dim=1 if self.images else -1
+        )
+
+    def update(self, module: nn.Module, seen: torch.Tensor) -> None:
+        """Move the bounds to those of all ranks in a step, (2,); NaN: no rank has called the module."""
+        bounds = module.get_buffer("input_bounds")
+        moved = torch.where(bounds.isnan(), seen, MOMENTUM * bounds.float() + (1 - MOMENTUM) * seen)
+        bounds.copy_(torch.where(seen.isnan(), bounds, moved))
+        self.seen = None
+
+
+@dataclass
+class Clock:
+    """The step of a model's schedules, which all its modules share."""
+
+    step: int = 0
+
+
+@dataclass
+class Compressed:
+    """Compression of one module.
+
+    Attributes:
+        own: masks of the module's weight, by method.
+        others: masks of another module that apply to this one's parameters (normalization of pruned channels).
+    """
+
+    name: str
+    module: nn.Module
+    clock: Clock
+    weights: WeightQuantizer | None = None
+    inputs: InputQuantizer | None = None
+    own: dict[str, Mask] = field(default_factory=dict)
+    others: list[tuple[nn.Module, Mask]] = field(default_factory=list)
+    called: bool = False
+    handles: list[Any] = field(default_factory=list)
+
+    def install(self) -> None:
+        """Register the hooks: within those of an engine, which come first and last."""
+        before, after = _Before(self), _After(self)
+        self.handles = [
+            self.module.register_forward_pre_hook(before, with_kwargs=True),
+            self.module.register_forward_hook(after, prepend=True, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks; inputs that are quantized stay so."""
+        for handle in self.handles:
+            handle.remove()
+        self.weights, self.own, self.others, self.handles = None, {}, [], []
+        if self.inputs is not None:
+            self.install()
+
+    @property
+    def masks(self) -> Iterator[tuple[nn.Module, Mask]]:
+        """All masks, with the modules that hold them."""
+        return itertools.chain(((self.module, mask) for mask in self.own.values()), self.others)
+
+    def values(self, key: str, step: int) -> torch.Tensor | None:
+        """Return what the module computes with instead of a parameter ("weight" or "bias"); None: the parameter."""
+        parameter = self.module._parameters.get(key)
+        if parameter is None:
+            return None
+        values: torch.Tensor = parameter
+        for holder, mask in self.masks:
+            of_bias = key == "bias" and mask.method in ("row", "channel")
+            if step >= mask.begins and (key == "weight" or of_bias):
+                along = 0 if of_bias or holder is not self.module else None
+                values = values * mask.values(holder, parameter, along)
+        if key == "weight" and self.weights is not None:
+            values = self.weights(self.module, parameter, values, step)
+        return None if values is parameter else values
+
+
+class _Before:
+    """Hides parameters, and quantizes the input."""
+
+    def __init__(self, compressed: Compressed) -> None:
+        self.compressed = compressed
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compressed, step = self.compressed, self.compressed.clock.step
+        compressed.called = True
+        for key in ("weight", "bias"):
+            values = compressed.values(key, step)
+            if values is not None:
+                module.__dict__[key] = values
+        if compressed.inputs is None:
+            return None
+        if args:
+            return (compressed.inputs(module, args[0], step), *args[1:]), kwargs
+        return args, {**kwargs, "input": compressed.inputs(module, kwargs["input"], step)}
+
+
+class _After:
+    """Shows the parameters again."""
+
+    def __init__(self, compressed: Compressed) -> None:
+        self.compressed = compressed
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        module.__dict__.pop("weight", None)
+        module.__dict__.pop("bias", None)

@@ -1,0 +1,64 @@
+"""Compression of an engine's model: its schedule follows the steps and the checkpoints of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from shardwise.compression.compress import SECTION, Compression, compression_for
+from shardwise.engine.observers import StepObserver
+from shardwise.errors import ConflictError, UsageError
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+    from shardwise.engine.step import TrainStep
+
+
+def prepare(model: nn.Module, settings: Config, *, pipeline: bool) -> Compression | None:
+    """Return the compression of a model, which is installed now if `init_compression` was not called. Raises as
+    `compression_for`; ConflictError with a pipeline and with `local_sgd`.
+    """
+    section = settings.compression_training
+    if section.enabled and (pipeline or settings.local_sgd.enabled):
+        other = "a pipeline, whose stages have other modules" if pipeline else "local_sgd, whose replicas differ"
+        raise ConflictError(f"{SECTION} cannot be combined with {other}. Switch one of them off")
+    return None if pipeline else compression_for(model, section)
+
+
+def check_optimizer(compression: Compression, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if an optimizer was built without the scores that pruning has added to the model."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, scores in compression.scores():
+        if scores.requires_grad and id(scores) not in stepped:
+            raise UsageError(
+                f'{SECTION}: the optimizer does not have {name!r}, the scores of the method "topk". Call '
+                "init_compression() before you build it, and give it all of model.parameters()"
+            )
+
+
+class Compressing(StepObserver):
+    """Advances the compression of a model; `compression` None: nothing to do."""
+
+    def __init__(self, compression: Compression | None, step: TrainStep, job: Communicator) -> None:
+        self._compression = compression
+        self._step = step
+        self._job = job
+        self.active = compression is not None
+        if compression is not None:
+            compression.advance(step.global_steps, job)
+
+    @override
+    def after_step(self) -> None:
+        """Go on to the next step."""
+        assert self._compression is not None
+        self._compression.advance(self._step.global_steps, self._job)
+
+    def loaded(self, names: Collection[str]) -> None:
+        """Follow a load of parameters and buffers of some names."""
+        if self._compression is not None:
+            self._compression.loaded(self._step.global_steps, names, self._job)

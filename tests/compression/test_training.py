@@ -1,0 +1,390 @@
+"""Compression in engines, against a loop in one process that writes each method out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.compression import Compression, init_compression
+from shardwise.errors import CheckpointError, ConfigError, ConflictError, UsageError
+from tests.compression.test_quantize import plain as rounded
+from tests.harness import run_ranks, thorough
+from tests.harness.training import config_of, each, masters
+
+STEPS, ROWS = 5, 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+def made() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(11, (ROWS, 3), generator=generator), torch.randn(ROWS, 3, 4, generator=generator)
+
+
+def method(groups: Any, **shared: Any) -> dict[str, Any]:
+    return {
+        "shared_parameters": {"enabled": True, **shared},
+        "different_groups": {
+            name: {"params": params, "modules": modules} for name, (modules, params) in groups.items()
+        },
+    }
+
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "weights": {
+        "weight_quantization": method(
+            {
+                "falling": (["up", "words"], {"start_bits": 6, "target_bits": 4, "quantization_period": 2}),
+                "binary": (["down"], {"start_bits": 1, "target_bits": 1}),
+            },
+            schedule_offset=1,
+            quantize_groups=2,
+        )
+    },
+    "mixed": {
+        "weight_quantization": method(
+            {"all": (["*"], {"start_bits": 3, "target_bits": 3})},
+            quantization_type="asymmetric",
+            fp16_mixed_quantize={"enabled": True, "quantize_change_ratio": 0.3},
+        )
+    },
+    "inputs": {
+        "activation_quantization": method(
+            {"some": (["up", "head"], {"bits": 4})}, schedule_offset=1, quantization_type="asymmetric"
+        )
+    },
+    "static": {
+        "activation_quantization": method(
+            {"some": (["down"], {"bits": 4})}, schedule_offset=2, range_calibration="static"
+        )
+    },
+    "sparse": {"sparse_pruning": method({"some": (["up", "down"], {"dense_ratio": 0.4})}, schedule_offset=2)},
+    "movement": {
+        "sparse_pruning": method({"some": (["up"], {"dense_ratio": 0.5})}, schedule_offset=0, method="topk"),
+        "row_pruning": method({"some": (["up"], {"dense_ratio": 0.6})}, schedule_offset=2, method="topk"),
+    },
+    "heads": {
+        "head_pruning": method({"some": (["down"], {"dense_ratio": 0.5})}, schedule_offset=1, method="l1", num_heads=4),
+        "weight_quantization": method({"some": (["down"], {"start_bits": 8, "target_bits": 8})}),
+    },
+}
+
+
+class Plain:
+    """One process with the global batch; each method is written out in `weight` and `inputs`."""
+
+    def __init__(self, kind: str, ranks: int) -> None:
+        self.kind, self.ranks, self.net = kind, ranks, made()
+        self.masks: dict[str, torch.Tensor] = {}
+        self.bounds: torch.Tensor | None = None
+        self.scores: dict[str, nn.Parameter] = {}
+        up = self.net.up.weight.detach()
+        if kind == "movement":
+            self.scores = {"sparse": nn.Parameter(up.abs()), "row": nn.Parameter(up.abs().mean(1))}
+        self.optimizer = torch.optim.SGD([*self.net.parameters(), *self.scores.values()], lr=0.2)
+
+    @staticmethod
+    def top(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
+        count = round(ratio * sizes.numel())
+        limit = sizes.detach().flatten().sort(descending=True).values[count - 1]
+        return (sizes.detach() >= limit).to(sizes.dtype)
+
+    def straight(self, values: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        return values + (found.to(values.dtype) - values).detach()
+
+    def quantize(self, values: torch.Tensor, bits: int, symmetric: bool, groups: int) -> torch.Tensor:
+        parts = values.detach().flatten().chunk(groups)
+        return torch.cat([rounded(part, bits, symmetric) for part in parts]).view(values.shape).to(values.dtype)
+
+    def weight(self, name: str, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layer = getattr(self.net, name)
+        weight, bias = layer.weight, getattr(layer, "bias", None)
+        if self.kind == "weights" and step >= 1 and name in ("up", "words", "down"):
+            bits = 1 if name == "down" else max(4, 6 - (step - 1) // 2)
+            weight = self.straight(weight, self.quantize(weight, bits, True, 2))
+        if self.kind == "mixed" and name != "words":
+            part = min(1.0, 0.3 * (step + 1))
+            mean = (1 - part) * weight.detach() + part * self.quantize(weight, 3, False, 1)
+            weight = self.straight(weight, mean)
+        if self.kind == "sparse" and step >= 2 and name in ("up", "down"):
+            if name not in self.masks:
+                self.masks[name] = self.top(weight.abs(), 0.4)
+            weight = weight * self.masks[name]
+        if self.kind == "movement" and name == "up":
+            for number, (key, ratio) in enumerate({"sparse": 0.5, "row": 0.6}.items()):
+                if step >= 2 * number:
+                    mask = self.straight(self.scores[key], self.top(self.scores[key], ratio))
+                    weight = weight * (mask if number == 0 else mask.unsqueeze(1))
+                    bias = bias if number == 0 else bias * mask
+        if self.kind == "heads" and name == "down":
+            if step >= 1:
+                if name not in self.masks:
+                    sizes = weight.detach().abs().view(6, 4, 2).mean((0, 2))
+                    self.masks[name] = self.top(sizes, 0.5).repeat_interleave(2)
+                weight = weight * self.masks[name]
+            weight = self.straight(weight, self.quantize(weight, 8, True, 1))
+        return weight, bias
+
+    def inputs(self, name: str, x: torch.Tensor, step: int) -> torch.Tensor:
+        if self.kind == "inputs" and name in ("up", "head") and step >= 1:
+            tokens = x.flatten(0, -2)
+            return self.straight(x, torch.stack([rounded(token, 4, False) for token in tokens]).view(x.shape))
+        if self.kind == "static" and name == "down":
+            seen = torch.stack([x.detach().min(), x.detach().max()])
+            bounds, self.seen = self.bounds, seen
+            if step >= 2:
+                assert bounds is not None
+                size = bounds.abs().max()
+                near = x.clamp(-size, size)
+                return self.straight(near, ((near / size * 7).round() / 7 * size))
+        return x
+
+    def layer(self, name: str, x: torch.Tensor, step: int) -> torch.Tensor:
+        return F.linear(self.inputs(name, x, step), *self.weight(name, step))
+
+    def step(self, step: int) -> float:
+        pairs = [batch(step, rank) for rank in range(self.ranks)]
+        x = F.embedding(torch.cat([tokens for tokens, _ in pairs]), self.weight("words", step)[0])
+        x = self.layer("head", x + self.layer("down", F.gelu(self.layer("up", x, step)), step), step)
+        loss = (x - torch.cat([target for _, target in pairs])).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if self.kind == "static":
+            self.bounds = self.seen if self.bounds is None else 0.9 * self.bounds + 0.1 * self.seen
+        return float(loss.detach())
+
+
+def engine_of(kind: str, stage: int, **config: Any) -> Any:
+    sgd = {"type": "SGD", "params": {"lr": 0.2}}
+    source = config_of(stage, sgd, rows=ROWS, compression_training=SECTIONS[kind], **config)
+    return shardwise.initialize(model=made(), config=source)[0]
+
+
+def train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens, target = batch(step, dist.get_rank())
+        loss = (engine(tokens) - target).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def as_plain(kind: str, stage: int) -> None:
+    engine = engine_of(kind, stage)
+    reference = Plain(kind, dist.get_world_size())
+    for step in range(STEPS):
+        found = torch.tensor(train(engine, range(step, step + 1)))
+        dist.all_reduce(found)
+        assert abs(float(found) / dist.get_world_size() - reference.step(step)) < 1e-5, (kind, stage, step)
+    own = masters(engine.module)
+    for name, expected in reference.net.named_parameters():
+        assert torch.allclose(own[name], expected, atol=2e-5), (kind, stage, name)
+    for key, expected in reference.scores.items():
+        assert torch.allclose(own[f"up.{key}_scores"], expected, atol=2e-5)
+    if kind == "static":
+        assert torch.allclose(engine.module.down.input_bounds, reference.bounds, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_method_trains_as_written_out(ranks: int) -> None:
+    cases = [(kind, stage) for number, kind in enumerate(SECTIONS) for stage in (3, number % 3)]
+    run_ranks(each, ranks, as_plain, cases)
+
+
+@pytest.mark.parametrize("stage", [thorough(stage) for stage in range(4)])
+def test_each_method_trains_as_written_out_at_each_stage(stage: int) -> None:
+    run_ranks(each, 2, as_plain, [(kind, stage) for kind in SECTIONS])
+
+
+def goes_on(kind: str, first: int, second: int, directory: str) -> None:
+    path = f"{directory}/{kind}{first}{second}"
+    whole = engine_of(kind, first)
+    train(whole, range(3))
+    whole.save_checkpoint(path)
+    train(whole, range(3, STEPS))
+    expected = masters(whole.module)
+    whole.destroy()
+    engine = engine_of(kind, second)
+    train(engine, range(7, 8))  # what has to be forgotten
+    engine.load_checkpoint(path)
+    train(engine, range(3, STEPS))
+    found = masters(engine.module)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), (kind, first, second, name)
+
+
+def test_resuming_is_as_never_stopping(tmp_path: Path) -> None:
+    run_ranks(each, 2, goes_on, [(kind, 3, 1, str(tmp_path)) for kind in SECTIONS])
+
+
+def test_stages_give_equal_bits() -> None:
+    run_ranks(_equal_bits, 2)
+
+
+def _equal_bits() -> None:
+    found = []
+    for stage in (0, 3):
+        engine = engine_of("sparse", stage)
+        train(engine, range(STEPS))
+        found.append(masters(engine.module))
+        engine.destroy()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+# -- requests that would do nothing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "error", "text"),
+    [
+        (
+            {"weight_quantization": method({"a": (["attention"], {"start_bits": 8, "target_bits": 8})})},
+            ConfigError,
+            r"different_groups.a.modules: 'attention' matches no linear layer.*The model has words, up, down, head",
+        ),
+        (
+            {"row_pruning": method({"a": (["words"], {"dense_ratio": 0.5})})},
+            ConfigError,
+            r"row_pruning.different_groups.a.modules: 'words' matches no linear layer",
+        ),
+        (
+            {"sparse_pruning": method({"a": (["up"], {"dense_ratio": 0.5}), "b": (["*"], {"dense_ratio": 0.5})})},
+            ConfigError,
+            "'up' is in another group of `compression_training.sparse_pruning`",
+        ),
+        (
+            {"weight_quantization": method({"a": (["up"], {"start_bits": 8, "target_bits": 8})}, quantize_groups=7)},
+            UsageError,
+            r"quantize_groups = 7 does not divide 'up' of shape \[8, 6\]",
+        ),
+        (
+            {"head_pruning": method({"a": (["down"], {"dense_ratio": 0.5})}, num_heads=3)},
+            ConfigError,
+            "num_heads: 3 heads do not divide the 8 inputs of 'down'",
+        ),
+        (
+            {"sparse_pruning": method({"a": (["*"], {"dense_ratio": 0.5})}, method="snip_momentum")},
+            ConfigError,
+            'sparse_pruning.shared_parameters.method: is "snip_momentum", .* write "topk"',
+        ),
+        (
+            {"weight_quantization": {"shared_parameters": {"enabled": True}}},
+            ConfigError,
+            "weight_quantization.different_groups: is empty",
+        ),
+        (
+            {"layer_reduction": {"enabled": True, "other_module_name": ["up"]}},
+            UsageError,
+            "layer_reduction needs a teacher: call shardwise.compression.init_compression",
+        ),
+    ],
+)
+def test_a_request_that_would_do_nothing_is_refused(section: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        shardwise.initialize(model=made(), config={"train_batch_size": 4, "compression_training": section})
+
+
+def test_other_refusals() -> None:
+    section = SECTIONS["sparse"]
+    with pytest.raises(ConflictError, match="cannot be combined with local_sgd"):
+        engine_of("sparse", 0, local_sgd={"enabled": True})
+    model = init_compression(made(), {"compression_training": section})
+    with pytest.raises(UsageError, match="prepared already"):
+        init_compression(model, {"compression_training": section})
+    with pytest.raises(ConflictError, match="another section than initialize"):
+        shardwise.initialize(model=model, config={"train_batch_size": 4, "compression_training": SECTIONS["heads"]})
+    with pytest.raises(ConfigError, match="no section `compression_training`"):
+        init_compression(made(), {"train_batch_size": 4})
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    source = {"train_batch_size": 4, "compression_training": SECTIONS["movement"]}
+    with pytest.raises(UsageError, match=r"does not have 'up.sparse_scores'"):
+        shardwise.initialize(model=model, config=source, optimizer=optimizer)
+
+
+# -- the schedule and the state ----------------------------------------------------------------------------------------
+
+
+def test_a_prepared_model_follows_an_engine_without_the_section() -> None:
+    model = init_compression(made(), {"compression_training": SECTIONS["sparse"]})
+    names = [name for name, _ in made().named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    engine = shardwise.initialize(
+        model=model, config={"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    )[0]
+    train(engine, range(2))
+    compression = Compression.of(engine.module)
+    assert compression is not None and compression.step == 2
+    assert not model.down.sparse_mask.eq(0).all()
+
+
+def test_masks_of_other_weights_are_decided_again(tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    other = shardwise.initialize(model=Net(), config={"train_batch_size": ROWS})[0]
+    other.save_checkpoint(tmp_path)
+    section = {"sparse_pruning": method({"a": (["up"], {"dense_ratio": 0.4})}, schedule_offset=0)}
+    engine = shardwise.initialize(model=made(), config={"train_batch_size": ROWS, "compression_training": section})[0]
+    before = engine.module.up.sparse_mask.clone()
+    with pytest.raises(CheckpointError, match=r"up.sparse_mask"):
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+    engine.load_checkpoint(tmp_path, load_module_only=True, load_module_strict=False)
+    after = engine.module.up.sparse_mask.clone()
+    engine.load_module_state_dict(made().state_dict(), strict=False)
+    assert not torch.equal(before, after)
+    assert torch.equal(before, engine.module.up.sparse_mask)
+
+
+def test_bits_are_logged_and_modules_that_are_not_called_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    section = {
+        "weight_quantization": method(
+            {"a": (["*"], {"start_bits": 5, "target_bits": 4, "quantization_period": 1})}, quantize_verbose=True
+        )
+    }
+    model = made()
+    model.spare = nn.Linear(2, 2)
+    init_compression(model, {"compression_training": section})
+    compression = Compression.of(model)
+    assert compression is not None
+    with caplog.at_level("INFO"):
+        model(batch(0, 0)[0])
+        compression.advance(1)
+    assert "step 1: the weight of down is quantized to 4 bits" in caplog.text
+    assert "1 modules have not been called (spare)" in caplog.text
+
+
+def test_stochastic_rounding_is_the_same_on_all_ranks_and_by_step() -> None:
+    section = {
+        "weight_quantization": method({"a": (["up"], {"start_bits": 3, "target_bits": 3})}, rounding="stochastic")
+    }
+    models = [init_compression(made(), {"compression_training": section}) for _ in range(2)]
+    tokens = batch(0, 0)[0]
+    torch.manual_seed(1)
+    first, again = models[0](tokens), models[1](tokens)
+    assert torch.equal(first, again)
+    Compression.of(models[1]).advance(1)  # type: ignore[union-attr]
+    assert not torch.equal(first, models[1](tokens))
