@@ -19,8 +19,8 @@ from torch import nn
 from shardwise.engine.plans import Offload, SettingPlan, planners_of
 from shardwise.memory.sources import memory_sources
 from shardwise.plan.architectures import SHAPES, Decoder, Shape
-from shardwise.plan.choose import decoder_of
 from shardwise.plan.cluster import Cluster
+from shardwise.plan.configurations import decoder_of
 from shardwise.plan.time import plan_times
 
 GB = 1e9

@@ -21,9 +21,9 @@ from shardwise.launch.cli import app
 from shardwise.launch.commands import choose as choose_command
 from shardwise.memory import Tier
 from shardwise.plan.architectures import Decoder, Shape
-from shardwise.plan.choose import decoder_of, get_training_config
 from shardwise.plan.clock import StepTime
 from shardwise.plan.cluster import Cluster
+from shardwise.plan.configurations import decoder_of, get_training_config
 from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
 from shardwise.plan.layers import DeepPlanner, deep_planner, equal_layers
 from shardwise.plan.search import Branch, Candidate, Objective, candidates, search

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwise.engine.plans import Room, plan_model
-from shardwise.plan.choose import choose, get_training_config
 from shardwise.plan.cluster import Cluster
+from shardwise.plan.configurations import choose, get_training_config
 from shardwise.plan.models import named_model
 from shardwise.plan.rates import Machine
 from shardwise.plan.time import plan_steps

@@ -93,8 +93,8 @@ def choose(request: Request) -> None:
     recomputed layers of the named models, sizes of tensor parallelism, and numbers of ranks. Memory comes from dry
     runs, times from the rates of a card's data sheet or of a measured machine.
     """
-    from shardwise.plan.choose import choose as best_of
-    from shardwise.plan.choose import with_reasons
+    from shardwise.plan.configurations import choose as best_of
+    from shardwise.plan.configurations import with_reasons
     from shardwise.plan.models import micro_batch
 
     objective: Any = request.objective
