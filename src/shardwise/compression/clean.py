@@ -127,7 +127,7 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
     compression.advance(max(compression.step, compression.last_step))
     for one in compression.modules.values():
         for key in ("weight", "bias"):
-            values = one.values(key, compression.step)
+            values = one.values(one.module, key, compression.step)
             if values is not None:
                 one.module.get_parameter(key).copy_(values)
     for one in compression.modules.values():

@@ -19,6 +19,7 @@ from shardwise.compression.modules import (
     is_convolution,
     is_linear,
     outputs_dim,
+    part_for,
 )
 from shardwise.config import resolve
 from shardwise.config.read import read
@@ -190,7 +191,8 @@ class Compression:
                     'no rank knows their range; write `range_calibration` "static", or leave it out of `modules`'
                 )
             if one.weights is not None:
-                one.weights.scales(one.module, one.module.get_parameter("weight"))
+                weight = one.module.get_parameter("weight")
+                one.weights.scales(one.module, part_for(weight, weight), weight.device)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -221,7 +223,7 @@ class Compression:
             raise ConfigError(f"{path}.modules: {name!r} is in another group of `{SECTION}.{method}`; keep one")
         if method == "weight_quantization":
             one.weights = WeightQuantizer(name, shared, group.params)
-            one.weights.scales(module, weight)
+            one.weights.scales(module, part_for(weight, weight), weight.device)
             return
         if method == "activation_quantization":
             one.inputs = InputQuantizer(

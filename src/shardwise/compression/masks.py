@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.boxes import ranges
+from shardwise.boxes import Region, ranges
 from shardwise.compression.quantize import straight_through
-from shardwise.registry import part_of
-from shardwise.registry.tensors import cut
+from shardwise.registry import cut
 
 
 @dataclass
@@ -82,19 +81,19 @@ class Mask:
         buffer = self._buffer(module)
         return buffer if self.parts else unpack(buffer, self.shape)
 
-    def values(self, module: nn.Module, parameter: torch.Tensor, along: int | None = None) -> torch.Tensor:
-        """Return the mask in a shape that multiplies a parameter, which may be this rank's part of a tensor.
+    def values(self, module: nn.Module, dims: int, box: Region | None, along: int | None = None) -> torch.Tensor:
+        """Return the mask in a shape that multiplies a parameter.
 
         Args:
             module: module with the mask.
-            parameter: its weight, or another parameter that has the parts in dimension `along` (a bias).
+            dims: dimensions of its weight, or of another parameter that has the parts in dimension `along` (a bias).
+            box: this rank's part of the parameter; None: the whole.
             along: dimension with the parts; None: `dim`.
         """
         mask = self.kept(module)
         if self.learned:
             scores = module.get_parameter(self.key)
             mask = straight_through(scores, mask.to(scores.dtype))
-        box = part_of(parameter).box
         if not self.parts:
             return mask if box is None else cut(mask, box)
         dim = self.dim if along is None else along
@@ -102,7 +101,7 @@ class Mask:
         mask = mask.repeat_interleave(size // self.parts)
         if box is not None:
             mask = torch.cat([mask[first:end] for first, end in ranges(box)[dim]])
-        return mask.view([-1 if d == dim else 1 for d in range(parameter.dim())])
+        return mask.view([-1 if d == dim else 1 for d in range(dims)])
 
     def _sizes(self, weight: torch.Tensor) -> torch.Tensor:
         sizes = weight.abs().to(torch.promote_types(weight.dtype, torch.float32))

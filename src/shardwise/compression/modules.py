@@ -10,14 +10,13 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.boxes import ranges
+from shardwise.boxes import Region, ranges
 from shardwise.compression.masks import Mask
 from shardwise.compression.quantize import Scales, quantized, quantized_inputs, straight_through
 from shardwise.errors import UsageError
@@ -55,6 +54,21 @@ def outputs_dim(module: nn.Module) -> int:
     return int(stores_inputs_first(module))
 
 
+class _Part(NamedTuple):
+    """Shape of the whole tensor, and the part that a rank has; None: the whole."""
+
+    shape: tuple[int, ...]
+    box: Region | None
+
+
+def part_for(parameter: torch.Tensor, original: torch.Tensor) -> _Part:
+    """Return the part of a module's parameter that the parameter of a copy of the module is: the same, or the whole."""
+    part = part_of(original)
+    if part.shape is None or parameter.shape != original.shape:
+        return _Part(tuple(parameter.shape), None)
+    return _Part(part.shape, part.box)
+
+
 @dataclass
 class WeightQuantizer:
     """Quantization of a weight by a schedule of bits."""
@@ -80,19 +94,19 @@ class WeightQuantizer:
         rest = math.ceil(1 / mixed.quantize_change_ratio) - 1 if mixed.enabled else 0
         return self.shared.schedule_offset + self.params.quantization_period * falls + rest
 
-    def __call__(self, module: nn.Module, parameter: torch.Tensor, values: torch.Tensor, step: int) -> torch.Tensor:
-        """Return masked values of a parameter, quantized."""
+    def __call__(self, module: nn.Module, values: torch.Tensor, part: _Part, step: int) -> torch.Tensor:
+        """Return masked values of a weight, or of a part of it, quantized."""
         now = self.bits(step)
         if now is None:
             return values
         noise = None
         if self.shared.rounding == "stochastic":
-            noise = self._noise(parameter, step)
+            noise = self._noise(part, step).to(values.device)
         found = quantized(
             values,
             now[0],
             symmetric=self.shared.quantization_type == "symmetric",
-            scales=self.scales(module, parameter),
+            scales=self.scales(module, part, values.device),
             noise=noise,
         )
         mixed = self.shared.fp16_mixed_quantize
@@ -100,18 +114,16 @@ class WeightQuantizer:
             found = torch.lerp(values.detach(), found, min(1.0, mixed.quantize_change_ratio * (now[1] + 1)))
         return straight_through(values, found)
 
-    def _noise(self, parameter: torch.Tensor, step: int) -> torch.Tensor:
+    def _noise(self, part: _Part, step: int) -> torch.Tensor:
         """Draw for the whole weight, because all ranks and divisions have to round alike."""
-        part = part_of(parameter)
         seed = int.from_bytes(hashlib.blake2b(f"{self.name} {step}".encode(), digest_size=7).digest(), "big")
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.rand(parameter.shape if part.shape is None else part.shape, generator=generator)
-        return (drawn if part.box is None else cut(drawn, part.box)).to(parameter.device)
+        drawn = torch.rand(part.shape, generator=generator)
+        return drawn if part.box is None else cut(drawn, part.box)
 
-    def scales(self, module: nn.Module, parameter: torch.Tensor) -> Scales:
+    def scales(self, module: nn.Module, part: _Part, device: torch.device) -> Scales:
         """Return the groups of a weight. Raises UsageError if it cannot be divided so."""
-        part, groups = part_of(parameter), self.shared.quantize_groups
-        shape = tuple(parameter.shape) if part.shape is None else part.shape
+        groups, shape = self.shared.quantize_groups, part.shape
         if torch.Size(shape).numel() % groups or (part.box is not None and shape[0] % groups):
             what = "elements" if part.box is None else "rows in the first dimension, with tensor parallelism"
             raise UsageError(
@@ -121,7 +133,7 @@ class WeightQuantizer:
         if part.box is None:
             return Scales(groups)
         group: Any = module.group
-        rows = torch.cat([torch.arange(first, end, device=parameter.device) for first, end in ranges(part.box)[0]])
+        rows = torch.cat([torch.arange(first, end, device=device) for first, end in ranges(part.box)[0]])
         gather = functools.partial(_gathered, group=group, groups=groups, name=self.name)
         return Scales(groups, rows // (shape[0] // groups), gather)
 
@@ -149,12 +161,15 @@ class InputQuantizer:
             bounds = torch.full((2,), float("nan"), device="cpu" if weight.is_meta else weight.device)
             module.register_buffer("input_bounds", bounds)
 
-    def __call__(self, module: nn.Module, inputs: torch.Tensor, step: int) -> torch.Tensor:
-        """Return quantized inputs. Until static bounds are known, those of the inputs are taken."""
+    def __call__(self, module: nn.Module, inputs: torch.Tensor, step: int, *, note: bool) -> torch.Tensor:
+        """Return quantized inputs. Until static bounds are known, those of the inputs are taken.
+
+        `note`: the bounds follow the inputs of this call.
+        """
         bounds = None
         if self.static:
             here = torch.stack(torch.aminmax(inputs.detach())).float()
-            if module.training:
+            if note and module.training:
                 seen = here if self.seen is None else self.seen
                 self.seen = torch.stack([torch.minimum(seen[0], here[0]), torch.maximum(seen[1], here[1])])
             bounds = module.get_buffer("input_bounds")
@@ -215,24 +230,22 @@ class Compressed:
         if self.inputs is not None:
             self.install()
 
-    @property
-    def masks(self) -> Iterator[tuple[nn.Module, Mask]]:
-        """All masks, with the modules that hold them."""
-        return itertools.chain(((self.module, mask) for mask in self.own.values()), self.others)
-
-    def values(self, key: str, step: int) -> torch.Tensor | None:
-        """Return what the module computes with instead of a parameter ("weight" or "bias"); None: the parameter."""
-        parameter = self.module._parameters.get(key)
+    def values(self, module: nn.Module, key: str, step: int) -> torch.Tensor | None:
+        """Return what the module, or a copy of it, computes with instead of a parameter ("weight" or "bias"); None: the
+        parameter.
+        """
+        parameter = module._parameters.get(key)
         if parameter is None:
             return None
         values: torch.Tensor = parameter
-        for holder, mask in self.masks:
+        part = part_for(parameter, self.module.get_parameter(key))
+        for holder, mask in itertools.chain(((module, mask) for mask in self.own.values()), self.others):
             of_bias = key == "bias" and mask.method in ("row", "channel")
             if step >= mask.begins and (key == "weight" or of_bias):
-                along = 0 if of_bias or holder is not self.module else None
-                values = values * mask.values(holder, parameter, along)
+                along = 0 if of_bias or holder is not module else None
+                values = values * mask.values(holder, parameter.dim(), part.box, along)
         if key == "weight" and self.weights is not None:
-            values = self.weights(self.module, parameter, values, step)
+            values = self.weights(module, values, part, step)
         return None if values is parameter else values
 
 
@@ -246,14 +259,15 @@ class _Before:
         compressed, step = self.compressed, self.compressed.clock.step
         compressed.called = True
         for key in ("weight", "bias"):
-            values = compressed.values(key, step)
+            values = compressed.values(module, key, step)
             if values is not None:
                 module.__dict__[key] = values
         if compressed.inputs is None:
             return None
+        own = module is compressed.module
         if args:
-            return (compressed.inputs(module, args[0], step), *args[1:]), kwargs
-        return args, {**kwargs, "input": compressed.inputs(module, kwargs["input"], step)}
+            return (compressed.inputs(module, args[0], step, note=own), *args[1:]), kwargs
+        return args, {**kwargs, "input": compressed.inputs(module, kwargs["input"], step, note=own)}
 
 
 class _After:
