@@ -448,6 +448,20 @@ TABLES: dict[str, Table] = {
             C("bytes sent to other replicas", "{replicas_sent_bytes_a_parameter:.3f}"),
         ],
     ),
+    "curriculum": Table(
+        ["curriculum"],
+        [
+            SYSTEM,
+            C("tokens to the loss", "tokens_to_target"),
+            C("held-out loss at the end", "{held_out:.3f}"),
+            C("steps", "steps"),
+            C("time, s", "{taken_s:.0f}"),
+        ],
+    ),
+    "layer_drop": Table(
+        ["layer_drop"],
+        [SYSTEM, C("layers computed", "{kept:.2f}"), C("step, ms", "median_ms")],
+    ),
     "plan_memory_errors": Table(
         ["plan_memory_errors"],
         [

@@ -88,6 +88,7 @@ CPU: dict[str, Part] = {
         "checkpoint.py --what memory --layers 5",
     ),
     "convergence": _cpu("convergence.py"),
+    "curriculum": _cpu("curriculum.py", "curriculum.py --what layers"),
 }
 ONE = "train.py --set one --rounds 8 --steps 3"
 CUDA: dict[str, Part] = {

@@ -187,6 +187,17 @@ def test_pictures_of_schedules_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_curricula_and_skipped_layers(quick: Bench) -> None:
+    quick("curriculum.py", "--nproc", "1")
+    rows = quick.rows("curriculum")
+    assert rows["sequences begin short"]["steps"] > rows["whole sequences"]["steps"] > 1
+    assert rows["whole sequences"]["tokens_to_target"] >= 4000
+    quick("curriculum.py", "--what", "layers")
+    rows = quick.rows("layer_drop")
+    assert rows["theta 1"]["kept"] == 1 and rows["theta 0.25"]["median_ms"] > 0
+
+
+@pytest.mark.thorough
 def test_convergence_leaves_curves_and_bytes(quick: Bench) -> None:
     quick("convergence.py", "--nproc", "2", "--systems", "Adam;1-bit Adam")
     exact, onebit = quick.rows("convergence_onebit").values()

@@ -144,6 +144,28 @@ def test_what_a_script_has_not_meant_is_said_once(stage: int) -> None:
             assert len(kept.lines) == (most if texts else 0), (case, kept.lines)
 
 
+@on_ranks(4)
+def test_two_ranks_with_the_same_inputs_are_named() -> None:
+    warn_once.cache_clear()
+    with logged(logging.WARNING) as kept:
+        engine = made(net(), 3)
+        torch.manual_seed(1 if dist.get_rank() == 3 else dist.get_rank())
+        engine.backward(engine(torch.randn(2, 4)).mean())
+        engine.step()
+    if dist.get_rank() == 0:
+        assert [line for line in kept.lines if "ranks 1, 3 of 4 were given the same inputs" in line], kept.lines
+
+
+@on_ranks(2)
+def test_loaders_of_different_length_end_together() -> None:
+    engine = made(net(), 3)
+    loader = [data(number) for number in range(5 - 2 * dist.get_rank())]
+    for batch in engine.ending_together(loader):
+        engine.backward(engine(batch).mean())
+        engine.step()
+    assert engine.global_steps == 3
+
+
 @on_ranks(1)
 def test_inputs_in_fp32_of_a_model_in_16_bits_raise_an_error_that_names_the_ways() -> None:
     for section, ways in (("bf16", r"x.to\(torch.bfloat16\).*torch_autocast"), ("fp16", "auto_cast")):

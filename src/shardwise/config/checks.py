@@ -325,6 +325,7 @@ def _data(config: Config) -> Iterator[Problem]:
         (*fills, "unequal_batches.enabled", unequal, forms),
         (*fills, "sample_seed", config.sample_seed is not None, forms),
         (*fills, "pipeline.stages", stages, "micro-batches differ in size"),
+        (*fills, "managed_gradient_accumulation", not config.managed_gradient_accumulation, "steps have equally many"),
     )
     for path, on, other, held, reason in rules:
         if on and held:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
+from shardwise.errors import ConfigError
+
 from .argument_models import check
-from .problems import Problem
-from .schema.data import CurriculumMetric, DifficultySchedule, SampledCurriculum
+from .problems import Problem, raise_problems
+from .schema.data import CurriculumMetric, DataEfficiency, DifficultySchedule, SampledCurriculum
 from .schema.root import Config
 
 AT = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.{}.{{}}"
@@ -43,8 +47,30 @@ def metrics_of(curriculum: SampledCurriculum) -> dict[str, Metric]:
 
 def check_metrics(config: Config) -> list[Problem]:
     """Return the problems of the metrics of an enabled curriculum."""
-    if config.data_efficiency.curriculum is None:
+    return _problems(config.data_efficiency)
+
+
+def _problems(section: DataEfficiency) -> list[Problem]:
+    if section.curriculum is None:
         return []
-    metrics = config.data_efficiency.curriculum.curriculum_metrics
-    found = [_read(name, given) for name, given in metrics.items()]
+    found = [_read(name, given) for name, given in section.curriculum.curriculum_metrics.items()]
     return [problem for one in found if isinstance(one, list) for problem in one]
+
+
+def check_samples(given: DataEfficiency | Mapping[str, Any]) -> DataEfficiency:
+    """Return a section `data_efficiency` with an enabled curriculum, as a sampler of a script gets it.
+
+    Raises ConfigError if it has no enabled curriculum, or has problems.
+    """
+    try:
+        section = given if isinstance(given, DataEfficiency) else DataEfficiency.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(("data_efficiency", *map(str, first["loc"])))
+        raise ConfigError(f"{where}: {first['msg']}, found {first['input']!r}") from error
+    if section.curriculum is None:
+        raise ConfigError(
+            "data_efficiency: a curriculum needs `enabled` true here, in data_sampling and in its curriculum_learning"
+        )
+    raise_problems(_problems(section), "the section data_efficiency")
+    return section

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from shardwise.data.curriculum import CurriculumSampler, CurriculumSource
 from shardwise.data.fetch import mixed_seed, outlive_signals
 from shardwise.data.sources import Indexed, Position, SampleSource, Share, Streamed, own_sampler
+from shardwise.data.token_batches import TokenBatches
 from shardwise.data.unequal import Sizes, Unequal
 from shardwise.errors import CheckpointError, ConfigError, UsageError
 
@@ -25,8 +27,9 @@ class EngineDataLoader:
     """Batches of one rank, in an order that can be resumed exactly.
 
     - A map-style dataset is shuffled anew in each epoch and distributed over ranks (`ResumableDistributedSampler`).
-    - With a `data_sampler`, the sampler yields this rank's indices; a `BatchSampler` also forms the batches. It must
-      repeat its order when an epoch restarts (by `set_epoch`, if available).
+    - With a `CurriculumSampler` or `TokenBatches` as `data_sampler`, ranks share the batches that it forms.
+    - With another `data_sampler`, the sampler yields this rank's indices; a `BatchSampler` also forms the batches. It
+      must repeat its order when an epoch restarts (by `set_epoch`, if available).
     - An iterable dataset is read in full by every rank, which keeps every world-th sample.
     - An iterable dataset with the attribute `shards_itself = True` is used unchanged.
 
@@ -86,6 +89,7 @@ class EngineDataLoader:
         self.collate_fn = collate_fn
         self._share = Share(rank, world_size, batch_size, drop_last, seed, blocks)
         self._unclaimed = 0  # batches since `claim`
+        self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
         self._generator = torch.Generator("cpu")
         options: dict[str, Any] = {
             "collate_fn": collate_fn,
@@ -111,6 +115,8 @@ class EngineDataLoader:
                     "remove the sampler"
                 )
             self._source = Streamed(dataset, self._share, options)
+        elif isinstance(data_sampler, CurriculumSampler):
+            self._source = CurriculumSource(dataset, data_sampler, self._share, options)
         else:
             sampler = own_sampler(dataset, self._share, shuffle) if data_sampler is None else data_sampler
             self._source = Indexed(dataset, sampler, self._share, options)
@@ -190,7 +196,7 @@ class EngineDataLoader:
             "offset": position.offset,
             "kind": self._source.kind,
             "world_size": self._share.world_size,
-            **self._source.order_state(),
+            **self._source.order_state(position),
             **({} if self._share.unequal is None else {"unequal": self._share.unequal.state()}),
         }
 
@@ -253,6 +259,21 @@ class EngineDataLoader:
         assert self._share.unequal is not None
         return self._share.unequal.at(self._number(self._current) - 1)[self._share.rank]
 
+    def claim_samples(self, steps: int) -> int:
+        """Return the samples of all ranks in the `steps` micro-batches that each rank has had since the last call, of
+        dynamic batching. Raises UsageError if there were more or fewer.
+        """
+        count, self._unclaimed = self._unclaimed, 0
+        if count != steps or self._current is None:
+            raise UsageError(
+                f"dynamic batching: {count} batches were taken from engine.training_dataloader for a step of {steps} "
+                "micro-batches, and the learning rate depends on their samples. Take each batch when it is needed"
+            )
+        start = self._current.start
+        done = start.local + self._current.handed_out
+        assert isinstance(self.sampler, TokenBatches)
+        return self.sampler.samples(self._current.number, done - steps, start.offset, steps)
+
     def divide(self, sizes: Sequence[int]) -> None:
         """Change the ranks' parts, from the first micro-batch on that no worker process may have begun (all ranks call
         between the same two batches).
@@ -271,6 +292,9 @@ class EngineDataLoader:
         for batch in batches:
             current.handed_out += 1
             self._unclaimed += 1
+            if self.post_process is not None:
+                state = self._source.order_state(self._source.after(current.start, current.handed_out))
+                batch = self.post_process(batch, state["curriculum"])
             yield batch
         current.ended = True
 

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from shardwise.data.fetch import Indices, RankStream, SeededDataset, mixed_seed, replaying
 from shardwise.data.sampler import ResumableDistributedSampler
+from shardwise.data.token_batches import TokenBatches
 from shardwise.data.unequal import Unequal
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -92,8 +93,8 @@ class SampleSource(ABC):
             "begin a new epoch with set_epoch"
         )
 
-    def order_state(self) -> dict[str, Any]:
-        """Return the parameters of the order, as JSON types."""
+    def order_state(self, position: Position) -> dict[str, Any]:
+        """Return the parameters of the order, as JSON types, at a position."""
         return {"seed": self.share.seed}
 
     def restore_order(self, state: Mapping[str, Any]) -> None:
@@ -111,8 +112,10 @@ class Indexed(SampleSource):
         self.sampler = sampler
         self._dataset = dataset
         self._ours = isinstance(sampler, ResumableDistributedSampler)
-        self._in_batches = isinstance(sampler, BatchSampler)
-        self.kind = "dataset" if self._ours else "batch sampler" if self._in_batches else "sampler"
+        self._by_tokens = isinstance(sampler, TokenBatches)
+        self._in_batches = self._by_tokens or isinstance(sampler, BatchSampler)
+        kinds = {"dataset": self._ours, "dynamic batching": self._by_tokens, "batch sampler": self._in_batches}
+        self.kind = next((kind for kind, fits in kinds.items() if fits), "sampler")
         self._begin = (0, Position())
         fetched = SeededDataset(dataset) if options["num_workers"] else dataset
         self._loader: DataLoader[Any] = DataLoader(fetched, batch_sampler=self, **options)
@@ -127,7 +130,7 @@ class Indexed(SampleSource):
         epoch, start = self._begin
         if self.share.unequal is not None:
             return self._unequal(self.share.unequal, epoch, start)
-        if self._ours:
+        if self._ours or self._by_tokens:
             self.sampler.set_epoch(epoch, *start)
             indices = iter(self.sampler)
         else:
@@ -139,7 +142,7 @@ class Indexed(SampleSource):
         """Return the position `handed_out` batches after `start`."""
         count, offset = start
         if self._in_batches:
-            return Position(count + handed_out)
+            return Position(count + handed_out, offset)
         count += handed_out * self.share.batch_size
         if self._ours:
             return Position(min(count, self.sampler.share(offset)), offset)
@@ -150,15 +153,19 @@ class Indexed(SampleSource):
 
     def divided_anew(self, position: Position, world_size: int) -> Position:
         """Convert a position saved on another number of ranks."""
+        if self._by_tokens:
+            return Position(0, _seen(position, world_size))
         if not self._ours:
             return super().divided_anew(position, world_size)
         rest = len(self._dataset) - position.offset
         ended = position.local >= (rest // world_size if self.share.drop_last else -(-rest // world_size))
         return Position(0, len(self._dataset) if ended else _seen(position, world_size))
 
-    def order_state(self) -> dict[str, Any]:
-        """Return the parameters of the order, as JSON types."""
-        state = super().order_state()
+    def order_state(self, position: Position) -> dict[str, Any]:
+        """Return the parameters of the order, as JSON types, at a position."""
+        state = super().order_state(position)
+        if isinstance(self.sampler, TokenBatches):
+            state |= self.sampler.state()
         if self._ours:
             state |= {"length": len(self._dataset), "shuffle": self.sampler.shuffle}
         return state
@@ -178,6 +185,14 @@ class Indexed(SampleSource):
                 )
             self.sampler.seed = state["seed"]
             self.sampler.shuffle = state["shuffle"]
+        elif isinstance(self.sampler, TokenBatches):
+            if state.get("batches") != self.sampler.fingerprint:
+                raise CheckpointError(
+                    "position in the training data: it was saved with other lengths or settings of dynamic batching, "
+                    "so the order cannot be continued; use the same, or begin a new epoch with "
+                    f"set_epoch({state['epoch'] + 1}) instead of restoring the position"
+                )
+            self.sampler.seed = state["seed"]
         elif state["position"] and not _repeats(self.sampler):
             _log.warning(
                 "%s has no set_epoch: the position in the training data is exact only if it gives the same order each "

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.data import EngineDataLoader
-from shardwise.errors import BatchSizeError, UsageError
+from shardwise.data import CurriculumSampler, EngineDataLoader, TokenBatches
+from shardwise.data.indexed import MMapIndexedDataset
+from shardwise.data.token_batches import scale_rate
+from shardwise.device import Later
+from shardwise.errors import BatchSizeError, ConfigError, UsageError
+from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
 
 ROUTES = ("train", "eval", "predict")
+_END = object()
+_DYNAMIC = "data_efficiency.data_sampling.dynamic_batching"
 
 
 def accumulated(config: Config, steps: int) -> int:
@@ -59,8 +66,115 @@ class Batches:
         self.claimed += samples
         return samples
 
+    def dynamic(self) -> tuple[int, float] | None:
+        """Return the samples of the step and the factor of its learning rate; None without dynamic batching."""
+        loader, section = self.training_dataloader, self._config.data_efficiency.token_batches
+        if section is None or loader is None or not isinstance(loader.sampler, TokenBatches):
+            return None
+        samples = loader.claim_samples(self.steps)
+        return samples, scale_rate(samples, self.total, section.lr_scaling_method)
+
+    def token_batches(self, lengths: Any) -> TokenBatches:
+        """Return micro-batches by the section `dynamic_batching` of samples with `lengths` tokens each."""
+        section = self._config.data_efficiency.token_batches
+        if section is None or section.max_tokens is None:
+            raise ConfigError(f"{_DYNAMIC}.enabled: batches by tokens were requested, and the section is not enabled")
+        made = TokenBatches(
+            lengths,
+            section.max_tokens,
+            rank=self.data.rank,
+            world_size=self.data.world,
+            steps=self.steps,
+            least=section.min_batch_size,
+            most=section.max_batch_size,
+            order=section.sequence_picking_order,
+            seed=self._config.data_efficiency.seed,
+        )
+        if section.verbose and self.data.rank == 0:
+            logger.info("dynamic batching: %d micro-batches of a rank in an epoch", len(made))
+        return made
+
+    def _own_sampler(self, dataset: Any, micro: int) -> Any:
+        """Return the sampler of `data_efficiency.data_sampling`, or None."""
+        config = self._config.data_efficiency
+        if config.curriculum is None and config.token_batches is None:
+            return None
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"data_efficiency.data_sampling: {type(dataset).__name__} has no __getitem__ and __len__, which "
+                "samplers need; pass a map-style dataset, or remove the section"
+            )
+        if config.curriculum is not None:
+            ranks = (self.data.rank, self.data.world)
+            return CurriculumSampler(config, len(dataset), micro, *ranks, gradient_accumulation_steps=self.steps)
+        assert config.token_batches is not None
+        path = config.token_batches.metrics_path
+        if path is None:
+            raise ConfigError(
+                f"{_DYNAMIC}.metrics_path: the lengths of the samples are needed; write the path of an analyzed metric "
+                "(..._sample_to_metric), or call engine.dynamic_batching(dataset, lengths) without training_data"
+            )
+        lengths = MMapIndexedDataset(path, integers=True).values
+        if len(lengths) != len(dataset):
+            raise ConfigError(f"{_DYNAMIC}.metrics_path: {len(lengths)} lengths for {len(dataset)} samples")
+        return self.token_batches(lengths)
+
+    def dynamic_batching(
+        self, dataset: Any, lengths: Sequence[int], collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> EngineDataLoader:
+        """Make the training dataloader one with micro-batches by tokens (section `dynamic_batching`), and return it.
+
+        Each step multiplies the learning rate of the schedule by `lr_scaling_method` of its samples.
+
+        Args:
+            dataset: a map-style dataset.
+            lengths: tokens of each sample.
+            collate_fn: makes a batch from a list of samples of different length.
+
+        Raises:
+            ConfigError: the section is not enabled, or no step fits.
+        """
+        if len(lengths) != len(dataset):
+            raise ConfigError(f"engine.dynamic_batching(): {len(lengths)} lengths for {len(dataset)} samples")
+        sampler = self.token_batches(lengths)
+        self.training_dataloader = self.loader(dataset, collate_fn=collate_fn, data_sampler=sampler)
+        return self.training_dataloader
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Set a function that makes each batch of the training dataloader of the batch and the sampler's state, whose
+        "current_difficulties" has the difficulty of each metric. Raises UsageError without a curriculum by metrics.
+        """
+        loader = self.training_dataloader
+        if loader is None or not isinstance(loader.sampler, CurriculumSampler):
+            raise UsageError(
+                "set_data_post_process_func(): the engine has no training dataloader with a curriculum; pass "
+                "training_data to initialize(), and enable data_efficiency.data_sampling.curriculum_learning"
+            )
+        loader.post_process = post_process_func
+
+    def ending_together(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of a script's loader until that of any data-parallel rank has ended (all ranks iterate).
+
+        Ranks whose loaders differ in length would otherwise wait for each other. Each batch costs one small all-reduce,
+        for which the host waits. The engine's own loaders have equally many batches.
+        """
+        for batch in itertools.chain(loader, [_END]):
+            if self.data.world > 1:
+                ended = torch.tensor([float(batch is _END)], device=self._device)
+                self.data.all_reduce(ended, "loader_end").wait()
+                if Later(ended).read()[0]:
+                    return
+            if batch is not _END:
+                yield batch
+
     def set_total(self, train_batch_size: int) -> None:
         """Change the number of accumulation steps to reach a global batch size."""
+        sampler = None if self.training_dataloader is None else self.training_dataloader.sampler
+        if isinstance(sampler, (CurriculumSampler, TokenBatches)):
+            raise BatchSizeError(
+                "train_batch_size cannot be changed: `data_efficiency.data_sampling` has formed batches of "
+                f"{self.steps} micro-batches. Set it in the configuration"
+            )
         unit = self.micro * self.data.world
         if not self._config.managed_gradient_accumulation and train_batch_size != unit:
             raise BatchSizeError(
@@ -112,10 +226,15 @@ class Batches:
         """
         if route not in ROUTES:
             raise UsageError(f"deepspeed_io(route={route!r}): expected one of {', '.join(ROUTES)}")
-        micro = self._config.train_micro_batch_size_per_gpu
+        micro = int(self._config.train_micro_batch_size_per_gpu or 1) if batch_size is None else batch_size
+        sampling = self._config.data_efficiency
+        if route == "train" and data_sampler is None:
+            data_sampler = self._own_sampler(dataset, micro)
+            if num_local_io_workers is None and sampling.enabled and sampling.data_sampling.enabled:
+                num_local_io_workers = sampling.data_sampling.num_workers
         return EngineDataLoader(
             dataset,
-            batch_size=int(micro or 1) if batch_size is None else batch_size,
+            batch_size=micro,
             rank=self.data.rank,
             world_size=self.data.world,
             collate_fn=collate_fn,

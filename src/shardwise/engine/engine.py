@@ -193,6 +193,12 @@ class Engine(StateGetters):
 
     deepspeed_io = of_part("_batches", Batches.loader)
 
+    ending_together = of_part("_batches", Batches.ending_together)
+
+    dynamic_batching = of_part("_batches", Batches.dynamic_batching)
+
+    set_data_post_process_func = of_part("_batches", Batches.set_data_post_process_func)
+
     set_custom_curriculum_learning_schedule = of_part("_curricula", Curricula.set_custom_curriculum_learning_schedule)
 
     # -- forward and backward ------------------------------------------------------------------------------------------

@@ -1,30 +1,37 @@
-"""Detects that all ranks were given the same first batch, which adds work but no samples."""
+"""Detects that ranks were given the same first batch, which adds work but no samples."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.safetensors_reader import bytes_of
+from shardwise.comm.coded import ranks_in_words
 from shardwise.compat import has_values, transforming
 from shardwise.device import Later
 from shardwise.trees import tensors_in
 from shardwise.utils.logging import warn_once
 
-_LARGEST = (1 << 20) - 1
-"""Largest digest: sums of squares over 4,096 ranks are exact in fp64."""
+_LARGEST = (1 << 52) - 1
+"""Largest digest: it is exact in fp64."""
 
 _BYTES = 1 << 16
 """Bytes of each tensor that enter the digest."""
 
 
 class SameInputs:
-    """Compares digests of each rank's first inputs, in the first step's all-reduce; `ranks` is their number."""
+    """Compares digests of each rank's first inputs, in the first step's all-reduce.
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    Args:
+        rank: this rank of `ranks`, each of which has a place in the all-reduce.
+        compared: ranks that are to have different samples.
+    """
+
+    def __init__(self, rank: int, ranks: int, compared: Sequence[int]) -> None:
+        self._rank, self._ranks, self._compared = rank, ranks, compared
         self._digest: int | None = None
 
     def note(self, inputs: Any) -> None:
@@ -44,16 +51,23 @@ class SameInputs:
         self._digest *= 1 + int.from_bytes(found.digest(), "little") % _LARGEST
 
     def facts(self) -> list[float]:
-        """Return numbers that show, summed over ranks, whether all digests are equal."""
-        digest = self._digest or 0
-        return [float(digest), float(digest**2)]
+        """Return numbers that are, summed over ranks, the digest of each rank."""
+        found = [0.0] * self._ranks
+        found[self._rank] = float(self._digest or 0)
+        return found
 
     def compare(self, sums: torch.Tensor) -> None:
-        """Warn if the digests of all ranks are equal."""
-        total, squares = map(int, Later(sums).read())
-        if total and self._ranks * squares == total**2:
+        """Warn if digests of ranks are equal."""
+        values = Later(sums).read()
+        by_digest: dict[float, list[int]] = {}
+        for rank in self._compared:
+            by_digest.setdefault(values[rank], []).append(rank)
+        same = max((ranks for digest, ranks in by_digest.items() if digest), key=len, default=[])
+        if len(same) > 1:
+            every = len(same) == len(self._compared)
+            who = f"all {len(same)} ranks" if every else f"{ranks_in_words(same)} of {len(self._compared)}"
             warn_once(
-                f"all {self._ranks} ranks were given the same inputs in their first forward pass, so the global batch "
-                "has the samples of one rank only. Give each rank its own: pass training_data to initialize(), or use "
+                f"{who} were given the same inputs in their first forward pass, so the global batch has the samples of "
+                "one of them only. Give each rank its own: pass training_data to initialize(), or use "
                 "torch.utils.data.DistributedSampler"
             )

@@ -76,11 +76,14 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A window with gradients ready for the optimizer, once multiplied by `factor`; `report` lacks learning rates."""
+    """A window with gradients ready for the optimizer, once multiplied by `factor`; `report` lacks learning rates.
+    `dynamic`: samples, and factor of the learning rates, with dynamic batching.
+    """
 
     report: StepReport
     passes: int
     factor: float | torch.Tensor
+    dynamic: tuple[int, float] | None
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ class TrainStep:
         self._forwards = self._backwards = 0  # since the last `take`
         self._scheduled: Any = object()  # `last_epoch` at the next step if the script also steps the schedule
         self._own_schedule_steps = 0
-        self._inputs: SameInputs | None = SameInputs(job.world) if min(batches.ranks, job.world) > 1 else None
+        apart = [job.members.index(rank) for rank in batches.data.members if rank in job.members]
+        self._inputs = SameInputs(job.rank, job.world, apart) if len(apart) > 1 else None
         self._reference_agreed = False
         self._pending: tuple[Later, StepGradients, bool] | None = None
         self.attach()
@@ -460,11 +464,15 @@ class TrainStep:
             )
         # Each rank is assumed to have the same number of samples.
         samples = self._batches.total if self._managed else self._batches.samples(self._window.passes)
-        report = replace(prepared.report, lr=tuple(self._rates()), samples=samples)
+        scale = 1.0
+        if prepared.dynamic is not None:
+            samples, scale = prepared.dynamic
+        report = replace(prepared.report, lr=tuple(scale * rate for rate in self._rates()), samples=samples)
         overflow = report.overflow
         self._decide(report)
         if report.applied:
-            sharded.step(prepared.factor)
+            with self._scaled_rates(scale):
+                sharded.step(prepared.factor)
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
@@ -578,6 +586,19 @@ class TrainStep:
     def _rates(self) -> list[float]:
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
 
+    @contextlib.contextmanager
+    def _scaled_rates(self, scale: float) -> Iterator[None]:
+        """Multiply the learning rates in the block; the schedule and checkpoints have them without the factor."""
+        groups = [] if self._optimizer is None or scale == 1.0 else self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * scale
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                group["lr"] = rate
+
     def _set_overflow(self, overflow: bool) -> None:
         """Set `optimizer.overflow`, because frameworks read it there."""
         optimizer = self._optimizer
@@ -662,7 +683,7 @@ class TrainStep:
         clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
         loss = reduced[_LOSS] / reduced[_LOSS + 1] if self._window.shown or self._in_batch else None
         report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow, spike, loss=loss)
-        return _Prepared(report, reducer.passes, multiplier)
+        return _Prepared(report, reducer.passes, multiplier, self._batches.dynamic())
 
     def _formed(self) -> torch.Tensor | None:
         """Return this rank's squared norms, or a probe that is finite if its gradients are, or None if not needed."""

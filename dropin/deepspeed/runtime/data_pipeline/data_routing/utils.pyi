@@ -5,7 +5,7 @@ from typing_extensions import deprecated
 
 __all__ = ["bsh_decoder_gather", "bsh_decoder_scatter"]
 
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def bsh_decoder_gather(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def bsh_decoder_scatter(*args: Any, **kwargs: Any) -> NoReturn: ...

@@ -2,15 +2,11 @@ from typing import Any, NoReturn
 
 from typing_extensions import deprecated
 
+from shardwise.data import DataAnalyzer as DataAnalyzer
+from shardwise.data import DistributedDataAnalyzer as DistributedDataAnalyzer
 
 __all__ = ["DataAnalyzer", "Dist", "DistributedDataAnalyzer"]
 
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-class DataAnalyzer:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 class Dist:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-class DistributedDataAnalyzer:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

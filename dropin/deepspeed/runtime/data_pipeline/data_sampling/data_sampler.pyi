@@ -1,10 +1,3 @@
-from typing import Any, NoReturn
-
-from typing_extensions import deprecated
-
+from shardwise.data import CurriculumSampler as DeepSpeedDataSampler
 
 __all__ = ["DeepSpeedDataSampler"]
-
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-class DeepSpeedDataSampler:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -2,50 +2,44 @@ from typing import Any, NoReturn
 
 from typing_extensions import deprecated
 
+from shardwise.data.indexed import MMapIndexedDataset as MMapIndexedDataset
+from shardwise.data.indexed import MMapIndexedDatasetBuilder as MMapIndexedDatasetBuilder
+from shardwise.data.indexed import data_file_path as data_file_path
+from shardwise.data.indexed import index_file_path as index_file_path
 
 __all__ = ["IndexedCachedDataset", "IndexedDataset", "IndexedDatasetBuilder", "MMapIndexedDataset", "MMapIndexedDatasetBuilder", "best_fitting_dtype", "code", "create_doc_idx", "data_file_path", "dataset_exists", "exscan_from_cumsum_", "get_available_dataset_impl", "get_pointers_with_total", "index_file_path", "infer_dataset_impl", "make_builder", "make_dataset", "read_longs", "valid_dtypes", "write_longs"]
 
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 class IndexedCachedDataset:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 class IndexedDataset:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 class IndexedDatasetBuilder:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-class MMapIndexedDataset:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-class MMapIndexedDatasetBuilder:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def best_fitting_dtype(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def code(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def create_doc_idx(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-def data_file_path(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def dataset_exists(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def exscan_from_cumsum_(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def get_available_dataset_impl(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def get_pointers_with_total(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
-def index_file_path(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def infer_dataset_impl(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def make_builder(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def make_dataset(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def read_longs(*args: Any, **kwargs: Any) -> NoReturn: ...
 valid_dtypes: object
-@deprecated('data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet')
+@deprecated('it is an inner part of DeepSpeed: here `shardwise.data` has samplers, analyzers and indexed datasets, and an engine reads the section data_efficiency')
 def write_longs(*args: Any, **kwargs: Any) -> NoReturn: ...

@@ -1,0 +1,254 @@
+"""Training on samples by difficulty and on micro-batches by tokens, from the configuration."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.data import MMapIndexedDataset, RepeatingLoader
+from shardwise.data.token_batches import TokenBatches
+from shardwise.errors import BatchSizeError, ConfigError, UsageError
+from shardwise.utils import safe_get_full_fp32_param
+from tests.data.test_curriculum import COUNT, LENGTHS, RARITY, files, metric, section
+from tests.harness import of_all_ranks, run_ranks, thorough
+from tests.harness.training import parameters_digest
+
+WIDTH = 6
+
+
+class Rows(list[torch.Tensor]):
+    """Samples whose first number is their own."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        values = torch.randn(COUNT, WIDTH, generator=generator)
+        values[:, 0] = torch.arange(COUNT) / COUNT
+        super().__init__(values)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, 1))
+
+
+def engine_of(data: dict[str, Any], stage: int = 0, **config: Any) -> Any:
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "data_efficiency": data,
+        **config,
+    }
+    given = config.pop("training_data", Rows())
+    settings.pop("training_data", None)
+    return shardwise.initialize(model=net(), config=settings, training_data=given)[0]
+
+
+def numbers(x: torch.Tensor) -> list[int]:
+    return (x[:, 0] * COUNT).round().long().tolist()
+
+
+def train(engine: Any, steps: int, batches: Any) -> list[int]:
+    """Take steps; return the samples of this rank."""
+    seen = []
+    for x in islice(batches, steps * engine.gradient_accumulation_steps()):
+        seen += numbers(x)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    return seen
+
+
+def by_difficulty(path: Path) -> dict[str, Any]:
+    return section({"rarity": {**metric("percentile", 20, 100), **files(path, "rarity", RARITY)}}, num_workers=0)
+
+
+def first_part(path: Path, stage: int) -> tuple[list[list[int]], str]:
+    data = by_difficulty(path) if dist.get_rank() == 0 else None
+    dist.barrier()
+    engine = engine_of(data or section({"rarity": {**metric("percentile", 20, 100), **paths(path, "rarity")}}), stage)
+    batches = iter(RepeatingLoader(engine.training_dataloader))
+    seen = of_all_ranks(train(engine, 3, batches))
+    engine.save_checkpoint(str(path / "saved"))
+    seen = [a + b for a, b in zip(seen, of_all_ranks(train(engine, 4, batches)), strict=True)]
+    with pytest.raises(BatchSizeError, match="has formed batches of 2 micro-batches"):
+        engine.set_train_batch_size(4 * dist.get_world_size())
+    return seen, parameters_digest(engine.module)
+
+
+def paths(path: Path, name: str) -> dict[str, str]:
+    return {"index_to_sample_path": f"{path / name}_samples", "index_to_metric_path": f"{path / name}_values"}
+
+
+def second_part(path: Path, stage: int, **config: Any) -> tuple[list[list[int]], str]:
+    data = section({"rarity": {**metric("percentile", 20, 100), **paths(path, "rarity")}})
+    engine = engine_of(data, stage, **config)
+    engine.load_checkpoint(str(path / "saved"))
+    seen = of_all_ranks(train(engine, 4, RepeatingLoader(engine.training_dataloader)))
+    return seen, parameters_digest(engine.module)
+
+
+@pytest.mark.parametrize("stage", [3, thorough(0)])
+def test_sampling_resumes_on_other_ranks(stage: int, tmp_path: Path) -> None:
+    ((seen, digest), *_) = run_ranks(first_part, 2, tmp_path, stage)
+    rank_of = {sample: place for place, sample in enumerate(sorted(range(COUNT), key=lambda one: RARITY[one]))}
+    for step in range(7):
+        batch = [sample for own in seen for sample in own[4 * step : 4 * step + 4]]
+        percent = min(100, 20 + 80 * (step + 1) // 6)
+        assert all(rank_of[sample] < -(-COUNT * percent // 100) for sample in batch)
+    ((again, same), *_) = run_ranks(second_part, 2, tmp_path, 2 if stage == 3 else 1)
+    assert [one[12:] for one in seen] == again and digest == same
+    ((alone, _),) = run_ranks(second_part, 1, tmp_path, 0, gradient_accumulation_steps=4)
+    for step in range(4):
+        own = [set(one[12 + 4 * step : 16 + 4 * step]) for one in seen]
+        assert set(alone[0][8 * step : 8 * step + 8]) == own[0] | own[1]
+
+
+def test_a_stream_has_no_difficulties(tmp_path: Path) -> None:
+    run_ranks(streams, 1, tmp_path)
+
+
+def streams(path: Path) -> None:
+    with pytest.raises(ConfigError, match="list_iterator has no __getitem__ and __len__"):
+        engine_of(by_difficulty(path), training_data=iter([1]))
+    engine = engine_of(by_difficulty(path), training_data=None)
+    with pytest.raises(UsageError, match="the engine has no training dataloader with a curriculum"):
+        engine.set_data_post_process_func(lambda batch, state: batch)
+    engine = engine_of(by_difficulty(path))
+    engine.set_data_post_process_func(lambda batch, state: (batch, state["current_difficulties"]["rarity"]))
+    assert [most for _, most in islice(engine.training_dataloader, 4)] == [33, 33, 46, 46]
+
+
+# -- batches by tokens -------------------------------------------------------------------------------------------------
+
+
+def tokens(method: str = "linear", **more: Any) -> dict[str, Any]:
+    dynamic = {"enabled": True, "max_tokens": 60, "lr_scaling_method": method, "sequence_picking_order": "random"}
+    return {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": {**dynamic, **more}}}
+
+
+SCHEDULE = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 9, "warmup_type": "linear"},
+}
+"""The rate of update k is 0.01 + 0.04 k / 9."""
+STEPS = 5
+
+
+def batches_of(ranks: int, steps: int) -> list[list[list[int]]]:
+    """Return the samples of the micro-batches of each step."""
+    each, found = ranks * steps, []
+    for epoch in range(2):
+        batches = TokenBatches(LENGTHS, 60, order="random", seed=1234)
+        batches.set_epoch(epoch)
+        whole = list(batches)
+        found += [whole[start : start + each] for start in range(0, len(whole) // each * each, each)]
+    return found
+
+
+def factors(ranks: int, steps: int, method: str) -> list[float]:
+    base = 2 * ranks * steps
+    ratios = [sum(map(len, batch)) / base for batch in batches_of(ranks, steps)]
+    return [{"linear": ratio, "sqrt": ratio**0.5, "none": 1.0}[method] for ratio in ratios]
+
+
+def by_tokens(path: Path, ranks: int, method: str) -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "scheduler": SCHEDULE}
+    engine = engine_of(tokens(method), 2, training_data=None, **config)
+    batches = iter(RepeatingLoader(engine.dynamic_batching(Rows(), LENGTHS)))
+    rates, samples = [], []
+    for step in range(STEPS):
+        if step == 2:
+            engine.save_checkpoint(str(path))
+        train(engine, 1, batches)
+        rates.append(engine.last_step.lr[0])
+        samples.append(engine.last_step.samples)
+    scale = factors(ranks, 2, method)
+    assert rates == pytest.approx([(0.01 + 0.04 * step / 9) * scale[step] for step in range(STEPS)])
+    assert engine.get_lr() == pytest.approx([0.01 + 0.04 * STEPS / 9])  # the schedule's own
+    assert samples == [sum(map(len, batch)) for batch in batches_of(ranks, 2)[:STEPS]]
+    assert engine.global_samples == sum(samples)
+    model = net()
+    rows = Rows()
+    for step, rate in enumerate(rates):
+        batch = batches_of(ranks, 2)[step]
+        loss = sum(model(torch.stack([rows[i] for i in own])).square().mean() for own in batch) / len(batch)
+        for parameter, grad in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            parameter.data -= rate * grad
+    for parameter, wanted in zip(engine.module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(safe_get_full_fp32_param(parameter), wanted.detach(), rtol=1e-5, atol=1e-6)
+    digest = parameters_digest(engine.module)
+    again = engine_of(tokens(method), 3, training_data=None, **config)
+    again.dynamic_batching(Rows(), LENGTHS)
+    again.load_checkpoint(str(path))
+    train(again, 3, RepeatingLoader(again.training_dataloader))
+    assert parameters_digest(again.module) == digest
+
+
+@pytest.mark.parametrize(("ranks", "method"), [(2, "linear"), (1, "sqrt"), thorough(2, "none")])
+def test_the_rate_follows_the_samples_of_a_step(ranks: int, method: str, tmp_path: Path) -> None:
+    run_ranks(by_tokens, ranks, tmp_path, ranks, method)
+
+
+def overflowing() -> None:
+    """A skipped step advances the data and not the schedule."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    engine = engine_of(tokens(), training_data=None, fp16=fp16, scheduler=SCHEDULE)
+    rates = []
+    for number, x in enumerate(islice(engine.dynamic_batching(Rows(), LENGTHS), 8)):
+        engine.backward(engine(x.half()).float().mean() * (float("inf") if number == 3 else 1.0))
+        engine.step()
+        rates.append((engine.last_step.lr[0], engine.last_step.applied) if number % 2 else None)
+    scale = factors(1, 2, "linear")
+    updates = [0, 1, 1, 2]
+    wanted = [(pytest.approx((0.01 + 0.04 * k / 9) * scale[step]), step != 1) for step, k in enumerate(updates)]
+    assert [rate for rate in rates if rate] == wanted
+
+
+def test_a_skipped_step_moves_the_data_only() -> None:
+    run_ranks(overflowing, 1)
+
+
+def from_files(path: Path) -> None:
+    from shardwise.data import DataAnalyzer
+    from shardwise.data.analysis import VALUE
+
+    lengths = torch.tensor(LENGTHS)
+    DataAnalyzer(
+        Rows(),
+        metric_names=["length"],
+        metric_functions=[lambda batch: lengths[torch.tensor(numbers(batch))]],
+        metric_types=[VALUE],
+        batch_size=7,
+        save_path=path,
+    ).run_map_reduce()
+    metrics = str(path / "length" / "length_sample_to_metric")
+    assert MMapIndexedDataset(metrics).values.tolist() == LENGTHS
+    engine = engine_of(tokens(metrics_path=metrics, verbose=True))
+    (first, *_) = batches_of(1, 2)
+    assert [numbers(x) for x in islice(engine.training_dataloader, 2)] == first
+    with pytest.raises(UsageError, match="dynamic batching: 4 batches were taken"):
+        train(engine, 1, engine.training_dataloader)
+    with pytest.raises(ConfigError, match="metrics_path: the lengths of the samples are needed"):
+        engine_of(tokens())
+    with pytest.raises(ConfigError, match="metrics_path: 60 lengths for 3 samples"):
+        engine_of(tokens(metrics_path=metrics), training_data=Rows()[:3])
+    with pytest.raises(ConfigError, match="the section is not enabled"):
+        engine_of({}).dynamic_batching(Rows(), LENGTHS)
+    with pytest.raises(ConfigError, match="both form the batches"):
+        both = by_difficulty(path)
+        both["data_sampling"]["dynamic_batching"] = {"enabled": True, "max_tokens": 5}
+        engine_of(both)
+
+
+def test_lengths_come_from_an_analysis(tmp_path: Path) -> None:
+    run_ranks(from_files, 1, tmp_path)
