@@ -88,6 +88,30 @@ def test_flops_are_those_of_the_profiler() -> None:
     assert sum(operator.flops for operator in operators) == sum(count.flops.values()) > 0
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_work_is_counted_by_unit(stage: int) -> None:
+    (planner,), _ = planners_of(GPT(), config_of(stage), 2, batch())
+    recorder = Recorder(by_unit=True)
+    planner.record(planner.target.setting, recorder)
+    (one,) = recorder.passes
+    operators = [event for _, event in one.events if isinstance(event, Operator)]
+    launches = [event for _, event in one.events if isinstance(event, Launch)]
+    assert sum(work.flops for work in one.units.values()) == sum(operator.flops for operator in operators)
+    assert sum(work.moved for work in one.units.values()) == sum(operator.moved for operator in operators)
+    assert sum(work.sent for work in one.units.values()) == sum(launch.sent for launch in launches)
+    model = GPT()
+    count = FlopCount(model)
+    count.start()
+    with count.counting():
+        loss_of(model(batch("cpu"))).backward()
+    count.stop()
+    for number, block in enumerate(model.blocks):
+        parts = set(block.modules())
+        unit = one.units[f"blocks.{number}"]
+        assert unit.flops == sum(flops for (module, _), flops in count.flops.items() if module in parts) > 0
+        assert unit.sent > 0
+
+
 def op(seconds: float) -> Operator:
     return Operator(str(seconds), "op", 0, 1)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,6 +58,9 @@ class Recorder(Watcher, Protocol):
 
     def phase(self, name: str, stage: int | None = None) -> AbstractContextManager[None]:
         """Record the block as a phase of a pass; `stage`: of a pipeline, as a pass of its own."""
+
+    def watching(self, model: nn.Module, units: Mapping[nn.Module, str]) -> AbstractContextManager[None]:
+        """Record a model's calls inside the block; `units`: names of the units that modules need."""
 
 
 MOST_PASSES = 3
@@ -229,6 +232,9 @@ class DryRunEngine:
             stack.enter_context(track_activations(self.accountant))
             if not masks:
                 stack.enter_context(without_masks())  # after the tracking, because the innermost mode answers
+            if recorder is not None:
+                units = {module: unit.name for unit in self.sharded.units for module in unit.modules}
+                stack.enter_context(recorder.watching(self.sharded.module, units))
             if batch is None:
                 stack.enter_context(_using_parameters(self.sharded))
                 stack.enter_context(self.accountant.owning(None))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
+from shardwise.plan.events import Launch, Operator, Pass, Recorder, UnitWork, Wait
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class StepTime:
         flops: by type of the operators; `moved`: bytes that operators read and write.
         transfers: of offloaded state between tiers, hidden or not.
         collectives: seconds by operation and group; `sent`: bytes that the rank sends; `links`: which link.
+        units: work by unit.
     """
 
     total: float = 0.0
@@ -92,6 +93,7 @@ class StepTime:
     collectives: dict[tuple[str, str], float] = field(default_factory=_zeros)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     links: dict[tuple[str, str], str] = field(default_factory=dict)
+    units: dict[str, UnitWork] = field(default_factory=lambda: defaultdict(UnitWork))
 
 
 class Clock:
@@ -112,9 +114,12 @@ class Clock:
         self._ends = {}
         self._began, self.found = self.now, StepTime()
 
-    def go(self, events: Iterable[tuple[str, Event]]) -> None:
-        """Go through events with their phases."""
-        for phase, event in events:
+    def go(self, one: Pass, phase_of: str | None = None) -> None:
+        """Go through the events of a pass; `phase_of`: the phase of all of them, None: their own."""
+        for unit, work in one.units.items():
+            self.found.units[unit].add(work)
+        for own, event in one.events:
+            phase = phase_of or own
             before = self.now
             if isinstance(event, Operator):
                 self._compute(event)
@@ -175,5 +180,5 @@ def step_time(passes: Sequence[Pass], accumulation: int, costs: Costs) -> StepTi
     for _ in range(2):  # the first step leaves behind what the others begin with
         clock.begin_step()
         for one in (passes[0], *middle, *passes[1:][-1:]):
-            clock.go(one.events)
+            clock.go(one)
     return clock.found

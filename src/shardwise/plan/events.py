@@ -7,17 +7,23 @@ ahead, reductions beneath the backward pass, the optimizer. Nothing is computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.ledger import Record
 from shardwise.compat import requested_device
+from shardwise.profile.counting import Callers
 from shardwise.profile.formulas import formulas
+
+UPDATE, OTHER = "update", "other"
+"""What is done for no unit: by the optimizer, and by operators outside of modules with parameters."""
 
 _SHORT = {
     torch.float32: "f32",
@@ -89,13 +95,34 @@ class Form:
 
 
 @dataclass
+class UnitWork:
+    """What a rank does for a unit in the recorded passes: FLOPs of forward and backward operators, recomputed ones too,
+    bytes that operators read and write, bytes that collectives send.
+    """
+
+    flops: int = 0
+    moved: int = 0
+    sent: int = 0
+
+    def add(self, other: UnitWork, times: int = 1) -> None:
+        """Add the work of other passes, so many times."""
+        self.flops += other.flops * times
+        self.moved += other.moved * times
+        self.sent += other.sent * times
+
+
+@dataclass
 class Pass:
     """Events of a micro-batch by phase: "forward", "backward" and "step", in this order. Of a pipeline: those of a
     computation of a stage, or of the step, as its one phase (`pipeline.actions.Op`).
+
+    Attributes:
+        units: work by unit, `UPDATE` and `OTHER`, if it was counted.
     """
 
     phases: dict[str, list[Event]] = field(default_factory=dict)
     stage: int | None = None
+    units: dict[str, UnitWork] = field(default_factory=lambda: defaultdict(UnitWork))
 
     @property
     def events(self) -> Iterator[tuple[str, Event]]:
@@ -109,15 +136,22 @@ class Recorder(TorchDispatchMode):
     Attributes:
         passes: of the micro-batches that were run: the first, one in the middle, and the last.
         calls: one call for each signature, by which the operator can be measured.
+
+    Args:
+        by_unit: count the work of each unit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_unit: bool = False) -> None:
         super().__init__()
+        self._by_unit = by_unit
         self.passes: list[Pass] = []
         self.calls: dict[str, Call] = {}
         self._known: dict[Any, Operator] = {}
         self._formulas = formulas()
         self._into: list[Event] | None = None
+        self._phase = ""
+        self._callers: Callers | None = None
+        self._units: dict[nn.Module, str] = {}
 
     def begin(self) -> None:
         """Forget all passes."""
@@ -132,12 +166,39 @@ class Recorder(TorchDispatchMode):
         """Record the block as a phase; "forward" begins a pass, and so does all of a pipeline."""
         if name == "forward" or stage is not None:
             self.passes.append(Pass(stage=stage))
-        self._into = self.passes[-1].phases.setdefault(name, [])
+        self._into, self._phase = self.passes[-1].phases.setdefault(name, []), name
         try:
             with self:
                 yield
         finally:
             self._into = None
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, units: Mapping[nn.Module, str]) -> Iterator[None]:
+        """Count the work of each unit inside the block; `units`: those that modules need, submodules that need none
+        belong to their parents'.
+        """
+        if not self._by_unit:
+            yield
+            return
+        self._units = {}
+        for module in model.modules():  # parents come first
+            unit = units.get(module, self._units.get(module, OTHER))
+            self._units.update((child, unit) for child in (module, *module.children()))
+        self._callers = Callers(model)
+        self._callers.start()
+        try:
+            yield
+        finally:
+            self._callers.stop()
+            self._callers = None
+
+    def _unit(self) -> UnitWork:
+        work = self.passes[-1].units
+        if self._callers is None or self._phase == "step":
+            return work[UPDATE]
+        module, _ = self._callers.caller()
+        return work[OTHER if module is None else self._units.get(module, OTHER)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if (device := requested_device(func, args)) is not None:
@@ -145,7 +206,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         if self._into is not None:
-            self._into.append(self._operator(func, args, kwargs, found))
+            operator = self._operator(func, args, kwargs, found)
+            self._into.append(operator)
+            if self._by_unit:
+                self._unit().add(UnitWork(operator.flops, operator.moved))
         return found
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Operator:
@@ -170,6 +234,9 @@ class Recorder(TorchDispatchMode):
             members = tuple(record.members)
             given = (record.sequence, record.op, record.group, record.ranks, members, record.size, record.sent)
             self._into.append(Launch(*given, record.label))
+            if self._by_unit:
+                known = record.label in self._units.values()
+                self.passes[-1].units[record.label if known else OTHER].sent += record.sent
 
     def closed(self, record: Record) -> None:
         """Record the wait for a collective."""

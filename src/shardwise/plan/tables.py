@@ -14,7 +14,8 @@ import contextlib
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -172,6 +173,10 @@ class _Marks:
         if name == "forward":
             self._moves.append(None)
         yield
+
+    def watching(self, model: nn.Module, units: Mapping[nn.Module, str]) -> AbstractContextManager[None]:
+        """Do nothing: units do not matter."""
+        return contextlib.nullcontext()
 
     def opened(self, record: Record) -> None:
         """Ignore a collective."""

@@ -106,6 +106,17 @@ def time_lines(plans: Sequence[TimePlan], origin: str, price: float | None = Non
     yield origin + (f"; {share:.0%} of the computing is estimated from other sizes" if share else "")
 
 
+def unit_lines(plan: TimePlan) -> Iterator[str]:
+    """Yield what the ranks compute, move and send for each unit in a step; of a pipeline the rank that has the unit."""
+    rows = [("unit", "GFLOP", "operators move", "sends")]
+    for unit, work in plan.time.units.items():
+        rows.append((unit, f"{work.flops / 1e9:,.1f}", format_size(work.moved), format_size(work.sent)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    yield f"stage {plan.stage}:"
+    for unit, *cells in rows:
+        yield "  ".join([unit.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+
+
 def schedule_lines(facts: ScheduleFacts) -> Iterator[str]:
     """Yield stages and simulated idle time of a pipeline."""
     yield f"{facts.name}, {facts.micro_batches} micro-batches, simulated; idle: for stages of equal times" + (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shardwise.engine.pipeline_plans import PipelinePlans
 from shardwise.engine.plans import MemoryPlans, Offload, Planner, Room, Setting, SettingPlan, planners_of, plans_of
 from shardwise.errors import UsageError
 from shardwise.plan.clock import Costs, Rates, StepTime, step_time
-from shardwise.plan.events import Launch, Operator, Pass, Recorder
+from shardwise.plan.events import Launch, Operator, Pass, Recorder, UnitWork
 from shardwise.plan.pipelines import pipeline_time
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
@@ -59,6 +60,7 @@ class TimePlan:
             "share_of_peak": self.share_of_peak,
             "idle": list(self.idle),
             "phases": dict(took.phases),
+            "units": {unit: asdict(work) for unit, work in took.units.items()},
             "collectives": [
                 {"op": op, "group": group, "link": took.links[op, group] or None, "seconds": seconds, "sent": sent}
                 for (op, group), seconds in took.collectives.items()
@@ -145,7 +147,7 @@ def _planned(
     if "nvme" in offload.devices and disk is None:
         raise UsageError("how fast the disk is was not measured: give --disk-speed, as `shardwise bench disk` finds it")
     ranks = setting.ranks * setting.pipeline
-    recorders, planned = recorders or [Recorder() for _ in planners], []
+    recorders, planned = recorders or [Recorder(by_unit=True) for _ in planners], []
     for planner, recorder in zip(planners, recorders, strict=True):
         planned.append(planner.plan(setting, rooms, recorder))
         if planned[-1].note:
@@ -163,6 +165,10 @@ def _planned(
     else:
         between = [Launch(0, "broadcast", "pipeline", 2, *given, 0, "") for given in pipeline.messages()]
         time, idle, positions = pipeline_time(pipeline.schedule, between, passes, costs, slow)
+        time.units = defaultdict(UnitWork)
+        for one in positions:
+            for unit, work in one.units.items():
+                time.units[unit].add(work)
     samples = setting.config["train_batch_size"]
     together = zip(planned, planners, strict=True)
     _add_transfers(

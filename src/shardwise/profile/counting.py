@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.compat import backward_pass, current_node, number_now, number_of
 from shardwise.device.clock import Instant, now, seconds_between
@@ -45,22 +46,12 @@ class _Untracked:
         pass
 
 
-class FlopCount:
-    """Counts a model's FLOPs between `start` and `stop`, with hooks on its modules.
+class Callers:
+    """Says which module's call an operator belongs to, between `start` and `stop`, by hooks on a model's modules."""
 
-    `flops` are by module and phase, without submodules; None: outside of all modules. `calls` are those of forward
-    passes.
-    """
-
-    def __init__(self, model: nn.Module, ignored: Iterable[type[nn.Module]] = ()) -> None:
+    def __init__(self, model: nn.Module, *, cuda: bool = False) -> None:
         self.model = model
-        self.flops: Counter[tuple[nn.Module | None, str]] = Counter()
-        self.calls: Counter[nn.Module] = Counter()
-        self._cuda = any(parameter.is_cuda for parameter in model.parameters())
-        self._spans: list[tuple[nn.Module, Instant, Instant]] = []
-        classes = tuple(ignored)
-        self._left_out = {part for m in model.modules() if isinstance(m, classes) for part in m.modules()}
-        self._formulas = {operator: self._counted(formula) for operator, formula in formulas().items()}
+        self._cuda = cuda
         self._handles: list[Any] = []
         self._running: list[_Call] = []
         self._thread = 0
@@ -82,6 +73,66 @@ class FlopCount:
         self._handles = []
         self._running = []
         self._starts, self._makers = [], []
+
+    def caller(self) -> tuple[nn.Module | None, str]:
+        """Return the innermost module to which the running operator belongs, None without one, and the phase."""
+        if backward_pass() is None or (self._running and not self._running[0].again):
+            phase = FORWARD  # derivatives inside a module's call are part of its forward computation
+        elif self._running or torch.is_grad_enabled():
+            phase = RECOMPUTE
+        else:
+            phase = BACKWARD
+        return self._running[-1].module if self._running else self._maker(), phase
+
+    def left(self, call: _Call) -> None:
+        """Called when a module's call has ended."""
+
+    def _maker(self) -> nn.Module | None:
+        node = current_node()
+        place = 0 if node is None else bisect_right(self._starts, number_of(node))
+        return self._makers[place - 1] if place else None
+
+    def _mark(self) -> None:
+        # Autograd numbers nodes by thread, and a device's backward thread runs only recomputation.
+        if threading.get_ident() == self._thread:
+            self._starts.append(number_now())
+            self._makers.append(self._running[-1].module if self._running else None)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._running.append(_Call(module, backward_pass() is not None, now(self._cuda)))
+        self._mark()
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        for place in reversed(range(len(self._running))):
+            if self._running[place].module is module:
+                call = self._running[place]
+                del self._running[place:]
+                self.left(call)
+                break
+        self._mark()
+
+
+class FlopCount(Callers):
+    """Counts a model's FLOPs between `start` and `stop`.
+
+    `flops` are by module and phase, without submodules; None: outside of all modules. `calls` are those of forward
+    passes.
+    """
+
+    def __init__(self, model: nn.Module, ignored: Iterable[type[nn.Module]] = ()) -> None:
+        super().__init__(model, cuda=any(parameter.is_cuda for parameter in model.parameters()))
+        self.flops: Counter[tuple[nn.Module | None, str]] = Counter()
+        self.calls: Counter[nn.Module] = Counter()
+        self._spans: list[tuple[nn.Module, Instant, Instant]] = []
+        classes = tuple(ignored)
+        self._left_out = {part for m in model.modules() if isinstance(m, classes) for part in m.modules()}
+        self._formulas = {operator: self._counted(formula) for operator, formula in formulas().items()}
+
+    @override
+    def left(self, call: _Call) -> None:
+        if not call.again:
+            self.calls[call.module] += 1
+            self._spans.append((call.module, call.begun, now(self._cuda)))
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -106,45 +157,10 @@ class FlopCount:
     def _counted(self, formula: Formula) -> Formula:
         def count(*args: Any, **kwargs: Any) -> int:
             flops = formula(*args, **kwargs)
-            self._record(flops)
+            module, phase = self.caller()
+            if module not in self._left_out:
+                self.flops[module, phase] += flops
             return flops
 
         count._get_raw = True  # type: ignore[attr-defined]  # gets tensors, not shapes
         return count
-
-    def _record(self, flops: int) -> None:
-        if backward_pass() is None or (self._running and not self._running[0].again):
-            phase = FORWARD  # derivatives inside a module's call are part of its forward computation
-        elif self._running or torch.is_grad_enabled():
-            phase = RECOMPUTE
-        else:
-            phase = BACKWARD
-        module = self._running[-1].module if self._running else self._maker()
-        if module not in self._left_out:
-            self.flops[module, phase] += flops
-
-    def _maker(self) -> nn.Module | None:
-        node = current_node()
-        place = 0 if node is None else bisect_right(self._starts, number_of(node))
-        return self._makers[place - 1] if place else None
-
-    def _mark(self) -> None:
-        # Autograd numbers nodes by thread, and a device's backward thread runs only recomputation.
-        if threading.get_ident() == self._thread:
-            self._starts.append(number_now())
-            self._makers.append(self._running[-1].module if self._running else None)
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        self._running.append(_Call(module, backward_pass() is not None, now(self._cuda)))
-        self._mark()
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        for place in reversed(range(len(self._running))):
-            if self._running[place].module is module:
-                call = self._running[place]
-                del self._running[place:]
-                if not call.again:
-                    self.calls[module] += 1
-                    self._spans.append((module, call.begun, now(self._cuda)))
-                break
-        self._mark()

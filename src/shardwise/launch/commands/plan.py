@@ -114,6 +114,9 @@ class Request:
     price: Annotated[
         float | None, typer.Option(metavar="P", help="Of a card for an hour: what a step and 10^9 tokens cost.")
     ] = None
+    units: Annotated[
+        bool, typer.Option("--units", help="With rates: FLOPs, bytes that operators move, and bytes sent, by unit.")
+    ] = False
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False
     page: Annotated[
         str | None,
@@ -136,6 +139,8 @@ class Request:
             )
         if self.price is not None and self.price < 0:
             raise CommandLineError(f"--price {self.price}: give 0 or more.")
+        if self.units and self.time is None and self.card is None:
+            raise CommandLineError("--units: give --card NAME or --time FILE, too.")
         if self.slowest < 1:
             raise CommandLineError(f"--slowest {self.slowest}: give 1 or more.")
         self.speeds()  # refused before the long work
@@ -357,7 +362,7 @@ def plan(request: Request) -> None:
     or a model of transformers.
     """
     from shardwise.engine.plans import plan_model
-    from shardwise.plan.text import time_lines
+    from shardwise.plan.text import time_lines, unit_lines
     from shardwise.plan.time import plan_steps
 
     if request.page is not None:
@@ -389,6 +394,9 @@ def plan(request: Request) -> None:
             typer.echo(line)
         for line in time_lines(times, rates.origin, request.price) if rates is not None else ():
             typer.echo(line)
+        for one in times if request.units else ():
+            for line in unit_lines(one):
+                typer.echo(line)
         typer.echo("")
     if request.as_json:
         typer.echo(json.dumps(found, indent=2))
