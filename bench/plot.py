@@ -200,6 +200,17 @@ def convergence(group: str) -> Callable[[Path], None]:
     return draw
 
 
+def distillation(folder: Path) -> None:
+    """Held-out loss of students and their teacher by steps."""
+    _, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for row in rows(folder, "distillation"):
+        axes.plot(row["steps"], row["loss"], label=row["system"], linewidth=1.3)
+    axes.set_xlabel("steps")
+    axes.set_ylabel("loss on held-out text")
+    axes.legend(fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def pipeline_idle(folder: Path) -> None:
     """Step time, idle share and activations of schedules by number of ranks, measured and simulated."""
     found = rows(folder, "pipeline_idle_m16")
@@ -237,6 +248,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
         f"convergence_{group}": convergence(group)
         for group in ("onebit", "compression", "zeropp", "precision", "optimizers")
     },
+    "distillation": distillation,
     "time_and_memory": time_and_memory,
     "communication": communication,
     "largest_batch": largest_batch,

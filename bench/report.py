@@ -1,7 +1,7 @@
 """Tables of the README and the docs from the files in bench/results.
 
     python bench/report.py README.md docs/numbers.md docs/convergence.md docs/pipeline.md docs/gpu.md docs/frameworks.md
-        docs/local-sgd.md docs/memory.md docs/unequal.md docs/zeropp.md docs/articles.md
+        docs/local-sgd.md docs/memory.md docs/model-compression.md docs/unequal.md docs/zeropp.md docs/articles.md
 
 A page has a table between `<!-- table NAME -->` and `<!-- /table -->`; everything else is written by hand. Figures that
 have not been measured are "-". `<!-- table machine -->` names the machine of most tables of a page; the others name
@@ -439,6 +439,10 @@ TABLES: dict[str, Table] = {
         )
         for group in ("onebit", "compression", "zeropp", "precision", "optimizers")
     },
+    "distillation": Table(
+        ["distillation"],
+        [SYSTEM, C("parameters", "{parameters:,}"), C("steps", "{steps[-1]}"), C("held-out loss", "{held_out:.3f}")],
+    ),
     "convergence_local_sgd": Table(
         ["convergence_local_sgd"],
         [

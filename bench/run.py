@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-_DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "memory", "unequal", "zeropp")
+_DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "memory", "model-compression", "unequal", "zeropp")
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 Part = list[tuple[str, str, int]]
 """Names of files, the commands that leave them, and the seconds that each may take."""
@@ -89,6 +89,7 @@ CPU: dict[str, Part] = {
     ),
     "convergence": _cpu("convergence.py"),
     "curriculum": _cpu("curriculum.py", "curriculum.py --what layers"),
+    "distillation": _cpu("distillation.py"),
 }
 ONE = "train.py --set one --rounds 8 --steps 3"
 CUDA: dict[str, Part] = {

@@ -166,7 +166,7 @@ def test_what_cannot_be_made_smaller_is_refused() -> None:
 
 def test_files_of_a_sharded_model_load_into_a_prepared_one_and_clean_to_equal_outputs(tmp_path: Path) -> None:
     run_ranks(_saves, 2, str(tmp_path))
-    for kind in ("weights", "sparse", "movement", "static"):
+    for kind in ("weights", "sparse", "static"):
         expected = load_file(tmp_path / f"{kind}.out")["out"]
         config = {"compression_training": SECTIONS[kind]}
         model = init_compression(made(), config)
@@ -184,7 +184,7 @@ def test_files_of_a_sharded_model_load_into_a_prepared_one_and_clean_to_equal_ou
 def _saves(directory: str) -> None:
     from safetensors.torch import save_file
 
-    for kind in ("weights", "sparse", "movement", "static"):
+    for kind in ("weights", "sparse", "static"):
         engine = engine_of(kind, 3)
         train(engine, range(5))
         engine.save_16bit_model(f"{directory}/{kind}")

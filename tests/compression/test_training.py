@@ -14,6 +14,7 @@ from torch import nn
 import shardwise
 from shardwise.compression import Compression, init_compression
 from shardwise.errors import CheckpointError, ConfigError, ConflictError, UsageError
+from shardwise.pipeline.module import PipelineModule
 from tests.compression.test_quantize import plain as rounded
 from tests.harness import run_ranks, thorough
 from tests.harness.training import config_of, each, masters
@@ -187,7 +188,7 @@ def train(engine: Any, steps: range) -> list[float]:
     losses = []
     for step in steps:
         tokens, target = batch(step, dist.get_rank())
-        loss = (engine(tokens) - target).square().mean()
+        loss = (engine(tokens).float() - target).square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
@@ -212,8 +213,9 @@ def as_plain(kind: str, stage: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_method_trains_as_written_out(ranks: int) -> None:
-    chosen = list(enumerate(SECTIONS)) if ranks == 2 else [(3, "static"), (5, "movement")]
-    run_ranks(each, ranks, as_plain, [(kind, stage) for number, kind in chosen for stage in (3, number % 3)])
+    kinds = list(SECTIONS) if ranks == 2 else ["static", "movement"]
+    others = [("weights", 0), ("sparse", 1), ("movement", 2)] if ranks == 2 else []
+    run_ranks(each, ranks, as_plain, [*((kind, 3) for kind in kinds), *others])
 
 
 @pytest.mark.parametrize("stage", [thorough(stage) for stage in range(4)])
@@ -243,18 +245,21 @@ def test_resuming_is_as_never_stopping(tmp_path: Path) -> None:
     run_ranks(each, 2, goes_on, [(kind, 3, number % 3, str(tmp_path)) for number, kind in enumerate(kinds)])
 
 
-def test_stages_give_equal_bits() -> None:
+def test_stages_give_equal_bits_also_in_low_precision_and_with_accumulation() -> None:
     run_ranks(_equal_bits, 2)
 
 
 def _equal_bits() -> None:
-    found = []
-    for stage in (0, 3):
-        engine = engine_of("sparse", stage)
-        train(engine, range(STEPS))
-        found.append(masters(engine.module))
-        engine.destroy()
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    for kind, more in (("sparse", {}), ("weights", {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2})):
+        found = []
+        for stage in (2, 3):
+            engine = engine_of(kind, stage, **more)
+            train(engine, range(2 * STEPS))
+            found.append(masters(engine.module))
+            levels = engine.module.up.weight
+            engine.destroy()
+            assert len(levels.unique()) > 2**5  # the parameter itself is not rounded to 2 groups of 15 levels
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 # -- requests that would do nothing ------------------------------------------------------------------------------------
@@ -312,6 +317,13 @@ def test_a_request_that_would_do_nothing_is_refused(section: Any, error: type[Ex
 
 def test_other_refusals() -> None:
     section = SECTIONS["sparse"]
+    pipeline = PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ConflictError, match="cannot be combined with a pipeline"):
+        shardwise.initialize(model=pipeline, config={"train_batch_size": 4, "compression_training": section})
+    expert = made()
+    shardwise.declare_part(expert.up.weight, ranks=[0])
+    with pytest.raises(UsageError, match=r"only some ranks have the weight of 'up' \(experts\)"):
+        shardwise.initialize(model=expert, config={"train_batch_size": 4, "compression_training": section})
     with pytest.raises(ConflictError, match="cannot be combined with local_sgd"):
         engine_of("sparse", 0, local_sgd={"enabled": True})
     model = init_compression(made(), {"compression_training": section})

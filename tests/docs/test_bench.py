@@ -206,6 +206,15 @@ def test_convergence_leaves_curves_and_bytes(quick: Bench) -> None:
     assert "convergence_onebit.png\n" in bench("plot.py", "--results", str(quick.folder))
 
 
+@pytest.mark.thorough
+def test_distilled_students_leave_curves(quick: Bench) -> None:
+    quick("distillation.py")
+    rows = quick.rows("distillation")
+    assert [len(row["loss"]) for row in rows.values()] == [2] * 4
+    assert rows["student"]["parameters"] < rows["teacher"]["parameters"]
+    assert "distillation.png\n" in bench("plot.py", "--results", str(quick.folder))
+
+
 @pytest.mark.parametrize("options", [[], ["--rehearse"]])
 def test_every_part_is_a_command_that_exists(options: list[str]) -> None:
     listed = bench("run.py", "--list", *options)

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-NAMES = "numbers convergence gpu pipeline frameworks local-sgd unequal zeropp articles memory"
+NAMES = "numbers convergence gpu pipeline frameworks local-sgd unequal zeropp articles memory model-compression"
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES.split())]
 
 

@@ -27,7 +27,8 @@ def test_members_of_the_engine_that_a_page_names_exist(page: Path) -> None:
 def test_what_is_called_missing_is_refused(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8").partition("not there yet")[2].partition("\n## ")[0]
     keys = {
-        "curriculum learning": "curriculum_learning.enabled",
+        "ZenFlow": "zero_optimization.zenflow",
+        "MoQ": "quantize_training.enabled",
     }
     for words, key in keys.items():
         assert words in text and any(entry.path == key for entry in UNSUPPORTED), words

@@ -129,6 +129,34 @@ def test_gradients_of_several_parameters_are_updated() -> None:
 
 
 @pytest.mark.usefixtures("installed")
+def test_compression_has_the_names_of_deepspeed() -> None:
+    from deepspeed.compression.compress import init_compression, redundancy_clean, student_initialization
+    from deepspeed.compression.helper import convert_conv1d_to_linear
+
+    class Conv1D(nn.Module):  # as that of transformers
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight + self.bias
+
+    net, x = nn.Sequential(Conv1D(), nn.Linear(3, 2)), torch.randn(4, 8)
+    expected = net(x)
+    assert torch.allclose(convert_conv1d_to_linear(net, Conv1D)(x), expected, atol=1e-6)
+    assert type(net[0]) is nn.Linear
+    method = {"shared_parameters": {"enabled": True, "schedule_offset": 0}, "different_groups": {"a": {}}}
+    config = {"compression_training": {"weight_quantization": method}}
+    prepared = init_compression(model=net, deepspeed_config=config, mpu=None)
+    quantized = prepared(x)
+    assert torch.equal(redundancy_clean(model=prepared, deepspeed_config=config)(x), quantized)
+    other = {"compression_training": {"layer_reduction": {"enabled": True, "other_module_name": ["1"]}}}
+    student = nn.Sequential(nn.Identity(), nn.Linear(3, 2))
+    student_initialization(student_model=student, teacher_model=net, deepspeed_config=other)
+    assert torch.equal(student[1].weight, net[1].weight)
+
+
+@pytest.mark.usefixtures("installed")
 def test_dotted_names_decorators_and_model_parallel_units() -> None:
     from deepspeed.compression.helper import recursive_getattr, recursive_setattr
     from deepspeed.utils import bwc, instrument_w_nvtx
