@@ -1,7 +1,8 @@
 """Tables of the README and the docs from the files in bench/results.
 
     python bench/report.py README.md docs/numbers.md docs/convergence.md docs/pipeline.md docs/gpu.md docs/frameworks.md
-        docs/local-sgd.md docs/memory.md docs/model-compression.md docs/unequal.md docs/zeropp.md docs/articles.md
+        docs/inference.md docs/local-sgd.md docs/memory.md docs/model-compression.md docs/unequal.md docs/zeropp.md
+        docs/articles.md
 
 A page has a table between `<!-- table NAME -->` and `<!-- /table -->`; everything else is written by hand. Figures that
 have not been measured are "-". `<!-- table machine -->` names the machine of most tables of a page; the others name
@@ -174,6 +175,14 @@ TABLES: dict[str, Table] = {
     "ranks": Table(
         list(RANKS.values()),
         [SYSTEM, *of_files("ratio", RANKS, "ratio, {}"), *of_files("blocked_share", RANKS, "blocked, {}")[1:]],
+    ),
+    "inference": Table(
+        ["inference"],
+        [
+            C("weights", "system"),
+            C("tokens/s", "tokens_per_s"),
+            *(C(f"{kind}, MiB a rank", f"{kind}_mib") for kind in ("weights", "resident", "peak")),
+        ],
     ),
     "groups": Table(
         ["time_groups_27M_bf16_4_accumulation4"],

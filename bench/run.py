@@ -90,6 +90,7 @@ CPU: dict[str, Part] = {
     "convergence": _cpu("convergence.py"),
     "curriculum": _cpu("curriculum.py", "curriculum.py --what layers"),
     "distillation": _cpu("distillation.py"),
+    "inference": _cpu("inference.py"),
 }
 ONE = "train.py --set one --rounds 8 --steps 3"
 CUDA: dict[str, Part] = {

@@ -32,11 +32,14 @@ from shardwise_deepspeed.configuration import DeepSpeedConfig as DeepSpeedConfig
 from shardwise.errors import ConfigError as DeepSpeedConfigError
 from shardwise.data import EngineDataLoader as DeepSpeedDataLoader
 from shardwise_deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
+from shardwise_deepspeed.engine import DeepSpeedEngine as DeepSpeedHybridEngine
+from shardwise.inference import InferenceConfig as DeepSpeedInferenceConfig
 from shardwise_deepspeed.engine_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
 from shardwise_deepspeed.engine_optimizer import DeepSpeedOptimizerCallable as DeepSpeedOptimizerCallable
 from shardwise_deepspeed.engine_optimizer import DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable
 from shardwise_deepspeed.layers import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
 from shardwise_deepspeed.layers import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
+from shardwise.inference import InferenceEngine as InferenceEngine
 from shardwise_deepspeed.building import OnDevice as OnDevice
 from shardwise_deepspeed.engine import PipelineEngine as PipelineEngine
 from shardwise_deepspeed.engine import PipelineModule as PipelineModule
@@ -49,11 +52,13 @@ from shardwise_deepspeed.version import __version_minor__ as __version_minor__
 from shardwise_deepspeed.version import __version_patch__ as __version_patch__
 from shardwise_deepspeed.arguments import add_config_arguments as add_config_arguments
 from shardwise_deepspeed.schedule_arguments import add_tuning_arguments as add_tuning_arguments
+from shardwise.inference import default_inference_config as default_inference_config
 from deepspeed import comm as dist
 from shardwise_deepspeed.accelerator import get_accelerator as get_accelerator
 from shardwise_deepspeed.version import git_branch as git_branch
 from shardwise_deepspeed.version import git_hash as git_hash
 from shardwise_deepspeed.clients import init_distributed as init_distributed
+from shardwise.engine.inference import init_inference as init_inference
 from shardwise_deepspeed.clients import initialize as initialize
 from shardwise_deepspeed.clients import initialize as initialize_engine
 from shardwise_deepspeed.helpers import is_compile_supported as is_compile_supported
@@ -68,12 +73,6 @@ from deepspeed.runtime import zero as zero
 __all__ = ["ADAM_OPTIMIZER", "DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedDataLoader", "DeepSpeedEngine", "DeepSpeedHybridEngine", "DeepSpeedInferenceConfig", "DeepSpeedOptimizer", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable", "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "DualPipeVEngine", "DualPipeVModule", "HAS_TRITON", "InferenceEngine", "LAMB_OPTIMIZER", "MUON_OPTIMIZER", "OnDevice", "PipelineEngine", "PipelineModule", "TORCH_DISTRIBUTED_DEFAULT_PORT", "__git_branch__", "__git_hash__", "__version__", "__version_major__", "__version_minor__", "__version_patch__", "accelerator", "add_config_arguments", "add_tuning_arguments", "autotuning", "checkpoint", "checkpointing", "comm", "compression", "constants", "datastates", "default_inference_config", "dist", "elasticity", "env_report", "get_accelerator", "git_branch", "git_hash", "git_version_info", "inference", "init_distributed", "init_inference", "initialize", "initialize_engine", "io", "is_compile_supported", "launcher", "linear", "load_ds_config", "log_dist", "logger", "merge_tp_model_init_into_config", "model_implementations", "module_inject", "moe", "monitor", "nebula", "ops", "pipe", "profiling", "record_tp_model_init_args", "replace_transformer_layer", "resolve_per_head_muon_after_sharding", "revert_transformer_layer", "runtime", "sequence", "set_autotp_mode", "set_optimizer_flags", "tp_model_init", "utils", "version", "zero"]
 
 ADAM_OPTIMIZER: str
-@deprecated('the hybrid engine is not built yet')
-class DeepSpeedHybridEngine:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
-class DeepSpeedInferenceConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 @deprecated('write the schedule into the configuration: `pipeline.schedule` "dualpipe-v" with a PipelineModule')
 class DualPipeVEngine:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -81,15 +80,8 @@ class DualPipeVEngine:
 class DualPipeVModule:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 HAS_TRITON: bool
-@deprecated('inference is not built yet')
-class InferenceEngine:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 LAMB_OPTIMIZER: str
 MUON_OPTIMIZER: str
-@deprecated('inference is not built yet')
-def default_inference_config(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('inference is not built yet')
-def init_inference(*args: Any, **kwargs: Any) -> NoReturn: ...
 @deprecated('tp_model_init() divides the model at once: nothing is recorded for a configuration')
 def merge_tp_model_init_into_config(*args: Any, **kwargs: Any) -> NoReturn: ...
 @deprecated('tp_model_init() divides the model at once: nothing is recorded for a configuration')

@@ -261,7 +261,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
         "zero_optimization.stagee": 1,
         "zero_optimization.stage": 7,
         "optimizer": {"type": "Adam", "params": {"lrr": 1}},
-        "hybrid_engine.enabled": True,
+        "nebula.enabled": True,
         "fp16.enabled": True,
         "bf16.enabled": True,
     }
@@ -274,7 +274,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
 
 
 def test_class_of_the_error_says_what_kind_of_problem_it_is() -> None:
-    assert type(only_problem(config_of({"hybrid_engine.enabled": True}))) is NotBuiltError
+    assert type(only_problem(config_of({"nebula.enabled": True}))) is NotBuiltError
     assert type(only_problem({"gradient_accumulation_steps": 8})) is BatchSizeError
     assert only_problem({"train_batch_sise": 8}).problems[0].path == "train_batch_sise"
     with pytest.raises(ValueError, match="world_size must be at least 1, found 0"):

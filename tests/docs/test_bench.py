@@ -223,6 +223,16 @@ def test_every_part_is_a_command_that_exists(options: list[str]) -> None:
     assert all((ROOT / script).exists() for script in scripts)
 
 
+@pytest.mark.thorough
+def test_inference_is_measured(quick: Bench) -> None:
+    pytest.importorskip("torchao")
+    quick("inference.py", "--directory", str(quick.folder))
+    rows = quick.rows("inference")
+    assert all(row["tokens_per_s"] > 0 for row in rows.values())
+    assert rows["bf16, 2 ranks"]["weights_mib"] < 0.6 * rows["bf16"]["weights_mib"]
+    assert rows["int8"]["weights_mib"] < rows["bf16"]["weights_mib"]
+
+
 def test_the_adam_benchmark_runs(quick: Bench) -> None:
     quick("micro.py", "--what", "adam")
     rows = quick.rows("cpu_adam")

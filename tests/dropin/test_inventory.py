@@ -82,9 +82,9 @@ def test_stubs_can_be_imported_and_say_why_when_they_are_called() -> None:
 @pytest.mark.parametrize(
     ("path", "name", "kind"),
     [
-        ("deepspeed", "InferenceEngine", "class"),
+        ("deepspeed.inference.v2", "InferenceEngineV2", "class"),
         ("deepspeed.elasticity", "DSElasticAgent", "class"),
-        ("deepspeed", "init_inference", "function"),
+        ("deepspeed.inference", "build_hf_engine", "function"),
         ("deepspeed.comm.constants", "NCCL_BACKEND", "value"),
         ("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset", "valid_dtypes", "value"),
     ],

@@ -157,6 +157,15 @@ def test_matrices_over_ranks_train_as_on_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_a_model_writes_the_same_while_it_trains_and_when_it_is_served(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    output = launch("generation.py", "--steps", "11", "--tokens", "8", environment=part_of_the_manual(tmp_path))
+    trained = re.findall(r"step +11  loss [\d.]+  (.*)", output)
+    served = re.findall(r"served in fp32, [\d,]+ parameters a rank: (.*)", output)
+    assert trained == served and "The class " in served[0]
+
+
+@pytest.mark.thorough
 def test_a_sequence_that_is_too_long_for_a_rank_trains_on_two() -> None:
     output = launch("long_context.py", "--tokens", "2048", "--steps", "6")
     assert re.search(

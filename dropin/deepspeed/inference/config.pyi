@@ -2,42 +2,26 @@ from typing import Any, NoReturn
 
 from typing_extensions import deprecated
 
+from shardwise.inference.config import QuantizedActivations as ActivationQuantConfig
+from shardwise.inference.config import InferenceConfig as DeepSpeedInferenceConfig
+from shardwise.inference.config import Experts as DeepSpeedMoEConfig
+from shardwise.inference.config import TensorParallelRanks as DeepSpeedTPConfig
+from shardwise.inference.config import CheckpointPaths as InferenceCheckpointConfig
+from shardwise.inference.config import QuantizedAttention as QKVQuantConfig
+from shardwise.inference.config import Quantization as QuantizationConfig
+from shardwise.inference.config import QuantizedValues as WeightQuantConfig
 
 __all__ = ["ActivationQuantConfig", "BaseQuantConfig", "DeepSpeedInferenceConfig", "DeepSpeedMoEConfig", "DeepSpeedTPConfig", "DtypeEnum", "InferenceCheckpointConfig", "MoETypeEnum", "QKVQuantConfig", "QuantTypeEnum", "QuantizationConfig", "WeightQuantConfig"]
 
-@deprecated('inference is not built yet')
-class ActivationQuantConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('the configuration has words ("fp16", "symmetric") and torch\'s dtypes')
 class BaseQuantConfig:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
-class DeepSpeedInferenceConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
-class DeepSpeedMoEConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
-class DeepSpeedTPConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('the configuration has words ("fp16", "symmetric") and torch\'s dtypes')
 class DtypeEnum:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
-class InferenceCheckpointConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('the configuration has words ("fp16", "symmetric") and torch\'s dtypes')
 class MoETypeEnum:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
-class QKVQuantConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('the configuration has words ("fp16", "symmetric") and torch\'s dtypes')
 class QuantTypeEnum:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
-class QuantizationConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
-class WeightQuantConfig:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -1,10 +1,3 @@
-from typing import Any, NoReturn
-
-from typing_extensions import deprecated
-
+from shardwise.inference import InferenceEngine as InferenceEngine
 
 __all__ = ["InferenceEngine"]
-
-@deprecated('inference is not built yet')
-class InferenceEngine:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -6,9 +6,9 @@ from deepspeed.model_implementations import transformers as transformers
 
 __all__ = ["DeepSpeedInferenceConfig", "DeepSpeedTransformerInference", "transformers"]
 
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedInferenceConfig:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedTransformerInference:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

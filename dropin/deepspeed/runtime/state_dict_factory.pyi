@@ -5,12 +5,12 @@ from typing_extensions import deprecated
 
 __all__ = ["MegatronSDLoader", "SDLoaderBase", "SDLoaderFactory"]
 
-@deprecated('inference is not built yet')
+@deprecated('checkpoints are read in parts by init_inference(checkpoint=...) and engine.load_weights()')
 class MegatronSDLoader:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('checkpoints are read in parts by init_inference(checkpoint=...) and engine.load_weights()')
 class SDLoaderBase:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('checkpoints are read in parts by init_inference(checkpoint=...) and engine.load_weights()')
 class SDLoaderFactory:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -5,9 +5,9 @@ from typing_extensions import deprecated
 
 __all__ = ["ActivationFuncType", "NormType"]
 
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class ActivationFuncType:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class NormType:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

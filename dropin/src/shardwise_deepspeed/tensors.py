@@ -10,11 +10,11 @@ from shardwise.registry import part_of
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Accept training mode, the only one. Raises UsageError if `training` is False, which needs an inference engine."""
+    """Accept training mode. Raises UsageError if `training` is False: `init_inference` divides for inference."""
     if not training:
         raise UsageError(
-            "set_autotp_mode(training=False): there is no inference engine that divides layers. Pass training=True; a "
-            "divided model can be called without gradients, too"
+            "set_autotp_mode(training=False): layers for inference are divided by init_inference(). Pass "
+            "training=True, or leave the call out"
         )
 
 

@@ -47,6 +47,7 @@ from shardwise.engine.curricula import Curricula
 from shardwise.engine.engine import Engine
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
 from shardwise.engine.faults import FaultTolerance, note_ready
+from shardwise.engine.generation import Generation
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.mesh import (
@@ -417,6 +418,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         batches=batches,
         checkpoints=checkpoints,
         interchange=Interchange(sharded, job, step, compressed),
+        generation=Generation(sharded, settings.hybrid_engine, job, tensors),
         faults=faults,
         memory=memory,
         activations=activations,

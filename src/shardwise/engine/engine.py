@@ -18,6 +18,7 @@ from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.curricula import Curricula
 from shardwise.engine.faults import FaultTolerance
+from shardwise.engine.generation import Generation
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.modules import convert_buffers
@@ -86,6 +87,7 @@ class Engine(StateGetters):
         batches: Batches,
         checkpoints: Checkpoints,
         interchange: Interchange,
+        generation: Generation,
         faults: FaultTolerance,
         memory: MemoryReporting,
         activations: Activations,
@@ -128,6 +130,7 @@ class Engine(StateGetters):
         self._batches = batches
         self._checkpoints = checkpoints
         self._interchange = interchange
+        self._generation = generation
         self._faults = faults
         self._memory = memory
         self._activations = activations
@@ -220,6 +223,7 @@ class Engine(StateGetters):
         if trains and self._curricula.active:
             inputs, kwargs = self._curricula.given(inputs, kwargs)
         if own:
+            self._generation.release()
             self._step.forward_begins((inputs, kwargs))
             self.sharded.places.check()
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
@@ -425,6 +429,15 @@ class Engine(StateGetters):
         self.sharded.check_there("engine.gathered()", values=True)
         return self.sharded.owner.whole()
 
+    generate = of_part("_generation", Generation.generate)
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set training mode (False: evaluation), and reshard what `generate` has gathered before training goes on."""
+        if mode:
+            self._generation.release()
+        super().train(mode)
+        return self
+
     def compile(
         self,
         backend: str | Callable[..., Any] = "inductor",
@@ -573,6 +586,7 @@ class Engine(StateGetters):
             DesyncError: other ranks are still training (stage 3); parameters stay sharded. During the handling of an
                 exception, this is a warning.
         """
+        self._generation.close()
         self._memory.close()
         self._timelines.close()
         failure = self._checkpoints.background.finish()

@@ -2,5 +2,6 @@
 
 from shardwise.inference.config import InferenceConfig, default_inference_config
 from shardwise.inference.engine import InferenceEngine
+from shardwise.inference.reshard import ReshardPlan, WeightSync
 
-__all__ = ["InferenceConfig", "InferenceEngine", "default_inference_config"]
+__all__ = ["InferenceConfig", "InferenceEngine", "ReshardPlan", "WeightSync", "default_inference_config"]

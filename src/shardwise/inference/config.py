@@ -7,7 +7,7 @@ import os
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, ValidationError, model_validator
 
 from shardwise.config import load
 from shardwise.config.schema.base import ConfigSection, Int, as_list, key, section
@@ -196,6 +196,11 @@ class InferenceConfig(ConfigSection):
     )
     transposed_mode: bool = key(False, "Layout of injected weights.", no_effect="weights are the model's own")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled(cls, given: Any) -> Any:
+        return _canonical(given) if isinstance(given, dict) else given
+
     @property
     def bits(self) -> QuantizedValues | None:
         """Section of quantised weights, if they are requested."""
@@ -237,8 +242,8 @@ def read_config(config: Any = None, **kwargs: Any) -> InferenceConfig:
         given = {} if config is None else dict(config) if isinstance(config, dict) else load(config)
     if "injection_policy" in kwargs and not isinstance(kwargs["injection_policy"], (dict, type(None))):
         raise ConfigError("injection_policy: expected a dictionary of names by class")
-    values = _canonical(given, "")
-    for name, value in _canonical(kwargs, "").items():
+    values = _canonical(given)
+    for name, value in _canonical(kwargs).items():
         if name in values and isinstance(value, dict) and isinstance(values[name], dict):
             values[name] = _joined(values[name], value, name)
         elif name in values and values[name] != value:
@@ -254,7 +259,7 @@ def read_config(config: Any = None, **kwargs: Any) -> InferenceConfig:
     return found
 
 
-def _canonical(given: dict[str, Any], at: str, kind: Any = InferenceConfig) -> dict[str, Any]:
+def _canonical(given: dict[str, Any], at: str = "", kind: Any = InferenceConfig) -> dict[str, Any]:
     """Return keys under their first spelling; old keys move to their section."""
     names = {
         spelling: name

@@ -25,7 +25,7 @@ class InferenceRanks:
     Args:
         size: adjacent ranks that share a copy.
         device: of the ranks.
-        group: process group of exactly one copy; None: all ranks, in groups of `size`.
+        group: process group of the ranks, in groups of `size`; None: all.
 
     Attributes:
         tensor: the tensor-parallel group; None: one rank has a whole copy.
@@ -36,11 +36,6 @@ class InferenceRanks:
 
     def __init__(self, size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         members = members_of(group)
-        if group is not None and size not in (1, len(members)):
-            raise ConflictError(
-                f"tensor_parallel: tp_size is {size}, and tp_group has {len(members)} ranks. Leave one of them out"
-            )
-        size = size if group is None else len(members)
         if len(members) % size:
             raise ConflictError(
                 f"tensor_parallel.tp_size is {size}, but there are {len(members)} ranks, which are not whole groups of "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.errors import UsageError
+from shardwise.errors import ConflictError, UsageError
 from shardwise.inference.config import InferenceConfig, checkpoint_of, directory_of, rows_of
 from shardwise.inference.division import InferenceRanks, divide_for_inference
 from shardwise.inference.generation import generate
@@ -50,8 +50,7 @@ class InferenceEngine(nn.Module):
         self._ranks: InferenceRanks | None = None
         self.mp_group: dist.ProcessGroup | None = None
         if streamed is None:
-            section = config.tensor_parallel
-            self._ranks = InferenceRanks(section.tp_size if section.enabled else 1, device, section.group)
+            self._ranks = _ranks_of(config, device)
             try:
                 self._prepare(model, config, device)
             except BaseException:
@@ -86,9 +85,9 @@ class InferenceEngine(nn.Module):
                 model.register_forward_pre_hook(lambda module, _: begin_pass(module)),
                 model.register_forward_hook(group.end_pass),
             ]
+        model.to(device)
         if config.bits is not None:
             quantize_weights(model, config.bits, device)
-        model.to(device)
 
     if not TYPE_CHECKING:
 
@@ -199,6 +198,17 @@ class InferenceEngine(nn.Module):
     def _check_open(self, call: str) -> None:
         if self._destroyed:
             raise UsageError(f"{call}: the inference engine has been destroyed. Call init_inference() again")
+
+
+def _ranks_of(config: InferenceConfig, device: torch.device) -> InferenceRanks:
+    section = config.tensor_parallel
+    group, size = section.group, section.tp_size if section.enabled else 1
+    if group is not None and size not in (1, dist.get_world_size(group)):
+        raise ConflictError(
+            f"tensor_parallel: tp_size is {size}, and tp_group has {dist.get_world_size(group)} ranks. Leave one of "
+            "them out"
+        )
+    return InferenceRanks(size if group is None else dist.get_world_size(group), device, group)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, UsageError
+from shardwise.registry import declare_part, part_of
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -70,7 +71,11 @@ def quantize_weights(model: nn.Module, section: QuantizedValues, device: torch.d
         )
     chosen = {id(layer) for layer in layers.values()}
     before = sum(layer.weight.nbytes for layer in layers.values())
+    parts = {name: part_of(layer.weight) for name, layer in layers.items()}
     quantize_(model, config, filter_fn=lambda module, _: id(module) in chosen)
+    for name, part in parts.items():
+        if part.ranks is not None:
+            declare_part(cast(nn.Parameter, layers[name].weight), **vars(part))
     rest = sum(p.nbytes for p in model.parameters() if type(p.data) is torch.Tensor and type(p) is nn.Parameter)
     logger.info(
         "quantised %d linear layers to %d bits; other weights have %d bytes", len(layers), section.num_bits, rest

@@ -23,7 +23,7 @@ from torch import nn
 
 from shardwise.boxes import Patch, Region, overlap, region, sizes, whole
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
-from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import UsageError
@@ -167,26 +167,25 @@ def _rounds(comm: Communicator, sends: Sequence[Transfer], receives: Sequence[Tr
     """Return the last name of each round: the first of those up to which ranks have `limit` bytes."""
     found: list[str] = []
     while True:
-        ends = [_end(some, found[-1] if found else "", limit) for some in (sends, receives)]
-        told = comm.exchange(min((end for end in ends if end is not None), default=None), "reshard_rounds")
-        last = min((end for end in told if end is not None), default=None)
-        if last is None:
+        own = [_fitting(some, found[-1] if found else "", limit) for some in (sends, receives)]
+        told = [row for rows in comm.exchange(own, "reshard_rounds") for row in rows if row[0]]
+        if not told:
             return tuple(found)
-        found.append(last)
+        found.append(min((name for name, more in told if more), default=max(name for name, _ in told)))
 
 
-def _end(some: Sequence[Transfer], after: str, limit: int) -> str | None:
-    """Return the last name after another up to which transfers fit the limit; at least the first name, if any."""
-    end: str | None = None
-    total = 0
+def _fitting(some: Sequence[Transfer], after: str, limit: int) -> tuple[str, bool]:
+    """Return the last name after another up to which transfers fit the limit (at least the first), and whether more
+    names follow; ("", False) if there are none.
+    """
+    end, total = "", 0
     for one in some:
-        if one.name <= after:
-            continue
-        total += one.room
-        if total > limit and end is not None and one.name != end:
-            return end
-        end = one.name
-    return end
+        if one.name > after:
+            total += one.room
+            if total > limit and end and one.name != end:
+                return end, True
+            end = one.name
+    return end, False
 
 
 def _to_json(one: Holding) -> list[Any]:
@@ -224,6 +223,40 @@ def _exchange(comm: Communicator, letters: Sequence[Any]) -> list[Any]:
 class _Target(NamedTuple):
     holding: Holding
     values: torch.Tensor
+
+
+class _Values(NamedTuple):
+    """Values that a rank sends, on any tier."""
+
+    state: CheckpointedModel
+    sources: Mapping[Holding, int | str]
+    runs: Mapping[int, Sequence[Run]]
+    buffers: Mapping[str, torch.Tensor]
+
+    def fill(self, given: torch.Tensor, out: Sequence[Transfer], places: Sequence[int]) -> None:
+        """Write the values of transfers into a message, converted to the receivers' dtypes."""
+        wanted: list[tuple[tuple[int, int], torch.Tensor]] = []
+        for number, one in enumerate(out):
+            key = self.sources[one.source]
+            if isinstance(key, str):
+                wanted.append(((number, 0), self.buffers[key].detach().reshape(-1)))
+            else:
+                start, stop = one.source.start, one.source.stop
+                first, values = next((a, values) for a, b, values in self.runs[key] if a <= start and stop <= b)
+                wanted.append(((number, start - first), values))
+        views = dict(wanted)
+
+        def use(keys: Sequence[tuple[int, int]]) -> None:
+            for number, start in keys:
+                one = out[number]
+                values = views[number, start][start:]
+                some = given[places[number] : places[number] + one.nbytes].view(dtype_of(one.target.dtype))
+                for patch in one.patches():
+                    some[: patch.numel].view(patch.shape).copy_(taken(values, patch))
+                    some = some[patch.numel :]
+
+        with torch.no_grad():
+            self.state.fetch(wanted, use)
 
 
 class WeightSync:
@@ -270,10 +303,10 @@ class WeightSync:
             holdings += list(self._sources())
         self.plan = reshard_plan(self._comm, holdings)
 
-    def _sources(self) -> dict[Holding, tuple[int, int, int]]:
-        """Return what this rank sends: (parameter, start, stop) by holding; (-1, 0, 0) for buffers."""
+    def _sources(self) -> dict[Holding, int | str]:
+        """Return what this rank sends: the number of a parameter, or the name of a buffer."""
         state: CheckpointedModel = self._trainer.sharded.state
-        found: dict[Holding, tuple[int, int, int]] = {}
+        found: dict[Holding, int | str] = {}
         dtypes = {index: runs[0][2].dtype for index, runs in state.value_runs().items() if runs}
         for index, ranges in state.owned_ranges().items():
             tensor = state.registry[index]
@@ -284,33 +317,38 @@ class WeightSync:
             for start, stop in ranges:
                 if start < stop:
                     dtype = name_of(dtypes[index])
-                    found[Holding(name, tensor.global_shape, box, start, stop, dtype, True)] = (index, start, stop)
+                    found[Holding(name, tensor.global_shape, box, start, stop, dtype, True)] = index
         for name, buffer in _saved_buffers(state.module).items():
             new = name if self._rename is None else self._rename(name)
             if new is not None:
                 shape = tuple(buffer.shape)
-                holding = Holding(new, shape, whole(shape), 0, buffer.numel(), name_of(buffer.dtype), True)
-                found[holding] = (-1, 0, 0)
+                found[Holding(new, shape, whole(shape), 0, buffer.numel(), name_of(buffer.dtype), True)] = name
         return found
 
     def __call__(self) -> int:
         """Send the current weights (all ranks of the group call); return the bytes that this rank has received."""
+        read = None
+        if self._trainer is not None:
+            state: CheckpointedModel = self._trainer.sharded.state
+            state.finish_gathers()
+            read = _Values(state, self._sources(), state.value_runs(), _saved_buffers(state.module))
         received = 0
         first = ""
         for last in self.plan.rounds:
             out = [one for one in self.plan.sends if first < one.name <= last]
             into = [one for one in self.plan.receives if first < one.name <= last]
-            received += self._round(out, into)
+            received += self._round(out, into, read)
             first = last
         return received
 
-    def _round(self, out: Sequence[Transfer], into: Sequence[Transfer]) -> int:
+    def _round(self, out: Sequence[Transfer], into: Sequence[Transfer], read: _Values | None) -> int:
         comm = self._comm
         out, into = (sorted(some, key=lambda one: one.peer) for some in (out, into))
         going, coming = _places(out, comm.world), _places(into, comm.world)
         given = torch.empty(sum(going[1]), dtype=torch.uint8, device=comm.device)
         arrived = torch.empty(sum(coming[1]), dtype=torch.uint8, device=comm.device)
-        self._fill(given, out, going[0])
+        if read is not None:
+            read.fill(given, out, going[0])
         comm.all_to_all(arrived, given, coming[1], going[1], "weights").wait()
         with torch.no_grad():
             for one, place in zip(into, coming[0], strict=True):
@@ -321,38 +359,6 @@ class WeightSync:
                     part.copy_(some[: patch.numel].view(patch.shape))
                     some = some[patch.numel :]
         return arrived.numel()
-
-    def _fill(self, given: torch.Tensor, out: Sequence[Transfer], places: Sequence[int]) -> None:
-        """Write the values of transfers, converted to the receivers' dtypes."""
-        if not out:
-            return
-        state: CheckpointedModel = self._trainer.sharded.state
-        state.finish_gathers()
-        sources, runs = self._sources(), state.value_runs()
-        buffers = _saved_buffers(state.module)
-        wanted: list[tuple[int, torch.Tensor]] = []
-        for number, one in enumerate(out):
-            index, start, stop = sources[one.source]
-            if index < 0:
-                values = next(
-                    b for n, b in buffers.items() if one.name == (n if self._rename is None else self._rename(n))
-                )
-                wanted.append((number, values.detach().reshape(-1)))
-                continue
-            first, values = next((a, values) for a, b, values in runs[index] if a <= start and stop <= b)
-            wanted.append((number, values[start - first : stop - first]))
-        views = dict(wanted)
-
-        def use(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                one = out[number]
-                some = given[places[number] : places[number] + one.nbytes].view(dtype_of(one.target.dtype))
-                for patch in one.patches():
-                    some[: patch.numel].view(patch.shape).copy_(taken(views[number], patch))
-                    some = some[patch.numel :]
-
-        with torch.no_grad():
-            state.fetch(wanted, use)
 
     def close(self) -> None:
         """Destroy the process groups (all ranks of the group call)."""

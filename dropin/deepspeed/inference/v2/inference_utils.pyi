@@ -5,14 +5,14 @@ from typing_extensions import deprecated
 
 __all__ = ["ActivationType", "DtypeEnum", "NormTypeEnum", "ceil_div"]
 
-@deprecated('inference is not built yet')
+@deprecated('continuous batching of ragged prompts (inference v2) is not built: export the weights (engine.export()) for a server such as vLLM or SGLang, or answer batches by init_inference()')
 class ActivationType:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('continuous batching of ragged prompts (inference v2) is not built: export the weights (engine.export()) for a server such as vLLM or SGLang, or answer batches by init_inference()')
 class DtypeEnum:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('continuous batching of ragged prompts (inference v2) is not built: export the weights (engine.export()) for a server such as vLLM or SGLang, or answer batches by init_inference()')
 class NormTypeEnum:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated('continuous batching of ragged prompts (inference v2) is not built: export the weights (engine.export()) for a server such as vLLM or SGLang, or answer batches by init_inference()')
 def ceil_div(*args: Any, **kwargs: Any) -> NoReturn: ...

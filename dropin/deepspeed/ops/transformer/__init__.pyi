@@ -9,12 +9,12 @@ from shardwise_deepspeed.layers import DeepSpeedTransformerLayer as DeepSpeedTra
 
 __all__ = ["DeepSpeedInferenceConfig", "DeepSpeedMoEInference", "DeepSpeedTransformerConfig", "DeepSpeedTransformerInference", "DeepSpeedTransformerLayer", "inference", "transformer"]
 
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedInferenceConfig:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedMoEInference:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedTransformerInference:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

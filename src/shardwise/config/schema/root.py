@@ -11,6 +11,7 @@ from .checkpoint import CheckpointOptions
 from .compression_training import CompressionTraining
 from .data import CurriculumLearning, DataEfficiency, ProgressiveLayerDropping
 from .elasticity import Elasticity
+from .inference import HybridEngine
 from .local import LocalSGD
 from .not_built import NotBuilt, not_built
 from .observe import (
@@ -226,5 +227,5 @@ class Config(ConfigSection):
 
     elasticity: Elasticity = section(Elasticity, "Batch sizes that stay equal when the number of ranks changes.")
     autotuning: Autotuning = section(Autotuning, "Measured search of stages and batch sizes.")
-    hybrid_engine: Annotated[Any, NotBuilt("hybrid_engine")] = not_built("hybrid_engine")
+    hybrid_engine: HybridEngine = section(HybridEngine, "Generation between steps of training.")
     compile: Annotated[Any, NotBuilt("compile")] = not_built("compile")

@@ -156,6 +156,8 @@ class Comparison:
 
         def without_values(tensor: torch.Tensor) -> torch.Tensor:
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            if hasattr(tensor, "__tensor_flatten__"):  # quantised
+                return torch.empty(tensor.shape, dtype=dtype, device="meta")
             return torch.empty_like(tensor, dtype=dtype, device="meta")
 
         module = copied(self._block, lambda _, one: without_values(one), torch.float32, group, torch.device("meta"))

@@ -8,12 +8,12 @@ from deepspeed.ops.transformer.inference import diffusers_transformer_block as d
 
 __all__ = ["DeepSpeedInferenceConfig", "DeepSpeedMoEInference", "DeepSpeedTransformerInference", "config", "diffusers_attention", "diffusers_transformer_block"]
 
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedInferenceConfig:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedMoEInference:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedTransformerInference:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -5,6 +5,6 @@ from typing_extensions import deprecated
 
 __all__ = ["DeepSpeedDiffusersTransformerBlock"]
 
-@deprecated('inference is not built yet')
+@deprecated("layers for inference are the model's own, compiled by torch.compile (init_inference, replace_with_kernel_inject)")
 class DeepSpeedDiffusersTransformerBlock:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -1,0 +1,172 @@
+"""Generation between steps of training: gathered once, streamed, or on tensor-parallel copies; adapters merged."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.config import resolve
+from shardwise.errors import ConfigError, UsageError
+from tests.harness import RankFailure, run_ranks, thorough
+from tests.harness.training import config_of
+from tests.inference.models import ARGUMENTS, answers, expected, generating, prompts
+
+NEW = 8
+SGD = {"type": "SGD", "params": {"lr": 0.3}}
+
+
+def adapted(family: str = "llama") -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_alpha=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, for what peft reads
+        found: nn.Module = peft.get_peft_model(generating(family), settings)
+    return found
+
+
+def step(engine: Any, number: int) -> None:
+    ids = torch.arange(3, 11).view(2, 4) + 2 * number + dist.get_rank()
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
+def whole(engine: Any, lora: bool) -> Any:
+    """Return a plain model with the engine's weights."""
+    plain = adapted() if lora else generating("llama")
+    plain.load_state_dict(engine.module_state_dict())
+    return plain.eval()
+
+
+def phases(stage: int, lora: bool, section: dict[str, Any], zero: dict[str, Any]) -> Any:
+    """Train, answer twice, train, answer; return answers with those of plain models, and collectives of the second."""
+    model = adapted() if lora else generating("llama")
+    config = config_of(stage, SGD, rows=2, zero=zero, hybrid_engine={"enabled": True, **section})
+    engine, *_ = shardwise.initialize(model=model, config=config)
+    rows, found, counts = 1 + (dist.get_rank() if section.get("inference_tp_size", 1) == 1 else 0), [], []
+    for number in range(2):
+        engine.train()
+        step(engine, number)
+        before = engine.module_state_dict()
+        engine.eval()
+        for _ in range(2):
+            launched = sum(engine.job.launched())
+            found.append(answers(engine, rows, "right", NEW))
+            counts.append(sum(engine.job.launched()) - launched)
+            assert not engine.training
+        engine.train()
+        after = engine.module_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        found.append(expected(whole(engine, lora), rows, NEW))
+    step(engine, 3)
+    trained = engine.module_state_dict()
+    engine.destroy()
+    return found, counts, trained
+
+
+@pytest.mark.parametrize(
+    ("stage", "lora", "section", "zero"),
+    [
+        (0, False, {"inference_tp_size": 2}, {}),
+        (3, True, {}, {}),
+        (3, False, {"inference_tp_size": 2, "pin_parameters": False}, {"offload_param": {"device": "cpu"}}),
+        thorough(1, True, {"inference_tp_size": 2}, {}),
+        thorough(2, False, {"pin_parameters": False}, {}),
+        thorough(3, True, {"inference_tp_size": 2}, {}),
+    ],
+)
+def test_training_and_answers_alternate(stage: int, lora: bool, section: Any, zero: Any) -> None:
+    results = run_ranks(phases, 2, stage, lora, section, zero)
+    for found, counts, _ in results:
+        assert found[0] == found[1] == found[2] and found[3] == found[4] == found[5]
+        assert found[0] != found[3]
+        if section == {} and stage == 3:  # gathered once
+            assert counts[0] > 0 and counts[1] == 0
+    for name, values in results[0][2].items():
+        assert torch.equal(values, results[1][2][name])
+
+
+def streamed(stage: int) -> Any:
+    """Generate answers of other lengths on the ranks, without a section."""
+    engine, *_ = shardwise.initialize(model=generating("llama"), config=config_of(stage, SGD, rows=2))
+    engine.eval()
+    new = 3 + 4 * dist.get_rank()
+    found = answers(engine, 1, "left", new), expected(whole(engine, False), 1, new)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [3, thorough(0)])
+def test_ranks_with_answers_of_other_lengths_end_together(stage: int) -> None:
+    for found, wanted in run_ranks(streamed, 2, stage):
+        assert found == wanted
+
+
+class Fused(nn.Linear):
+    """Layer with an adapter as DeepSpeed-Chat's."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.right, self.left = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+        self.fused = False
+
+    def fuse_lora_weight(self) -> None:
+        self.weight.data += self.right @ self.left
+        self.fused = True
+
+    def unfuse_lora_weight(self) -> None:
+        self.weight.data -= self.right @ self.left
+        self.fused = False
+
+
+def test_adapters_are_merged_as_a_snapshot() -> None:
+    from shardwise.inference.adapters import merged
+
+    model = nn.ModuleList([Fused(), adapted()])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.arange(3, 9).view(1, 6)
+    plain = model[1](ids).logits
+    with torch.no_grad(), merged(model) as count:
+        assert count == 5 and model[0].fused
+        assert not torch.equal(model[0].weight, before["0.weight"])
+        assert torch.allclose(model[1](ids).logits, plain, atol=1e-4)
+    assert not model[0].fused
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ZeroDivisionError), merged(model):
+        raise ZeroDivisionError
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def other_shapes() -> None:
+    config = config_of(0, SGD, rows=2, hybrid_engine={"enabled": True, "inference_tp_size": 2, "max_out_tokens": 10})
+    engine, *_ = shardwise.initialize(model=generating("llama"), config=config)
+    try:
+        with pytest.raises(UsageError, match=r"exceed hybrid_engine.max_out_tokens = 10"):
+            answers(engine, 1, "left", 5)
+        given = {name: value[:, dist.get_rank() :] for name, value in prompts(1, "left").items()}
+        engine.generate(**given, max_new_tokens=2, **ARGUMENTS)
+    finally:
+        engine.destroy()
+
+
+def test_prompts_of_other_shapes_on_ranks_that_share_a_copy_are_refused() -> None:
+    with pytest.raises(RankFailure, match=r"UsageError.*their prompts have the shapes"):
+        run_ranks(other_shapes, 2)
+
+
+def test_sections_that_cannot_be_served_are_refused() -> None:
+    base = {"train_batch_size": 2}
+    with pytest.raises(ConfigError, match=r"hybrid_engine.enable_cuda_graph: .*write false"):
+        resolve({**base, "hybrid_engine": {"enabled": True, "enable_cuda_graph": True}})
+    with pytest.raises(ConfigError, match=r"hybrid_engine.max_out_tokens: expected an integer"):
+        resolve({**base, "hybrid_engine": {"max_out_tokens": "many"}})
+    engine, *_ = shardwise.initialize(model=nn.Linear(2, 2), config=base)
+    with pytest.raises(UsageError, match="Linear has no generate"):
+        engine.generate()
+    engine.destroy()

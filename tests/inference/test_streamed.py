@@ -1,0 +1,104 @@
+"""ZeRO-Inference: weights on host or disk, streamed unit by unit; and weights that no rank ever has whole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from tests.harness import run_ranks, thorough
+from tests.inference.models import answers, expected, generating
+
+NEW = 64
+
+
+def streamed(device: str, directory: str, new: int) -> Any:
+    """Answer with weights on a tier; ranks have answers of other lengths."""
+    model = generating("llama")
+    lengths = [new, new - 5]
+    wanted = expected(model, 3, lengths[dist.get_rank()])
+    if dist.get_rank() == 0:
+        model.save_pretrained(f"{directory}/model")
+    dist.barrier()
+    with torch.device("meta"):
+        blank = type(model)(model.config)
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": device, "nvme_path": directory},
+        "stage3_param_persistence_threshold": 0,
+    }
+    engine = shardwise.init_inference(blank, dtype="fp32", zero=zero, checkpoint=f"{directory}/model")
+    found = [answers(engine, rows, "right", lengths[dist.get_rank()]) for rows in (1, 3)]
+    engine.destroy()
+    return wanted, found
+
+
+@pytest.mark.parametrize("device", ["cpu", thorough("nvme"), thorough("none")])
+def test_weights_on_other_tiers_give_the_same_tokens(device: str, tmp_path: Path) -> None:
+    for wanted, found in run_ranks(streamed, 2, device, str(tmp_path), NEW):
+        assert found == [wanted[:1], wanted]
+
+
+def test_weights_on_a_disk_give_the_same_tokens(tmp_path: Path) -> None:
+    for wanted, found in run_ranks(streamed, 2, "nvme", str(tmp_path), 8):
+        assert found == [wanted[:1], wanted]
+
+
+def kib(name: str) -> int:
+    """Return a number of this process."""
+    return int(re.findall(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+
+def peak(directory: str) -> Any:
+    """Return the peak resident bytes of reading a model into tensor-parallel parts, beyond those before."""
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = kib("VmRSS")
+    engine = shardwise.init_inference(model, dtype="fp32", mp_size=2, checkpoint=directory)
+    after = kib("VmHWM")
+    own = sum(p.nbytes for p in engine.module.parameters())
+    engine.destroy()
+    return (after - before) << 10, own
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+def test_no_rank_has_the_whole_model_while_it_is_read(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    total = sum(p.nbytes for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    del model
+    for grown, own in run_ranks(peak, 2, str(tmp_path)):
+        assert own < 0.55 * total
+        assert grown < own + 0.15 * total, (grown, own, total)
+
+
+def test_native_checkpoints_are_read_in_parts(tmp_path: Path) -> None:
+    model = generating("llama")
+    wanted = expected(model, 1, 6)
+    engine, *_ = shardwise.initialize(model=model, config={"train_batch_size": 1})
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    with torch.device("meta"):
+        blank = type(model)(model.config)
+    served = shardwise.init_inference(blank, dtype="fp32", checkpoint=str(tmp_path))
+    assert answers(served, 1, "left", 6) == wanted
