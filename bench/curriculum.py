@@ -81,11 +81,11 @@ def train(name: str, sections: dict[str, Any], tokens: int, target: float | None
     start, seen, step = time.perf_counter(), 0, 0
     marks, losses = [], []
     while seen < tokens:
+        lengths = engine.curriculum_scheduler_legacy
+        length = SIZE.length if lengths is None else lengths.get_current_difficulty() - 1
         loss = engine(windows(data, step * dist.get_world_size() + dist.get_rank(), SIZE.rows))
         engine.backward(loss)
         engine.step()
-        lengths = engine.curriculum_scheduler_legacy
-        length = SIZE.length if lengths is None else lengths.get_current_difficulty() - 1
         seen += length * SIZE.rows * dist.get_world_size()
         step += 1
         if seen * POINTS // tokens > len(marks) or seen >= tokens:

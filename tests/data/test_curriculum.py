@@ -142,6 +142,20 @@ def test_positions_resume_on_any_ranks(stop: int, other: tuple[int, int, int], t
     assert seen + flat(again) == whole or stop == 60
 
 
+@pytest.mark.parametrize("stop", [0, 1, 3, 4])
+def test_batches_that_workers_have_prepared_are_not_lost(stop: int, tmp_path: Path) -> None:
+    given = both(tmp_path)
+    whole = flat(loaders(given, 1, 4))
+    of = loaders(given, 1, 4, workers=2)
+    iterators = [iter(loader) for loader in of]
+    seen = flat(of, stop, iterators)
+    (again,) = loaders(given, 1, 4)
+    again.load_state_dict(of[0].state_dict())
+    (third,) = loaders(given, 1, 4)
+    third.load_state_dict(again.state_dict())
+    assert seen + flat([third]) == whole
+
+
 def test_another_batch_size_goes_on_between_steps(tmp_path: Path) -> None:
     given = both(tmp_path)
     of = loaders(given, 2, 2)

@@ -126,7 +126,7 @@ def as_a_loop(ranks: int, form: str) -> None:
             found = safe_get_full_fp32_param(parameter)
             torch.testing.assert_close(found, wanted[name].detach(), rtol=1e-5, atol=1e-6)
         digests.add(parameters_digest(engine.module))
-        assert engine.progressive_layer_drop.get_theta() == pytest.approx(0.3 + 0.7 * math.exp(-0.7 * (STEPS - 1)))
+        assert engine.progressive_layer_drop.get_theta() == pytest.approx(0.3 + 0.7 * math.exp(-0.7 * STEPS))
         engine.eval()
         evaluated = engine(batch(0, 0))
         engine.destroy()
@@ -151,6 +151,7 @@ def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole.destroy()
     again = engine_of(Net(), 2)
     again.load_checkpoint(str(tmp_path))
+    assert again.progressive_layer_drop.get_theta() == pytest.approx(0.3 + 0.7 * math.exp(-0.7 * 3))
     train(again, range(3, STEPS))
     assert parameters_digest(again.module) == wanted
 

@@ -149,6 +149,7 @@ class CurriculumSampler(Sampler[list[int]]):
         self.number = 0  # micro-batches of this rank in this epoch
         self._before: dict[int, dict[str, Any]] = {}  # state before the batch that a micro-batch begins
         self.kept = 3  # such states
+        self._origin = self._state()  # before the first of them
 
     def __len__(self) -> int:
         """Return the number of micro-batches of an epoch, which is `num_epochs` passes over the dataset."""
@@ -159,7 +160,7 @@ class CurriculumSampler(Sampler[list[int]]):
         if self._taken and self._before:  # an iteration has ended within a batch
             self.load_state_dict(self.state_dict())
         self.number = 0
-        self._before = {}
+        self._origin, self._before = self._state(), {}
 
     def __iter__(self) -> Iterator[list[int]]:
         part = self._micro * self._ranks
@@ -251,9 +252,9 @@ class CurriculumSampler(Sampler[list[int]]):
         """
         number = self.number if number is None else number
         first = max((begun for begun in self._before if begun < number), default=None)
-        if first is None:
-            return self._state()
         part = self._micro * self._ranks
+        if first is None:
+            return {**self._origin, "seen": number * part}
         return {**self._before[first], "seen": number * part, "taken": (number - first) * part}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,10 +283,12 @@ class CurriculumSampler(Sampler[list[int]]):
         for name, value in state["current_difficulties"].items():
             self.schedules[name].set_current_difficulty(value)
         self.step, self._taken, self._before, self.number = state["step"], taken, {}, state["seen"] // part
+        self._origin = {**self._state(), "batch": state["batch"]}
         if taken >= state["batch"]:  # the whole batch: draw it once more, to be after it
             whole, self.batch = self.batch, state["batch"]
             self._drawn(again=True)
             self.batch, self._taken, self._before = whole, 0, {}
+            self._origin = self._state()
 
 
 class CurriculumSource(SampleSource):

@@ -124,7 +124,8 @@ class Batches:
     ) -> EngineDataLoader:
         """Make the training dataloader one with micro-batches by tokens (section `dynamic_batching`), and return it.
 
-        Each step multiplies the learning rate of the schedule by `lr_scaling_method` of its samples.
+        Each step multiplies the learning rate of the schedule by `lr_scaling_method` of its samples. Micro-batches
+        count alike; to count their samples or tokens, pass `engine.backward(loss, weight=...)`.
 
         Args:
             dataset: a map-style dataset.

@@ -85,6 +85,12 @@ class Curricula:
         step = self._step
         return step.global_steps, step.micro_steps - step.window_began, step.forwards, step.open_passes
 
+    @property
+    def current(self) -> Curricula:
+        """These schedules, set to the step that comes, also after a checkpoint was loaded."""
+        self.follow()
+        return self
+
     def follow(self) -> None:
         """Set all schedules to the step that comes."""
         steps = self._step.global_steps

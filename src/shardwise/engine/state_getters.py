@@ -121,13 +121,13 @@ class StateGetters(nn.Module):
     last_step = Held[StepReport | None]("_step")
     lr_scheduler = Held[Any]("_step")
     loss_scaler = Held[LossScaler | None]("_step")
-    progressive_layer_drop: Any = _at("_curricula.layer_drop")
+    progressive_layer_drop: Any = _at("_curricula.current.layer_drop")
     """Schedule of `progressive_layer_drop` (`get_theta()`); None without."""
 
-    curriculum_scheduler_legacy: Any = _at("_curricula.lengths")
+    curriculum_scheduler_legacy: Any = _at("_curricula.current.lengths")
     """Schedule of `curriculum_learning` (`get_current_difficulty()`); None without."""
 
-    random_ltd_scheduler: Any = _at("_curricula.tokens")
+    random_ltd_scheduler: Any = _at("_curricula.current.tokens")
     """Schedule of `random_ltd` (`get_current_seq()`); None without."""
 
     training_dataloader = Held[EngineDataLoader | None]("_batches")

@@ -193,7 +193,9 @@ class RandomLTD(ConfigSection):
     random_ltd_layer_num: Int | None = key(None, "Layers that drop tokens.", gt=0)
     random_ltd_layer_id: Ints | None = key(None, "Numbers of these layers, from 0.")
     model_mask_name: str | None = key(None, "Name of the layers' argument for the attention mask.")
-    model_type: Literal["decoder", "encoder"] | None = key(None, "Kind of the layers.")
+    model_type: Literal["decoder", "encoder"] | None = key(
+        None, "Kind of the layers.", no_effect="the part of a mask that belongs to some tokens is the same for both"
+    )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = key(None, "Dimensions of hidden states.")
     random_ltd_schedule: TokenDropSchedule = section(TokenDropSchedule, "Number of tokens.")
     layer_token_lr_schedule: LayerTokenRates = section(LayerTokenRates, "Learning rate by tokens.")
@@ -205,22 +207,15 @@ class RandomLTD(ConfigSection):
         if self.layer_token_lr_schedule.enabled:
             message = "is not supported; remove it, and set the rate by `scheduler`"
             yield "layer_token_lr_schedule.enabled", message, ConfigError
-        schedule = self.random_ltd_schedule
-        given = {
-            **{
-                name: getattr(self, name) for name in ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id")
-            },
-            **{name: getattr(self, name) for name in ("model_type", "hidden_state_order")},
-            **{
-                f"random_ltd_schedule.{name}": getattr(schedule, name)
-                for name in ("min_value", "max_value", "schedule_type")
-            },
-            **{
-                f"random_ltd_schedule.schedule_config.{name}": getattr(schedule.schedule_config, name)
-                for name in ("require_steps", "seq_per_step")
-            },
+        schedule, at_schedule = self.random_ltd_schedule, "random_ltd_schedule."
+        needed: dict[str, tuple[ConfigSection, tuple[str, ...]]] = {
+            "": (self, ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "hidden_state_order")),
+            at_schedule: (schedule, ("min_value", "max_value", "schedule_type")),
+            f"{at_schedule}schedule_config.": (schedule.schedule_config, ("require_steps", "seq_per_step")),
         }
-        missing = [name for name, value in given.items() if value is None]
+        missing = [
+            where + name for where, (held, names) in needed.items() for name in names if getattr(held, name) is None
+        ]
         for name in missing:
             yield name, "is needed by random layer-token dropping; add it", ConfigError
         if missing:
