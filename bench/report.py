@@ -2,7 +2,7 @@
 
     python bench/report.py README.md docs/numbers.md docs/convergence.md docs/pipeline.md docs/gpu.md docs/frameworks.md
         docs/inference.md docs/local-sgd.md docs/memory.md docs/model-compression.md docs/unequal.md docs/zeropp.md
-        docs/articles.md
+        docs/articles.md docs/sparse-attention.md docs/kernels.md
 
 A page has a table between `<!-- table NAME -->` and `<!-- /table -->`; everything else is written by hand. Figures that
 have not been measured are "-". `<!-- table machine -->` names the machine of most tables of a page; the others name
@@ -508,6 +508,34 @@ TABLES: dict[str, Table] = {
             C("of it for samples, at least", "{best_ms:.0f}"),
         ],
     ),
+    **{
+        f"{prefix}sparse_attention": Table(
+            [f"{prefix}sparse_attention"],
+            [
+                C("layout", "system"),
+                *(
+                    C(f"{tokens // 1024}k: {head}", value, {"tokens": tokens})
+                    for tokens in (4096, 8192, 16384)
+                    for head, value in (("share", "{share:.0%}"), ("s", "{time_s:.2f}"), ("MiB", "{memory_mib:.0f}"))
+                ),
+            ],
+        )
+        for prefix in ("", "gpu_")
+    },
+    **{
+        f"{prefix}kernels": Table(
+            [f"{prefix}kernels"],
+            [
+                C("kernel", "system"),
+                *(
+                    C(f"{way}, ms", f"{{{way}_ms:.2f}}")
+                    for way in ("eager", "compiled", "foreach", "fused", "shardwise")
+                ),
+                C("compiler", "compiler"),
+            ],
+        )
+        for prefix in ("", "gpu_")
+    },
     "machines_throttled": Table(
         ["machines_throttled"],
         [

@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 _DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "memory", "model-compression", "unequal", "zeropp")
+_DOCS += ("sparse-attention", "kernels")
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 Part = list[tuple[str, str, int]]
 """Names of files, the commands that leave them, and the seconds that each may take."""
@@ -67,6 +68,8 @@ CPU: dict[str, Part] = {
     "host_time": _cpu("host.py"),
     "monitoring": _cpu(*(f"overhead.py --nproc {nproc}" for nproc in (1, 2))),
     "unequal": _cpu("unequal.py"),
+    "sparse_attention": _cpu("sparse_attention.py"),
+    "kernels": _cpu("kernels.py"),
     "plan_time": _cpu("plan_time.py"),
     "optimizer": _cpu("micro.py --what adam"),
     "offload": _cpu(
@@ -116,6 +119,8 @@ CUDA: dict[str, Part] = {
     "limited": [("gpu_offload_limited", "offload_train.py --what limited", 480)],
     "cost": [("gpu_offload_cost", "offload_train.py --what cost", 300)],
     "checkpoint": [("gpu_checkpoint", "checkpoint.py --what background --gpu", 120)],
+    "sparse_attention": [("gpu_sparse_attention", "sparse_attention.py --rounds 20", 240)],
+    "kernels": [("gpu_kernels", "kernels.py --rounds 20", 180)],
     "fp16": [("gpu_one_163M_fp16_1", f"{ONE} --size 163M --dtype fp16 --some", 120)],
     "largest": [("gpu_offload_largest", "offload_train.py --what largest", 480)],
 }

@@ -248,6 +248,14 @@ def without_function_modes() -> contextlib.AbstractContextManager[Any]:
     return found
 
 
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which operators compute values, also where a mode makes fake tensors outside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    found: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return found
+
+
 @never_compiled
 def transforming() -> bool:
     """Return True while a transform of torch.func (grad, vjp, jacrev, vmap, ...) runs; False if unknown."""

@@ -18,11 +18,13 @@ from shardwise.attention import (
     SparseSelfAttention,
     SparsityConfig,
     extend_positions,
+    is_sparse,
     layout_of,
     pad_to_block_size,
     sparsify,
     unpad_sequence_output,
 )
+from shardwise.engine.plans import plan_model
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel import begin, end, share_attention
 from shardwise.parallel.data import complete
@@ -178,6 +180,18 @@ def test_heads_of_a_rank_have_their_own_layouts(family: str) -> None:
         for name, parameter in model.named_parameters():
             if name in rank:
                 torch.testing.assert_close(rank[name], parameter.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_plans_know_the_layout() -> None:
+    """The plan of a model that has the layout already is that of a section; the model itself stays dense."""
+    model = made("llama")
+    config = config_of(1, SGD, rows=2, sparse_attention=SECTION)
+    planned = plan_model(model, config, ranks=1, stages=[1], batch=data(0)).plans[0]
+    assert not any(map(is_sparse, model.modules()))
+    dense = plan_model(model, config_of(1, SGD, rows=2), ranks=1, stages=[1], batch=data(0)).plans[0]
+    again = plan_model(sparsify(model, SECTION), config, ranks=1, stages=[1], batch=data(0)).plans[0]
+    assert planned.note == "" and planned.peaks == again.peaks
+    assert planned.peaks["activations"] != dense.peaks["activations"]
 
 
 class Own(nn.Module):

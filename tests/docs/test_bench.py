@@ -46,6 +46,16 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @pytest.mark.thorough
+def test_layers_and_kernels(quick: Bench) -> None:
+    quick("sparse_attention.py", "--tokens", "64")
+    rows = quick.rows("sparse_attention")
+    assert rows["dense"]["share"] == 1 > rows["local_sliding_window"]["share"]
+    assert all(row["time_s"] > 0 for row in rows.values())
+    quick("kernels.py")
+    assert quick.rows("kernels")["AdamW step"]["fused_ms"] > 0
+
+
+@pytest.mark.thorough
 def test_systems_take_turns_and_the_figures_reach_table_and_plot(quick: Bench) -> None:
     quick("train.py", "--nproc", "2")
     rows = quick.rows("time_zero_tiny_fp32_2")

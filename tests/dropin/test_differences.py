@@ -38,6 +38,7 @@ ELSEWHERE = {
     "buckets": "memory/test_monotone.py",
     "persistence": "config/test_resolve.py",
     "hjson": "config/test_load.py",
+    "sparse-attention": "attention/test_sparse.py",
     "loss-scale": "zero/test_overflow.py",
     "same-bits": "zero/test_numerics.py",
     "branches": "engine/test_engine.py",

@@ -101,6 +101,16 @@ def test_finetuning_lowers_the_loss(family: str, stage: int, tmp_path: Path) -> 
     assert (saved / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("mode", ["bslongformer", thorough("bigbird")])
+def test_sparse_attention_trains(mode: str) -> None:
+    pytest.importorskip("transformers")
+    options = ("--tokens", "500", "--steps", "12", "--mode", mode)
+    output = run_program(EXAMPLES / "sparse_attention.py", *options, nproc=1)
+    losses = re.findall(r"loss ([\d.]+) to ([\d.]+)", output)
+    assert f"sparse ({mode})" in output and "dense: " in output and len(losses) == 2
+    assert float(losses[0][1]) < float(losses[0][0]) - 0.3
+
+
 def test_state_eight_times_as_large_as_the_device_trains(tmp_path: Path) -> None:
     config = json.loads((EXAMPLES / "offload.json").read_text())
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "swap")

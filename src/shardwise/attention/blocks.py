@@ -9,7 +9,7 @@ blocks, and memory grows with tokens, not with their square.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-_SCORES = 1 << 21  # scores that are computed together: 8 MiB in fp32
+_SCORES = 1 << 19  # scores that are computed together: 2 MiB in fp32
 _GATHER = 8  # the cost of gathering a block of keys, in products of two blocks
 
 
@@ -123,6 +123,38 @@ class Setting:
     seed: int
 
 
+class _Buffers:
+    """Memory that chunks use one after the other, because an allocator would fragment by their different sizes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._flat = device, dict[str, torch.Tensor]()
+
+    def of(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialized memory of a shape."""
+        size, flat = math.prod(shape), self._flat.get(name)
+        if flat is None or len(flat) < size:
+            self._flat.pop(name, None)
+            flat = self._flat[name] = torch.empty(size, dtype=dtype, device=self._device)
+        return flat[:size].view(*shape)
+
+    def take(self, name: str, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Gather (samples, all, tokens, width) by (tiles, ...) to (samples, tiles, tokens of a tile, width)."""
+        samples, _, tokens, width = tensor.shape
+        found = self.of(name, (samples, index.numel(), tokens, width), tensor.dtype)
+        torch.index_select(tensor, 1, index.flatten(), out=found)
+        return found.view(samples, len(index), -1, width)
+
+    def product(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the matrix products of two batches."""
+        found = self.of(name, (*a.shape[:-1], b.shape[-1]), a.dtype)
+        torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=found.flatten(0, 1))
+        return found
+
+    def cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor in another dtype, or as it is."""
+        return tensor if tensor.dtype == dtype else self.of(name, tensor.shape, dtype).copy_(tensor)
+
+
 @dataclass
 class _Tile:
     """Indices and masks of a chunk on the device."""
@@ -146,28 +178,25 @@ class _Tile:
         """Positions of the gathered blocks among those of all key heads."""
         return self._index((self.chunk.heads // self.groups)[:, None] * self.setting.plan.blocks + self.chunk.columns)
 
-    def hidden(self) -> torch.Tensor | None:
-        """Return True where a query does not see a key, (tiles, queries, keys); None if it sees all."""
+    def hide(self, scores: torch.Tensor, buffers: _Buffers) -> None:
+        """Set scores, (samples, tiles, queries, keys), to -inf where a query does not see a key."""
         chunk, plan, tokens = self.chunk, self.setting.plan, self.setting.tokens
-        found: torch.Tensor | None = None
+        tiles, rows, columns = chunk.seen.shape
         if not chunk.seen.all():
-            tiles, rows, columns = chunk.seen.shape
-            found = self._index(~chunk.seen)[:, :, None, :, None]
-            found = found.expand(tiles, rows, plan.block, columns, plan.block)
-            found = found.reshape(tiles, rows * plan.block, columns * plan.block)
-        incomplete = bool(tokens % plan.block)
-        if not self.setting.causal and not incomplete:
-            return found
+            blocks = scores.view(-1, tiles, rows, plan.block, columns, plan.block)
+            blocks.masked_fill_(self._index(~chunk.seen)[:, :, None, :, None], -math.inf)
+        if not self.setting.causal and tokens % plan.block == 0:
+            return
         inside = torch.arange(plan.block, device=self.device)
         keys = (self._index(chunk.columns)[:, :, None] * plan.block + inside).flatten(1)[:, None, :]
-        if self.setting.causal:  # a query that exists sees no key after the last one
-            size = plan.rows * plan.block
-            queries = self._index(chunk.tiles)[:, None, None] * size
-            queries = queries + torch.arange(size, device=self.device)[None, :, None]
-            late = keys > queries
-        else:
-            late = keys >= tokens
-        return late if found is None else found | late
+        if not self.setting.causal:
+            scores.masked_fill_(keys >= tokens, -math.inf)
+            return
+        size = rows * plan.block  # a query that exists sees no key after the last one
+        queries = self._index(chunk.tiles)[:, None, None] * size
+        late = buffers.of("late", scores.shape[1:], torch.bool)
+        torch.gt(keys, queries + torch.arange(size, device=self.device)[None, :, None], out=late)
+        scores.masked_fill_(late, -math.inf)
 
     def bias_index(self, heads: int) -> tuple[torch.Tensor, ...]:
         """Return head, row block and column block of each pair of blocks, (tiles, rows, columns)."""
@@ -192,12 +221,6 @@ class _Tile:
         return torch.empty_like(scores).bernoulli_(1 - rate, generator=generator).div_(1 - rate)
 
 
-def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Gather (samples, all, tokens, width) by (tiles, ...) to (samples, tiles, tokens of a tile, width)."""
-    samples, _, _, width = tensor.shape
-    return tensor.index_select(1, index.flatten()).view(samples, len(index), -1, width)
-
-
 def _in_blocks(tensor: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
     """Return (samples, heads, tokens, width) as (samples, heads * blocks, block, width), padded with zeros."""
     padded = F.pad(tensor, (0, 0, 0, tokens - tensor.shape[2])) if tokens != tensor.shape[2] else tensor
@@ -218,6 +241,7 @@ class _Call:
     ) -> None:
         plan = setting.plan
         self.setting, self.wide = setting, torch.promote_types(q.dtype, torch.float32)
+        self.buffers = _Buffers(q.device)
         self.columns, self.size = plan.blocks * plan.block, plan.rows * plan.block
         self.queries = -(-plan.blocks // plan.rows) * self.size
         self.q = self.by_tile(q)
@@ -243,19 +267,22 @@ class _Call:
         blocks, block = self.setting.plan.blocks, self.setting.plan.block
         return padded.reshape(*bias.shape[:2], blocks, block, blocks, block).transpose(3, 4)
 
-    def scores(self, tile: _Tile) -> torch.Tensor:
-        """Return the scores of a chunk, (samples, tiles, queries, keys); -inf where a query does not see a key."""
-        found = torch.matmul(_take(self.q, tile.queries) * self.setting.scale, _take(self.k, tile.keys).mT)
-        found = found.to(self.wide)
+    def scores(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return scores of a chunk, (samples, tiles, queries, keys), its queries times the scale, and its keys."""
+        buffers = self.buffers
+        queries = buffers.take("q", self.q, tile.queries).mul_(self.setting.scale)
+        gathered = buffers.take("k", self.k, tile.keys)
+        found = buffers.product("product", queries, gathered.mT)
+        found = buffers.cast("scores", found, self.wide)
         if self.bias is not None:
             heads, rows, columns = tile.bias_index(self.bias.shape[1])
             pairs = self.bias[:, heads, rows, columns]  # (samples, tiles, rows, columns, block, block)
             found += pairs.transpose(3, 4).reshape(len(pairs), *found.shape[1:])
         if self.padding is not None:
-            columns = tile._index(tile.chunk.columns)
-            found += _take(self.padding, columns).squeeze(3).unsqueeze(2)
-        hidden = tile.hidden()
-        return found if hidden is None else found.masked_fill_(hidden, -math.inf)
+            padding = buffers.take("padding", self.padding, tile._index(tile.chunk.columns))
+            found += padding.squeeze(3).unsqueeze(2)
+        tile.hide(found, buffers)
+        return found, queries, gathered
 
 
 class _Attention(torch.autograd.Function):
@@ -270,10 +297,11 @@ class _Attention(torch.autograd.Function):
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
         call = _Call(setting, q, k, v, bias, padding)
+        buffers = call.buffers
         out = v.new_zeros(*call.q.shape[:3], v.shape[3])
         logs = torch.zeros(*call.q.shape[:3], 1, dtype=call.wide, device=q.device)
         for number, tile in enumerate(call.tiles):
-            scores = call.scores(tile)
+            scores, _, _ = call.scores(tile)
             most = scores.amax(-1, keepdim=True)
             most.masked_fill_(most == -math.inf, 0.0)
             weights = scores.sub_(most).exp_()
@@ -282,8 +310,9 @@ class _Attention(torch.autograd.Function):
             kept = tile.kept(number, weights)
             if kept is not None:
                 weights *= kept
-            found = torch.matmul(weights.to(v.dtype), _take(call.v, tile.keys))
-            out.index_copy_(1, tile.queries, (found / sums).to(v.dtype))
+            values = buffers.take("v", call.v, tile.keys)
+            found = buffers.product("rows", buffers.cast("weights", weights, v.dtype), values)
+            out.index_copy_(1, tile.queries, found.div_(sums))
             logs.index_copy_(1, tile.queries, most + sums.log())
         out = call.by_token(out, q.shape[1])
         ctx.setting = setting
@@ -296,33 +325,30 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias, padding, out, logs = ctx.saved_tensors
         setting: Setting = ctx.setting
         call = _Call(setting, q, k, v, bias, padding)
-        wide, scale = call.wide, setting.scale
+        wide = call.wide
         grads, dots = call.by_tile(grad), call.by_tile((grad.to(wide) * out.to(wide)).sum(-1, keepdim=True))
         grad_q = torch.zeros_like(call.q)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (call.k, call.v))
         grad_bias = None
         if call.bias is not None and ctx.needs_input_grad[4]:
             grad_bias = torch.zeros(call.bias.shape, dtype=wide, device=q.device)
+        buffers = call.buffers
         for number, tile in enumerate(call.tiles):
-            queries, keys, values = (
-                _take(call.q, tile.queries),
-                _take(call.k, tile.keys),
-                _take(call.v, tile.keys),
-            )
-            own = _take(grads, tile.queries)
-            weights = call.scores(tile).sub_(_take(logs, tile.queries)).exp_()
-            given = torch.matmul(own, values.mT).to(wide)
+            scores, queries, keys = call.scores(tile)
+            weights = scores.sub_(buffers.take("logs", logs, tile.queries)).exp_()
+            own, values = buffers.take("own", grads, tile.queries), buffers.take("v", call.v, tile.keys)
+            given = buffers.cast("given", buffers.product("values", own, values.mT), wide)
             kept = tile.kept(number, weights)
             dropped = weights
             if kept is not None:
-                given, dropped = given * kept, weights * kept
-            _add(grad_v, tile.keys, torch.matmul(dropped.to(v.dtype).mT, own))
-            given = given.sub_(_take(dots, tile.queries)).mul_(weights)
+                given, dropped = given.mul_(kept), weights * kept
+            _add(grad_v, tile.keys, buffers.product("keys", buffers.cast("weights", dropped, v.dtype).mT, own))
+            given = given.sub_(buffers.take("dots", dots, tile.queries)).mul_(weights)
             if grad_bias is not None:
                 _add_pairs(grad_bias, tile, given)
-            small = given.mul_(scale).to(q.dtype)
-            grad_q.index_copy_(1, tile.queries, torch.matmul(small, keys))
-            _add(grad_k, tile.keys, torch.matmul(small.mT, queries))
+            given = buffers.cast("weights", given, q.dtype)
+            grad_q.index_copy_(1, tile.queries, buffers.product("rows", given, keys).mul_(setting.scale))
+            _add(grad_k, tile.keys, buffers.product("keys", given.mT, queries))
         if grad_bias is not None and bias is not None:
             grad_bias = grad_bias.transpose(3, 4).reshape(*bias.shape[:2], call.columns, call.columns)
             grad_bias = grad_bias[..., : bias.shape[2], : bias.shape[3]].to(bias.dtype)

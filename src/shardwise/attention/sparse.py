@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.attention.blocks import BlockPlan, block_attention
 from shardwise.attention.layouts import ONE_WAY, SparsityConfig
 from shardwise.attention.masked import flex, masked_attention
-from shardwise.compat import has_values, never_compiled
+from shardwise.compat import has_values, never_compiled, without_modes
 from shardwise.errors import UsageError
 from shardwise.registry.heads import heads_of
 
@@ -30,7 +30,9 @@ def plan_of(sparsity: SparsityConfig, tokens: int) -> BlockPlan:
     if blocks not in known:
         if len(known) >= _LENGTHS:
             known.pop(next(iter(known)))
-        known[blocks] = BlockPlan(checked(sparsity, sparsity.make_layout(blocks * sparsity.block)), sparsity.block)
+        with without_modes():
+            layout = checked(sparsity, sparsity.make_layout(blocks * sparsity.block))
+        known[blocks] = BlockPlan(layout, sparsity.block)
     return known[blocks]
 
 
@@ -98,18 +100,20 @@ class SparseSelfAttention(nn.Module):
         self.sparsity_config = sparsity_config
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.max_seq_length, self.implementation = max_seq_length, check_implementation(implementation)
-        layout = torch.from_numpy(checked(sparsity_config, sparsity_config.make_layout(max_seq_length)))
-        self.register_buffer("master_layout", layout)
-        self._layout, self._read = layout.numpy().copy(), self._version_now()
+        with without_modes():
+            layout = checked(sparsity_config, sparsity_config.make_layout(max_seq_length))
+        self.register_buffer("master_layout", torch.from_numpy(layout.copy()))
+        self._layout, self._read = layout, self._version_now()
         self._known: dict[int, BlockPlan] = {}
 
     def get_layout(self, tokens: int) -> torch.Tensor:
         """Return the layout of so many tokens, (heads, blocks, blocks), boolean, on the CPU."""
         return torch.from_numpy(self._plan(tokens).layout)
 
-    def _version_now(self) -> tuple[int, int]:
+    def _version_now(self) -> tuple[int, int] | None:
+        """Return the buffer's version and place; None if the buffer has no values."""
         layout = self.get_buffer("master_layout")
-        return layout._version, layout.data_ptr()
+        return (layout._version, layout.data_ptr()) if has_values(layout) and not layout.is_meta else None
 
     def _plan(self, tokens: int) -> BlockPlan:
         block = self.sparsity_config.block
@@ -118,9 +122,9 @@ class SparseSelfAttention(nn.Module):
                 f"SparseSelfAttention: a sequence has {tokens} tokens, and max_seq_length is {self.max_seq_length}; "
                 "pass a larger max_seq_length"
             )
-        layout = self.get_buffer("master_layout")
-        if has_values(layout) and not layout.is_meta and self._version_now() != self._read:
-            self._layout, self._read = checked(self.sparsity_config, layout), self._version_now()
+        now = self._version_now()
+        if now not in (None, self._read):
+            self._layout, self._read = checked(self.sparsity_config, self.get_buffer("master_layout")), now
             self._known.clear()
         blocks = -(-tokens // block)
         if blocks not in self._known:

@@ -17,6 +17,7 @@ from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
 from shardwise.engine.dryrun import DryRunEngine, MemoryPlan, Recorder
 from shardwise.engine.mesh import domain_of
+from shardwise.engine.sparse import sparse_copy
 from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, Journal, Tier, shapes_of
@@ -546,6 +547,7 @@ def planners_of(
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else [{}]
     facts = Facts(lr=groups[0].get("lr"), pipeline_stages=requested_stages(model))
     resolution = resolve(config, world_size=ranks, facts=facts)
+    model = sparse_copy(model, resolution.config.sparse_attention)
     pipeline = PipelinePlans.of(model, resolution, ranks)
     models = [(model, None)] if pipeline is None else pipeline.positions()
     forms = None if pipeline is None else pipeline.forms

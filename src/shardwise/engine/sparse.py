@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,6 +14,16 @@ from shardwise.utils.logging import warn_once
 
 if TYPE_CHECKING:
     from shardwise.config.schema.attention import SparseAttention
+
+
+def sparse_copy(model: nn.Module, section: SparseAttention | None) -> nn.Module:
+    """Return a model that `use_sparse_attention` would change as a changed copy with the same tensors; others as is."""
+    if section is None or section.mode == "dense" or isinstance(model, PipelineModule):
+        return model
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    found: nn.Module = copy.deepcopy(model, shared)
+    use_sparse_attention(found, section, of_deepspeed=False)
+    return found
 
 
 def use_sparse_attention(model: nn.Module, section: SparseAttention | None, *, of_deepspeed: bool) -> None:

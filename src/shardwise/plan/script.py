@@ -24,6 +24,7 @@ from shardwise.comm.fake import FakeCommunicator
 from shardwise.comm.setup import DEFAULT_PORT
 from shardwise.compat import fake_group, parameters_on_meta
 from shardwise.config import Config, Facts, load, resolve
+from shardwise.config.read import Document
 from shardwise.engine import build as engine_build
 from shardwise.engine.advice import check_unwrapped
 from shardwise.engine.batch import Batches
@@ -159,6 +160,8 @@ def _model_of(given: engine_build.EngineArguments, ranks: int, changes: Changes,
     pipeline = isinstance(model, PipelineModule)
     requested = requested_by(given.mpu, given.mesh, nn.Module() if pipeline else model, range(ranks))
     settings = load(given.config)
+    if isinstance(given.config, Document) and given.config.written is not None:
+        settings.pop("sparse_attention", None)  # DeepSpeed leaves this section to the script
     shard = requested.shard if requested.arrangement is not None else None
     for section, key, size in (
         ("sequence_parallel_size", None, requested.size),
