@@ -3,8 +3,8 @@
     python bench/distillation.py [--nproc 2] [--steps 240] [--teacher 480]
 
 The GPT, text and data order are those of bench/convergence.py. The teacher (4 blocks) is trained first, then sharded
-with ZeRO stage 3 without an optimizer, next to students of one block: trained on the text alone; with the teacher's
-logits; and also begun with the teacher's first block, embeddings and head.
+with ZeRO stage 3 without an optimizer, next to students of one block: trained on the text, begun at random or with
+the teacher's first block, embeddings and head; and both also with the teacher's logits.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def rows_of(steps: int, teacher_steps: int) -> list[Row]:
     }
     for name, distilled, copied in (
         ("student", False, False),
+        ("student, layers", False, True),
         ("student, logits", True, False),
         ("student, logits and layers", True, True),
     ):

@@ -401,3 +401,46 @@ def test_stochastic_rounding_is_the_same_on_all_ranks_and_by_step() -> None:
     assert torch.equal(first, again)
     Compression.of(models[1]).advance(1)  # type: ignore[union-attr]
     assert not torch.equal(first, models[1](tokens))
+
+
+# -- the older section -------------------------------------------------------------------------------------------------
+
+
+def moq(**keys: Any) -> dict[str, Any]:
+    section = {
+        "enabled": True,
+        "quantize_bits": {"start_bits": 6, "target_bits": 3},
+        "quantize_schedule": {"quantize_period": 2, "schedule_offset": 1},
+        "quantize_groups": 2,
+    }
+    return {"train_batch_size": ROWS, "quantize_training": {**section, **keys}}
+
+
+def test_quantize_training_lowers_bits_with_doubling_periods() -> None:
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = shardwise.initialize(model=made(), config={**moq(), **sgd})[0]
+    compression = Compression.of(engine.module)
+    assert compression is not None and list(compression.modules) == ["up", "down", "head"]
+    weights = compression.modules["up"].weights
+    assert weights is not None
+    assert [None if (now := weights.bits(step)) is None else now[0] for step in range(17)] == [
+        *[None, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 4, 4, 4, 4, 3, 3]
+    ]
+    assert compression.last_step == 15
+    train(engine, range(2))
+    with torch.no_grad():
+        out = engine(batch(9, 0)[0])
+    engine.destroy()
+    assert torch.equal(engine.module(batch(9, 0)[0]), out)
+
+
+def test_quantize_training_and_its_successor_are_refused_together() -> None:
+    both = {**moq(), "compression_training": SECTIONS["weights"]}
+    with pytest.raises(ConflictError, match=r"quantize_training: and `compression_training.weight_quantization` both"):
+        shardwise.initialize(model=made(), config=both)
+    with pytest.raises(
+        ConfigError, match=r"quantize_training.eigenvalue.enabled: this version does not have eigenvalue"
+    ):
+        shardwise.initialize(model=made(), config=moq(eigenvalue={"enabled": True}))
+    with pytest.raises(ConflictError, match=r"quantize_bits.target_bits: is 16, more than"):
+        shardwise.initialize(model=made(), config=moq(quantize_bits={"start_bits": 8, "target_bits": 16}))

@@ -220,7 +220,7 @@ def test_convergence_leaves_curves_and_bytes(quick: Bench) -> None:
 def test_distilled_students_leave_curves(quick: Bench) -> None:
     quick("distillation.py")
     rows = quick.rows("distillation")
-    assert [len(row["loss"]) for row in rows.values()] == [2] * 4
+    assert [len(row["loss"]) for row in rows.values()] == [2] * 5
     assert rows["student"]["parameters"] < rows["teacher"]["parameters"]
     assert "distillation.png\n" in bench("plot.py", "--results", str(quick.folder))
 

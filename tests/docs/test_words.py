@@ -28,7 +28,7 @@ def test_what_is_called_missing_is_refused(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8").partition("not there yet")[2].partition("\n## ")[0]
     keys = {
         "ZenFlow": "zero_optimization.zenflow",
-        "MoQ": "quantize_training.enabled",
+        "eigenvalues": "eigenvalue.enabled",
     }
     for words, key in keys.items():
         assert words in text and any(entry.path == key for entry in UNSUPPORTED), words

@@ -5,6 +5,6 @@ from typing_extensions import deprecated
 
 __all__ = ["Eigenvalue"]
 
-@deprecated('MoQ and eigenvalues of layers are not built: `compression_training.weight_quantization` lowers bits by steps')
+@deprecated('eigenvalues of layers are not built: `quantize_training` lowers bits by steps')
 class Eigenvalue:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

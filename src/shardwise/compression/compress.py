@@ -53,10 +53,10 @@ def section_of(config: Any) -> CompressionTraining:
     if isinstance(config, CompressionTraining):
         return config
     document = read(config)
-    if SECTION not in document.data:
+    source = {name: document.data[name] for name in (SECTION, "quantize_training") if name in document.data}
+    if not source:
         raise ConfigError(f"{document.origin}: there is no section `{SECTION}`, which says how to compress the model")
-    source = {SECTION: document.data[SECTION], "train_micro_batch_size_per_gpu": 1}
-    return resolve(source).config.compression_training
+    return resolve({**source, "train_micro_batch_size_per_gpu": 1}).config.compression_methods
 
 
 def nearest(name: str, pattern: str, model: nn.Module) -> tuple[str, nn.Module]:

@@ -85,6 +85,7 @@ class WeightQuantizer:
         bits, period = self.params.start_bits, self.params.quantization_period
         while bits > self.params.target_bits and passed >= period:
             bits, passed = bits - 1, passed - period
+            period *= 2 if self.params.doubles else 1
         return bits, passed
 
     def last_step(self) -> int:
@@ -92,7 +93,8 @@ class WeightQuantizer:
         falls = self.params.start_bits - self.params.target_bits
         mixed = self.shared.fp16_mixed_quantize
         rest = math.ceil(1 / mixed.quantize_change_ratio) - 1 if mixed.enabled else 0
-        return self.shared.schedule_offset + self.params.quantization_period * falls + rest
+        periods = 2**falls - 1 if self.params.doubles else falls
+        return self.shared.schedule_offset + self.params.quantization_period * periods + rest
 
     def __call__(self, module: nn.Module, values: torch.Tensor, part: _Part, step: int) -> torch.Tensor:
         """Return masked values of a weight, or of a part of it, quantized."""

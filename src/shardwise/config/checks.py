@@ -28,6 +28,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_sample_seed(config),
         *_local(config, world_size),
         *_unequal(config),
+        *_quantized(config),
         *_data(config),
     ]
 
@@ -113,6 +114,12 @@ def _of_sections(section: ConfigSection, path: tuple[str, ...] = ()) -> Iterator
             for given, item in inner.items():
                 if isinstance(item, ConfigSection):
                     yield from _of_sections(item, (*path, name, given))
+
+
+def _quantized(config: Config) -> Iterator[Problem]:
+    if config.quantize_training.enabled and "weight_quantization" in config.compression_training.methods:
+        message = "and `compression_training.weight_quantization` both quantize weights; keep the latter"
+        yield Problem("quantize_training", message, ConflictError)
 
 
 def _budget(config: Config) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ def prepare(model: nn.Module, settings: Config, *, pipeline: bool) -> Compressio
     """Return the compression of a model, which is installed now if `init_compression` was not called. Raises as
     `compression_for`; ConflictError with a pipeline and with `local_sgd`.
     """
-    section = settings.compression_training
+    section = settings.compression_methods
     if section.enabled and (pipeline or settings.local_sgd.enabled):
         other = "a pipeline, whose stages have other modules" if pipeline else "local_sgd, whose replicas differ"
         raise ConflictError(f"{SECTION} cannot be combined with {other}. Switch one of them off")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ _START = "First step (`global_steps`) with the method."
 _OF_SNIP = 'it belongs to the method "snip_momentum"'
 _WITHOUT_KERNEL = "torch's operators quantize on any device"
 _IN_FORWARD = "weights are always quantized where a module uses them; parameters and master weights stay exact"
+_NO_EIGENVALUES = "eigenvalues are not computed"
 _SNIP = (
     'is "snip_momentum", whose scores need the whole gradient of each step on every rank; write "topk", which learns '
     'scores by their gradients, or "l1"'
@@ -54,6 +55,9 @@ class Group(ConfigSection):
 
 class WeightQuantizationParams(ConfigSection):
     """`params` of a group of `weight_quantization`."""
+
+    doubles: ClassVar[bool] = False
+    """True if the period doubles with each bit."""
 
     start_bits: Int = key(8, "Bits at `schedule_offset`.", ge=1, le=16)
     target_bits: Int = key(8, "Bits in the end. Symmetric weights of 1 bit are binary, of 2 ternary.", ge=1, le=16)
@@ -282,3 +286,71 @@ class CompressionTraining(ConfigSection):
     def enabled(self) -> bool:
         """True if any method is switched on."""
         return bool(self.methods) or self.layer_reduction.enabled
+
+
+# -- MoQ ---------------------------------------------------------------------------------------------------------------
+
+
+class _DoublingPeriod(WeightQuantizationParams):
+    doubles: ClassVar[bool] = True
+
+
+class QuantizeBits(ConfigSection):
+    """`quantize_training.quantize_bits`."""
+
+    start_bits: Int = key(16, "Bits at `schedule_offset`.", ge=1, le=16)
+    target_bits: Int = key(8, "Bits in the end.", ge=1, le=16)
+
+    contradictions = WeightQuantizationParams.contradictions
+
+
+class QuantizeSchedule(ConfigSection):
+    """`quantize_training.quantize_schedule`."""
+
+    quantize_period: Int = key(100, "Steps until there is one bit less; twice as many with each bit.", gt=0)
+    schedule_offset: Int = key(100, _START, ge=0)
+
+
+class QuantizeEigenvalue(ConfigSection):
+    """`quantize_training.eigenvalue`: periods by eigenvalues of layers."""
+
+    enabled: bool = key(False, "Longer periods for layers with larger eigenvalues.")
+    verbose: bool = key(False, "Log eigenvalues.", no_effect=_NO_EIGENVALUES)
+    max_iter: Int = key(100, "Iterations of the power method.", gt=0, no_effect=_NO_EIGENVALUES)
+    tol: float = key(0.01, "Relative change that ends the iterations.", gt=0, no_effect=_NO_EIGENVALUES)
+    stability: float = key(1e-6, "Added to norms.", ge=0, no_effect=_NO_EIGENVALUES)
+    gas_boundary_resolution: Int = key(1, "Steps between two computations.", gt=0, no_effect=_NO_EIGENVALUES)
+    layer_name: str = key("bert.encoder.layer", "Name of the list of layers.", no_effect=_NO_EIGENVALUES)
+    layer_num: Int = key(0, "Number of layers.", ge=0, no_effect=_NO_EIGENVALUES)
+
+
+class QuantizeTraining(ConfigSection):
+    """`quantize_training`: the older form of `compression_training.weight_quantization` (MoQ), for all layers."""
+
+    enabled: bool = key(False, "Quantize the weights of all linear layers and convolutions.")
+    quantize_verbose: bool = key(False, "Log changes of the number of bits.")
+    quantizer_kernel: bool = key(False, "Use CUDA kernels.", no_effect=_WITHOUT_KERNEL)
+    quantize_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Levels around 0, or from min to max.")
+    quantize_bits: QuantizeBits = section(QuantizeBits, "First and last number of bits.")
+    quantize_schedule: QuantizeSchedule = section(QuantizeSchedule, "When bits fall.")
+    quantize_groups: Int = key(1, "Groups of consecutive elements of a weight, each with a scale.", gt=0)
+    fp16_mixed_quantize: MixedQuantize = section(MixedQuantize, "A mean of weight and quantized weight.")
+    eigenvalue: QuantizeEigenvalue = section(QuantizeEigenvalue, "Periods by eigenvalues.")
+
+    @property
+    def method(self) -> QuantizedWeights:
+        """The same as a method of `compression_training`."""
+        bits, schedule = self.quantize_bits, self.quantize_schedule
+        shared = WeightQuantizationShared(
+            enabled=True,
+            schedule_offset=schedule.schedule_offset,
+            quantize_groups=self.quantize_groups,
+            quantize_verbose=self.quantize_verbose,
+            quantization_type=self.quantize_type,
+            fp16_mixed_quantize=self.fp16_mixed_quantize,
+        )
+        params = _DoublingPeriod(
+            start_bits=bits.start_bits, target_bits=bits.target_bits, quantization_period=schedule.quantize_period
+        )
+        group = WeightQuantizationGroup.model_construct(modules=["*"], related_modules=None, params=params)
+        return QuantizedWeights.model_construct(shared_parameters=shared, different_groups={"quantize_training": group})

@@ -8,7 +8,7 @@ from .attention import SparseAttention
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, Size, StepCount, key, section
 from .budget import CostBudget
 from .checkpoint import CheckpointOptions
-from .compression_training import CompressionTraining
+from .compression_training import CompressionTraining, QuantizeTraining
 from .data import CurriculumLearning, DataEfficiency, ProgressiveLayerDropping
 from .elasticity import Elasticity
 from .inference import HybridEngine
@@ -222,8 +222,15 @@ class Config(ConfigSection):
     progressive_layer_drop: ProgressiveLayerDropping = section(ProgressiveLayerDropping, "Layers that are skipped.")
     compression_training: CompressionTraining = section(CompressionTraining, "Quantized and pruned models.")
     weight_quantization: Annotated[Any, NotBuilt("weight_quantization", optional=True)] = key(None, "Not built.")
-    quantize_training: Annotated[Any, NotBuilt("quantize_training")] = not_built("quantize_training")
+    quantize_training: QuantizeTraining = section(QuantizeTraining, "Quantized weights (MoQ).")
     eigenvalue: Annotated[Any, NotBuilt("eigenvalue")] = not_built("eigenvalue")
+
+    @property
+    def compression_methods(self) -> CompressionTraining:
+        """`compression_training`, with the weights of `quantize_training`."""
+        old = self.quantize_training
+        methods = {"weight_quantization": old.method} if old.enabled else {}
+        return self.compression_training.model_copy(update=methods)
 
     elasticity: Elasticity = section(Elasticity, "Batch sizes that stay equal when the number of ranks changes.")
     autotuning: Autotuning = section(Autotuning, "Measured search of stages and batch sizes.")
