@@ -74,14 +74,16 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH - 1, 64), nn.Tanh(), nn.Linear(64, 1))
     engine, *_ = shardwise.initialize(model=model, config=config, training_data=data)
-    batches = RepeatingLoader(engine.training_dataloader)
+    batches, whole = RepeatingLoader(engine.training_dataloader), torch.stack(data)
     for step, batch in zip(range(options.steps), batches, strict=False):
-        loss = (engine(batch[:, :-1]) - batch[:, -1:]).square().mean()
-        engine.backward(loss)
+        engine.backward((engine(batch[:, :-1]) - batch[:, -1:]).square().mean())
         engine.step()
-        if engine.global_rank == 0 and step % 10 == 9:
+        if step % 10 == 9:
+            with torch.no_grad():
+                loss = (engine(whole[:, :-1]) - whole[:, -1:]).square().mean()
             hardest = int(changes(batch).max())
-            print(f"step {step + 1}: loss {loss.item():.3f}, hardest sample of this rank {hardest}", flush=True)
+            if engine.global_rank == 0:
+                print(f"step {step + 1}: loss of all samples {loss:.3f}, hardest of this batch {hardest}", flush=True)
     engine.destroy()
 
 

@@ -128,8 +128,8 @@ def test_state_eight_times_as_large_as_the_device_trains(tmp_path: Path) -> None
 def test_simple_samples_come_first(tmp_path: Path) -> None:
     for steps in ("20", "30"):  # the second run finds the analysis of the first
         output = launch("curriculum.py", "--out", str(tmp_path / "a b"), "--steps", steps)
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
-    hardest = [int(most) for most in re.findall(r"this rank (\d+)", output)]
+    losses = [float(loss) for loss in re.findall(r"samples ([\d.]+)", output)]
+    hardest = [int(most) for most in re.findall(r"this batch (\d+)", output)]
     assert len(losses) == 3 and losses[-1] < losses[0] and hardest[0] <= hardest[-1]
 
 
