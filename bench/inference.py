@@ -88,7 +88,7 @@ def measure(options: Any, name: str, folder: str) -> None:
     forget_peak()
     engine = shardwise.init_inference(model, tensor_parallel={"tp_size": size}, checkpoint=folder, **settings)
     peak, after = highest_resident() - before, trimmed() - before
-    ids = torch.arange(options.rows * 32, device=engine._device).view(options.rows, 32)
+    ids = torch.arange(options.rows * 32, device=engine.device).view(options.rows, 32)
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     seconds = []
     for _ in range(options.rounds + 1):

@@ -121,6 +121,19 @@ def test_models_without_values_need_a_checkpoint_that_fits(tmp_path: Path) -> No
     assert engine(torch.ones(1, 4)).tolist() == [[4.0] * 4]
 
 
+def by_policy() -> Any:
+    """Divide by names of layers alone."""
+    policy = {torch.nn.Module: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}
+    engine = shardwise.init_inference(generating("t5"), dtype="fp32", mp_size=2, injection_policy=policy)
+    found = answers(engine, 3, "right", 12)
+    engine.destroy()
+    return found
+
+
+def test_policies_name_the_layers_that_are_divided() -> None:
+    assert run_ranks(by_policy, 2) == [expected(generating("t5"), 3, 12)] * 2
+
+
 def alone() -> None:
     shardwise.init_inference(torch.nn.Linear(4, 4), tensor_parallel={"tp_size": 2})
 

@@ -60,6 +60,8 @@ def phases(stage: int, lora: bool, section: dict[str, Any], zero: dict[str, Any]
             found.append(answers(engine, rows, "right", NEW))
             counts.append(sum(engine.job.launched()) - launched)
             assert not engine.training
+        during = engine.module_state_dict()
+        assert all(torch.equal(before[name], during[name]) for name in before)
         engine.train()
         after = engine.module_state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -90,6 +92,47 @@ def test_training_and_answers_alternate(stage: int, lora: bool, section: Any, ze
             assert counts[0] > 0 and counts[1] == 0
     for name, values in results[0][2].items():
         assert torch.equal(values, results[1][2][name])
+
+
+def shared() -> Any:
+    """Answer with a model that tensor parallelism divides in training, and after weights were loaded."""
+    config = config_of(1, SGD, rows=2, tensor_parallel={"autotp_size": 2}, hybrid_engine={"enabled": True})
+    engine, *_ = shardwise.initialize(model=generating("mixtral"), config=config)
+    given = torch.arange(3, 11).view(2, 4)
+    engine.backward(engine(input_ids=given, labels=given).loss)
+    engine.step()
+    engine.eval()
+    found = answers(engine, 3, "left", 20)
+    plain = generating("mixtral")
+    plain.load_state_dict(engine.module_state_dict())
+    engine.destroy()
+    return found, expected(plain, 3, 20)
+
+
+@pytest.mark.thorough
+def test_models_divided_in_training_answer() -> None:
+    for found, wanted in run_ranks(shared, 2):
+        assert found == wanted
+
+
+def loaded() -> Any:
+    """Answer by copies before and after weights are loaded."""
+    section = {"enabled": True, "inference_tp_size": 2}
+    engine, *_ = shardwise.initialize(
+        model=generating("llama"), config=config_of(3, SGD, rows=2, hybrid_engine=section)
+    )
+    engine.eval()
+    found = [answers(engine, 1, "left", NEW)]
+    other = generating("llama", seed=5)
+    engine.load_module_state_dict(other.state_dict())
+    found += [answers(engine, 1, "left", NEW), expected(other, 1, NEW)]
+    engine.destroy()
+    return found
+
+
+def test_copies_follow_loaded_weights() -> None:
+    for before, after, wanted in run_ranks(loaded, 2):
+        assert before != after == wanted
 
 
 def streamed(stage: int) -> Any:

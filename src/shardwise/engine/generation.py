@@ -37,7 +37,7 @@ class Generation:
         self.device = sharded.device
         self._held: contextlib.ExitStack | None = None
         self._shared: tuple[nn.Module, InferenceRanks, WeightSync] | None = None
-        self._sent = False
+        self._sent = -1
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` with its arguments, and return what it returns (all ranks call).
@@ -65,20 +65,24 @@ class Generation:
                 )
             return generate(module, inputs, kwargs, ranks=shared, streams=streams)
         training = module.training
+        modes = [(inner, inner.training) for inner in module.modules()]
         module.eval()
         try:
             if section.inference_tp_size > 1:
                 return self._together(inputs, kwargs)
             with contextlib.ExitStack() as stack:
                 if self._held is None:
-                    held = self._gather()
+                    held = contextlib.ExitStack()
+                    held.enter_context(self.sharded.owner.whole())
                     if training or not section.pin_parameters:
                         stack.push(held)
                     else:
                         self._held = held
+                stack.enter_context(merged(module))
                 return generate(module, inputs, kwargs, ranks=shared, **self._limit)
         finally:
-            module.train(training)
+            for inner, mode in modes:
+                inner.training = mode
             if section.release_inference_cache and self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -86,15 +90,8 @@ class Generation:
     def _limit(self) -> dict[str, Any]:
         return {"limit": self._section.max_out_tokens, "key": "hybrid_engine.max_out_tokens"}
 
-    def _gather(self) -> contextlib.ExitStack:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.sharded.owner.whole())
-            stack.enter_context(merged(self.sharded.module))
-            return stack.pop_all()
-
     def release(self) -> None:
-        """Reshard parameters, and take adapters out, before training goes on."""
-        self._sent = False
+        """Reshard parameters before training goes on."""
         held, self._held = self._held, None
         if held is not None:
             held.close()
@@ -105,9 +102,11 @@ class Generation:
         if self._shared is None:
             self._shared = self._copy()
         module, ranks, sync = self._shared
-        if not self._sent:
+        # Version counters grow with every change, of the engine's and of scripts.
+        versions = sum(parameter._version for parameter in self.sharded.registry.parameters)
+        if any(self._job.exchange(versions != self._sent or not self._section.pin_parameters, "copies_are_old")):
             sync()
-            self._sent = self._section.pin_parameters and not self.sharded.module.training
+            self._sent = versions
         assert ranks.tensor is not None
         comm = ranks.tensor.comm
         given = tensors_in((inputs, kwargs))

@@ -158,7 +158,7 @@ class InferenceConfig(ConfigSection):
         free_form=True,
     )
     injection_policy_tuple: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
-        None, "The names alone, as in `tensor_parallel` of a training configuration."
+        None, "The names, as in `tensor_parallel` of a training configuration."
     )
     max_out_tokens: Int | None = key(
         None,

@@ -35,6 +35,7 @@ class InferenceEngine(nn.Module):
 
     Attributes:
         module: the model.
+        device: of this rank.
         mp_group: process group of the ranks that share it; None without any.
     """
 
@@ -46,7 +47,7 @@ class InferenceEngine(nn.Module):
         self._hooks: list[RemovableHandle] = []
         self.is_compiled = False
         self.module = model
-        self._device = device
+        self.device = device
         self._ranks: InferenceRanks | None = None
         self.mp_group: dist.ProcessGroup | None = None
         if streamed is None:
@@ -155,18 +156,18 @@ class InferenceEngine(nn.Module):
         With `use_cuda_events` passes on CUDA are timed by events; the host waits for each pass in any case.
         """
         begins: list[Any] = []
-        cuda = self._device.type == "cuda"
+        cuda = self.device.type == "cuda"
 
         def begin(*_: Any) -> None:
             if cuda:
-                torch.cuda.synchronize(self._device)
+                torch.cuda.synchronize(self.device)
             begins.append(_event() if cuda and use_cuda_events else time.perf_counter())
 
         def end(*_: Any) -> None:
             first = begins.pop()
             last = _event() if cuda and use_cuda_events else None
             if cuda:
-                torch.cuda.synchronize(self._device)
+                torch.cuda.synchronize(self.device)
             self._times.append(1e3 * (time.perf_counter() - first) if last is None else first.elapsed_time(last))
 
         self._hooks += [self.module.register_forward_pre_hook(begin), self.module.register_forward_hook(end)]

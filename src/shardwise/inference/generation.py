@@ -50,11 +50,11 @@ def generate(
         given.setdefault("synced_gpus", dist.is_initialized() and dist.get_world_size() > 1)
     if ranks is None or ranks.world == 1:
         return module.generate(*args, **given)  # type: ignore[operator]
-    told = ranks.exchange([fingerprint(one) for one in tensors_in((args, given))], "prompts")
-    if any(other != told[0] for other in told):
+    gathered = ranks.exchange([fingerprint(one) for one in tensors_in((args, given))], "prompts")
+    if any(other != gathered[0] for other in gathered):
         raise DesyncError(
-            f"generate(): ranks {list(ranks.members)} share a model, and their prompts differ: {told}. Give them the "
-            "same"
+            f"generate(): ranks {list(ranks.members)} share a model, and their prompts differ: {gathered}. Give "
+            "them the same"
         )
     from transformers import StoppingCriteriaList
 

@@ -19,7 +19,7 @@ from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.weights_reader import WeightsReader
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
-from shardwise.registry import Registry, part_of, set_aside
+from shardwise.registry import Registry, copy_part, part_of
 from shardwise.zero.parameters.init import materialize
 
 
@@ -74,7 +74,7 @@ def materialize_model(model: nn.Module, device: torch.device) -> None:
     Buffers that checkpoints leave out are computed by their module's `reset_parameters` or transformers'
     `_init_weights`. Raises a UsageError if these give them no values. Declared parts keep their declaration.
     """
-    made: set[int] = set()
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         own = [one for one in module._parameters.values() if one is not None]
         left_out = module._non_persistent_buffers_set
@@ -90,12 +90,13 @@ def materialize_model(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-        for parameter in own:
-            if parameter.is_meta and id(parameter) not in made:
-                made.add(id(parameter))
-                values = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-                with set_aside(parameter):
-                    torch.utils.swap_tensors(parameter, values)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    values = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    copy_part(parameter, made[parameter])
+                module._parameters[name] = made[parameter]
 
 
 def load_parts(model: nn.Module, paths: Iterable[str], comm: Communicator | None = None) -> None:

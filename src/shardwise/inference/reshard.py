@@ -168,10 +168,10 @@ def _rounds(comm: Communicator, sends: Sequence[Transfer], receives: Sequence[Tr
     found: list[str] = []
     while True:
         own = [_fitting(some, found[-1] if found else "", limit) for some in (sends, receives)]
-        told = [row for rows in comm.exchange(own, "reshard_rounds") for row in rows if row[0]]
-        if not told:
+        gathered = [row for rows in comm.exchange(own, "reshard_rounds") for row in rows if row[0]]
+        if not gathered:
             return tuple(found)
-        found.append(min((name for name, more in told if more), default=max(name for name, _ in told)))
+        found.append(min((name for name, more in gathered if more), default=max(name for name, _ in gathered)))
 
 
 def _fitting(some: Sequence[Transfer], after: str, limit: int) -> tuple[str, bool]:

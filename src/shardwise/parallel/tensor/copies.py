@@ -157,7 +157,7 @@ def _mapped(value: Any, memo: dict[int, Any], own_tensor: _TensorOf) -> Any:
 
 
 def _method_of(module: Any, method: types.MethodType) -> Any:
-    inherited = getattr(type(module), method.__name__, None)
+    inherited = getattr(type(module), getattr(method.__func__, "__name__", ""), None)
     return types.MethodType(method.__func__ if inherited is None else inherited, module)
 
 
