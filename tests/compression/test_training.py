@@ -15,6 +15,7 @@ import shardwise
 from shardwise.compression import Compression, init_compression
 from shardwise.errors import CheckpointError, ConfigError, ConflictError, UsageError
 from shardwise.pipeline.module import PipelineModule
+from shardwise.recompute import checkpoint
 from tests.compression.test_quantize import plain as rounded
 from tests.harness import run_ranks, thorough
 from tests.harness.training import config_of, each, masters
@@ -401,6 +402,37 @@ def test_stochastic_rounding_is_the_same_on_all_ranks_and_by_step() -> None:
     assert torch.equal(first, again)
     Compression.of(models[1]).advance(1)  # type: ignore[union-attr]
     assert not torch.equal(first, models[1](tokens))
+
+
+def test_recomputed_blocks_and_models_built_sharded_train_with_equal_bits() -> None:
+    run_ranks(_recomputed, 2)
+
+
+class Recomputed(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        return self.head(x + checkpoint(lambda x: self.down(F.gelu(self.up(x))), x))
+
+
+def _recomputed() -> None:
+    section = {**SECTIONS["movement"], **SECTIONS["static"]}
+    section["weight_quantization"] = method(
+        {"all": (["up", "down"], {"start_bits": 4, "target_bits": 4})}, rounding="stochastic"
+    )
+    found = []
+    for kind in (Net, Recomputed):
+        torch.manual_seed(5)
+        with shardwise.zero.Init(enabled=kind is Recomputed):
+            model = kind()
+        init_compression(model, {"compression_training": section})
+        sgd = {"type": "SGD", "params": {"lr": 0.2}}
+        source = config_of(3, sgd, rows=ROWS, compression_training=section)
+        engine = shardwise.initialize(model=model, config=source)[0]
+        train(engine, range(STEPS))
+        found.append({**masters(engine.module), "bounds": engine.module.down.input_bounds})
+        engine.destroy()
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 # -- the older section -------------------------------------------------------------------------------------------------
