@@ -27,7 +27,7 @@ before = resident()
 large, small = [], []
 for _ in range(32):
     large.append(torch.ones(8 << 20, dtype=torch.uint8))
-    small.append(torch.ones(1000, dtype=torch.uint8))  # lives on, between blocks that do not
+    small.append(torch.ones(64 << 10, dtype=torch.uint8))  # lives on, between blocks that do not; no hole has room
 aligned = all(tensor.data_ptr() % 4096 == 0 for tensor in large)
 del large
 print(resident() - before, int(aligned))

@@ -57,6 +57,8 @@ class _Mode(TorchFunctionMode):
     def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._note = note
+        # Not looked up in a call, where Dynamo would read the table of modules while threads import.
+        self._kinds = torch.Tensor, nn.Parameter, fake_tensor()
         self.ended = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,8 +67,7 @@ class _Mode(TorchFunctionMode):
             return function(*args, **kwargs)
         given = [*args, *kwargs.values()]
         weights = [value for value in given if _is_weight(value)]
-        kinds = torch.Tensor, nn.Parameter, fake_tensor()
-        if not weights or any(isinstance(value, torch.Tensor) and type(value) not in kinds for value in given):
+        if not weights or any(isinstance(value, torch.Tensor) and type(value) not in self._kinds for value in given):
             return function(*args, **kwargs)
         changed: dict[int, torch.Tensor] = {}
         # The first argument makes results require a gradient where no other does.

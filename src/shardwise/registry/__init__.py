@@ -5,7 +5,7 @@ planning) uses the registry. Nothing is attached to the user's tensors; the regi
 """
 
 from shardwise.registry.narrowing import Keeper, keep_elsewhere, narrow
-from shardwise.registry.parts import Part, copy_part, declare_part, part_of, set_aside
+from shardwise.registry.parts import Part, copy_part, declare_part, part_of, without_part
 from shardwise.registry.tensors import DomainKey, HeldPart, LogicalTensor, Registry, cut, paste, taken
 
 __all__ = [
@@ -22,6 +22,6 @@ __all__ = [
     "narrow",
     "part_of",
     "paste",
-    "set_aside",
     "taken",
+    "without_part",
 ]

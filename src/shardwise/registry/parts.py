@@ -93,7 +93,7 @@ def declare_part(
 
 
 @contextlib.contextmanager
-def set_aside(parameter: torch.Tensor) -> Iterator[None]:
+def without_part(parameter: torch.Tensor) -> Iterator[None]:
     """Remove a parameter's declaration inside the block, because torch swaps only tensors without weak references."""
     part = _declared.pop(parameter, None)
     try:

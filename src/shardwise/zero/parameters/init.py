@@ -26,7 +26,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.compat import is_fake_group, without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
-from shardwise.registry import cut, keep_elsewhere, part_of, set_aside
+from shardwise.registry import cut, keep_elsewhere, part_of, without_part
 from shardwise.zero.units import released
 from shardwise.zero.units.flat_param import same_bits
 
@@ -519,7 +519,7 @@ def spread_from_first(module: nn.Module, comm: Communicator) -> None:
             done.add(id(parameter))
             if parameter.is_meta:
                 values = torch.empty_like(parameter, device=comm.device)
-                with set_aside(parameter):
+                with without_part(parameter):
                     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
             store.names[parameter] = repr(f"{path}.{key}".lstrip("."))
             store.split(parameter, place=_HOST)
@@ -537,7 +537,7 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
             values: torch.Tensor = _blank(tensor, device)
             if isinstance(tensor, nn.Parameter):
                 values = nn.Parameter(values, requires_grad=tensor.requires_grad)
-            with set_aside(tensor):
+            with without_part(tensor):
                 torch.utils.swap_tensors(tensor, values)
             fresh[key] = (tensor, tensor._version)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
