@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
@@ -27,7 +26,7 @@ _CODES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: 
 # Writers differ in the codes from 6 on; the number of bytes of a value decides, as far as it can.
 _OTHERS: dict[tuple[int, int], Any] = {(6, 2): np.uint16, (8, 2): np.uint16, (8, 8): np.uint64, (7, 4): np.uint32}
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]  # without numpy.typing, which would be one more import
 
 
 def data_file_path(prefix: str | os.PathLike[str]) -> str:
