@@ -96,8 +96,8 @@ def measure(options: Any, name: str, folder: str) -> None:
         engine.generate(ids, max_new_tokens=options.new, **given)
         seconds.append(time.perf_counter() - begin)
     rate = options.rows * options.new / statistics.median(seconds[1:])
-    kept = 0 if "zero" in settings else sum(_bytes(one) for one in model.parameters())
-    answer({"tokens_per_s": rate, "weights_mib": kept / 2**20, "resident_mib": after / 2**20, "peak_mib": peak / 2**20})
+    kept = None if "zero" in settings else sum(_bytes(one) for one in model.parameters()) / 2**20
+    answer({"tokens_per_s": rate, "weights_mib": kept, "resident_mib": after / 2**20, "peak_mib": peak / 2**20})
     engine.destroy()
     leave_group()
 

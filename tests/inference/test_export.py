@@ -13,6 +13,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import UsageError
 from shardwise.inference.export import export
+from tests.harness import thorough
 from tests.inference.models import generating
 
 
@@ -29,7 +30,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch and onnxscript
-@pytest.mark.parametrize("format", ["torch", "onnx"])
+@pytest.mark.parametrize("format", [thorough("torch"), thorough("onnx")])
 def test_files_compute_the_model(format: Any, tmp_path: Path) -> None:
     if format == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
@@ -44,6 +45,13 @@ def test_files_compute_the_model(format: Any, tmp_path: Path) -> None:
         more = torch.arange(3, 21).view(3, 6)
         found = torch.export.load(path).module()(more)
         assert torch.allclose(found, model(more), atol=1e-4)
+
+
+def test_a_small_model_is_exported(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
+    given = torch.randn(4, 3)
+    assert export(model, tmp_path / "a.pt2", (given,)) < 1e-6
+    assert torch.allclose(torch.export.load(tmp_path / "a.pt2").module()(given), model(given))
 
 
 class Changing(nn.Module):

@@ -74,7 +74,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 1024,
     "intermediate_size": 4096,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
