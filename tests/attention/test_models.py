@@ -20,9 +20,7 @@ from shardwise.attention import (
     extend_positions,
     is_sparse,
     layout_of,
-    pad_to_block_size,
     sparsify,
-    unpad_sequence_output,
 )
 from shardwise.engine.plans import plan_model
 from shardwise.errors import ConfigError, UsageError
@@ -213,10 +211,9 @@ def test_a_section_that_no_layer_reads() -> None:
     assert engine.config["sparse_attention"]["mode"] == "bigbird"
 
 
-def test_long_positions_and_padding() -> None:
+def test_long_positions() -> None:
     for family, first in (("bert", 0), ("roberta", 1)):
         model = made(family).eval()
-        table = model.get_input_embeddings()
         positions = next(p for name, p in model.named_parameters() if "position_embeddings" in name).detach().clone()
         extend_positions(model, 150)
         longer = next(p for name, p in model.named_parameters() if "position_embeddings" in name)
@@ -226,18 +223,13 @@ def test_long_positions_and_padding() -> None:
             assert torch.equal(longer[first + place], positions[first + place % old])
         sparsify(model, BSLongformerSparsityConfig(HEADS[family], 16))
         ids = torch.randint(3, WORDS, (2, 141), generator=torch.Generator().manual_seed(0))
-        more, padded, mask, *others = pad_to_block_size(16, ids, pad_token_id=0)
-        assert (more, others) == (3, [None, None, None])
+        mask = torch.ones(2, 144, dtype=torch.int64)
+        mask[:, 141:] = 0
         with torch.no_grad():
-            whole = unpad_sequence_output(more, model(input_ids=padded, attention_mask=mask).logits)
-            torch.testing.assert_close(whole, model(input_ids=ids).logits)
-        embedded = pad_to_block_size(16, None, None, inputs_embeds=table(ids), model_embeddings=table)
-        assert torch.equal(embedded[5], table(padded))
-        assert pad_to_block_size(141, ids)[:2] == (0, ids)
+            padded = model(input_ids=torch.nn.functional.pad(ids, (0, 3)), attention_mask=mask).logits
+            torch.testing.assert_close(padded[:, :141], model(input_ids=ids).logits)
     with pytest.raises(UsageError, match="has 150 positions already"):
         extend_positions(model, 150)
-    with pytest.raises(UsageError, match="pass input_ids or inputs_embeds"):
-        pad_to_block_size(16, None)
 
 
 def test_models_that_cannot_have_a_layout() -> None:

@@ -33,6 +33,13 @@ def test_a_pretrained_model_gets_longer_and_sparse(installed: None) -> None:
     utils.extend_position_embedding(model, 96)
     ids = torch.randint(3, 40, (2, 90))
     more, padded, mask, *_ = utils.pad_to_block_size(16, ids, torch.ones(2, 90), None, None, None, 0, None)
+    assert mask.sum(1).tolist() == [90, 90] and torch.equal(utils.pad_to_block_size(16, ids)[2], mask.long())
+    table = model.get_input_embeddings()
+    embedded = utils.pad_to_block_size(16, None, inputs_embeds=table(ids), model_embeddings=table)
+    assert torch.equal(embedded[5], table(padded))
+    assert utils.pad_to_block_size(90, ids)[:2] == (0, ids)
+    with pytest.raises(UsageError, match="pass input_ids or inputs_embeds"):
+        utils.pad_to_block_size(16, None)
     utils.replace_model_self_attention_with_sparse_self_attention(model, 96, layout)
     assert set(model.state_dict()) == before
     found = utils.unpad_sequence_output(more, model(input_ids=padded, attention_mask=mask).logits)

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardwise.attention import SparseSelfAttention, SparsityConfig, extend_positions, sparsify
-from shardwise.attention import pad_to_block_size as pad
-from shardwise.attention import unpad_sequence_output as unpad
 from shardwise.attention.huggingface import NAME, register, set_layout
 from shardwise.config.schema.attention import SparseAttention
 from shardwise.errors import UsageError
@@ -95,29 +94,65 @@ class SparseAttentionUtils:
     def pad_to_block_size(
         block_size: int,
         input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        token_type_ids: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        pad_token_id: int,
-        model_embeddings: Any,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        pad_token_id: int = 0,
+        model_embeddings: Any = None,
     ) -> tuple[int, Any, Any, Any, Any, Any]:
-        """`shardwise.attention.pad_to_block_size`."""
-        return pad(
-            block_size,
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
+        """Pad a model's inputs at their ends to a multiple of `block_size` tokens.
+
+        Args:
+            block_size: tokens of a block.
+            input_ids: (samples, tokens), or None with `inputs_embeds`.
+            attention_mask: (samples, tokens), 0 for padding; None: all tokens count, and a mask is made if tokens are
+                added.
+            token_type_ids: (samples, tokens), or None.
+            position_ids: (samples, tokens), or None.
+            inputs_embeds: (samples, tokens, width), or None.
+            pad_token_id: the added tokens and their positions.
+            model_embeddings: module that embeds the added tokens for `inputs_embeds`.
+
+        Returns:
+            Number of added tokens; then the first five tensors, padded.
+
+        Raises:
+            UsageError: there are no inputs, or `inputs_embeds` are to be padded without `model_embeddings`.
+        """
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None:
+            raise UsageError("pad_to_block_size(): pass input_ids or inputs_embeds")
+        samples, tokens = given.shape[:2]
+        more = -tokens % block_size
+        if more == 0:
+            return 0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        if attention_mask is None:
+            attention_mask = torch.ones(samples, tokens, dtype=torch.int64, device=given.device)
+        if inputs_embeds is not None:
+            if model_embeddings is None:
+                raise UsageError(
+                    "pad_to_block_size(inputs_embeds=...): pass model_embeddings, which embeds added tokens"
+                )
+            added = torch.full((samples, more), pad_token_id, dtype=torch.int64, device=given.device)
+            inputs_embeds = torch.cat([inputs_embeds, model_embeddings(added)], dim=1)
+
+        def padded(tensor: torch.Tensor | None, value: int) -> torch.Tensor | None:
+            return None if tensor is None else F.pad(tensor, (0, more), value=value)
+
+        return (
+            more,
+            padded(input_ids, pad_token_id),
+            padded(attention_mask, 0),
+            padded(token_type_ids, 0),
+            padded(position_ids, pad_token_id),
             inputs_embeds,
-            pad_token_id,
-            model_embeddings,
         )
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: torch.Tensor) -> torch.Tensor:
-        """`shardwise.attention.unpad_sequence_output`."""
-        return unpad(pad_len, sequence_output)
+        """Return a model's output, (samples, tokens, ...), without the last `pad_len` tokens."""
+        return sequence_output[:, : sequence_output.shape[1] - pad_len]
 
 
 def get_sparse_attention(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from shardwise.attention.layouts import (
     VariableSparsityConfig,
     layout_of,
 )
-from shardwise.attention.padding import extend_positions, pad_to_block_size, unpad_sequence_output
+from shardwise.attention.positions import extend_positions
 from shardwise.attention.sparse import SparseSelfAttention
 
 __all__ = [
@@ -26,7 +26,5 @@ __all__ = [
     "extend_positions",
     "is_sparse",
     "layout_of",
-    "pad_to_block_size",
     "sparsify",
-    "unpad_sequence_output",
 ]

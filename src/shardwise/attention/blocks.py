@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,7 @@ import torch.nn.functional as F
 from shardwise.compat import has_values
 from shardwise.errors import UsageError
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _SCORES = 1 << 19  # scores that are computed together: 2 MiB in fp32
 _GATHER = 8  # the cost of gathering a block of keys, in products of two blocks
@@ -213,12 +210,10 @@ class _Tile:
         rate = self.setting.dropout
         if rate == 0.0:
             return None
-        if rate >= 1.0:
-            return torch.zeros_like(scores)
         generator = (
             torch.Generator(scores.device).manual_seed(self.setting.seed + number) if has_values(scores) else None
         )
-        return torch.empty_like(scores).bernoulli_(1 - rate, generator=generator).div_(1 - rate)
+        return torch.empty_like(scores).bernoulli_(1 - rate, generator=generator).div_(1 - rate or 1.0)
 
 
 def _in_blocks(tensor: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
@@ -258,8 +253,7 @@ class _Call:
 
     def by_token(self, tensor: torch.Tensor, heads: int) -> torch.Tensor:
         """Return (samples, heads, tokens, width) of a tensor in tiles or blocks."""
-        whole = tensor.reshape(len(tensor), heads, -1, tensor.shape[-1])[:, :, : self.setting.tokens]
-        return whole.contiguous()
+        return tensor.reshape(len(tensor), heads, -1, tensor.shape[-1])[:, :, : self.setting.tokens].contiguous()
 
     def _in_pairs(self, bias: torch.Tensor) -> torch.Tensor:
         more = self.columns - bias.shape[-1]

@@ -135,8 +135,7 @@ def _attention(
     if given:
         raise UsageError(f"sparse attention: {type(module).__name__} passes {given[0]}, which has no sparse form here")
     sparsity = getattr(module, _LAYOUT, None) or DenseSparsityConfig(query.shape[1])
-    plan = plan_of(sparsity, query.shape[2])
-    plan = plan.of_heads(heads_of(module, query.shape[1], sparsity.num_heads))
+    plan = plan_of(sparsity, query.shape[2]).of_heads(heads_of(module, query.shape[1], sparsity.num_heads))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) or getattr(sparsity, "attention", None) == ONE_WAY
     bias = padding = None

@@ -83,8 +83,7 @@ class SparsityConfig:
         self.attention = attention
 
     def _slide(self, layout: torch.Tensor, width: int) -> None:
-        ones = torch.ones_like(layout)
-        layout |= ones.tril_(width // 2).triu_(-(width // 2))
+        layout |= torch.ones_like(layout).tril_(width // 2).triu_(-(width // 2))
 
     def _scatter(self, layout: torch.Tensor, head: int, count: int, seed: int) -> None:
         blocks = len(layout)
