@@ -177,7 +177,14 @@ def _continues(block: nn.Module, given: Any) -> bool:
     """Return True if a cache of transformers has this rank's heads of earlier passes, which a whole copy cannot use."""
     numbers = {number for one in block.modules() if isinstance(number := getattr(one, "layer_idx", None), int)} or {0}
     caches = [one for one in tree_leaves(given) if callable(getattr(one, "get_seq_length", None))]
-    return any(cache.get_seq_length(number) > 0 for cache in caches for number in numbers)
+    return any(_has_tokens(cache, number) for cache in caches for number in numbers)
+
+
+def _has_tokens(cache: Any, layer: int) -> bool:
+    try:
+        return bool(cache.get_seq_length(layer) > 0)
+    except ValueError:  # a layer of linear attention has a state of earlier tokens, and does not count them
+        return bool(cache.has_previous_state(layer))
 
 
 def _used_elsewhere(path: str, block: nn.Module, name: str) -> str:
