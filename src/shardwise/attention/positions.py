@@ -33,10 +33,11 @@ def extend_positions(model: nn.Module, max_position: int) -> nn.Module:
         more = torch.cat([weight[:first], weight[places]])
         table.weight = nn.Parameter(more, requires_grad=table.weight.requires_grad)
         table.num_embeddings = len(more)
-        for name, start in (("position_ids", torch.arange(len(more))), ("token_type_ids", torch.zeros(len(more)))):
+        for name, made in (("position_ids", torch.arange), ("token_type_ids", torch.zeros)):
             buffer = getattr(part, name, None)
             if isinstance(buffer, torch.Tensor):
-                setattr(part, name, start.to(buffer)[None])
+                start = made(len(more), device=buffer.device, dtype=buffer.dtype)
+                setattr(part, name, start[None])
         for config in {id(c): c for c in (getattr(part, "config", None), getattr(model, "config", None)) if c}.values():
             config.max_position_embeddings = len(more)
     return model

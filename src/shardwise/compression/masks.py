@@ -55,8 +55,9 @@ class Mask:
             self.decided = True
             return
         bytes_of_elements = -(-weight.numel() // 8)
-        made = torch.zeros(self.parts or bytes_of_elements, dtype=torch.bool if self.parts else torch.uint8)
-        module.register_buffer(self.key, made.to("cpu" if weight.is_meta else weight.device))
+        size, dtype = self.parts or bytes_of_elements, torch.bool if self.parts else torch.uint8
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        module.register_buffer(self.key, torch.zeros(size, dtype=dtype, device=device))
 
     def decide(self, module: nn.Module, weight: torch.Tensor) -> None:
         """Fill the buffer from the whole weight."""

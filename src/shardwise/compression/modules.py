@@ -119,8 +119,8 @@ class WeightQuantizer:
     def _noise(self, part: _Part, step: int) -> torch.Tensor:
         """Draw for the whole weight, because all ranks and divisions have to round alike."""
         seed = int.from_bytes(hashlib.blake2b(f"{self.name} {step}".encode(), digest_size=7).digest(), "big")
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.rand(part.shape, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        drawn = torch.rand(part.shape, generator=generator, device="cpu")
         return drawn if part.box is None else cut(drawn, part.box)
 
     def scales(self, module: nn.Module, part: _Part, device: torch.device) -> Scales:

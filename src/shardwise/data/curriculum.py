@@ -68,7 +68,7 @@ class _Cluster:
     ) -> None:
         self.samples, self.difficulties, self.lap, self.position = samples, difficulties, lap, position
         self._seed = seed
-        self._shuffled: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+        self._shuffled: tuple[int, torch.Tensor] = (-1, torch.empty(0, device="cpu"))
 
     def take(self, count: int) -> Iterator[int]:
         """Yield the next samples of the order, which begins anew after the last one."""
