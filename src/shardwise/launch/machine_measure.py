@@ -88,7 +88,12 @@ def measure(comm: Communicator, limit: float) -> Machine:
             machine.operators |= measure_operators(found.calls, operators_of(found), comm.device, share)
         machine.host = max(0.0, _host(machine, comm.device))
     else:
-        machine.collectives = [_collective(comm, op, size) for op in _OPS for size in _SIZES]
+        for count in _counts(comm.world):
+            if count > 1 and comm.world % count == 0:
+                # All groups at once, as those of tensor parallelism are.
+                groups = [list(range(first, first + count)) for first in range(0, comm.world, count)]
+                group = comm if count == comm.world else comm.part(groups, f"machine.{count}")
+                machine.collectives += [_collective(comm, group, op, size) for op in _OPS for size in _SIZES]
         machine.crowds = [_crowd(comm, count) for count in _counts(comm.world)]
         machine.interference = _interference(comm)
     return machine
@@ -111,8 +116,8 @@ def _timed(comm: Communicator, run: Callable[[], object], trials: int = 5) -> fl
     return max(comm.exchange(statistics.median(times), "machine.times"))
 
 
-def _collective(comm: Communicator, op: str, size: int) -> CollectiveTime:
-    exchange = Exchange(comm, op, torch.float32, size)
+def _collective(comm: Communicator, group: Communicator, op: str, size: int) -> CollectiveTime:
+    exchange = Exchange(group, op, torch.float32, size)
     exchange.fill()
     inner = max(1, min(10, (1 << 20) // exchange.size))
     exchange.ours()
@@ -121,7 +126,7 @@ def _collective(comm: Communicator, op: str, size: int) -> CollectiveTime:
         for _ in range(inner):
             exchange.ours()
 
-    return CollectiveTime(op=op, ranks=comm.world, size=exchange.size, seconds=_timed(comm, run) / inner)
+    return CollectiveTime(op=op, ranks=group.world, size=exchange.size, seconds=_timed(comm, run) / inner)
 
 
 def _works(device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:

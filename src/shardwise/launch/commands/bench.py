@@ -176,8 +176,8 @@ def machine(
     whole.save(out)
     typer.echo(
         f"{whole.processor}: {len(whole.operators)} operators, "
-        f"{len(whole.collectives)} collectives of {nproc} ranks, {1e6 * whole.host:.1f} us of the host an operator; "
-        f"written to {out}"
+        f"{len(whole.collectives)} collectives of up to {nproc} ranks, "
+        f"{1e6 * whole.host:.1f} us of the host an operator; written to {out}"
     )
 
 
