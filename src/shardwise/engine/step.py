@@ -151,7 +151,8 @@ class TrainStep:
         self._forwards = self._backwards = 0  # since the last `take`
         self._scheduled: Any = object()  # `last_epoch` at the next step if the script also steps the schedule
         self._own_schedule_steps = 0
-        compared = [job.members.index(rank) for rank in batches.data.members if rank in job.members]
+        places = {rank: place for place, rank in enumerate(job.members)}
+        compared = [places[rank] for rank in batches.data.members if rank in places]
         self._inputs = SameInputs(job.rank, job.world, compared) if len(compared) > 1 else None
         self._reference_agreed = False
         self._pending: tuple[Later, StepGradients, bool] | None = None
