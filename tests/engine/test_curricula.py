@@ -374,6 +374,12 @@ def test_what_cannot_drop_tokens_is_refused() -> None:
         engine_of(Net(), data_efficiency=routing(layer_token_lr_schedule={"enabled": True}))
     with pytest.raises(UsageError, match="the layer's argument 'mask' has the shape"):
         train(engine_of(Net(), data_efficiency=routing(model_mask_name=None)), range(1))
+    flat = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    engine = engine_of(nn.Sequential(*flat), data_efficiency=routing())
+    with pytest.raises(
+        UsageError, match=r"hidden states of the shape \(2, \d+\); expected samples, tokens and features"
+    ):
+        engine(torch.ones(2, WIDTH))
     with pytest.raises(UsageError, match="has no Linear"):
         convert_to_random_ltd(nn.ReLU(), nn.Linear)
 

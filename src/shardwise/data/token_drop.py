@@ -130,7 +130,8 @@ def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
 class TokenDropper:
     """Lets layers of a model drop tokens: those wrapped by the script, or else the layers that the model repeats.
 
-    Raises ConfigError if the model has not `total_layer_num` layers.
+    Raises ConfigError if the model has not `total_layer_num` layers; a forward pass raises UsageError for hidden states
+    that are not (samples, tokens, features).
     """
 
     def __init__(self, model: nn.Module, scheduler: RandomLTDScheduler, draws: PassDraws) -> None:
@@ -152,6 +153,11 @@ class TokenDropper:
 
     def _run(self, number: int, layer: Instead, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = layer.hidden_states(args, kwargs)
+        if given.dim() != 3:
+            raise UsageError(
+                f"{AT}: layer {number} has hidden states of the shape {tuple(given.shape)}; expected samples, tokens "
+                "and features, or tokens first (hidden_state_order). Leave layers of other models out"
+            )
         sequence_first = self._settings.hidden_state_order == "seq_batch_dim"
         hidden = given.transpose(0, 1) if sequence_first else given
         chosen = self._chosen(number, hidden)
