@@ -18,12 +18,12 @@ from shardwise.comm.communicator import Handle
 from shardwise.engine.pipeline_dryrun import _PlannedLink, held, planned_schedule
 from shardwise.engine.plans import MemoryPlans, plan_model
 from shardwise.engine.stages import PipelineRanks
-from shardwise.memory import Category, track_activations
+from shardwise.memory import Category
 from shardwise.pipe import LayerSpec, PipelineModule, Schedule, TiedLayerSpec, Times, make_schedule, simulate
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import SCHEDULES, placement_of
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import each
+from tests.harness.training import each, least_peaks
 from tests.models import Block
 from tests.pipeline.training import Setting, data, engine_of, head, model_of
 
@@ -122,25 +122,15 @@ def planned_by(setting: Setting, engine: Any = None) -> Peaks:
 
 
 def measured(setting: Setting) -> tuple[Peaks, Peaks]:
-    """Return peaks by category, planned before the first step and measured after it.
-
-    The least of several steps is taken, because Gloo now and then frees a buffer later.
-    """
+    """Return peaks by category, planned before the first step and measured after it."""
     with as_simulated() as begin:
         engine = engine_of(setting)
         planned = planned_by(setting, engine)
         begin(engine, setting.micro_batches)
         for step in range(2):
             engine.train_batch(data(setting, step))
-        steps = []
-        for step in range(2, 5):
-            engine.accountant.reset_peak()
-            batches = data(setting, step)
-            with track_activations(engine.accountant):
-                engine.train_batch(batches)
-            peaks = {category.value: size for category, size in engine.accountant.peak.items()}
-            steps.append(peaks | {"total": engine.accountant.peak_total})
-    return planned, {name: min(step[name] for step in steps) for name in steps[0]}
+        batches = list(data(setting, 2))
+        return planned, least_peaks(engine.accountant, lambda: engine.train_batch(iter(batches)), warm_up=0)
 
 
 def check(planned: Peaks, peaks: Peaks, where: str) -> None:

@@ -176,13 +176,11 @@ def test_the_page_has_the_numbers_of_the_command(browser: Any, tmp_path: Path, m
         shown = dict(zip([category.value for category in Category], row["peaks"], strict=True))
         setting = f"{stage} {offload} {named} {ranks} ranks {micro} x {accumulation}"
         assert {name: shown[name] for name in EXACT} == {name: plan.peaks[name] for name in EXACT}, setting
-        for name, size in (
-            ("activations", shown["activations"]),
-            ("other", shown["other"]),
-            ("total", row["bytes"][0]),
-        ):
+        # With one sequence some views need no copy: the page says up to CLOSE more than the command.
+        for name, size in (*((name, shown[name]) for name in ("activations", "other")), ("total", row["bytes"][0])):
             planned = plan.total if name == "total" else plan.peaks[name]
-            assert planned is not None and abs(size - planned) <= (16 if name == "activations" else CLOSE), setting
+            limit = 16 if name == "activations" and micro > 1 else CLOSE
+            assert planned is not None and abs(size - planned) <= limit, (setting, name, size, planned)
         assert row["bytes"][7] == plan.elsewhere.get("host", 0), setting
         moved = plan.moved.get("host", {"read": 0, "written": 0})
         assert row["bytes"][8:] == [moved["read"], moved["written"]], setting
