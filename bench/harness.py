@@ -67,6 +67,8 @@ PEAKS = {
     "RTX 3090": (71.0, 35.6),
 }
 """Dense TFLOP/s as stated by the vendor: 16 bits, fp32 without TF32. The first name found in the device's counts."""
+V100_PEAK = 125e12
+"""FLOP/s in fp16 of the card that the papers on offloading have used."""
 _ANSWER = "SHARDWISE_BENCH_ANSWER"
 _LOAD = [round(value, 2) for value in os.getloadavg()]
 """What others keep the machine busy with: read before the benchmark begins."""

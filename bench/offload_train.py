@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from harness import (
+    V100_PEAK,
     Device,
     Row,
     answer,
@@ -44,7 +45,6 @@ from harness import (
     save,
     show,
 )
-from report import V100_PEAK
 from systems import GPT, SETS, SIZES, Case, installed, shardwise
 
 MARGIN = 0.9
