@@ -56,7 +56,7 @@ def test_overwriting_keeps_one_checkpoint_and_foreign_files(tmp_path: Path) -> N
 
 def killed(parent: Path, tag: str) -> Path:
     """Leave a draft as a killed writer does."""
-    draft = directory.StagingDirectory(str(parent), tag)
+    draft = directory.StagingDirectory(str(parent), tag, tidy=False)
     write(draft, "half")
     draft._unlock()
     return Path(draft.path)
@@ -67,8 +67,7 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     write(living, "one")
     killed(tmp_path, "b.c")
     (tmp_path / ".b.01234567.partial").mkdir()  # before the first file, or after the removal of the last
-    for name in (".latest.01234567.partial", ".latest.01234567.partial.new"):
-        (tmp_path / name).write_text("d")  # written, and not renamed
+    killed(tmp_path, "latest")  # written, and not renamed
     other = directory.StagingDirectory(str(tmp_path), "c")
     assert set(os.listdir(tmp_path)) == {os.path.basename(living.path), os.path.basename(other.path)}
     other.discard()

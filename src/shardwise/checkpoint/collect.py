@@ -346,24 +346,26 @@ def _digest(tensor: torch.Tensor) -> tuple[int, int]:
     return int.from_bytes(digest[:3], "little"), int.from_bytes(digest[3:], "little")
 
 
-def buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of a module by name; a shared buffer once."""
-    seen: set[int] = set()
-    for prefix, child in module.named_modules():
+def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of a module under every name of its state dict."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
         for key, buffer in child._buffers.items():
-            if buffer is not None and key not in child._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
+            if buffer is not None and key not in child._non_persistent_buffers_set:
                 yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
 def buffer_names(module: nn.Module) -> dict[int, list[str]]:
     """Return all names of each persistent buffer, by its `id`."""
     found: dict[int, list[str]] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for key, buffer in child._buffers.items():
-            if buffer is not None and key not in child._non_persistent_buffers_set:
-                found.setdefault(id(buffer), []).append(f"{prefix}.{key}" if prefix else key)
+    for name, buffer in all_buffers(module):
+        found.setdefault(id(buffer), []).append(name)
     return found
+
+
+def buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the persistent buffers of a module by name; a shared buffer once."""
+    every = dict(all_buffers(module))
+    return [(names[0], every[names[0]]) for names in buffer_names(module).values()]
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

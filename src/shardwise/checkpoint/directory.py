@@ -36,6 +36,7 @@ _LOCK = "writer.lock"
 _MARK = b"This directory is a draft of a checkpoint of shardwise.\n"
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
 _LOCK_TRIES, _LOCK_PAUSE_S = 100, 0.01
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _LONGEST_TAG = 200
 """Bytes; staging directories add to the tag, and file systems allow names of 255."""
 
@@ -88,17 +89,16 @@ class StagingDirectory:
         self._lock: int | None = self._make()
 
     def _make(self) -> int:
-        for left in reversed(range(_LOCK_TRIES)):
+        """Make the directory and its locked marker, which is written last: other writers remove marked directories."""
+        lock: int | None = None
+        while lock is None:
             os.mkdir(self.path)
-            try:
-                return lock_new(os.path.join(self.path, _LOCK), _MARK)
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    os.rmdir(self.path)
-                # Another writer removes empty staging directories, because killed ones leave them.
-                if not isinstance(error, FileNotFoundError) or not left:
-                    raise
-        raise AssertionError(self.path)
+            with contextlib.suppress(FileNotFoundError):  # because other writers remove empty ones of killed writers
+                lock = os.open(os.path.join(self.path, _LOCK), _NEW, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, _MARK)
+        return lock
 
     def publish(self, *, replace: bool = True) -> None:
         """Publish the checkpoint under its tag, or without `replace` under a new one; the manifest is in `path`
@@ -155,54 +155,6 @@ class StagingDirectory:
             self._lock = None
 
 
-def lock_directory(path: str) -> int | None:
-    """Lock a directory of this machine until the descriptor is closed; None if it is locked."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def lock_new(path: str, content: bytes) -> int:
-    """Create a file locked until the returned descriptor is closed; without locks, an unlocked one."""
-    new = f"{path}.new"
-    descriptor = _created(new)
-    try:
-        os.write(descriptor, content)
-        os.rename(new, path)  # visible only when locked
-    except OSError:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
-    return descriptor
-
-
-def _created(path: str) -> int:
-    """Create a file and lock it. Another writer may take it for a leftover, and remove it, before it is locked."""
-    for _ in range(_LOCK_TRIES):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            return descriptor  # a file system without locks
-        if _is_at(path, descriptor):
-            return descriptor
-        os.close(descriptor)
-    raise BlockingIOError(errno.EWOULDBLOCK, "removed by another writer each time it was created", path)
-
-
-def _is_at(path: str, descriptor: int) -> bool:
-    """Return True if the open file still has this path."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
 def lock_exclusive(path: str) -> int | None:
     """Lock an existing file exclusively; None if it is locked, cannot be opened or was replaced, or without locks."""
     try:
@@ -211,7 +163,7 @@ def lock_exclusive(path: str) -> int | None:
         return None
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(path, descriptor):
+        if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
             return descriptor
     os.close(descriptor)
     return None
@@ -278,17 +230,10 @@ def _is_marked(path: str) -> bool:
 
 def remove_leftovers(parent: str, tag: str | None = None) -> None:
     """Remove staging directories of all tags, or of one, with shardwise's name that are empty or have its marker and a
-    free lock, and new files `latest` that a killed writer has not renamed.
+    free lock.
     """
     for name in os.listdir(parent):
-        hidden, path = HIDDEN.fullmatch(name.removesuffix(".new")), os.path.join(parent, name)
-        if hidden is not None and hidden["tag"] == LATEST and tag is None and os.path.isfile(path):
-            unused = lock_exclusive(path)  # a new `latest` before its rename
-            if unused is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-                os.close(unused)
-            continue
+        hidden, path = HIDDEN.fullmatch(name), os.path.join(parent, name)
         if hidden is None or (tag is not None and hidden["tag"] != tag):
             continue
         with contextlib.suppress(OSError):

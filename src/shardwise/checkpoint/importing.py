@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
-from shardwise.checkpoint.collect import buffer_names, buffers, extra_states
+from shardwise.checkpoint.collect import all_buffers, buffer_names, buffers, extra_states
 from shardwise.checkpoint.manifest import StoredTensor, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.selection import extra_name
-from shardwise.checkpoint.unsharded import all_buffers, is_divided
+from shardwise.checkpoint.unsharded import is_divided
 from shardwise.checkpoint.weights_reader import StateDictReader, WeightsReader
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.registry import LogicalTensor

@@ -27,11 +27,12 @@ from shardwise.checkpoint.directory import (
     HIDDEN,
     LATEST,
     PARTIAL,
+    StagingDirectory,
     check_tag,
     lock_exclusive,
-    lock_new,
     remove_hidden,
     sync_directory,
+    write_file,
 )
 from shardwise.checkpoint.reader import complete_manifest
 from shardwise.errors import CheckpointError, CheckpointPathError
@@ -114,17 +115,13 @@ class CheckpointDirectory:
 
     def set_latest(self, tag: str, name: str = LATEST) -> None:
         """Let `latest` name another checkpoint, by one rename."""
-        temporary = os.path.join(self.path, f".{name}.{secrets.token_hex(4)}{PARTIAL}")
-        lock = lock_new(temporary, tag.encode())  # a file with a free lock is a leftover
+        draft = StagingDirectory(self.path, name, tidy=False)
         try:
-            os.fsync(lock)
-            os.replace(temporary, os.path.join(self.path, name))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+            new = os.path.join(draft.path, name)
+            write_file(new, tag.encode())
+            os.replace(new, os.path.join(self.path, name))
         finally:
-            os.close(lock)
+            draft.discard()
         sync_directory(self.path)
 
     def head(self, tag: str) -> Head:

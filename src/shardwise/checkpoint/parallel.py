@@ -35,13 +35,8 @@ def for_each(function: Callable[[T], None], items: Sequence[T]) -> None:
             function(item)
         return
     with ThreadPoolExecutor(count, thread_name_prefix="shardwise-read") as pool:
-        running = [pool.submit(function, item) for item in items]
-        try:
-            for one in running:
-                one.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for _ in pool.map(function, items):  # after an exception it cancels the others
+            pass
 
 
 def divided(items: Sequence[T]) -> list[Sequence[T]]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise import boxes
 from shardwise.checkpoint.agree import collective_step, on_first_rank
-from shardwise.checkpoint.collect import extra_states, first_holders, within
+from shardwise.checkpoint.collect import all_buffers, extra_states, first_holders, within
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.comm.communicator import Communicator
@@ -364,14 +363,6 @@ def _joined(whole: torch.Tensor | None, part: HeldPart, values: torch.Tensor | N
         whole = torch.empty(part.shape, dtype=part.dtype, device=values.device)
     paste(values, part.box, whole)
     return whole
-
-
-def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of a module under every name of its state dict."""
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for key, buffer in child._buffers.items():
-            if buffer is not None and key not in child._non_persistent_buffers_set:
-                yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
 def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:

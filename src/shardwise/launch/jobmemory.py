@@ -7,6 +7,7 @@ is over; those of a killed launcher by the same user's next launcher. A lock on 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -59,6 +60,11 @@ class JobDirectory:
 
 
 def _lock(path: str) -> int | None:
-    from shardwise.checkpoint.directory import lock_directory  # not above, because it imports torch
-
-    return lock_directory(path)
+    """Lock a directory until the descriptor is closed; None if it is locked."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
