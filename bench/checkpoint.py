@@ -35,7 +35,6 @@ during it. Reading a whole state dict on every rank would take a checkpoint's si
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import os
@@ -51,22 +50,20 @@ import torch.distributed as dist
 from harness import (
     Device,
     Row,
-    answer,
     child,
     forget_peak,
     highest_resident,
-    in_job,
     job,
-    leave_group,
     medians,
     options_of,
     over_ranks,
     own_group,
     reason,
     save,
+    serve,
+    shared_folder,
     show,
     spent,
-    start_group,
     trimmed,
 )
 from systems import SIZES, Case, installed
@@ -119,19 +116,6 @@ def tensors(engine: Any) -> Iterator[torch.Tensor]:
         yield from (values for _, _, values in update.master_pieces(tensor.index))
         for key in ("exp_avg", "exp_avg_sq"):
             yield from (values for _, _, values in update.state_pieces(tensor.index, key))
-
-
-@contextlib.contextmanager
-def shared_folder(directory: str) -> Iterator[str]:
-    """Have a new directory that all ranks know."""
-    box = [tempfile.mkdtemp(dir=directory) if dist.get_rank() == 0 else None]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box)
-    try:
-        yield str(box[0])
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(str(box[0]), ignore_errors=True)
 
 
 # -- saving and loading ------------------------------------------------------------------------------------------------
@@ -565,14 +549,8 @@ def main() -> None:
         gpu=False,
     )
     measure = {"io": io, "background": background, "copies": copies, "memory": loads}[options.what]
-    if in_job() and options.gpu:
-        with own_group(1, options.device):
-            answer(measure(options))
-    elif in_job():
-        start_group("shardwise")
-        answer(measure(options))
-        leave_group()
-    elif options.gpu:
+    serve(measure, options, own_group(1, options.device) if options.gpu else None)
+    if options.gpu:
         found = child(limit=options.limit)
         rows = found if isinstance(found, list) else [{"system": "all", "failed": found["failed"]}]
         show(rows)

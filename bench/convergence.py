@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, answer, in_job, job, leave_group, options_of, over_ranks, save, show, start_group
+from harness import Row, job, options_of, over_ranks, save, serve, show
 from systems import GPT, Size
 
 SIZE = Size(width=128, layers=4, heads=4, vocabulary=256, rows=4, length=96)
@@ -233,11 +233,7 @@ def main() -> None:
         if (not options.groups or way.group in options.groups.split(","))
         and (not options.systems or way.name in options.systems.split(";"))
     ]
-    if in_job():
-        start_group("shardwise")
-        answer([train(way, options.steps) for way in chosen])
-        leave_group()
-        return
+    serve(lambda _: [train(way, options.steps) for way in chosen], options)
     rows = job(options.nproc)
     for group in dict.fromkeys(row["group"] for row in rows):
         part = [row for row in rows if row["group"] == group]

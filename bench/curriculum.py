@@ -13,6 +13,7 @@ where it enters the model.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from convergence import SIZE, NextByte, mean, text, windows
-from harness import Row, answer, in_job, job, leave_group, options_of, save, show, start_group
+from harness import Row, job, options_of, save, serve, show
 from systems import GPT, SIZES
 
 THETAS = (1.0, 0.9, 0.75, 0.5, 0.25)
@@ -137,26 +138,26 @@ def kept(theta: float, size: str, rounds: int) -> Row:
     }
 
 
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Run one part on this rank; return the rows."""
+    if options.what == "layers":
+        return [kept(theta, options.size, options.rounds) for theta in THETAS]
+    rows: list[Row] = []
+    steps = options.tokens // (SIZE.rows * SIZE.length * dist.get_world_size())
+    for name, sections in ways(steps).items():
+        rows.append(train(name, sections, options.tokens, rows[0]["target"] if rows else None))
+    return rows
+
+
 def main() -> None:
     """Run one part in a job, and keep its rows."""
     quick = {"tokens": 4000, "size": "tiny", "rounds": 3}
     options = options_of(__doc__, quick=quick, what="loss", nproc=2, tokens=600_000, size="7M", rounds=15)
-    if in_job():
-        start_group("shardwise")
-        rows: list[Row] = []
-        if options.what == "layers":
-            rows = [kept(theta, options.size, options.rounds) for theta in THETAS]
-        else:
-            steps = options.tokens // (SIZE.rows * SIZE.length * dist.get_world_size())
-            for name, sections in ways(steps).items():
-                rows.append(train(name, sections, options.tokens, rows[0]["target"] if rows else None))
-        answer(rows)
-        leave_group()
-        return
-    rows = job(1 if options.what == "layers" else options.nproc)
+    serve(measure, options)
+    name, ranks = ("layer_drop", 1) if options.what == "layers" else ("curriculum", options.nproc)
+    rows = job(ranks)
     show(rows)
-    name = "layer_drop" if options.what == "layers" else "curriculum"
-    save(options, name, rows, ranks=1 if options.what == "layers" else options.nproc)
+    save(options, name, rows, ranks=ranks)
 
 
 if __name__ == "__main__":

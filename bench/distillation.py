@@ -9,6 +9,7 @@ the teacher's first block, embeddings and head; and both also with the teacher's
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from convergence import EVERY, SIZE, mean, text, windows
-from harness import Row, answer, in_job, job, leave_group, options_of, save, show, start_group
+from harness import Row, job, options_of, save, serve, show
 from systems import GPT
 
 LAYERS = 1
@@ -87,14 +88,14 @@ def train(name: str, engine: Any, steps: int, distillation: Any = None) -> Row:
     }
 
 
-def rows_of(steps: int, teacher_steps: int) -> list[Row]:
+def rows_of(options: argparse.Namespace) -> list[Row]:
     """Train the teacher and each student."""
     from shardwise.compression import Distillation, student_initialization
 
     torch.manual_seed(0)
     model = Logits(SIZE.layers)
     engine = engine_of(model, trains=True)
-    found = [train("teacher", engine, teacher_steps)]
+    found = [train("teacher", engine, options.teacher)]
     engine.destroy()
     teacher = engine_of(model.requires_grad_(False), trains=False)
     reduction = {
@@ -116,7 +117,7 @@ def rows_of(steps: int, teacher_steps: int) -> list[Row]:
             section = {"compression_training": {"layer_reduction": reduction}}
             student_initialization(student, teacher.module, section)
         engine = engine_of(student, trains=True)
-        found.append(train(name, engine, steps, Distillation(teacher) if distilled else None))
+        found.append(train(name, engine, options.steps, Distillation(teacher) if distilled else None))
         engine.destroy()
     teacher.destroy()
     return found
@@ -126,11 +127,7 @@ def main() -> None:
     """Train in one job, print the losses and keep the curves."""
     quick = {"steps": 2 * EVERY, "teacher": 2 * EVERY}
     options = options_of(__doc__, quick=quick, nproc=2, steps=240, teacher=480)
-    if in_job():
-        start_group("shardwise")
-        answer(rows_of(options.steps, options.teacher))
-        leave_group()
-        return
+    serve(rows_of, options)
     rows = job(options.nproc)
     show(rows)
     save(options, "distillation", rows, ranks=options.nproc, steps=options.steps, teacher=options.teacher)

@@ -1,8 +1,7 @@
 """What all benchmarks share: options, the processes that measure, the device, turns, and the one form of results.
 
 A benchmark is one script in two roles. Called by hand it starts itself, with the same options and perhaps more, as a
-job of several ranks (`job`) or as one process (`child`); there `in_job()` is true, and rank 0 gives its figures back
-with `answer`.
+job of several ranks (`job`) or as one process (`child`); there `serve` measures, and gives rank 0's figures back.
 
 A result file has the command, the time, the machine, notes, and rows of system, setting, metric, value and unit. A
 benchmark gives `save` one dictionary a system: "system", "setting", and a figure for each metric, whose name may end in
@@ -21,6 +20,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -173,8 +173,9 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def start_group(system: str, device: str = "cpu") -> None:
-    """Start the process group of a job in the way of one system, so that the others' code is not loaded."""
+@contextlib.contextmanager
+def group_of(system: str, device: str = "cpu") -> Iterator[None]:
+    """Be a rank of a job, whose process group is started in the way of one system: the others' code is not loaded."""
     backend = "nccl" if device == "cuda" else "gloo"
     if system.startswith("shardwise"):
         import shardwise
@@ -188,6 +189,20 @@ def start_group(system: str, device: str = "cpu") -> None:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(backend)
+    yield
+    leave_group()
+
+
+def serve(
+    measure: Callable[[argparse.Namespace], Any],
+    options: argparse.Namespace,
+    group: contextlib.AbstractContextManager[None] | None = None,
+) -> None:
+    """In a process that was started to measure: measure within a group (default: shardwise's), answer, and end."""
+    if in_job():
+        with group or group_of("shardwise"):
+            answer(measure(options))
+        sys.exit()
 
 
 @contextlib.contextmanager
@@ -210,6 +225,19 @@ def own_group(world: int, device: str, imagined: bool | None = None) -> Iterator
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def shared_folder(directory: str | None = None) -> Iterator[str]:
+    """Have a new directory that all ranks know."""
+    box = [tempfile.mkdtemp(dir=directory) if dist.get_rank() == 0 else None]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box)
+    try:
+        yield str(box[0])
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(str(box[0]), ignore_errors=True)
 
 
 # -- what is measured with ---------------------------------------------------------------------------------------------

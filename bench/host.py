@@ -42,18 +42,16 @@ import torch
 from harness import (
     Device,
     Row,
-    answer,
-    in_job,
+    group_of,
     job,
-    leave_group,
     options_of,
     over_ranks,
     own_group,
     reason,
     save,
+    serve,
     show,
     spent,
-    start_group,
     trimmed,
     turns,
 )
@@ -261,11 +259,9 @@ def main() -> None:
     )
     logging.getLogger("shardwise").setLevel(logging.WARNING)
     notes = {"rounds": options.rounds, "steps": options.steps}
-    if in_job():
-        start_group("shardwise" if options.what == "layers" else options.systems)
-        answer(measure_layers(options) if options.what == "layers" else measure_lengths(options))
-        leave_group()
-    elif options.what == "layer":
+    layers = options.what == "layers"
+    serve(measure_layers if layers else measure_lengths, options, group_of("shardwise" if layers else options.systems))
+    if options.what == "layer":
         save(options, "gpu_host_time" if options.gpu else "host_time", layer_rows(options), **notes)
     else:
         every = [name for name in installed(SETS["zero"]) if name not in LEFT_OUT]

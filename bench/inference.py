@@ -17,19 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import (
-    Row,
-    answer,
-    forget_peak,
-    highest_resident,
-    in_job,
-    job,
-    leave_group,
-    options_of,
-    save,
-    show,
-    trimmed,
-)
+from harness import Row, forget_peak, highest_resident, job, options_of, save, serve, show, trimmed
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16": (1, {"dtype": "bf16"}),
@@ -74,19 +62,18 @@ def written(options: Any, folder: Path) -> str:
     return str(folder)
 
 
-def measure(options: Any, name: str, folder: str) -> None:
-    """Generate, and hand back rank 0's figures."""
+def measure(options: Any) -> Row:
+    """Generate; return the figures of this rank."""
     import shardwise
 
-    size, settings = WAYS[name]
+    size, settings = WAYS[options.what]
     if "zero" in settings:
-        offload = {**settings["zero"]["offload_param"], "nvme_path": folder}
+        offload = {**settings["zero"]["offload_param"], "nvme_path": options.folder}
         settings = {**settings, "zero": {**settings["zero"], "offload_param": offload}}
-    shardwise.init_distributed(verbose=False)
     model = model_of(options)
     before = trimmed()
     forget_peak()
-    engine = shardwise.init_inference(model, tensor_parallel={"tp_size": size}, checkpoint=folder, **settings)
+    engine = shardwise.init_inference(model, tensor_parallel={"tp_size": size}, checkpoint=options.folder, **settings)
     peak, after = highest_resident() - before, trimmed() - before
     ids = torch.arange(options.rows * 32, device=engine.device).view(options.rows, 32)
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -97,9 +84,8 @@ def measure(options: Any, name: str, folder: str) -> None:
         seconds.append(time.perf_counter() - begin)
     rate = options.rows * options.new / statistics.median(seconds[1:])
     kept = None if "zero" in settings else sum(_bytes(one) for one in model.parameters()) / 2**20
-    answer({"tokens_per_s": rate, "weights_mib": kept, "resident_mib": after / 2**20, "peak_mib": peak / 2**20})
     engine.destroy()
-    leave_group()
+    return {"tokens_per_s": rate, "weights_mib": kept, "resident_mib": after / 2**20, "peak_mib": peak / 2**20}
 
 
 def _bytes(parameter: Any) -> int:
@@ -113,9 +99,7 @@ def main() -> None:
     options = options_of(
         __doc__, quick, hidden=1024, layers=8, new=32, rows=4, rounds=5, directory="", what="", folder=""
     )
-    if in_job():
-        measure(options, options.what, options.folder)
-        return
+    serve(measure, options)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         written(options, Path(folder))

@@ -32,18 +32,16 @@ import torch
 import torch.distributed as dist
 from harness import (
     Row,
-    answer,
     forget_peak,
+    group_of,
     highest_resident,
-    in_job,
     job,
-    leave_group,
     options_of,
     over_ranks,
     save,
+    serve,
     show,
     spent,
-    start_group,
     trimmed,
 )
 from systems import SETS, SIZES, Case, installed
@@ -330,11 +328,8 @@ def main() -> None:
     )
     is_batch = options.what == "batch"
     options.limit = options.limit or ((4 if is_batch else 24) if options.quick else 640)
-    if in_job():
-        start_group("DeepSpeed" if "DeepSpeed" in options.systems else options.systems if is_batch else "shardwise")
-        answer(largest_batch(options) if is_batch else longest_sequence(options))
-        leave_group()
-        return
+    group = "DeepSpeed" if "DeepSpeed" in options.systems else options.systems if is_batch else "shardwise"
+    serve(largest_batch if is_batch else longest_sequence, options, group_of(group))
     every = [name for name in SETS["zero"] if name not in LEFT_OUT] if is_batch else [*WAYS, *PEERS]
     rows: list[Row] = []
     for name in options.systems.split(";") if options.systems else installed(every):

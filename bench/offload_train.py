@@ -38,11 +38,11 @@ from harness import (
     answer,
     child,
     highest_resident,
-    in_job,
     medians,
     options_of,
     own_group,
     save,
+    serve,
     show,
 )
 from systems import GPT, SETS, SIZES, Case, installed, shardwise
@@ -237,8 +237,8 @@ def deepest(make: Callable[[int], Subject], setting: Setting, there: dict[str, i
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def trained(options: argparse.Namespace) -> None:
-    """Train the model of the options in this process; answer with the times of steps and the peaks, step by step."""
+def trained(options: argparse.Namespace) -> Row:
+    """Train the model of the options in this process; answer with times of steps and peaks after each step, too."""
     device = Device(options.device)
     if options.limit_bytes:
         device.limit(options.limit_bytes)
@@ -256,7 +256,7 @@ def trained(options: argparse.Namespace) -> None:
     run.step()  # makes the optimizer's state
     run.finish()
     device.forget()
-    spent: list[dict[str, float]] = []
+    spent, found = list[dict[str, float]](), Row()
     for _ in range(options.steps):
         passes = device.seconds(run.passes)
         update = device.seconds(lambda: (run.update(), run.finish()))
@@ -264,8 +264,10 @@ def trained(options: argparse.Namespace) -> None:
         allocated, reserved = device.peaks()
         sizes = {"allocated": allocated, "reserved": reserved, "host": highest_resident()}
         found = {**medians(spent), "steps": len(spent)}
-        answer(found | {f"{name}_gib": value / 2**30 for name, value in sizes.items()})
+        found |= {f"{name}_gib": value / 2**30 for name, value in sizes.items()}
+        answer(found)
     run.close()
+    return found
 
 
 def run(options: argparse.Namespace, subject: Subject, setting: str, rows: int, plan: Any = None) -> Row:
@@ -387,10 +389,7 @@ def main() -> None:
         limit_bytes=0,
         limit=300,
     )
-    if in_job():
-        with own_group(1, options.device):
-            trained(options)
-        return
+    serve(trained, options, own_group(1, options.device))
     rows = QUESTIONS[options.what](options)
     save(options, f"gpu_offload_{options.what}", rows, there=room(options))
 

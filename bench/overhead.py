@@ -21,27 +21,12 @@ import contextlib
 import functools
 import logging
 import statistics
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from harness import (
-    Row,
-    answer,
-    in_job,
-    job,
-    leave_group,
-    medians,
-    options_of,
-    over_ranks,
-    save,
-    show,
-    spent,
-    start_group,
-    turns,
-)
+from harness import Row, job, medians, options_of, over_ranks, save, serve, shared_folder, show, spent, turns
 from systems import SIZES, Case, EngineRun
 
 NOTHING, EVERYTHING = "nothing", "everything"
@@ -103,8 +88,15 @@ def turn_of(run: EngineRun, steps: int, within: Callable[[], Any] = contextlib.n
     return over_ranks({name: value / steps for name, value in figures.items()})
 
 
-def measure(options: argparse.Namespace, folder: str) -> Row:
+def measure(options: argparse.Namespace) -> Row:
     """Take turns on this rank; return seconds a step on the wall and of the processor of each turn."""
+    logging.getLogger("shardwise").setLevel(logging.INFO)
+    with shared_folder() as folder:
+        return measured(options, folder)
+
+
+def measured(options: argparse.Namespace, folder: str) -> Row:
+    """Return what `measure` does; files are below `folder`."""
     from shardwise.profile.trace import read
 
     case = Case(SIZES[options.size], options.dtype == "bf16")
@@ -145,15 +137,7 @@ def main() -> None:
         parts=False,
         keep="",
     )
-    if in_job():
-        start_group("shardwise")
-        logging.getLogger("shardwise").setLevel(logging.INFO)
-        with tempfile.TemporaryDirectory() as own:
-            shared = [own]
-            dist.broadcast_object_list(shared)
-            answer(measure(options, shared[0]))
-        leave_group()
-        return
+    serve(measure, options)
     found = job(options.nproc)
     rows: list[Row] = []
     for name, own in found["turns"].items():

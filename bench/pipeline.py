@@ -33,18 +33,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import (
     Row,
-    answer,
     forget_peak,
+    group_of,
     highest_resident,
-    in_job,
     job,
-    leave_group,
     medians,
     options_of,
     over_ranks,
     save,
+    serve,
     show,
-    start_group,
     trimmed,
     turns,
 )
@@ -401,11 +399,9 @@ def main() -> None:
         uneven=False,
         pictures="",
     )
-    if in_job():
-        start_group("torch" if options.what == "contest" and "shardwise" not in options.systems else "shardwise")
-        answer(contest(options) if options.what == "contest" else throttled_steps(options))
-        leave_group()
-    elif options.what == "contest":
+    group = group_of("torch" if options.what == "contest" and "shardwise" not in options.systems else "shardwise")
+    serve(contest if options.what == "contest" else throttled_steps, options, group)
+    if options.what == "contest":
         names = options.systems or ";".join(fit if options.quick else installed(SYSTEMS))
         rows = job(options.nproc, "--systems", names)
         show(rows)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Row, answer, in_job, job, leave_group, options_of, save, show, start_group
+from harness import Row, job, options_of, save, serve, show
 from pipeline import layers, loss_of
 from systems import COLUMNS, GPT, ROWS, Size
 from torch import nn
@@ -440,11 +440,7 @@ def judged(planners: list[Any], measured: list[Peaks]) -> list[bool]:
 def main() -> None:
     """Plan, train, print the table and keep it."""
     options = options_of(__doc__, quick={"steps": 1}, only="", steps=3, directory="")
-    if in_job():
-        start_group("shardwise")
-        answer(measure(options))
-        leave_group()
-        return
+    serve(measure, options)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         options.directory = folder

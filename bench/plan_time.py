@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Row, answer, in_job, job, leave_group, options_of, over_ranks, save, show, start_group
+from harness import Row, job, options_of, over_ranks, save, serve, show
 from systems import GPT, SIZES, Case, EngineRun, Size, engine_config
 
 SHAPES = {**SIZES, "wide": Size(768, 2, 12, 4096, 4, 64)}
@@ -176,11 +176,7 @@ def main() -> None:
         seconds=20.0,
         what="steps",
     )
-    if in_job():
-        start_group("shardwise")
-        answer(measure(options))
-        leave_group()
-        return
+    serve(measure, options)
     if options.what == "choice":
         rows = chosen(options)
         show(rows)

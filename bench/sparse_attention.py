@@ -12,13 +12,14 @@ attention of torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Row, answer, attempt, child, forget_peak, highest_resident, in_job, options_of, save, show, trimmed
+from harness import Row, attempt, child, forget_peak, highest_resident, options_of, save, serve, show, trimmed
 from torch.nn.functional import scaled_dot_product_attention
 
 DENSE = "dense"
@@ -57,15 +58,16 @@ def prepared(options: argparse.Namespace, system: str, tokens: int) -> tuple[Cal
     return lambda q, k, v: attend(q, k, v, plan), float(layout.float().mean())
 
 
-def measure(options: argparse.Namespace, system: str, tokens: int) -> Row:
+def measure(options: argparse.Namespace) -> Row:
     """Return time and memory of both passes."""
     torch.manual_seed(1)
     cuda = options.device == "cuda"
+    tokens = int(options.tokens)
     shape = (1, options.heads, tokens, options.width)
     q, k, v, weights = (torch.randn(shape, device=options.device) for _ in range(4))
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    attend, share = prepared(options, system, tokens)
+    attend, share = prepared(options, options.system, tokens)
 
     def both() -> float:
         begun = time.perf_counter()
@@ -101,9 +103,7 @@ def main() -> None:
         rounds=5,
         system="",
     )
-    if in_job():
-        answer(measure(options, options.system, int(options.tokens)))
-        return
+    serve(measure, options, contextlib.nullcontext())
     rows: list[Row] = []
     for tokens in map(int, options.tokens.split(",")):
         for system in systems(options):

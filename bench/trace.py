@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Device, Row, answer, child, in_job, options_of, own_group, save, show
+from harness import Device, Row, child, options_of, own_group, save, serve, show
 from systems import SIZES, Case, forced, offloaded
 
 STEPS = 2
@@ -67,8 +67,8 @@ def kind_of(event: dict[str, Any]) -> str:
     return next((kind for kind, there in found.items() if there), "other kernels")
 
 
-def profile(options: argparse.Namespace) -> None:
-    """Train in this process, and leave the trace in `--file`."""
+def profile(options: argparse.Namespace) -> Row:
+    """Train in this process, and leave the trace in `--file`; return the device's name."""
     device = Device(options.device)
     case = Case(SIZES[options.size], bf16=True, device=options.device)
     run = offloaded(case, 3, "cpu", "cpu") if options.way == "offload" else forced(case, 3)
@@ -87,7 +87,7 @@ def profile(options: argparse.Namespace) -> None:
         device.wait()
     recorded.export_chrome_trace(options.file)
     run.close()
-    answer({"name": device.name})
+    return {"name": device.name}
 
 
 class Trace:
@@ -239,10 +239,7 @@ class Trace:
 def main() -> None:
     """Profile both ways, or the one of the options; draw and keep them."""
     options = options_of(__doc__, quick={"size": "tiny"}, size="163M", way="", keep="", file="", limit=200)
-    if in_job():
-        with own_group(1, options.device):
-            profile(options)
-        return
+    serve(profile, options, own_group(1, options.device))
     rows: list[Row] = []
     for way in [options.way] if options.way else WAYS:
         short = way.replace(" ", "_")

@@ -54,19 +54,18 @@ from harness import (
     attempt,
     child,
     forget_peak,
+    group_of,
     highest_resident,
-    in_job,
     job,
-    leave_group,
     medians,
     options_of,
     over_ranks,
     own_group,
     reason,
     save,
+    serve,
     show,
     spent,
-    start_group,
     trimmed,
     turns,
 )
@@ -453,12 +452,13 @@ def device_memory(name: str, options: argparse.Namespace, device: Device) -> Row
     return found | {"left": device.memory()[0] - before}
 
 
-def measure_device_memory(options: argparse.Namespace) -> None:
-    """Measure one system after the other; answer after each."""
+def measure_device_memory(options: argparse.Namespace) -> Row:
+    """Measure one system after the other; answer after each, too: it may end the process."""
     found: dict[str, Row] = {}
     for name in options.systems.split(";"):
         found[name] = attempt({}, functools.partial(device_memory, name, options, Device(options.device)))
         answer({"rows": found})
+    return {"rows": found}
 
 
 def through(role: str, names: Sequence[str], limit: float) -> dict[str, Row]:
@@ -522,15 +522,11 @@ def one_process(options: argparse.Namespace, names: Sequence[str]) -> list[Row]:
     return list(rows.values())
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace) -> Any:
     """Measure what the role says in this process."""
-    if options.set in ONE_PROCESS:
-        with own_group(options.nproc, options.device):
-            measure_device_memory(options) if options.role == "memory" else answer(measure_time(options))
-        return
-    start_group("shardwise" if options.what == "time" else options.systems, options.device)
-    answer({"time": measure_time, "memory": measure_memory, "start": measure_start}[options.what](options))
-    leave_group()
+    if options.role == "memory":
+        return measure_device_memory(options)
+    return {"time": measure_time, "memory": measure_memory, "start": measure_start}[options.what](options)
 
 
 def main() -> None:
@@ -552,9 +548,11 @@ def main() -> None:
         directory="",
         limit=300,
     )
-    if in_job():
-        measure(options)
-        return
+    if options.set in ONE_PROCESS:
+        group = own_group(options.nproc, options.device)
+    else:
+        group = group_of("shardwise" if options.what == "time" else options.systems, options.device)
+    serve(measure, options, group)
     every = [name for name in installed(SETS[options.set]) if name not in WITHOUT[options.what]]
     if options.quick:
         every = [name for name in every if not name.startswith("DeepSpeed")]

@@ -17,20 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import (
-    Row,
-    answer,
-    in_job,
-    job,
-    leave_group,
-    medians,
-    options_of,
-    over_ranks,
-    save,
-    show,
-    start_group,
-    turns,
-)
+from harness import Row, job, medians, options_of, over_ranks, save, serve, show, turns
 from torch import nn
 
 SECONDS = 4e-3
@@ -130,11 +117,7 @@ def main() -> None:
         rounds=5,
         steps=10,
     )
-    if in_job():
-        start_group("shardwise")
-        answer(measure(options))
-        leave_group()
-        return
+    serve(measure, options)
     rows = job(options.nproc)
     show(rows)
     save(options, f"unequal_{options.nproc}", rows, rounds=options.rounds, steps=options.steps)
