@@ -6,6 +6,7 @@ import sys
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -180,3 +181,12 @@ def test_locals_of_a_running_function_are_read_and_not_kept() -> None:
     script = {"local_of": compat.local_of, "sys": sys, "there": 5}
     exec(code, script)  # the locals of a module are its globals, which stay
     assert script["found"] == (5, 5)
+
+
+@pytest.mark.parametrize(("capability", "writes"), [((8, 0), True), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_devices_that_leave_gradients_of_unused_experts_unwritten(
+    capability: tuple[int, int], writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert compat.writes_empty_groups(torch.device("cuda", 0)) is writes
+    assert compat.writes_empty_groups(torch.device("cpu"))

@@ -30,7 +30,7 @@ def test_small_sums_broadcasts_and_exchanges() -> None:
     outgoing, incoming = sizes[rank], [row[rank] for row in sizes]
     given = torch.tensor([10.0 * rank + peer for peer in range(world) for _ in range(outgoing[peer])])
     output = torch.zeros(sum(incoming))
-    backend.all_to_all(output, given, incoming, outgoing, RECORD).wait()
+    backend.all_to_all([(output, given, incoming, outgoing)], RECORD).wait()
     assert total.tolist() == [0.0, 0.0] and word.tolist() == [1.0, 1.0]
     assert output.tolist() == [[10.0, 10.0, 10.0, 20.0], [1.0, 1.0, 21.0], [2.0, 22.0, 22.0]][rank]
 

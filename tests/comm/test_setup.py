@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -214,6 +215,37 @@ def test_a_single_visible_device_is_the_process_s_own(monkeypatch) -> None:
     setup._check_own_device(store, RankPlace(2, 4, 2, 4, "node0", 1, "Slurm"))
     with pytest.raises(LaunchError, match=r"Rank 3 .* sees one CUDA device \(H100, GPU-2\), which rank 2 has taken"):
         setup._check_own_device(store, place)
+
+
+class Started(Exception):
+    pass
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_every_backend_with_nccl_is_bound_to_the_rank_s_device(backend: str, alone, monkeypatch) -> None:
+    bound: list[tuple[str, torch.device]] = []
+
+    def start(backend: str, **how: Any) -> None:
+        bound.append((backend, how["device_id"]))
+        raise Started
+
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(setup, "_take_own_device", lambda place: torch.device("cuda", place.local_rank))
+    with pytest.raises(Started):
+        init_distributed(backend)
+    assert bound == [(backend, torch.device("cuda", 0))]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
+def test_nccl_runs_collectives_in_the_order_of_launches(before: str | None, after: str, monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", before or "")
+    if before is None:
+        monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    setup._order_launches()
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == after
 
 
 def test_timeouts() -> None:

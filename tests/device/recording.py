@@ -368,8 +368,11 @@ def _launched(
     def run() -> None:
         for out, own in pairs:
             # As if all ranks had the same values; sums are not formed, because they would grow without end.
-            parts = max(1, out.numel() // max(1, own.numel()))
-            out.copy_(own.repeat(parts)[: out.numel()].view_as(out))
+            if own.numel():
+                parts = max(1, -(-out.numel() // own.numel()))
+                out.copy_(own.repeat(parts)[: out.numel()].view_as(out))
+            else:
+                out.zero_()
 
     members = name_of(group.group_name, dist.get_process_group_ranks(group))
     return [recorder.collective(name, pairs, members, run)]

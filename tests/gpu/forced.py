@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm import groups, native
 from shardwise.comm.communicator import Communicator
+from shardwise.moe import MoE
 from shardwise.trees import map_tensors
 from shardwise.zero.units.flat_param import FlatParamStorage
 from tests.harness.training import Outcome, Setting, masters, train
-from tests.models import CASES, GPT, Case, language, language_loss
+from tests.models import CASES, GPT, Case, language, language_loss, regression, regression_loss
 from tests.zero.elsewhere import forced
 
 CYCLES = 2_000_000
@@ -157,10 +158,22 @@ def compiled() -> nn.Module:
     return model
 
 
+class Experts(nn.Module):
+    """A layer of experts, each with places for some tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=4, k=2, use_rts=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.first(x))[0]  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, Case] = {
     **{name: CASES[name] for name in ("gpt", "gpt_functional_head", "odd_mlp", "borrower", "mixture", "lora")},
     "twice": Case("twice", Twice, language, language_loss),
     "recomputed": Case("recomputed", recomputed(False), language, language_loss),
     "reentrant": Case("reentrant", recomputed(True), language, language_loss),
     "compiled": Case("compiled", compiled, language, language_loss),
+    "experts": Case("experts", Experts, regression(8, 8), regression_loss),
 }

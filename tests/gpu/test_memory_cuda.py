@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import nn
 
+from shardwise.engine.reserved import RESERVE
 from shardwise.memory import track_activations
+from shardwise.trees import map_tensors
 from tests.gpu.forced import MODELS, late_collectives, start_group
-from tests.gpu.standin import rehearsing
+from tests.gpu.standin import needs_device, rehearsing
 from tests.harness.training import ADAMW, Setting, engine_of, start
 
 
@@ -85,3 +90,47 @@ def test_lengths_that_vary_leave_no_holes() -> None:
         engine.destroy()
     if not rehearsing():
         assert max(kept[50:]) <= 1.05 * max(kept[:50]), kept
+
+
+def test_communicators_take_no_more_than_their_reserve() -> None:
+    """Device memory outside of the allocator that grows with the communicators of an engine, with NCCL's own."""
+    start_group()
+    case = MODELS["gpt"]
+    with late_collectives(nccl=True):
+        torch.cuda.synchronize()
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        engine = start(case, Setting(3, precision="bf16", clip=1.0, optimizer="AdamW"))
+        for _ in range(2):
+            engine.backward(case.loss(engine, map_tensors(case.data(0, 0, 0, torch.bfloat16), torch.Tensor.cuda)))
+            engine.step()
+        torch.cuda.synchronize()
+        taken = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+        made = len(engine.job.communicators())
+        engine.destroy()
+    assert made == 3  # of all-gathers, of reductions and of small sums
+    assert rehearsing() or taken <= made * RESERVE + (256 << 20), taken  # and code of kernels
+
+
+@needs_device
+@pytest.mark.parametrize("expandable", [False, True])
+def test_memory_pools_of_the_script_go_with_an_engine(expandable: bool) -> None:
+    """In a process of its own, whose allocator an engine of stage 3 sets up (`expandable_segments`)."""
+    program = f"from tests.gpu.test_memory_cuda import pooled; pooled({expandable})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=80, check=False)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+
+
+def pooled(expandable: bool) -> None:
+    """Train with a tensor in a pool of the script."""
+    start_group()
+    case = MODELS["gpt"]
+    with late_collectives():
+        engine = start(case, Setting(3, optimizer="AdamW", extra=(("expandable_segments", expandable),)))
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            kept = torch.ones(1 << 20, device="cuda")
+        for _ in range(2):
+            engine.backward(case.loss(engine, map_tensors(case.data(0, 0, 0, torch.float32), torch.Tensor.cuda)))
+            engine.step()
+        assert float(kept.sum()) == 1 << 20
+        engine.destroy()

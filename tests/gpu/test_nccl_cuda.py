@@ -91,9 +91,12 @@ def test_broadcast_and_all_to_all(group: dist.ProcessGroup, dtype: torch.dtype) 
     on_group(group).broadcast(tensor, 0, RECORD).wait()
     assert torch.equal(tensor, values(100, dtype))
     out = torch.zeros_like(tensor)
-    on_group(group).all_to_all(out[:7], tensor[3:10], [7], [7], RECORD).wait()
-    on_group(group).all_to_all(out[:0], tensor[:0], [0], [0], RECORD).wait()
+    on_group(group).all_to_all([(out[:7], tensor[3:10], [7], [7])], RECORD).wait()
+    on_group(group).all_to_all([(out[:0], tensor[:0], [0], [0])], RECORD).wait()
     assert torch.equal(out[:7], tensor[3:10])
+    swaps = [(torch.zeros_like(given), given, [given.numel()], [given.numel()]) for given in (tensor, tensor[:9])]
+    on_group(group).all_to_all(swaps, RECORD).wait()
+    assert all(torch.equal(output, given) for output, given, *_ in swaps)
 
 
 def test_the_end_of_a_collective_is_seen_and_nothing_holds_its_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,14 @@ def test_the_host_does_not_wait_in_a_step(stage: int, precision: str, optimizer:
     steps(Setting(stage, precision=precision, clip=1.0, accumulation=2, optimizer=optimizer), "error", forced=forced)
 
 
-@pytest.mark.parametrize("name", ["twice", "recomputed", "reentrant", "lora"])
+@pytest.mark.parametrize("name", ["twice", "recomputed", "reentrant", "lora", "experts"])
 def test_the_host_does_not_wait_in_other_models(name: str) -> None:
     steps(Setting(3, precision="bf16", clip=1.0, optimizer="momentum"), "error", forced=True, name=name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_host_does_not_wait_for_exchanges_of_whole_tensors(stage: int) -> None:
+    steps(Setting(stage, precision="bf16", clip=1.0, optimizer="Muon"), "error", forced=True)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

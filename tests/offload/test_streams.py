@@ -40,7 +40,7 @@ def from_host(trace: Trace) -> Callable[[Event], bool]:
     )
 
 
-@pytest.mark.parametrize(("world", "place"), [(2, "parameters on disk"), thorough(1, "parameters on host")])
+@pytest.mark.parametrize(("world", "place"), [(1, "parameters on host"), thorough(2, "parameters on disk")])
 def test_parameters_are_copied_while_the_unit_before_computes(tmp_path: Path, world: int, place: str) -> None:
     """Each copy but that of the first unit overlaps with kernels: the second step knows what comes next."""
     setting = Setting(3, optimizer="momentum", precision="bf16", zero=tuple(offload(place, str(tmp_path)).items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,6 +117,32 @@ def test_every_way_to_compile_trains_as_if_it_were_not_compiled(stage: int, form
         assert losses == expected, form
         assert 0 < compiled[0] < 9, (form, compiled)
         assert compiled[-1] == compiled[0], (form, compiled)  # nothing that guards compare changes between steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_unit_of_a_compiled_engine_is_one_graph(stage: int) -> None:
+    """No hook of the engine divides a block: its graph has a third of the operators of three blocks."""
+    sizes: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        sizes.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+    model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(4, DIM)
+    torch.compile(copy.deepcopy(model), backend=backend)(x)
+    (whole,) = sizes
+    torch._dynamo.reset()
+    sizes.clear()
+    engine = engine_of(model, stage, ADAMW)
+    engine.compile(backend=backend)
+    for _ in range(3):
+        engine.backward(engine(x).square().sum())
+        engine.step()
+    assert len(engine.sharded.units) == 3
+    # Blocks of one class may share a graph.
+    assert set(sizes) == {whole // 3} and len(sizes) <= 3
+    engine.destroy()
+    torch._dynamo.reset()
 
 
 @on_ranks(2)

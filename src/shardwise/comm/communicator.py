@@ -30,7 +30,7 @@ from shardwise.comm.coded import ranks_in_words
 from shardwise.comm.desync import FailureReports, Position, position_of
 from shardwise.comm.groups import PURPOSES, GroupCache
 from shardwise.comm.ledger import WAITING, Ledger, Record, user_line
-from shardwise.comm.native import Pair
+from shardwise.comm.native import Pair, Swap
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.compat import backend_of, timeout_of
@@ -320,9 +320,13 @@ class Communicator:
         kind: str = "explicit",
     ) -> Handle:
         """Launch the all-to-all of ranges of 1-D tensors, in rank order; sizes (elements) may differ or be zero."""
-        size = given.numel() * given.element_size()
-        sent, launch = size - input_sizes[self.rank] * given.element_size(), self._backend.all_to_all
-        return self._launch("all_to_all", size, sent, label, kind, launch, output, given, output_sizes, input_sizes)
+        return self.all_to_alls([(output, given, output_sizes, input_sizes)], label, kind)
+
+    def all_to_alls(self, swaps: Sequence[Swap], label: str, kind: str = "explicit") -> Handle:
+        """Launch several all-to-alls as one collective, where the backend can join them; arguments of `all_to_all`."""
+        size = sum(given.nbytes for _, given, *_ in swaps)
+        kept = sum(sizes[self.rank] * given.element_size() for _, given, _, sizes in swaps)
+        return self._launch("all_to_all", size, size - kept, label, kind, self._backend.all_to_all, swaps)
 
     def share_object(self, value: object, label: str, src: int = 0) -> object:
         """Return the JSON value of rank `src` on every rank (blocking, for set-up only)."""

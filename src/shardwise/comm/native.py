@@ -25,6 +25,8 @@ from shardwise.compat import all_gather_single, launch_together, reduce_scatter_
 from shardwise.errors import PeerLostError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Swap = tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]
+"""Of an all-to-all: output, input, and the numbers of elements that come from and go to each rank."""
 
 
 class PendingCollective(Protocol):
@@ -143,16 +145,10 @@ class Backend:
         """Copy a tensor from group rank `src` to all ranks."""
         return None
 
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        record: Record,
-    ) -> PendingCollective | None:
-        """Send range r of `given` to rank r and receive range r of `output` from it."""
-        output.copy_(given)
+    def all_to_all(self, swaps: Sequence[Swap], record: Record) -> PendingCollective | None:
+        """Of each of `swaps`, send range r of the input to rank r and receive range r of the output from it."""
+        for output, given, *_ in swaps:
+            output.copy_(given)
         return None
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
@@ -198,7 +194,8 @@ class TorchBackend(Backend):
                     scratch.append(buffer)
             if rows is not None:
                 exchanged.append((rows, full))
-                sums.append(functools.partial(sum_rows, out, rows.view(self.world, -1), accumulate=accumulate))
+                sum_up = sum_rows if self._ordered else sum_rows_at_once
+                sums.append(functools.partial(sum_up, out, rows.view(self.world, -1), accumulate=accumulate))
                 continue
             if total is not None:
                 sums.append(functools.partial(out.add_, total))
@@ -247,20 +244,14 @@ class TorchBackend(Backend):
         )
         return Works(works, [] if flat is tensor else [functools.partial(tensor.copy_, flat)])
 
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        record: Record,
-    ) -> PendingCollective:
-        exchange = functools.partial(
-            dist.all_to_all_single, output_split_sizes=list(output_sizes), input_split_sizes=list(input_sizes)
-        )
-        return Works(
-            launch_together(exchange, [(output, given)], self.groups[record.kind], async_op=not thread.in_order)
-        )
+    def all_to_all(self, swaps: Sequence[Swap], record: Record) -> PendingCollective:
+        sizes = iter([(list(received), list(sent)) for _, _, received, sent in swaps])
+
+        def exchange(output: torch.Tensor, given: torch.Tensor, **how: Any) -> Any:
+            return dist.all_to_all_single(output, given, *next(sizes), **how)
+
+        pairs = [(output, given) for output, given, *_ in swaps]
+        return Works(launch_together(exchange, pairs, self.groups[record.kind], async_op=not thread.in_order))
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
         made = [self._buffers(out, full, accumulate) for out, full in pairs if full.numel()]
@@ -297,6 +288,16 @@ def sum_rows(out: torch.Tensor, rows: torch.Tensor, *, accumulate: bool) -> None
             total.add_(part)
         if accumulate:
             target.add_(total)
+
+
+def sum_rows_at_once(out: torch.Tensor, rows: torch.Tensor, *, accumulate: bool) -> None:
+    """Sum rows as `sum_rows` by one kernel for any number of rows, whose order depends on the shape."""
+    if accumulate:
+        out.add_(rows.sum(0, dtype=out.dtype))
+    elif len(rows) == 1:
+        out.copy_(rows[0])
+    else:
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
 
 
 def exchanges(wire: torch.dtype, total: torch.dtype, world: int, per_node: int) -> bool:

@@ -348,7 +348,7 @@ def exchanges_of(model: nn.Module, lines: RankGrid) -> str:
             how = f"{norms} all-gathers behind norms and {rows} reduce-scatters of outputs"
         said.append(f"tensor-parallel size {tensor}: {how} forward, as many backward")
     if sequence > 1:
-        said.append(f"sequence-parallel size {sequence}: 4 all-to-alls an attention forward, 4 backward")
+        said.append(f"sequence-parallel size {sequence}: 2 all-to-alls an attention forward, 2 backward")
     layers = Counter(module.ep_size for module in modules if isinstance(module, ExpertParallelModule))
     for size, count in sorted(layers.items()):
         if size > 1:

@@ -1,7 +1,8 @@
 """Ulysses (Jacobs et al., "DeepSpeed Ulysses", 2309.14509): all-to-all between token and head sharding.
 
 Outside of attention a rank has some tokens of a sequence with all heads. An all-to-all gives the rank all tokens with
-some heads, and another one reverses this. With P ranks each moves 1 / P of a tensor, for any sequence length.
+some heads, and another one reverses this. With P ranks each moves 1 / P of a tensor, for any sequence length. Queries,
+keys and values travel in one collective.
 
 Heads need not divide evenly: each rank has a range of query heads, and their key and value heads. With fewer key heads
 than ranks, a head is sent only to the ranks that need it.
@@ -10,6 +11,7 @@ than ranks, a head is sent only to the ranks that need it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,58 +57,121 @@ def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
     return each if wanted == [place // each for place in range(len(wanted))] else wanted
 
 
-class _Swap:
-    def __init__(self, group: SequenceGroup, given: torch.Tensor, sent: list[int], got: list[int], label: str) -> None:
-        self.received = given.new_empty(sum(got))
-        self.sizes = got
-        self._sent = given
-        self._handle = group.comm.all_to_all(self.received, given, got, sent, label) if group.carries(given) else None
+def _holders(runs: Sequence[Run], heads: int) -> int:
+    """Return the number of ranks that have each head; 0 if ranks have different numbers of heads or parts of groups.
 
-    def wait(self) -> list[torch.Tensor]:
-        if self._handle is not None:
-            self._handle.wait()
-        return list(self.received.split(self.sizes))
+    >>> _holders([(0, 2), (2, 4)], 4), _holders([(0, 1), (0, 1), (1, 2), (1, 2)], 2), _holders([(0, 2), (2, 3)], 3)
+    (1, 2, 0)
+    """
+    size = runs[0][1]
+    times = max(1, len(runs) * size // heads)
+    firsts = [rank // times * size for rank in range(len(runs))]
+    return times if list(runs) == [(first, first + size) for first in firsts] else 0
 
 
-def _send_heads(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
-    rows, tokens = x.shape[:2]
-    each = rows * x[0, 0, 0].numel()
-    sent = [tokens * (end - first) * each for first, end in runs]
-    given = x.new_empty(sum(sent))
-    for part, (first, end) in zip(given.split(sent), runs, strict=True):
-        piece = x[:, :, first:end]
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    message = pieces[0].new_empty(sum(map(torch.numel, pieces)))
+    for part, piece in zip(message.split([piece.numel() for piece in pieces]), pieces, strict=True):
         part.view(piece.shape).copy_(piece)
-    own = runs[group.rank][1] - runs[group.rank][0]
-    return _Swap(group, given, sent, [length * own * each for length in lengths], "sequence_to_heads")
+    return message
 
 
-def _take_tokens(swap: _Swap, like: torch.Tensor, lengths: Sequence[int], heads: int) -> torch.Tensor:
-    rows, _, _, *rest = like.shape
-    parts = swap.wait()
-    if rows == 1:  # the parts are contiguous
-        return swap.received.view(1, sum(lengths), heads, *rest)
-    views = [part.view(rows, length, heads, *rest) for part, length in zip(parts, lengths, strict=True)]
-    return torch.cat(views, dim=1)
+def _swapped(
+    group: SequenceGroup,
+    given: Sequence[torch.Tensor],
+    sent: Sequence[list[int]],
+    got: Sequence[list[int]],
+    label: str,
+) -> list[torch.Tensor]:
+    """Run all-to-alls of several messages as one collective."""
+    received = [x.new_empty(sum(sizes)) for x, sizes in zip(given, got, strict=True)]
+    if group.carries(given[0]):
+        group.comm.all_to_alls(list(zip(received, given, got, sent, strict=True)), label).wait()
+    return received
 
 
-def _send_tokens(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
-    rows, _, heads = x.shape[:3]
-    each = rows * x[0, 0, 0].numel()
-    sent = [length * heads * each for length in lengths]
-    given = x.new_empty(sum(sent))
-    for part, piece in zip(given.split(sent), x.split(list(lengths), dim=1), strict=True):
-        part.view(piece.shape).copy_(piece)
-    own = lengths[group.rank]
-    return _Swap(group, given, sent, [own * (end - first) * each for first, end in runs], "sequence_to_tokens")
+def _width(x: torch.Tensor) -> int:
+    return math.prod(x.shape[3:])
 
 
-def _take_heads(swap: _Swap, like: torch.Tensor, tokens: int, heads: int, runs: Sequence[Run]) -> torch.Tensor:
+def _send_heads(
+    group: SequenceGroup, given: Sequence[torch.Tensor], lengths: Sequence[int], runs: Sequence[Sequence[Run]]
+) -> list[torch.Tensor]:
+    """Send each rank its heads of this rank's tokens; return all tokens of this rank's heads."""
+    messages, sent, got = [], [], []
+    for x, run in zip(given, runs, strict=True):
+        rows, tokens, heads = x.shape[:3]
+        each = rows * _width(x)
+        sent.append([tokens * (end - first) * each for first, end in run])
+        own = run[group.rank][1] - run[group.rank][0]
+        if times := _holders(run, heads):  # one copy for any number of ranks
+            parts = x.unflatten(2, (group.size // times, own)).movedim(2, 0).unsqueeze(1)
+            messages.append(parts.expand(-1, times, *parts.shape[2:]).reshape(-1))
+        else:
+            messages.append(_joined([x[:, :, first:end] for first, end in run]))
+        got.append([length * own * each for length in lengths])
+    found = []
+    arrived = _swapped(group, messages, sent, got, "sequence_to_heads")
+    for received, x, run, sizes in zip(arrived, given, runs, got, strict=True):
+        rows, _, _, *rest = x.shape
+        own = run[group.rank][1] - run[group.rank][0]
+        if rows == 1:
+            found.append(received.view(1, sum(lengths), own, *rest))
+        elif len(set(lengths)) == 1:
+            parts = received.view(group.size, rows, lengths[0], own, *rest)
+            found.append(parts.transpose(0, 1).reshape(rows, sum(lengths), own, *rest))
+        else:
+            pairs = zip(received.split(sizes), lengths, strict=True)
+            found.append(torch.cat([part.view(rows, length, own, *rest) for part, length in pairs], dim=1))
+    return found
+
+
+def _send_tokens(
+    group: SequenceGroup,
+    given: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    runs: Sequence[Sequence[Run]],
+    heads: Sequence[int],
+) -> list[torch.Tensor]:
+    """Send each rank its tokens of this rank's heads; return all heads of this rank's tokens."""
+    messages, sent, got = [], [], []
+    for x, run in zip(given, runs, strict=True):
+        rows, _, own = x.shape[:3]
+        each = rows * _width(x)
+        sent.append([length * own * each for length in lengths])
+        if rows == 1:
+            messages.append(x.reshape(-1))
+        elif len(set(lengths)) == 1:
+            messages.append(x.unflatten(1, (group.size, lengths[0])).transpose(0, 1).reshape(-1))
+        else:
+            messages.append(_joined(x.split(list(lengths), dim=1)))
+        got.append([lengths[group.rank] * (end - first) * each for first, end in run])
+    arrived = _swapped(group, messages, sent, got, "sequence_to_tokens")
+    return [
+        _take_heads(received, x, lengths[group.rank], number, run)
+        for received, x, number, run in zip(arrived, given, heads, runs, strict=True)
+    ]
+
+
+def _take_heads(
+    received: torch.Tensor, like: torch.Tensor, tokens: int, heads: int, runs: Sequence[Run]
+) -> torch.Tensor:
     """Add up heads that several ranks have, in rank order."""
     rows, _, _, *rest = like.shape
-    parts = [part.view(rows, tokens, end - first, *rest) for part, (first, end) in zip(swap.wait(), runs, strict=True)]
+    wide = torch.promote_types(like.dtype, torch.float32)
+    if times := _holders(runs, heads):
+        groups = len(runs) // times
+        total, *others = received.view(groups, times, rows, tokens, heads // groups, *rest).unbind(1)
+        for part in others:
+            total = total.to(wide) + part
+        return total.movedim(0, 2).reshape(rows, tokens, heads, *rest).to(like.dtype)
+    sizes = [rows * tokens * (end - first) * math.prod(rest) for first, end in runs]
+    parts = [
+        part.view(rows, tokens, end - first, *rest)
+        for part, (first, end) in zip(received.split(sizes), runs, strict=True)
+    ]
     if all(end == first for (_, end), (first, _) in itertools.pairwise(runs)):
         return torch.cat(parts, dim=2)
-    wide = torch.promote_types(like.dtype, torch.float32)
     total = torch.zeros(rows, tokens, heads, *rest, dtype=wide, device=like.device)
     for part, (first, end) in zip(parts, runs, strict=True):
         total[:, :, first:end] += part
@@ -120,23 +185,13 @@ class _ToHeads(torch.autograd.Function):
     def forward(ctx: Any, group: SequenceGroup, lengths: list[int], runs: list[list[Run]], *given: torch.Tensor) -> Any:
         ctx.group, ctx.lengths, ctx.runs = group, lengths, runs
         ctx.heads = [x.shape[2] for x in given]
-        swaps = [_send_heads(group, x, lengths, run) for x, run in zip(given, runs, strict=True)]
-        own = [run[group.rank][1] - run[group.rank][0] for run in runs]
-        taken = [_take_tokens(s, x, lengths, n) for s, x, n in zip(swaps, given, own, strict=True)]
         group.exchanges += 1
-        return tuple(taken)
+        return tuple(_send_heads(group, given, lengths, runs))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        group, lengths = ctx.group, ctx.lengths
-        swaps = [_send_tokens(group, g, lengths, run) for g, run in zip(grads, ctx.runs, strict=True)]
-        own = lengths[group.rank]
-        back = [
-            _take_heads(swap, g, own, heads, run)
-            for swap, g, heads, run in zip(swaps, grads, ctx.heads, ctx.runs, strict=True)
-        ]
-        return None, None, None, *back
+        return None, None, None, *_send_tokens(ctx.group, grads, ctx.lengths, ctx.runs, ctx.heads)
 
 
 class _ToTokens(torch.autograd.Function):
@@ -144,15 +199,13 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, lengths: list[int], run: list[Run], x: torch.Tensor) -> Any:
-        ctx.group, ctx.lengths, ctx.run, ctx.own = group, lengths, run, x.shape[2]
-        swap = _send_tokens(group, x, lengths, run)
-        return _take_heads(swap, x, lengths[group.rank], run[-1][1], run)
+        ctx.group, ctx.lengths, ctx.run = group, lengths, run
+        return _send_tokens(group, [x], lengths, [run], [run[-1][1]])[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        swap = _send_heads(ctx.group, grad, ctx.lengths, ctx.run)
-        return None, None, None, _take_tokens(swap, grad, ctx.lengths, ctx.own)
+        return None, None, None, *_send_heads(ctx.group, [grad], ctx.lengths, [ctx.run])
 
 
 def to_heads(

@@ -112,7 +112,10 @@ def part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) ->
 def summed_part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
     """Return this rank's part of the sum over ranks; half precision is accumulated in fp32 and rounded once."""
     most, place, here = max(sizes), dim % x.dim(), sizes[group.place]
-    given = torch.cat([_filled_up(some, most, place).flatten() for some in x.split(list(sizes), place)])
+    if min(sizes) == most:  # one copy, and none if parts lie one behind the other
+        given = x.unflatten(place, (len(sizes), most)).movedim(place, 0).reshape(-1)
+    else:
+        given = torch.cat([_filled_up(some, most, place).flatten() for some in x.split(list(sizes), place)])
     wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
     own = torch.empty([*x.shape[:place], most, *x.shape[place + 1 :]], dtype=wide, device=x.device)
     if group.carries(x):

@@ -8,9 +8,10 @@ ranks (`shardwise.zero.updates.tp_split`), at every stage.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +40,27 @@ from shardwise.zero.updates.update import (
     take_changes,
     tensors_of,
 )
+
+_Finish = Callable[[], None]
+
+
+class _Route(NamedTuple):
+    """Ranges that a rank exchanges of one flat parameter.
+
+    Attributes:
+        own: ranges of this rank's range, by the rank that owns their tensors.
+        owned: index and range of tensors that this rank owns, by the rank that has the range.
+        own_sizes, owned_sizes: elements of each rank's ranges.
+    """
+
+    own: list[tuple[int, int]]
+    owned: list[tuple[int, int, int]]
+    own_sizes: list[int]
+    owned_sizes: list[int]
+
+
+def _sizes(by_rank: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
+    return [sum(run[-1] - run[-2] for run in runs) for runs in by_rank]
 
 
 def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]] | None = None) -> list[int]:
@@ -99,6 +121,7 @@ class WholeUpdate(UpdatePart):
         self._choose_owners(uncut, domains, numbering, stepping.cost or math.prod)
         self.masters: dict[int, nn.Parameter] = {}
         self._arriving: dict[int, torch.Tensor] = {}
+        self._routes: dict[FlatParamStorage, _Route] = {}
         self._changed: set[int] = set()  # parts with changes that their owners lack
         self._loaded: set[int] = set()
 
@@ -240,8 +263,7 @@ class WholeUpdate(UpdatePart):
         with acquiring(self.stepping()):
             with self._gradients_there(factor):
                 yield
-            for unit in self.units:
-                self._distribute(unit)
+            self._one_ahead(self._distribute)
             self.keep_state()
         self.hold_state()
 
@@ -253,8 +275,7 @@ class WholeUpdate(UpdatePart):
                     for section in _uncut(unit):
                         acquired.enter_context(section.acquiring_gradient())
             try:
-                for unit in self.units:
-                    self._collect(unit, factor)
+                self._one_ahead(functools.partial(self._collect, factor=factor))
                 yield
             finally:
                 for master in self.masters.values():
@@ -296,7 +317,20 @@ class WholeUpdate(UpdatePart):
                         take_changes(master, values)
         self._arriving.clear()  # parts of unchanged tensors, received along with the others
 
-    def _collect(self, unit: Unit, factor: float | torch.Tensor) -> None:
+    def _one_ahead(self, begin: Callable[[Unit], list[_Finish]]) -> None:
+        """Exchange values of all units; each exchange runs while the next unit's is prepared."""
+        pending: list[_Finish] = []
+        for unit in self.units:
+            following = begin(unit)
+            while pending:
+                pending.pop(0)()  # nothing else refers to its messages
+            pending = following
+        while pending:
+            pending.pop(0)()
+
+    def _collect(self, unit: Unit, factor: float | torch.Tensor) -> list[_Finish]:
+        """Send gradients of a unit to their owners; the returned functions give them to the optimizer."""
+        found: list[_Finish] = []
         for section in _uncut(unit):
             if self.replicated:
                 whole_gradient = self.scaled(section, section.whole_gradient, factor)
@@ -305,36 +339,40 @@ class WholeUpdate(UpdatePart):
                     gradient = whole_gradient[slot.offset : slot.offset + slot.numel].view(master.shape)
                     master.grad = as_gradient(gradient, master, self._accountant)
                 continue
+            # Each element comes from the rank that has it.
             whole = {
-                slot.index: torch.zeros(slot.numel, dtype=section.accumulate_dtype, device=section.device)
+                slot.index: torch.empty(slot.numel, dtype=section.accumulate_dtype, device=section.device)
                 for slot in section.layout.slots
                 if slot.index in self.masters
             }
             for gradient in whole.values():
                 self._accountant.hold(Category.GRADIENTS, gradient)
-            sends, receives = self._routes(section, whole.__getitem__, section.own_gradient)
-            self._exchange(section, receives, sends, section.accumulate_dtype, f"{unit.name}.gradients")
-            self._give(whole, factor)
+            label = f"{unit.name}.gradients"
+            found.append(self._exchange(section, section.own_gradient, whole, label, to_owners=True))
+            found.append(functools.partial(self._give, whole, factor))
         if self._parts is not None:
             dtype_of, label = self._policy.accumulation_dtype, f"{unit.name}.gradients"
             self._give(dict(self._gather(unit, self._parts, _gradient, dtype_of, label, Category.GRADIENTS)), factor)
+        return found
 
     def _give(self, gradients: Mapping[int, torch.Tensor], factor: float | torch.Tensor) -> None:
         for index, gradient in gradients.items():
             master = self.masters[index]
             master.grad = as_gradient(gradient.view(master.shape), master, self._accountant).mul_(factor)
 
-    def _distribute(self, unit: Unit) -> None:
+    def _distribute(self, unit: Unit) -> list[_Finish]:
+        """Send new values of a unit's tensors from their owners; the returned functions write them."""
+        found: list[_Finish] = []
         for section in _uncut(unit):
             if self.replicated:
                 section.publish()
                 continue
             values = self._rounded(slot.index for slot in section.layout.slots)
-            receives, sends = self._routes(section, values.__getitem__, section.own_values)
-            self._exchange(section, receives, sends, section.layout.dtype, f"{unit.name}.updates")
+            found.append(self._exchange(section, section.own_values, values, f"{unit.name}.updates", to_owners=False))
         if self._parts is not None:
             values = self._rounded(self._parts.owned_of(unit))
             self._parts.spread(unit, values.__getitem__, _own_values, f"{unit.name}.updates")
+        return found
 
     def _rounded(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
         found = {
@@ -349,38 +387,59 @@ class WholeUpdate(UpdatePart):
     def _exchange(
         self,
         section: FlatParamStorage,
-        receives: list[list[torch.Tensor]],
-        sends: list[list[torch.Tensor]],
-        dtype: torch.dtype,
+        own: torch.Tensor,
+        whole: Mapping[int, torch.Tensor],
         label: str,
-    ) -> None:
-        into, sizes_in = [run for runs in receives for run in runs], [sum(map(torch.numel, runs)) for runs in receives]
-        given, sizes_out = [run for runs in sends for run in runs], [sum(map(torch.numel, runs)) for runs in sends]
-        sent = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=section.device)
-        received = torch.empty(sum(sizes_in), dtype=dtype, device=section.device)
+        *,
+        to_owners: bool,
+    ) -> _Finish:
+        """Launch the exchange between this rank's range and the owned tensors of a flat parameter.
+
+        The returned function waits for the exchange, and writes what has come.
+        """
+        route = self._route(section)
+        near = [own[start:stop] for start, stop in route.own]
+        far = [whole[index][start:stop] for index, start, stop in route.owned]
+        given, into = (near, far) if to_owners else (far, near)
+        sizes = route.own_sizes, route.owned_sizes
+        sizes_out, sizes_in = sizes if to_owners else reversed(sizes)
+        sent = torch.cat(given) if given else own.new_empty(0)
+        received = torch.empty(sum(sizes_in), dtype=own.dtype, device=section.device)
         for message in (sent, received):
             self._accountant.hold(Category.BUFFERS, message)
         users = users_of(received, sent)
-        section.domain.ranks.all_to_all(received, sent, sizes_in, sizes_out, label).wait()
-        await_release(users)
-        for run, part in zip(into, received.split([run.numel() for run in into]), strict=True):
-            run.copy_(part)
+        handle = section.domain.ranks.all_to_all(received, sent, sizes_in, sizes_out, label)
 
-    def _routes(
-        self, section: FlatParamStorage, whole: Callable[[int], torch.Tensor], own: torch.Tensor
-    ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return, by peer, views of this rank's range that the peer owns, and of owned tensors in the peer's range."""
+        def finish() -> None:
+            handle.wait()
+            await_release(users)
+            if into:
+                torch._foreach_copy_(into, received.split([run.numel() for run in into]))
+
+        return finish
+
+    def _route(self, section: FlatParamStorage) -> _Route:
+        """Return which ranges of a flat parameter this rank exchanges; found once."""
+        known = self._routes.get(section)
+        if known is not None:
+            return known
         domain, here = section.domain, section.domain.ranks.rank
-        mine: list[list[torch.Tensor]] = [[] for _ in range(domain.world)]
-        theirs: list[list[torch.Tensor]] = [[] for _ in range(domain.world)]
+        mine: list[list[tuple[int, int]]] = [[] for _ in range(domain.world)]
+        theirs: list[list[tuple[int, int, int]]] = [[] for _ in range(domain.world)]
         for rank in range(domain.world):
             for piece in section.layout.pieces(*section.layout.range_of(domain.place_of(rank))):
                 owner = self.owner[piece.index]
                 if rank == here:
-                    mine[owner].append(own[piece.offset : piece.offset + piece.stop - piece.start])
+                    mine[owner].append((piece.offset, piece.offset + piece.stop - piece.start))
                 if owner == here:
-                    theirs[rank].append(whole(piece.index)[piece.start : piece.stop])
-        return mine, theirs
+                    theirs[rank].append((piece.index, piece.start, piece.stop))
+        found = self._routes[section] = _Route(
+            [run for runs in mine for run in runs],
+            [run for runs in theirs for run in runs],
+            _sizes(mine),
+            _sizes(theirs),
+        )
+        return found
 
     @override
     def has(self, index: int) -> bool:
@@ -422,7 +481,8 @@ class WholeUpdate(UpdatePart):
 
     @override
     def publish(self, unit: Unit) -> None:
-        self._distribute(unit)
+        for finish in self._distribute(unit):
+            finish()
 
     @override
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:

@@ -1,0 +1,239 @@
+"""What a device is given in a step: launches and bytes that do not grow with the ranks, and nothing that is waited for.
+
+On a recorded device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.engine.parallel import SharedSequences
+from shardwise.parallel import DistributedAttention, begin, end
+from shardwise.parallel.tensor import mappings
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.zero.units.layout import FlatParam
+from tests.device import recording as device
+from tests.device.recorded import imagined, record
+from tests.device.recording import COMPUTE, Event, recording
+from tests.harness import thorough
+from tests.harness.training import Setting, config_of
+from tests.models import CASES
+from tests.scale.test_groups import TENSOR, Net
+
+CPU = torch.device("cpu")
+
+
+def kernels(events: list[Event]) -> int:
+    return sum(event.kind == "kernel" for event in events)
+
+
+def sent(events: list[Event]) -> list[int]:
+    """Bytes of each collective: of its inputs, or outputs where these are longer."""
+    sizes = [[sum(s.stop - s.start for s in spans) for spans in (e.reads, e.writes)] for e in collectives(events)]
+    return [max(size) for size in sizes]
+
+
+def collectives(events: list[Event]) -> list[Event]:
+    return [event for event in events if event.kind == "collective"]
+
+
+def recorded(world: int, run: Callable[[], Any]) -> list[Event]:
+    """What `run` does for the second time, on one of some ranks."""
+    with imagined(world, 0), recording() as recorder:
+        run()
+        begun = len(recorder.trace.events)
+        run()
+        return recorder.trace.events[begun:]
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+
+
+def attended(world: int, keys: int, rows: int) -> list[Event]:
+    tokens, heads, width = 4, 8, 2
+
+    def add(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q + (k + v).mean()
+
+    def run() -> None:
+        shapes = [(rows, n, tokens, width) for n in (heads, keys, keys)]
+        given = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        begin(world)
+        attention = DistributedAttention(add, scatter_idx=1, gather_idx=2)
+        attention(*given, lengths=[tokens] * world).sum().backward()
+        end()
+
+    return recorded(world, run)
+
+
+@pytest.mark.parametrize(("keys", "rows"), [(8, 1), (8, 2), (2, 1)])
+def test_exchanges_of_attention_have_as_many_launches_for_any_number_of_ranks(keys: int, rows: int) -> None:
+    """Queries, keys and values are one collective, and the output is one; each again in the backward pass."""
+    found = {world: attended(world, keys, rows) for world in (4, 8)}
+    assert [len(collectives(events)) for events in found.values()] == [4, 4]
+    copies = {world: Counter(e.name for e in events if e.kind == "kernel") for world, events in found.items()}
+    assert kernels(found[8]) <= kernels(found[4]), copies
+    one = rows * 4 * 2 * 2  # bytes of a head of this rank's tokens
+    assert sent(found[8]) == [(8 + 16) * one, 8 * one, 8 * one, (8 + 16) * one]  # a rank has at least one key head
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def mapped(world: int, name: str) -> list[Event]:
+    def run() -> None:
+        comm = Communicator(None, Ledger(), CPU)
+        group = TensorGroup(comm, [[rank] for rank in range(world)], 0)
+        x = torch.ones(16, 4, dtype=torch.bfloat16, requires_grad=True)
+        if name in ("enter", "leave"):
+            found = getattr(mappings, name)(x, group)
+        elif name == "sum_split":
+            found = mappings.sum_split(x, group, [16 // world] * world, 0)
+        else:
+            found = mappings.enter(mappings.gather_tokens(x, group, [16] * world, 0), group)
+        found.backward(torch.ones_like(found))
+        comm.destroy()
+
+    return recorded(world, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    # Three kernels make the input, the gradient and its copy; the others are a copy, or a sum and its rounding.
+    [("enter", 4), ("leave", 4), ("sum_split", 5), ("gather_tokens", 5)],
+)
+def test_an_exchange_of_tensor_parallel_layers_is_a_copy_or_a_sum(name: str, most: int) -> None:
+    found = {world: mapped(world, name) for world in (4, 8)}
+    for world, events in found.items():
+        names = [event.name for event in events if event.kind == "kernel"]
+        assert len(names) <= most, (world, names)
+        assert "cat" not in names, (world, names)
+    size = 2 * 16 * 4
+    assert {sum(sent(events)) for events in found.values()} <= {size, 2 * size, 8 * size, 16 * size}
+
+
+# -- parameters and gradients ------------------------------------------------------------------------------------------
+
+
+def stepped(world: int, setting: Setting, name: str = "gpt") -> list[Event]:
+    """The events of a third step."""
+    begun: list[int] = []
+
+    def note(_: Any) -> None:
+        recorder = device.current()
+        assert recorder is not None
+        begun.append(len(recorder.trace.events))
+
+    trace = record(CASES[name], setting, 0, world=world, steps=3, between=note)
+    return trace.events[begun[1] : begun[2]]
+
+
+@pytest.mark.parametrize("stage", [0, 3, thorough(1), thorough(2)])
+def test_a_step_has_as_many_launches_for_any_number_of_ranks(stage: int) -> None:
+    setting = Setting(stage, precision="bf16", optimizer="own AdamW", clip=1.0)
+    few, many = (stepped(world, setting) for world in (4, 8))
+    assert Counter(e.name for e in few if e.kind == "kernel") == Counter(e.name for e in many if e.kind == "kernel")
+    assert len(collectives(few)) == len(collectives(many))
+
+
+def test_gradients_in_16_bits_at_stage_0_are_6_bytes_an_element_in_a_node() -> None:
+    """Each is exchanged in 16 bits, summed in fp32, and the sums are gathered: as exact as at the other stages."""
+    world = 4
+    events = stepped(world, Setting(0, precision="bf16", optimizer="own AdamW"))
+    with imagined(1, 0):
+        elements = sum(parameter.numel() for parameter in CASES["gpt"].make().parameters())
+    exchanged = sum(size for event, size in zip(collectives(events), sent(events), strict=True) if size > 64 * world)
+    assert elements * 6 <= exchanged <= 1.35 * elements * 6  # padding of small tensors
+
+
+def test_collectives_of_passes_run_on_the_queues_own_streams() -> None:
+    """Not on another one of NCCL, with an event to and from it (`async_op`); only the norm's sum is launched so."""
+    launched: list[tuple[str, bool]] = []
+    launch = device._launched
+
+    def noted(op: Any, pairs: Any, group: Any, *, async_op: bool) -> list[Any]:
+        recorder = device.current()
+        assert recorder is not None
+        launched.append((recorder.stream, async_op))
+        return launch(op, pairs, group, async_op=async_op)
+
+    with mock.patch.object(device, "_launched", noted):
+        stepped(4, Setting(3, precision="bf16", optimizer="own AdamW", clip=1.0))
+    assert {stream for stream, _ in launched} == {COMPUTE, "gathers", "reductions"}
+    assert {(stream, async_op) for stream, async_op in launched if stream != COMPUTE} == {
+        ("gathers", False),
+        ("reductions", False),
+    }
+
+
+# -- whole tensors -----------------------------------------------------------------------------------------------------
+
+
+MUON = Setting(1, precision="bf16", optimizer="Muon")
+
+
+def test_muon_finds_its_exchanges_once_and_has_one_ahead() -> None:
+    cut: list[str] = []
+    pieces = FlatParam.pieces
+
+    def counted(self: FlatParam, start: int, stop: int) -> Any:
+        cut.append("whole" if self.whole else "ranges")
+        return pieces(self, start, stop)
+
+    with mock.patch.object(FlatParam, "pieces", counted):
+        few, many = (stepped(world, MUON) for world in (2, 8))
+        before = Counter(cut)
+        record(CASES["gpt"], MUON, 0, world=8, steps=1)
+        once = Counter(cut) - before
+        record(CASES["gpt"], MUON, 0, world=8, steps=3)
+        assert Counter(cut) - before - once == once  # later steps ask nothing
+    exchanges = [e for e in many if e.kind == "collective" and e.stream == COMPUTE and e.name.startswith("exchange")]
+    assert len(exchanges) > 4
+    # The second of a kind is launched before the first is waited for.
+    numbers = {event.number for event in exchanges}
+    order = [e.kind for e in many if e.group == exchanges[0].group and e.number in numbers]
+    assert order[:2] == ["collective", "collective"], order
+    assert kernels(many) <= kernels(few) + len(exchanges)
+
+
+# -- waits -------------------------------------------------------------------------------------------------------------
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "tensors": {"tensor_parallel": TENSOR},
+    "sequences": {"sequence_parallel_size": 2},
+    "tensors, sequences": {"tensor_parallel": TENSOR, "sequence_parallel_size": 2},
+    "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+    "experts of one rank": {},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("stage", [1, thorough(3)])
+def test_the_host_does_not_wait_in_a_step(name: str, stage: int) -> None:
+    """As under `torch.cuda.set_sync_debug_mode("error")`, from the third step on."""
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}  # torch's Adam reads step counts on the host
+    given = {"optimizer": optimizer, **ENGINES[name]}
+    config = config_of(stage, rows=1, bf16={"enabled": True}, stall_limit=0, **given)
+    with imagined(8, 0), recording() as recorder, mock.patch.object(SharedSequences, "compare"):
+        model: nn.Module = Net(1 if "experts" in name else 0)
+        engine = shardwise.initialize(model=model, config=config)[0]
+        for _ in range(3):
+            begun = len(recorder.trace.events)
+            with mock.patch.object(SharedSequences, "compare"):  # imagined ranks have no tokens
+                engine.backward(engine(torch.ones(1, 2, 8, dtype=torch.bfloat16)))
+            engine.step()
+        events = recorder.trace.events[begun:]
+        with recorder.silent(), mock.patch.object(Communicator, "barrier"):
+            engine.destroy()
+    assert collectives(events)
+    assert [event for event in events if event.kind in ("read", "poll")] == []
