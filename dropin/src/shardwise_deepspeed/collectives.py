@@ -72,14 +72,7 @@ def has_all_gather_into_tensor() -> bool:
     return True
 
 
-def has_reduce_scatter_tensor() -> bool:
-    """Return True."""
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    """Return True."""
-    return True
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tensor
 
 
 def has_coalescing_manager() -> bool:

@@ -30,9 +30,7 @@ def _run_on_hosts(arguments: list[str]) -> int:
     from shardwise.launch.commands.hosts import hosts_named
     from shardwise.launch.everywhere import run_everywhere
 
-    parser = Parser("ds_ssh", "Run a command on all machines of a hostfile, by `shardwise hosts run`.")
-    parser.add_argument("-f", "--hostfile", metavar="PATH", help="machines, one a line: host slots=N")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="command line of the remote shell")
+    parser = Parser("ds_ssh")
     given = parser.given(arguments)
     if not given.command:
         parser.error("the command is missing")

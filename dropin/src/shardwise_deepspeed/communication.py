@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import NoReturn
 
 from shardwise.errors import CommandLineError, NotBuiltError
@@ -28,21 +27,7 @@ def bench_of(arguments: list[str]) -> CommWanted:
     >>> wanted.ops, wanted.sizes
     (('all_reduce',), (1024, 16384, 262144))
     """
-    parser = Parser("ds_bench", "Measure collectives.")
-    add = parser.add_argument
-    add("--local_rank", type=int, help=argparse.SUPPRESS)
-    add("--trials", default="5", metavar="N", help="trials that count")
-    add("--warmups", default="1", metavar="N", help="trials before them")
-    add("--maxsize", default="24", metavar="N", help="largest message: 2^N elements")
-    add("--scan", action="store_true", help="messages of all sizes up to --maxsize; else one")
-    add("--mem-factor", default="0.3", metavar="F", help="without --scan: share of the memory for the message")
-    add("--dtype", default="torch.float32", metavar="NAME", help="number type")
-    add("--bw-unit", default="Gbps", choices=_UNITS)
-    add("--raw", action="store_true", help="print numbers without units")
-    add("--backend", metavar="NAME", help="nccl where there are devices, else gloo")
-    add("--dist", default="deepspeed", choices=("deepspeed", "torch"), help="both are measured")
-    for flag in _FLAGS:
-        add(f"--{flag}", action="store_true", help="measure it; without any such option: all")
+    parser = Parser("ds_bench")
     given = parser.given(arguments)
     if given.backend is not None and given.backend not in _BACKENDS:
         raise NotBuiltError(f"--backend {given.backend}: only {' and '.join(_BACKENDS)} are used here.")

@@ -23,18 +23,7 @@ def io_of(arguments: list[str]) -> Wanted:
     >>> io_of(["--folder", "/disk", "--read", "--io_size", "64M", "--queue_depth", "16"]).depths
     (16,)
     """
-    parser = Parser("ds_io", "Measure a disk with one setting.")
-    add = parser.add_argument
-    add("--folder", help="directory on the disk")
-    add("--io_size", metavar="SIZE", help="of the file, as 1G")
-    add("--read", action="store_true", help="measure reading; else writing is measured")
-    add("--block_size", default="1M", metavar="SIZE", help="bytes of a request")
-    add("--queue_depth", default="8", metavar="N", help="requests in flight for each thread")
-    add("--io_parallel", default="1", metavar="N", help="threads")
-    add("--loops", default="3", metavar="N", help="passes; the median is shown")
-    add("--engine", default=_ENGINES[0], metavar="NAME", help=" or ".join(_ENGINES))
-    add("--multi_process", default="1", metavar="N", help="only 1")
-    given = parser.given(arguments)
+    given = Parser("ds_io").given(arguments)
     if given.folder is None:
         raise CommandLineError("--folder is missing: give a directory on the disk.")
     if given.engine not in _ENGINES:
@@ -59,16 +48,7 @@ def tune_of(arguments: list[str]) -> Wanted:
     >>> tune_of(["--nvme_dir", "/disk", "--no_write", "--loops", "5"]).rounds
     5
     """
-    parser = Parser("ds_nvme_tune", "Find the `aio` section for a disk.")
-    add = parser.add_argument
-    add("--nvme_dir", required=True, metavar="DIR", help="directory on the disk")
-    add("--sweep_config", metavar="FILE", help="JSON: lists under the names of options of ds_io")
-    add("--no_read", action="store_true", help="do not measure reading")
-    add("--no_write", action="store_true", help="do not measure writing")
-    add("--io_size", metavar="SIZE", help="of the file, as 1G")
-    add("--log_dir", metavar="DIR", help="write everything to DIR/bench-io.json, too")
-    add("--loops", default="3", metavar="N", help="passes of each setting; the median is shown")
-    given = parser.given(arguments)
+    given = Parser("ds_nvme_tune").given(arguments)
     swept = {} if given.sweep_config is None else _read_sweep(given.sweep_config)
     if given.log_dir is not None:
         try:

@@ -65,10 +65,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _show(arguments: list[str]) -> int:
-    parser = Parser("ds_elastic", "Show the elastic batch size of a configuration, and the valid numbers of ranks.")
-    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="configuration with `elasticity`")
-    parser.add_argument("-w", "--world-size", type=int, default=0, metavar="N", help="number of ranks")
-    given = parser.parse_args(arguments)
+    given = Parser("ds_elastic").given(arguments)
     config = load(given.config)
     found = compute_elastic_config(config, "", given.world_size)
     print(json.dumps(config["elasticity"], indent=4, sort_keys=True))

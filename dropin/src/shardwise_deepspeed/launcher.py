@@ -22,49 +22,6 @@ RUNNERS = {"": "ssh", "ssh": "ssh", **{name: name for name in ("pdsh", "slurm", 
 """Launchers of shardwise by DeepSpeed's names; by default the ssh client, where DeepSpeed needs pdsh."""
 
 
-def _parser() -> Parser:
-    made = Parser(
-        "deepspeed", "Start a script as several processes, on this machine or on several, by `shardwise run`."
-    )
-    add = made.add_argument
-    add("-H", "--hostfile", metavar="PATH", help="machines, one a line: host slots=N")
-    add("-i", "--include", metavar="SPEC", help="slots to use: NAME[:slot,slot]@NAME...")
-    add("-e", "--exclude", metavar="SPEC", help="slots not to use, in the same form")
-    add("--num_nodes", type=int, default=-1, metavar="N", help="use the first N machines")
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="number of processes")
-    add("--master_port", type=int, metavar="PORT", help="port to meet on; default 29500 or a free one")
-    add("--master_addr", default="", metavar="ADDRESS", help="address of this machine at which the ranks meet")
-    add("--module", action="store_true", help="the script is a module: python -m")
-    add("--no_python", action="store_true", help="the script is a program of its own")
-    add("--no_local_rank", action="store_true", help="do not append --local_rank=N to the arguments")
-    add("--enable_each_rank_log", default="None", metavar="DIR", help="also write each rank's output to a file there")
-    add("--save_pid", action="store_true", help="write process ids to /tmp/PID.deepspeed, by the launcher's PID")
-    add("--bind_cores_to_rank", action="store_true", help="divide this machine's cores among the processes")
-    add("--bind_core_list", metavar="LIST", help="divide these CPUs only: 0,4-6")
-    add("--log_level", default="info", choices=LEVELS, help="of the launcher")
-    add("-q", "--quiet", action="store_true", help="print nothing but the ranks' output and errors")
-    add(
-        "--autotuning",
-        default="",
-        choices=("", "tune", "run"),
-        help="search for the fastest stage and micro-batch size",
-    )
-    several = made.add_argument_group("for several machines", "no effect on one machine")
-    several.add_argument("--launcher", default="", type=str.lower, choices=RUNNERS, help="program that starts on them")
-    several.add_argument("--launcher_args", default="", help="arguments of that launcher")
-    several.add_argument("--ssh_port", type=int, help="port of ssh")
-    several.add_argument("--venv_script", metavar="PATH", help="shell script to source on each machine")
-    several.add_argument("--no_ssh", action="store_true", help="this command is started by hand on each machine")
-    several.add_argument("--node_rank", type=int, default=-1, metavar="R", help="number of this machine then")
-    several.add_argument("--elastic_training", action="store_true", help="go on with other numbers of machines")
-    several.add_argument("--min_elastic_nodes", type=int, default=-1, metavar="N", help="least number of machines")
-    several.add_argument("--max_elastic_nodes", type=int, default=-1, metavar="N", help="largest number of machines")
-    several.add_argument("--no_ssh_check", action="store_true", help="do not try ssh first")
-    add("user_script", help="script to run")
-    add("user_args", nargs=argparse.REMAINDER, help="everything after the script is the script's")
-    return made
-
-
 def job_of(arguments: list[str]) -> Job:
     """Return the job that a command line of `deepspeed` describes. Raises CommandLineError for an unknown option or a
     wrong value, NotBuiltError for an unsupported option.
@@ -72,12 +29,12 @@ def job_of(arguments: list[str]) -> Job:
     >>> job_of(["--num_gpus", "2", "train.py", "--lr", "1"]).args
     ('--lr', '1')
     """
-    return job_from(_parser().given(arguments))
+    return job_from(Parser("deepspeed").given(arguments))
 
 
 def defaults() -> dict[str, Any]:
     """Return the value of each option that is not given."""
-    return {**vars(_parser().parse_args(["script"])), "user_script": None}
+    return {**vars(Parser("deepspeed").parse_args(["script"])), "user_script": None}
 
 
 def job_from(given: argparse.Namespace) -> Job:

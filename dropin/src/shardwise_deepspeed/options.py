@@ -1,4 +1,4 @@
-"""Command lines of DeepSpeed's commands: options.toml has the options that are refused, or have no effect."""
+"""Command lines of DeepSpeed's commands, whose options are in options.toml."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from shardwise.errors import CommandLineError, NotBuiltError, ShardwiseError
 from shardwise_deepspeed.entries import read
 
 USAGE_ERROR = 2
+_TYPES = {"int": int, "lower": str.lower}
 
 
 class Parser(argparse.ArgumentParser):
     """Parser of one command. A wrong command line is a CommandLineError."""
 
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=name, description=description, allow_abbrev=False)
-        self._options = read("options.toml").get(name, {})
+    def __init__(self, name: str) -> None:
+        self._options = read("options.toml")[name]
+        super().__init__(prog=name, description=self._options["description"], allow_abbrev=False)
+        self._add(self, "options")
+        if "several" in self._options:
+            self._add(self.add_argument_group("for several machines", "no effect on one machine"), "several")
         values, lists = (self._options.get(kind, "").split() for kind in ("values", "lists"))
         for kind in ("without_effect", "refused"):
             group = self.add_argument_group(kind.replace("_", " "))
@@ -27,6 +31,14 @@ class Parser(argparse.ArgumentParser):
                 if option not in values + lists:
                     form = {"action": "store_true", "default": None}
                 group.add_argument(f"--{option}", help=reason, **form)
+
+    def _add(self, group: Any, section: str) -> None:
+        for names, row in self._options[section].items():
+            form = {key: _TYPES[value] if key == "type" else value for key, value in row.items()}
+            form.setdefault("help", argparse.SUPPRESS)
+            if form.pop("flag", False):
+                form["action"] = "store_true"
+            group.add_argument(*names.split(), **form)
 
     def error(self, message: str) -> NoReturn:
         """Raise CommandLineError."""

@@ -15,18 +15,9 @@ from shardwise.comm.logger import trimmed_mean
 from shardwise.device.clock import Instant, now, seconds_between
 from shardwise.errors import UsageError
 from shardwise.utils.logging import log_dist
+from shardwise_deepspeed.entries import read
 
-FORWARD_MICRO_TIMER = "fwd_microstep"
-FORWARD_GLOBAL_TIMER = "fwd"
-BACKWARD_MICRO_TIMER = "bwd_microstep"
-BACKWARD_GLOBAL_TIMER = "bwd"
-BACKWARD_INNER_MICRO_TIMER = "bwd_inner_microstep"
-BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner"
-BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce_microstep"
-BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
-STEP_MICRO_TIMER = "step_microstep"
-STEP_GLOBAL_TIMER = "step"
-TIME_EPSILON = 1e-6  # minimum seconds of an interval used as a divisor
+TIME_EPSILON: float = read("constants.toml")["TIME_EPSILON"]
 
 
 def _on_cuda() -> bool:

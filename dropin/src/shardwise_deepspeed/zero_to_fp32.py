@@ -18,7 +18,6 @@ from torch import nn
 
 from shardwise.checkpoint.exporting import export
 from shardwise.checkpoint.formats.deepspeed.index import find_files, recognised
-from shardwise.checkpoint.formats.weight_files import FORMATS
 from shardwise.checkpoint.manifest import Manifest, StoredTensor, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
@@ -246,16 +245,7 @@ def _stage(path: str, found: Manifest) -> int:
 
 
 def _convert(arguments: list[str]) -> None:
-    parser = Parser("zero_to_fp32", "Write the weights of a checkpoint in fp32.")
-    add = parser.add_argument
-    add("checkpoint_dir", help="directory of checkpoints, or one checkpoint")
-    add("output_dir", help="directory for the weights")
-    add("--max_shard_size", default="5GB", help="of one file, as 5GB or 512MiB")
-    add("--safe_serialization", action="store_true", help=f"write {FORMATS['hf']} instead of {FORMATS['pt']}")
-    add("-t", "--tag", help="which checkpoint; default: the latest")
-    add("--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained")
-    add("-d", "--debug", action="store_true", help="list the tensors")
-    given = vars(parser.given(arguments))
+    given = vars(Parser("zero_to_fp32").given(arguments))
     if given.pop("debug"):
         with open_source(given["checkpoint_dir"], given["tag"]) as source:
             for tensor in source.tensors().values():
