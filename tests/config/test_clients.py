@@ -10,7 +10,31 @@ from shardwise.config import resolve
 from shardwise.config.integrations import FILLS, READ
 from shardwise.config.schema_index import lookup
 
-SENT = [(path, value) for path, fill in FILLS.items() for value in fill.sent]
+SENT: dict[str, tuple[Any, ...]] = {
+    "train_batch_size": (1, 32),
+    "train_micro_batch_size_per_gpu": (1, 8),
+    "gradient_accumulation_steps": (1, 4),
+    "gradient_clipping": (1.0, 0.0, 0, 0.3, None),
+    "optimizer.params.lr": (5e-05, 1, 0, 0.0),
+    "optimizer.params.betas": ([0.9, 0.999], (0.9, 0.95)),
+    "optimizer.params.eps": (1e-08, 0.0),
+    "optimizer.params.weight_decay": (0.0, 0, 0.01),
+    "scheduler.params.warmup_min_lr": (0,),
+    "scheduler.params.warmup_max_lr": (5e-05, None),
+    "scheduler.params.warmup_num_steps": (0, 1, 100),
+    "scheduler.params.total_num_steps": (0, 1000),
+    "fp16.enabled": (False, True),
+    "bf16.enabled": (False, True),
+    "zero_optimization.reduce_bucket_size": (589824, 64),
+    "zero_optimization.stage3_prefetch_bucket_size": (530841, 57),
+    "zero_optimization.stage3_param_persistence_threshold": (7680, 80),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (False, True),
+    "zero_optimization.offload_optimizer.device": ("none",),
+    "zero_optimization.offload_param.device": ("none",),
+    "zero_optimization.offload_optimizer.nvme_path": ("none", None),
+    "zero_optimization.offload_param.nvme_path": ("none", None),
+}
+"""Values that clients really send in the place of "auto"."""
 
 
 def config_with(path: str, value: Any) -> dict[str, Any]:
@@ -33,7 +57,7 @@ def config_with(path: str, value: Any) -> dict[str, Any]:
     return source
 
 
-@pytest.mark.parametrize(("path", "value"), SENT)
+@pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in SENT.items() for value in values])
 def test_every_value_that_a_client_sends_is_taken(path: str, value: Any) -> None:
     config = resolve(config_with(path, value)).config
     *above, last = path.split(".")
@@ -45,6 +69,7 @@ def test_every_value_that_a_client_sends_is_taken(path: str, value: Any) -> None
 
 
 def test_the_tables_name_keys_that_there_are() -> None:
+    assert SENT.keys() == FILLS.keys()
     for path in (*FILLS, *READ):
         section, _, rest = path.partition(".params.")
         assert lookup(f"{section}.params" if rest else path)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from .problems import Note, Path, dotted
 from .read import Document, read
 from .schema.base import AUTO, STAGES, ConfigSection
+from .schema.not_built import table
 from .schema.root import Config
 from .schema.zero import ZeroConfig
 from .schema_index import Key, keys_of, known_reason, nearest, place_of, takes_any_key
@@ -160,70 +161,31 @@ def _one_edit(name: str, known: str) -> bool:
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def _is_zero(value: Any) -> bool:
-    return _number(value) == 0
-
-
-def _not_positive(value: Any) -> bool:
-    number = _number(value)
-    return number is not None and number <= 0
-
-
-def _negative(value: Any) -> bool:
-    number = _number(value)
-    return number is not None and number < 0
-
-
-def _infinite(value: Any) -> bool:
-    return _negative(value) or (isinstance(value, str) and value.strip().lower() in ("inf", "infinity"))
-
-
-def _no_clipping(value: Any) -> bool:
-    return _negative(value) or _number(value) == math.inf
-
-
-_NO_LIMIT = "read as no limit"
-
-_READ_AS: dict[str, tuple[Callable[[Any], bool], Any, str]] = {
-    "fp16.min_loss_scale": (
-        _is_zero,
-        2.0**-24,
-        "read as 2^-24, the smallest number above 0 of fp16; an overflow there ends the run",
+_MEANS: dict[str, Callable[[Any], bool]] = {
+    "zero": lambda value: _number(value) == 0,
+    "not positive": lambda value: _number(value) <= 0,
+    "negative": lambda value: _number(value) < 0,
+    "infinite": lambda value: (
+        _number(value) < 0 or (isinstance(value, str) and value.strip().lower() in ("inf", "infinity"))
     ),
-    "fp16.hysteresis": (_is_zero, 1, "read as 1: every overflow halves the loss scale"),
-    "fp16.loss_scale": (lambda value: value == "dynamic", 0, "read as 0, which means dynamic"),
-    "gradient_clipping": (_no_clipping, 0.0, "read as 0: gradients are not clipped"),
-    "steps_per_print": (_infinite, None, "read as null: never"),
-    "optimizer.params": (lambda value: value is None, {}, "read as {}"),
-    "scheduler.params": (lambda value: value is None, {}, "read as {}"),
-    "zero_optimization.sub_group_size": (_not_positive, None, _NO_LIMIT),
-    "zero_optimization.reduce_bucket_size": (_not_positive, None, _NO_LIMIT),
-    "zero_optimization.allgather_bucket_size": (_not_positive, None, _NO_LIMIT),
-    "zero_optimization.stage3_prefetch_bucket_size": (_negative, None, "read as null: the next unit"),
-    "zero_optimization.stage3_param_persistence_threshold": (_negative, None, "read as null"),
-    "zero_optimization.stage3_model_persistence_threshold": (_negative, None, _NO_LIMIT),
-    "zero_optimization.stage3_max_live_parameters": (_negative, None, _NO_LIMIT),
-    "zero_optimization.zero_hpz_partition_size": (_not_positive, 1, "read as 1: no second shard"),
-    "zero_optimization.mics_shard_size": (_is_zero, -1, "read as -1: no groups of ranks"),
-    "sequence_parallel_size": (_not_positive, 1, "read as 1"),
-    "data_parallel_size": (_not_positive, None, "read as null: what the number of ranks gives"),
-    "vocabulary_size": (_not_positive, None, "read as null"),
-    "activation_checkpointing.number_checkpoints": (_not_positive, None, "read as null"),
+    "no clipping": lambda value: _number(value) < 0 or _number(value) == math.inf,
+    "dynamic": lambda value: value == "dynamic",
+    "null": lambda value: value is None,
 }
-"""Values that DeepSpeed accepts and the schema refuses, by key: predicate, the value that replaces it, and its text."""
 
 
 def _read_values(data: dict[str, Any], ignored: list[Note]) -> None:
-    for path, (means, value, reason) in _READ_AS.items():
+    for path, row in table("read_as.toml").items():
         parent, spelling = _find(data, path)
-        if parent is not None and spelling in parent and means(parent[spelling]):
-            ignored.append(Note(dotted((*path.split(".")[:-1], spelling)), parent[spelling], reason))
-            parent[spelling] = value
-            if value is None:
+        if parent is not None and spelling in parent and _MEANS[row["means"]](parent[spelling]):
+            ignored.append(Note(dotted((*path.split(".")[:-1], spelling)), parent[spelling], row["text"]))
+            if "value" in row:
+                parent[spelling] = row["value"]
+            else:
                 del parent[spelling]
 
 

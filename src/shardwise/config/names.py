@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import create_model
 
 from .schema.base import Anything, Arguments, Betas, Flag, NotNegative, Number
+from .schema.not_built import table
 from .schema.optimizers import NATIVE_OPTIMIZERS, Mup
 from .schema.optimizers import ONEBIT_OPTIMIZERS as ONEBIT_OPTIMIZERS
 from .schema.schedules import NATIVE_SCHEDULES
@@ -27,22 +28,10 @@ ONEBIT_STAGE_REASONS = (
 MUP_OPTIMIZERS = frozenset({"muadam", "muadamw", "musgd"})
 """Lower-case names of the optimizers of the package mup, which checks their arguments itself."""
 
-UNUSABLE_OPTIMIZERS: dict[str, str] = {
-    "LBFGS": "it takes inner products over all parameters and evaluates the loss several times per step; use an "
-    "optimizer that steps once per gradient",
-    "SparseAdam": "it takes sparse gradients only, and reduced gradients are dense; use Adam",
-    "Optimizer": "it is the base class of optimizers",
-}
+UNUSABLE_OPTIMIZERS: dict[str, str] = table()["unusable_optimizers"]
 """Classes of torch.optim that an engine cannot step, with the reason."""
 
-UNUSABLE_SCHEDULES: dict[str, str] = {
-    "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",
-    "LambdaLR": "it takes functions; build it in the script and pass it as lr_scheduler",
-    "MultiplicativeLR": "it takes functions; build it in the script and pass it as lr_scheduler",
-    "ChainedScheduler": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
-    "SequentialLR": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
-    "LRScheduler": "it is the base class of schedules",
-}
+UNUSABLE_SCHEDULES: dict[str, str] = table()["unusable_schedules"]
 """Schedules of torch that a configuration cannot describe, with the reason."""
 
 

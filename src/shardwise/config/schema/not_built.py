@@ -22,9 +22,9 @@ _NO_EFFECT = "this version has no feature that reads the key"
 
 
 @cache
-def table() -> dict[str, Any]:
-    """Return the tables of `unsupported.toml`."""
-    return tomllib.loads(resources.files("shardwise.config").joinpath("unsupported.toml").read_text("utf-8"))
+def table(name: str = "unsupported.toml") -> dict[str, Any]:
+    """Return the tables of a file of this package."""
+    return tomllib.loads(resources.files("shardwise.config").joinpath(name).read_text("utf-8"))
 
 
 def documented(path: str) -> list[str]:
