@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from harness import RESULTS, Row, load
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+plt.style.use(Path(__file__).with_name("plots.mplstyle"))
 COLOURS = {"alone": "#888888", "DDP": "#444444", "FSDP2": "#4c78a8", "DeepSpeed": "#e1812c", "shardwise": "#2a9d5c"}
+BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
 MARKS = ("o", "s", "^", "D")
+
+TAB10: Sequence[Any] = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
 
 Rows = list[Row]
 
@@ -53,19 +55,37 @@ def _mark(system: str) -> str:
     return MARKS[int(stage.group(1))] if stage else "x"
 
 
-def bars(axes: Axes, found: Rows, field: str, label: str, form: str = "{:.2f}") -> None:
+def _name(system: str) -> str:
+    return "no communication" if system == "alone" else system
+
+
+def bars(axes: Axes, found: Rows, field: str, label: str, form: str = "{:.2f}", colours: Sequence[Any] = ()) -> None:
     """Draw a horizontal bar for each system that has the field, the first on top."""
     kept = [row for row in found if row.get(field) is not None]
     values = [row[field] for row in kept]
-    names = ["no communication" if row["system"] == "alone" else row["system"] for row in kept]
-    places = range(len(kept))
-    drawn = axes.barh(places, values, color=[_colour(row["system"]) for row in kept], height=0.7)
+    drawn = axes.barh(range(len(kept)), values, color=colours or [_colour(row["system"]) for row in kept], height=0.7)
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontsize=8)
-    axes.set_yticks(places, names, fontsize=9)
+    axes.set_yticks(range(len(kept)), [_name(row["system"]) for row in kept], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.set_xlim(0, 1.15 * max(values))
-    axes.spines[["top", "right"]].set_visible(False)
+
+
+def lines(axes: Axes, found: Rows, x: str, y: str, scale: float = 1) -> None:
+    """Draw a metric of each system by another."""
+    for system in dict.fromkeys(row["system"] for row in found):
+        points = [(row[x], row[y] * scale) for row in found if row["system"] == system]
+        axes.plot(*zip(*points, strict=True), label=_name(system), color=_colour(system), marker=_mark(system))
+    axes.set_ylim(bottom=0)
+
+
+def losses(axes: Axes, found: Rows, label: str, colours: Sequence[Any]) -> None:
+    """Draw the loss of each system by steps."""
+    for row, colour in zip(found, colours, strict=False):
+        axes.plot(row["steps"], row["loss"], label=row["system"], color=colour)
+    axes.set_xlabel("steps")
+    axes.set_ylabel(label)
+    axes.legend()
 
 
 def time_and_memory(folder: Path) -> None:
@@ -79,61 +99,45 @@ def time_and_memory(folder: Path) -> None:
             "peak memory, bytes a parameter\nbf16, 98M parameters, 4 ranks",
         ),
     ]
-    found = [rows(folder, name) for name, _, _ in panels]
-    _, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    for place, table, (_, field, label) in zip(axes, found, panels, strict=True):
-        bars(place, table, field, label)
+    _, axes = plt.subplots(1, 3, figsize=(13, 4.2))
+    for place, (name, field, label) in zip(axes, panels, strict=True):
+        bars(place, rows(folder, name), field, label)
         if field == "ratio":
             place.axvline(1, color="black", linewidth=0.8, linestyle=":")
 
 
 def communication(folder: Path) -> None:
     """Step time over DDP's, and the part of it blocked in collectives, by number of ranks."""
-    by_ranks = {world: rows(folder, f"time_zero_7M_fp32_{world}") for world in (1, 2, 4, 8)}
-    _, axes = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained")
+    worlds = (1, 2, 4, 8)
+    found = [row | {"ranks": world} for world in worlds for row in rows(folder, f"time_zero_7M_fp32_{world}")]
+    found = [row for row in found if row["system"] not in ("DDP", "FSDP2 no reshard")]
+    _, axes = plt.subplots(1, 2, figsize=(13, 4.4))
     for place, field, scale in ((axes[0], "ratio", 1), (axes[1], "blocked_share", 100)):
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for world, table in by_ranks.items():
-            for row in table:
-                if row.get(field) is not None and row["system"] not in ("DDP", "FSDP2 no reshard"):
-                    lines.setdefault(row["system"], []).append((world, row[field] * scale))
-        for system, points in lines.items():
-            _line(place, system, points)
+        lines(place, [row for row in found if row.get(field) is not None], "ranks", field, scale)
         place.set_xscale("log", base=2)
-        place.set_xticks(list(by_ranks), [str(world) for world in by_ranks])
+        place.set_xticks(worlds, [str(world) for world in worlds])
         place.set_xlabel("ranks")
-        place.set_ylim(bottom=0)
     axes[0].axhline(1, color=COLOURS["DDP"], linewidth=1)
     axes[0].set_ylabel("step time over DDP's")
     axes[1].set_ylabel("per cent of the step blocked in collectives")
-    axes[0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-
-
-def _line(axes: Axes, system: str, points: list[tuple[int, float]]) -> None:
-    label = "no communication" if system == "alone" else system
-    style = {"color": _colour(system), "marker": _mark(system), "markersize": 5, "linewidth": 1.3}
-    axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(**BESIDE)
 
 
 def largest_batch(folder: Path) -> None:
     """Largest batch under the limit, and how fast it trains."""
     found = rows(folder, "largest_batch_27M_fp32_2")
-    _, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    _, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     bars(axes[0], found, "batch_per_rank", "largest batch of a rank under the limit", "{:.0f}")
     bars(axes[1], found, "train_samples_per_s", "samples trained a second, all ranks", "{:.1f}")
 
 
 def growth(folder: Path) -> None:
     """Processor time of a layer by number of layers."""
-    _, axes = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    found = rows(folder, "growth_layers_2")
-    for system in dict.fromkeys(row["system"] for row in found):
-        _line(axes, system, [(row["layers"], row["a_layer_us"]) for row in found if row["system"] == system])
+    _, axes = plt.subplots(figsize=(7.5, 4.4))
+    lines(axes, rows(folder, "growth_layers_2"), "layers", "a_layer_us")
     axes.set_xlabel("layers")
     axes.set_ylabel("processor time of a step over layers, µs")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.legend(**BESIDE)
 
 
 TIERS = {"device": "device", "host": "memory of the host", "disk": "disk"}
@@ -153,7 +157,7 @@ def offload_step(folder: Path) -> None:
     """Memory by tier over one step of an engine with everything on a disk."""
     course = record(folder, "memory_disk_98M_bf16_1")["notes"]["course"]
     marks, length = course["marks"], course["interval"]
-    _, axes = plt.subplots(3, 1, figsize=(10, 7), layout="constrained", sharex=True)
+    _, axes = plt.subplots(3, 1, figsize=(10, 7), sharex=True)
     drawn = dict.fromkeys(kind for kinds in course["bytes"].values() for kind in kinds)
     for place, (tier, title) in zip(axes, TIERS.items(), strict=True):
         kinds = course["bytes"][tier]
@@ -164,7 +168,6 @@ def offload_step(folder: Path) -> None:
         highest = max(map(sum, zip(*values, strict=True)), default=1)
         place.set_ylim(0, 1.18 * highest)
         place.set_ylabel(f"{title}, MB")
-        place.spines[["top", "right"]].set_visible(False)
         for name, begin in marks.items():
             place.axvline(begin, color="black", linewidth=0.8, linestyle=":")
             if place is axes[0] and name != "end":
@@ -172,7 +175,7 @@ def offload_step(folder: Path) -> None:
     axes[-1].set_xlabel("seconds")
     axes[-1].set_xlim(0, marks["end"])
     patches = [Patch(color=colour, label=kind) for kind, colour in KINDS.items() if kind in drawn]
-    axes[1].legend(handles=patches, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes[1].legend(handles=patches, **BESIDE)
 
 
 def convergence(group: str) -> Callable[[Path], None]:
@@ -180,35 +183,18 @@ def convergence(group: str) -> Callable[[Path], None]:
 
     def draw(folder: Path) -> None:
         found = rows(folder, f"convergence_{group}")
-        _, axes = plt.subplots(1, 2, figsize=(13, 4.2), layout="constrained", width_ratios=[3, 2])
-        colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-        for row, colour in zip(found, colours, strict=False):
-            axes[0].plot(row["steps"], row["loss"], label=row["system"], color=colour, linewidth=1.3)
-        axes[0].set_xlabel("steps")
-        axes[0].set_ylabel("training loss, mean of ten steps")
-        axes[0].legend(fontsize=8, frameon=False)
-        axes[0].spines[["top", "right"]].set_visible(False)
-        values = [row["sent_bytes_a_parameter"] for row in found]
-        drawn = axes[1].barh(range(len(found)), values, color=colours[: len(found)], height=0.7)
-        axes[1].bar_label(drawn, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
-        axes[1].set_yticks(range(len(found)), [row["system"] for row in found], fontsize=9)
-        axes[1].invert_yaxis()
-        axes[1].set_xlim(0, 1.15 * max(values))
-        axes[1].set_xlabel("bytes that a rank sends, per parameter and step")
-        axes[1].spines[["top", "right"]].set_visible(False)
+        _, axes = plt.subplots(1, 2, figsize=(13, 4.2), width_ratios=[3, 2])
+        losses(axes[0], found, "training loss, mean of ten steps", TAB10)
+        label = "bytes that a rank sends, per parameter and step"
+        bars(axes[1], found, "sent_bytes_a_parameter", label, colours=TAB10[: len(found)])
 
     return draw
 
 
 def distillation(folder: Path) -> None:
     """Held-out loss of students and their teacher by steps."""
-    _, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for row in rows(folder, "distillation"):
-        axes.plot(row["steps"], row["loss"], label=row["system"], linewidth=1.3)
-    axes.set_xlabel("steps")
-    axes.set_ylabel("loss on held-out text")
-    axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    _, axes = plt.subplots(figsize=(8, 4.2))
+    losses(axes, rows(folder, "distillation"), "loss on held-out text", TAB10)
 
 
 def pipeline_idle(folder: Path) -> None:
@@ -219,15 +205,14 @@ def pipeline_idle(folder: Path) -> None:
         ("idle_share", 100, "idle share of all ranks, per cent"),
         ("activations_mb", 1, "peak activations of a rank, MB"),
     ]
-    colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
     schedules = list(dict.fromkeys(row["system"] for row in found))
     counts = sorted({row["ranks"] for row in found})
-    _, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    _, axes = plt.subplots(1, 3, figsize=(13, 4.2))
     for place, (field, scale, label) in zip(axes, panels, strict=True):
-        for schedule, colour in zip(schedules, colours, strict=False):
+        for schedule, colour in zip(schedules, TAB10, strict=False):
             own = [row for row in found if row["system"] == schedule]
             ranks = [row["ranks"] for row in own]
-            place.plot(ranks, [row[field] * scale for row in own], "o-", color=colour, label=schedule, linewidth=1.3)
+            place.plot(ranks, [row[field] * scale for row in own], "o-", color=colour, label=schedule)
             simulated = [row[f"simulated_{field}"] * scale for row in own]
             place.plot(ranks, simulated, "--", color=colour, linewidth=0.9, alpha=0.7)
         place.set_xticks(counts)
@@ -238,9 +223,8 @@ def pipeline_idle(folder: Path) -> None:
             place.set_yticks([3, 4, 6, 8, 12, 24], ["3", "4", "6", "8", "12", "24"])
         else:
             place.set_ylim(bottom=0)
-        place.spines[["top", "right"]].set_visible(False)
     title = "— measured  - - simulated"
-    axes[2].legend(fontsize=8, frameon=False, title=title, title_fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[2].legend(title=title, **BESIDE)
 
 
 PLOTS: dict[str, Callable[[Path], None]] = {
@@ -270,7 +254,7 @@ def main() -> None:
         except Absent as absent:
             print(f"{file.name} is left out: there is no {absent}.json")
         else:
-            plt.savefig(file, dpi=110, metadata={"Date" if file.suffix == ".svg" else "Software": None})
+            plt.savefig(file, metadata={"Date" if file.suffix == ".svg" else "Software": None})
             print(file)
         plt.close("all")
 

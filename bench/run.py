@@ -27,104 +27,28 @@ import sys
 import time
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-_DOCS = ("numbers", "convergence", "pipeline", "gpu", "local-sgd", "memory", "model-compression", "unequal", "zeropp")
-_DOCS += ("sparse-attention", "kernels")
-PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
+_PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
+PAGES = [str(path) for path in _PAGES if "<!-- table " in path.read_text("utf-8")]
 Part = list[tuple[str, str, int]]
 """Names of files, the commands that leave them, and the seconds that each may take."""
 
 
-def _cpu(*commands: str) -> Part:
-    return [("", command, 36000) for command in commands]
+def parts_of(device: str) -> dict[str, Part]:
+    """Return the parts of parts.toml for a device."""
+    found = tomllib.loads((ROOT / "bench" / "parts.toml").read_text("utf-8"))[device]
+    each = {name: [("", one, 36000) if isinstance(one, str) else one for one in part] for name, part in found.items()}
+    return TypeAdapter(dict[str, Part]).validate_python(each)
 
 
-CPU: dict[str, Part] = {
-    "step_time": _cpu(
-        "train.py --nproc 2",
-        "train.py --nproc 2 --dtype bf16",
-        "train.py --nproc 2 --accumulation 4 --rounds 4 --steps 1",
-    ),
-    "ranks": _cpu(*(f"train.py --size 7M --nproc {nproc} --rounds 5 --steps 1" for nproc in (1, 2, 4, 8))),
-    "groups": _cpu("train.py --set groups --dtype bf16 --nproc 4 --accumulation 4 --rounds 4 --steps 1"),
-    "tensor": _cpu(
-        *(
-            f"train.py --set tensor --what {what} --size {size} --nproc 4 --rounds 8"
-            for size in ("27M", "53M")
-            for what in ("time", "memory")
-        )
-    ),
-    "pipeline": _cpu(
-        "pipeline.py",
-        "pipeline.py --what idle --micro-batches 16 --rounds 3",
-        "pipeline.py --what idle --ranks 2,4 --rounds 3 --uneven",
-    ),
-    "memory": _cpu("train.py --what memory --size 98M --dtype bf16 --nproc 4"),
-    "largest_batch": _cpu("limits.py"),
-    "longest_sequence": _cpu(*(f"limits.py --what sequence --limit 320 --nproc {nproc}" for nproc in (2, 4))),
-    "startup": _cpu("train.py --what start --nproc 2 --rounds 3"),
-    "growth": _cpu("host.py --what layers --rounds 10", "host.py --what lengths"),
-    "host_time": _cpu("host.py"),
-    "monitoring": _cpu(*(f"overhead.py --nproc {nproc}" for nproc in (1, 2))),
-    "unequal": _cpu("unequal.py"),
-    "sparse_attention": _cpu("sparse_attention.py"),
-    "kernels": _cpu("kernels.py"),
-    "plan_time": _cpu("plan_time.py"),
-    "optimizer": _cpu("micro.py --what adam"),
-    "offload": _cpu(
-        "offload.py",
-        *(
-            f"train.py --set {place} --size 98M --dtype bf16 --nproc {nproc}"
-            for place in ("host", "disk")
-            for nproc in (1, 2)
-        ),
-        *(f"train.py --set {place} --what memory --size 98M --dtype bf16" for place in ("host", "disk")),
-    ),
-    "plan": _cpu("micro.py --what plan"),
-    "checkpoint": _cpu(
-        "checkpoint.py --nproc 1",
-        "checkpoint.py --nproc 2",
-        "checkpoint.py --what background --nproc 2 --rounds 5",
-        "checkpoint.py --what background --nproc 2 --rounds 5 --cached",
-        "checkpoint.py --what copies --nproc 2 --layers 12 --rounds 5",
-        "checkpoint.py --what memory --layers 5",
-    ),
-    "convergence": _cpu("convergence.py"),
-    "curriculum": _cpu("curriculum.py", "curriculum.py --what layers"),
-    "distillation": _cpu("distillation.py"),
-    "inference": _cpu("inference.py"),
-}
-ONE = "train.py --set one --rounds 8 --steps 3"
-CUDA: dict[str, Part] = {
-    "device": [("gpu_device", "micro.py --what device", 60)],
-    "step": [
-        ("gpu_one_163M_bf16_1", f"{ONE} --size 163M --dtype bf16", 240),
-        (
-            "gpu_imagined_163M_bf16_8",
-            "train.py --set imagined --nproc 8 --rounds 8 --steps 3 --size 163M --dtype bf16",
-            150,
-        ),
-    ],
-    "host": [("gpu_host_time", "host.py --gpu", 120)],
-    "optimizer": [("gpu_optimizer", "micro.py --what optimizers --elements 200000000 --rounds 5", 90)],
-    "trace": [("gpu_trace", "trace.py", 90)],
-    "large": [
-        (
-            "gpu_one_1.4B_bf16_1",
-            "train.py --set one --size 1.4B --dtype bf16 --rounds 4 --steps 2 --lengths 30",
-            360,
-        )
-    ],
-    "limited": [("gpu_offload_limited", "offload_train.py --what limited", 480)],
-    "cost": [("gpu_offload_cost", "offload_train.py --what cost", 300)],
-    "checkpoint": [("gpu_checkpoint", "checkpoint.py --what background --gpu", 120)],
-    "sparse_attention": [("gpu_sparse_attention", "sparse_attention.py --rounds 20", 240)],
-    "kernels": [("gpu_kernels", "kernels.py --rounds 20", 180)],
-    "fp16": [("gpu_one_163M_fp16_1", f"{ONE} --size 163M --dtype fp16 --some", 120)],
-    "largest": [("gpu_offload_largest", "offload_train.py --what largest", 480)],
-}
-"""By part, the most telling first."""
 NEEDED = ("torch", "pydantic", "safetensors", "psutil", "matplotlib", "typer", "rich")
 WANTED = ("deepspeed", "transformers", "triton")
 
@@ -168,7 +92,8 @@ def main() -> int:
     if options.needs:
         return needs()
     options.device = "cpu" if options.rehearse else options.device
-    parts = CUDA if options.rehearse or options.device == "cuda" else CPU
+    on_cuda = options.rehearse or options.device == "cuda"
+    parts = parts_of("cuda" if on_cuda else "cpu")
     chosen = options.only.split(",") if options.only else list(parts)
     unknown = [part for part in chosen if part not in parts]
     if unknown:
@@ -194,15 +119,9 @@ def main() -> int:
         if run([options.python, f"bench/{script}", *arguments, *more], environment, limit):
             failed.append(command)
         print(f"-- {time.monotonic() - start:.0f} s", flush=True)
-    pages = PAGES if results == RESULTS else ("--targets",) if parts is CUDA else ()
-    for script in ("plot.py", "report.py")[parts is CUDA :]:
-        after = [
-            sys.executable,
-            f"bench/{script}",
-            "--results",
-            str(results),
-            *(pages if script == "report.py" else ()),
-        ]
+    pages = PAGES if results == RESULTS else ("--targets",) if on_cuda else ()
+    for script, more in [("plot.py", ())] * (not on_cuda) + [("report.py", pages)]:
+        after = [sys.executable, f"bench/{script}", "--results", str(results), *more]
         if subprocess.run(after, cwd=ROOT).returncode:
             failed.append(script)
     for command in left:
