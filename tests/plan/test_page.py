@@ -20,9 +20,12 @@ from shardwise.launch.cli import app
 from shardwise.memory import Category
 from shardwise.plan import architectures
 from shardwise.plan.architectures import Shape
+from shardwise.plan.cluster import Cluster, sheets
 from shardwise.plan.models import micro_batch, named_model
 from shardwise.plan.page import PRECISIONS, configurations, page_models, write_page
-from shardwise.plan.tables import CLOSE, WAYS, stretched
+from shardwise.plan.tables import CLOSE, LATE, WAYS, stretched
+from shardwise.plan.time import plan_time
+from shardwise.plan.timetables import LAUNCH, OPERATOR, PHASE, SHARED, WAIT
 
 NAME = "a-decoder"
 SHAPE = Shape(6, 2048, 16, 32003, groups=4, inner=5461, llama=True)
@@ -46,9 +49,13 @@ def test_sequences_that_differ_elsewhere_are_refused() -> None:
 def small_tables() -> dict[str, Any]:
     """Return tables of a model that holds 4 MiB for each sequence, and 64 MiB over the number of ranks."""
     formulas = [[], [[3, 4 << 20]], [[6, 4]]]
-    table = {"peaks": [[2], *[[0]] * 5, [0, 1], *[[0]] * 4], "totals": [[2, *[0] * 5, 1, 0, 0]], "moved": [[0] * 4]}
+    table: dict[str, Any] = {"peaks": [[2], *[[0]] * 5, [0, 1], *[[0]] * 4], "totals": [[2, *[0] * 5, 1, 0, 0]]}
+    # Four layers that gather and compute, and an update.
+    table |= {"moved": [[0] * 4], "passes": [[[1, [0]], [4, [1, 2, 3]], [1, [4, 5]]]], "transfers": [0, 0]}
+    rows = [[PHASE, 0], [LAUNCH, "all_gather", 1 << 30], [WAIT, "all_gather"], [OPERATOR, "bf16", 0, 1]]
+    work = {"rows": [*rows, [PHASE, 2], [SHARED, 16]], "polynomials": [[0, 0, 0, 0, 1 << 30, 0], [0] * 6]}
     keys = ("1/none/none/1", "1/none/none/2", "one/none/none/1", "one/none/none/2")
-    tables = {"flats": [[16 << 20, 16]], "formulas": formulas, "tables": dict.fromkeys(keys, table)}
+    tables = {"flats": [[16 << 20, 16]], "formulas": formulas, "work": work, "tables": dict.fromkeys(keys, table)}
     return {
         "parameters": 16 << 20,
         "configs": configurations({"zero_optimization": {"overlap_comm": True}}),
@@ -79,6 +86,7 @@ _ROWS = """const done = arguments[0], look = () => {
   done([...document.querySelectorAll("#rows tr")].map((row) => ({
     setting: row.cells[0].textContent,
     peaks: JSON.parse(row.dataset.peaks),
+    time: JSON.parse(row.dataset.time),
     shown: [...row.querySelectorAll("td[data-bytes]")].map((cell) => cell.textContent),
     bytes: [...row.querySelectorAll("td[data-bytes]")].map((cell) => +cell.dataset.bytes),
   })));
@@ -141,6 +149,36 @@ def test_nothing_is_wider_than_the_window(width: int, browser: Any, tmp_path: Pa
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
 
 
+def test_the_time_is_that_of_the_cards_and_links(browser: Any, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    write_page({"a": small_tables()}, page)
+    known = sheets()
+    card, shares = known.cards["a100-80"], known.efficiencies
+    computing = 4 * 3 * 512 * 2**30 / (card.flops["bf16"] * shares.compute)
+    for ranks, adapters in ((4, 1), (16, 2)):
+        given = {
+            "card": "a100-80",
+            "ranks": ranks,
+            "micro": 3,
+            "length": 512,
+            "adapters": adapters,
+            "link": "infiniband-hdr",
+        }
+        row = rows(browser, page, given)[0]
+        path = Cluster.of("a100-80", f"{adapters}xinfiniband-hdr", 8).path(tuple(range(ranks)))
+        gathering = 4 * (path.latency + (ranks - 1) / ranks * 2**30 / path.bandwidth)
+        update = 16 * 2**24 / ranks / (card.bandwidth * shares.memory)
+        expected = {"waiting": gathering, "forward": gathering + computing, "step": update}
+        for name, seconds in expected.items():
+            assert row["time"][name] == pytest.approx(seconds, rel=1e-3), (ranks, name)
+        assert row["time"]["total"] == pytest.approx(gathering + computing + update, rel=1e-3)
+        assert "tokens a second of all ranks" in text(browser, "rate")
+    rows(browser, page, {"card": "v100-32"})
+    assert "has no rate of bf16" in text(browser, "rate")
+    rows(browser, page, {"card": ""})
+    assert text(browser, "rate").startswith("Choose a card")
+
+
 def test_a_wrong_number_is_named(browser: Any, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     write_page({"a": small_tables()}, page)
@@ -172,16 +210,27 @@ def test_the_page_has_the_numbers_of_the_command(browser: Any, tmp_path: Path, m
         config = {**configurations(None)[precision], "train_micro_batch_size_per_gpu": micro}
         batch = micro_batch(model, micro, length, pipeline=False)
         (planner, *_), _ = planners_of(model, config, ranks, batch)
-        plan = planner.plan(Setting(stage, micro, accumulation, ranks, offload))
+        setting = Setting(stage, micro, accumulation, ranks, offload)
+        plan = planner.plan(setting)
         shown = dict(zip([category.value for category in Category], row["peaks"], strict=True))
-        setting = f"{stage} {offload} {named} {ranks} ranks {micro} x {accumulation}"
-        assert {name: shown[name] for name in EXACT} == {name: plan.peaks[name] for name in EXACT}, setting
+        assert {name: shown[name] for name in EXACT} == {name: plan.peaks[name] for name in EXACT}, (setting, named)
         # With one sequence some views need no copy: the page says up to CLOSE more than the command.
         for name, size in (*((name, shown[name]) for name in ("activations", "other")), ("total", row["bytes"][0])):
             planned = plan.total if name == "total" else plan.peaks[name]
             limit = 16 if name == "activations" and micro > 1 else CLOSE
-            assert planned is not None and abs(size - planned) <= limit, (setting, name, size, planned)
+            assert planned is not None and abs(size - planned) <= limit, (setting, named, name, size, planned)
         assert row["bytes"][7] == plan.elsewhere.get("host", 0), setting
+        took = plan_time(planner, setting, Cluster.of("h100", "8xinfiniband-ndr", 8)).time
+        known = {**took.phases, "total": took.total}
+        for name in ("forward", "backward", "step", "transfers", "total"):
+            assert abs(row["time"][name] - known.get(name, 0.0)) <= 0.02 * took.total + LATE, (
+                setting,
+                named,
+                name,
+                row["time"],
+                known,
+            )
+        assert abs(row["time"]["waiting"] - took.waiting) <= 0.02 * took.total + LATE, setting
         moved = plan.moved.get("host", {"read": 0, "written": 0})
         assert row["bytes"][8:] == [moved["read"], moved["written"]], setting
 

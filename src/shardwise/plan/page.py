@@ -97,18 +97,20 @@ def render(models: dict[str, dict[str, Any]]) -> str:
     own = resources.files(__package__)
     html, script, style = (own.joinpath(f"page.{suffix}").read_text("utf-8") for suffix in ("html", "js", "css"))
     style = resources.files("shardwise.report").joinpath("page.css").read_text("utf-8") + style
-    cards = {card.name: f"{card.memory / (1 << 30):.1f}" for card in sheets().cards.values()}
-    card = sheets().cards["h100"].name
-    packed = gzip.compress(json.dumps(models, separators=(",", ":")).encode(), mtime=0)
+    known = sheets()
+    card = "h100"
+    content = {"models": models, "sheets": known.model_dump()}
+    packed = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(html).render(
         policy=Markup(f"default-src 'none'; script-src {script_hash(script)}; style-src 'unsafe-inline'"),
         style=Markup(style),
         script=Markup(script),
         names=list(models),
-        cards=list(cards.items()),
+        sheets=known,
         card=card,
-        device=cards[card],
+        link="infiniband-ndr",
+        device=f"{known.cards[card].memory / (1 << 30):.1f}",
         packed=base64.b64encode(packed).decode(),
         version=__version__,
     )

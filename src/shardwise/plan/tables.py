@@ -14,19 +14,22 @@ import contextlib
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from shardwise.comm.ledger import Record
 from shardwise.engine.dryrun import MOST_PASSES
 from shardwise.engine.plans import Offload, Planner, Setting, planners_of
 from shardwise.errors import UsageError
 from shardwise.memory import Category, Journal, Tier
+from shardwise.plan.clock import step_time
+from shardwise.plan.cluster import Cluster
+from shardwise.plan.events import Pass, Recorder
+from shardwise.plan.time import between_card_and_host
+from shardwise.plan.timetables import Part, Runs, Work, fitted, functions
 from shardwise.zero.units.layout import FlatParam, alignment, round_up
 
 FACTS = 4096
@@ -35,6 +38,8 @@ CLOSE = 1 << 20
 """Scratch memory of up to so many bytes is left out: it depends on the size of a range in steps. So plans of tables are
 less than the dry runs' by up to about this.
 """
+LATE = 2e-3
+"""Seconds by which a step may differ, besides 2 %: how many short operators the norm has depends on the ranks."""
 FEW = 3
 """Layers of the shortened models; one more is tried, too."""
 LINES = [*(category for category in Category), Tier.HOST, Tier.DISK]
@@ -53,8 +58,8 @@ class Point:
 _SIZES = ((3, 509), (5, 331))
 """Sequences and tokens of two dry runs."""
 _RANKS = range(101, 600, 2)
-"""Numbers of ranks for them: those are taken at which no two formulas have the same size. Many ranks have small ranges,
-of which the steps of optimizers are soon run.
+"""Numbers of ranks for both: the first one is taken with which no two formulas have the same size. Many ranks have
+small ranges, of which the steps of optimizers are soon run.
 """
 _BATCHES = ((3, 509), (5, 509), (3, 331), (5, 331), (3, 127), (5, 127), (2, 257))
 """Sequences and tokens that determine the formulas of activations."""
@@ -68,9 +73,12 @@ class Basis:
 
     def values(self, point: Point) -> np.ndarray:
         """Return the values of all functions at a point."""
-        batch = [m * n for m in (1, point.micro_batch) for n in (1, point.length, point.length**2)]
-        shards = [align * -(-numel // (align * point.ranks)) for numel, align in self.flats]
-        return np.array([*batch, *shards, *(point.ranks * shard for shard in shards)], dtype=np.int64)
+        shards = self.shards(point.ranks)
+        return np.concatenate([functions(point.micro_batch, point.length), shards, point.ranks * shards])
+
+    def shards(self, ranks: int) -> np.ndarray:
+        """Return the elements of a rank's range of each flat parameter."""
+        return np.array([align * -(-numel // (align * ranks)) for numel, align in self.flats], dtype=np.int64)
 
     def __len__(self) -> int:
         return 6 + 2 * len(self.flats)
@@ -158,49 +166,42 @@ class Formulas:
         return found
 
 
-class _Marks:
-    """Marks the passes of a dry run among the moves of its journal."""
+class _Marks(Recorder):
+    """Records a dry run, and marks its passes among the moves of its journal."""
 
     def __init__(self, journal: Journal) -> None:
+        super().__init__()
         self._moves = journal.moves
-
-    def begin(self) -> None:
-        """Do nothing: the accountant marks the window."""
 
     @contextlib.contextmanager
     def phase(self, name: str, stage: int | None = None) -> Iterator[None]:
-        """Mark the beginning of a pass."""
+        """Record a phase, and mark the beginning of a pass."""
         if name == "forward":
             self._moves.append(None)
-        yield
-
-    def watching(self, model: nn.Module, units: Mapping[nn.Module, str]) -> AbstractContextManager[None]:
-        """Do nothing: units do not matter."""
-        return contextlib.nullcontext()
-
-    def opened(self, record: Record) -> None:
-        """Ignore a collective."""
-
-    closed = opened
+        with super().phase(name, stage):
+            yield
 
 
 @dataclass
 class Window:
     """Events of a dry run as (line, bytes): those before the window that counts, and those in it.
 
-    `moves`: by pass, (place, bytes): read from the host, written to it, read from a disk, written to it.
+    `moves`: by pass, (place, bytes): read from the host, written to it, read from a disk, written to it. `passes`: what
+    is computed and exchanged.
     """
 
     before: list[tuple[int, int]]
     events: list[tuple[int, int]]
     moves: list[list[tuple[int, int]]]
     flats: set[tuple[int, int]]
+    passes: list[Pass]
 
     @classmethod
     def of(cls, planner: Planner, setting: Setting) -> Window:
         """Run a dry run."""
         journal = Journal()
-        _, sharded = planner.record(setting, _Marks(journal), journal)
+        recorder = _Marks(journal)
+        _, sharded = planner.record(setting, recorder, journal)
         counts = Counter(event for event in journal.events if event is not None and event[0] is Category.OTHER)
         scratch = {
             (category, tier, size)
@@ -224,11 +225,13 @@ class Window:
         before, events = [event for part in parts[:-1] for event in part], parts[-1]
         passes = min(setting.accumulation, MOST_PASSES)
         flats = flats_of([section.layout for unit in sharded.units for section in unit.sections])
-        return cls(before, events, moves[-passes:], flats)
+        return cls(before, events, moves[-passes:], flats, recorder.passes)
 
 
-def stretched(short: Sequence[tuple[int, int]], long: Sequence[tuple[int, int]], times: int) -> list[tuple[int, int]]:
-    """Return `short` with what `long` has besides, so many times. Raises UsageError if they differ otherwise."""
+def matched(short: Sequence[tuple[int, int]], long: Sequence[tuple[int, int]], times: int) -> list[Part]:
+    """Return the parts of `short` with what `long` has besides, so many times: how often each part comes, whether it is
+    of `long`, and its place there. Raises UsageError if they differ otherwise.
+    """
     one, two = (np.array(list(each), dtype=np.int64).reshape(-1, 2) for each in (short, long))
 
     def alike(i: int, j: int) -> int:
@@ -236,11 +239,11 @@ def stretched(short: Sequence[tuple[int, int]], long: Sequence[tuple[int, int]],
         differs = (one[i : i + count] != two[j : j + count]).any(axis=1)
         return int(differs.argmax()) if differs.any() else count
 
-    found: list[tuple[int, int]] = []
+    found = []
     i = j = 0
     while True:
         same = alike(i, j)
-        found += short[i : i + same]
+        found.append((1, False, i, i + same))
         i, j = i + same, j + same
         more = (len(two) - j) - (len(one) - i)
         if not more:
@@ -248,11 +251,17 @@ def stretched(short: Sequence[tuple[int, int]], long: Sequence[tuple[int, int]],
         added = more if i == len(one) else max(range(1, more + 1), key=lambda count: alike(i, j + count), default=0)
         if more < 0 or (i < len(one) and not alike(i, j + added)):
             break
-        found += [*long[j : j + added]] * times
+        found.append((times, True, j, j + added))
         j += added
     if i < len(one) or j < len(two):
         raise UsageError(f"events of dry runs cannot be matched: {len(one)} and {len(two)}, up to {i} and {j}")
     return found
+
+
+def stretched(short: Sequence[tuple[int, int]], long: Sequence[tuple[int, int]], times: int) -> list[tuple[int, int]]:
+    """Return `short` with what `long` has besides, so many times. Raises UsageError if they differ otherwise."""
+    parts = matched(short, long, times)
+    return [one for count, longer, begin, end in parts for one in list((short, long)[longer][begin:end]) * count]
 
 
 @dataclass
@@ -264,11 +273,16 @@ class Table:
         totals: moments that can be the peak of all categories: the number of the formula of each one.
         moved: of each pass, formulas of the bytes that are read from the host, written to it, read from a disk and
             written to it.
+        passes: what is computed and exchanged in each pass; see `shardwise.plan.timetables`.
+        transfers: bytes of all ranks between cards and hosts in a step: those that do not depend on the accumulation,
+            and those of each micro-batch.
     """
 
     peaks: list[list[int]]
     totals: list[list[int]]
     moved: list[list[int]]
+    passes: list[Runs]
+    transfers: list[float]
 
     def at(self, sizes: np.ndarray) -> tuple[list[int], int]:
         """Return the peak of each line, and the peak of the sum on the device, from the value of each formula."""
@@ -293,8 +307,10 @@ def table_of(
     before: Sequence[tuple[int, int]],
     events: Sequence[tuple[int, int]],
     moves: Sequence[Sequence[tuple[int, int]]],
+    passes: list[Runs],
+    transfers: list[float],
 ) -> Table:
-    """Return the peaks of events after others; `moves`: of each pass."""
+    """Return the peaks of events after others; `moves` and `passes`: of each pass."""
     rows, number = formulas.rows, formulas.number
 
     def changes(of: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -330,7 +346,7 @@ def table_of(
     for one in moves:
         at, size = changes(one)
         moved.append([number(size[at == place].sum(axis=0)) for place in range(4)])
-    return Table(peaks, totals, moved)
+    return Table(peaks, totals, moved, passes, transfers)
 
 
 WAYS = (
@@ -387,15 +403,15 @@ class Exporter:
         self._model, self._config, self._batch = model, config, batch
         self._more, *self._models = shortened(model)
         flats = self._window(Point(_RANKS[0], *_SIZES[0]), 0, Offload(), 1).flats
-        self.formulas = Formulas(Basis(sorted(flats)), self._of_batches())
-        self._points = []
-        candidates = iter(_RANKS)
-        for sizes in _SIZES:
-            points = (Point(ranks, *sizes) for ranks in candidates)
-            found = next((point for point in points if -1 not in self.formulas.at(point).values()), None)
-            if found is None:
-                raise UsageError("the sizes of this model's flat parameters are too alike")
-            self._points.append(found)
+        windows = [self._window(Point(_RANKS[0], *sizes), 3, Offload(), 1) for sizes in _BATCHES]
+        self.formulas = Formulas(Basis(sorted(flats)), self._of_batches(windows))
+        self.work = Work([window.passes for window in windows], _BATCHES)
+        pairs = ([Point(ranks, *sizes) for sizes in _SIZES] for ranks in _RANKS)
+        clear = (pair for pair in pairs if all(-1 not in self.formulas.at(point).values() for point in pair))
+        points = next(clear, None)
+        if points is None:
+            raise UsageError("the sizes of this model's flat parameters are too alike")
+        self._points = points
 
     def _planner(self, model: nn.Module, point: Point) -> Planner:
         config = {**self._config, "train_micro_batch_size_per_gpu": point.micro_batch}
@@ -409,39 +425,49 @@ class Exporter:
         setting = Setting(stage, point.micro_batch, accumulation, point.ranks, offload)
         return Window.of(self._planner(self._models[longer], point), setting)
 
-    def _of_batches(self) -> list[np.ndarray]:
+    def _of_batches(self, windows: Sequence[Window]) -> list[np.ndarray]:
         """Return the formulas of sizes that depend on the batch."""
-        points = [Point(_RANKS[0], *sizes) for sizes in _BATCHES]
-        windows = [self._window(point, 3, Offload(), 1) for point in points]
         lines = [[line for line, _ in (*window.before, *window.events)] for window in windows]
         if any(each != lines[0] for each in lines):
             raise UsageError("the model does not allocate the same tensors for all sizes of batches")
         sizes = np.abs([[size for _, size in (*window.before, *window.events)] for window in windows])
         sizes = np.unique(sizes[:, (sizes != sizes[0]).any(axis=0)], axis=1)
-        values = np.stack([Basis([]).values(point)[:6] for point in points])
-        found = np.rint(np.linalg.lstsq(values.astype(float), sizes.astype(float), rcond=None)[0]).astype(np.int64)
-        if (values @ found != sizes).any():
-            raise UsageError("sizes of activations are not polynomials in sequences and tokens")
-        return list(found.T)
+        return list(fitted(np.stack([functions(*batch) for batch in _BATCHES]), sizes))
 
     def table(self, stage: int, offload: Offload, accumulation: int, *, single: bool) -> Table:
         """Return the table of a setting, of one rank or for any number above."""
         points = [replace(point, ranks=1) if single else point for point in self._points]
-        if accumulation > 1 and offload.devices != ("none", "none"):
+        if accumulation > 1:
             accumulation = MOST_PASSES  # passes in the middle move other bytes than the first and the last
-        read = []
+        read, worked = [], []
         for longer, point in enumerate(points):
             window = self._window(point, stage, offload, accumulation, longer=bool(longer))
             known = self.formulas.at(point)
             parts = (window.before, window.events, *window.moves)
             read.append([self.formulas.read(part, known, point) for part in parts])
+            ranges = self.formulas.basis.shards(point.ranks)
+            worked.append(self.work.read(window.passes, (point.micro_batch, point.length), ranges, shared=stage > 0))
         before, events, *moves = (stretched(short, long, self._more) for short, long in zip(*read, strict=True))
-        return table_of(self.formulas, before, events, moves)
+        passes = []
+        for (kinds, numbers), (more_kinds, more_numbers) in zip(*worked, strict=True):
+            layers = matched(kinds, more_kinds, self._more)
+            passes.append(self.work.joined(numbers, more_numbers, self._more, layers))
+        return table_of(self.formulas, before, events, moves, passes, self._transfers(stage, offload))
+
+    def _transfers(self, stage: int, offload: Offload) -> list[float]:
+        planner = self._planner(self._model, Point(1, *_SIZES[0]))
+        one, two = (
+            between_card_and_host(planner, Setting(stage, 1, accumulation, 1, offload), offload)
+            for accumulation in (1, 2)
+        )
+        return [2 * one - two, two - one]
 
     def check(self, table: Table, setting: Setting, length: int) -> None:
-        """Compare a table with a dry run of the whole model. Raises UsageError if more than `CLOSE` bytes differ."""
-        point = Point(setting.ranks, setting.micro_batch, length)
-        plan, _ = self._planner(self._model, point).record(setting)
+        """Compare a table with a dry run of the whole model. Raises UsageError if more than `CLOSE` bytes differ, or
+        more than 2 % and `LATE` of the time.
+        """
+        point, recorder = Point(setting.ranks, setting.micro_batch, length), Recorder()
+        plan, _ = self._planner(self._model, point).record(setting, recorder)
         peaks, total = table.at(self.formulas.rows @ self.formulas.basis.values(point))
         planned = {**plan.peaks, **plan.elsewhere, "total": plan.total}
         for line, size in zip([*(line.value for line in LINES), "total"], [*peaks, total], strict=True):
@@ -450,6 +476,14 @@ class Exporter:
                     f"{setting}, sequences of {length} tokens need {planned[line]:,} bytes ({line}) by a dry run, "
                     f"{size:,} by the tables"
                 )
+        batch, elements = (setting.micro_batch, length), int(self.formulas.basis.shards(setting.ranks).sum())
+        costs = Cluster.of("h100", "infiniband-ndr", 8).costs(setting.ranks)
+        wanted, found = (
+            step_time(passes, setting.accumulation, costs).total
+            for passes in (recorder.passes, self.work.passes(table.passes, batch, elements, setting.ranks))
+        )
+        if abs(found - wanted) > 0.02 * wanted + LATE:
+            raise UsageError(f"{setting} takes {wanted:.4f} s by a dry run, {found:.4f} s by the tables")
 
     def tables(self) -> dict[str, Any]:
         """Return all tables as JSON values."""
@@ -459,8 +493,9 @@ class Exporter:
                 key = f"{'one' if single else stage}/{'/'.join(offload.devices)}/{accumulation}"
                 table = self.table(stage, offload, accumulation, single=single)
                 if (stage, single, offload.parameters) == (3, False, "cpu"):
-                    for sequences in (1, 2):  # with one sequence some views need no copy
-                        self.check(table, Setting(stage, sequences, accumulation, 64, offload), 384)
+                    for sequences, ranks in ((1, 64), (2, 2)):  # with one sequence some views need no copy
+                        self.check(table, Setting(stage, sequences, accumulation, ranks, offload), 384)
                 found[key] = asdict(table)
         formulas = [[[place, int(row[place])] for place in np.flatnonzero(row).tolist()] for row in self.formulas.rows]
-        return {"flats": self.formulas.basis.flats, "formulas": formulas, "tables": found}
+        work = {"rows": self.work.rows, "polynomials": self.work.polynomials}
+        return {"flats": self.formulas.basis.flats, "formulas": formulas, "work": work, "tables": found}

@@ -224,11 +224,11 @@ def _transfers(
     if "disk" in moved and disk is not None:
         seconds += moved["disk"]["read"] / disk[0] + moved["disk"]["written"] / disk[1]
     if rates.host_link is not None:
-        seconds += _between_card_and_host(planner, setting, offload) / rates.host_link
+        seconds += between_card_and_host(planner, setting, offload) / rates.host_link
     return seconds
 
 
-def _between_card_and_host(planner: Planner, setting: Setting, offload: Offload) -> float:
+def between_card_and_host(planner: Planner, setting: Setting, offload: Offload) -> float:
     """Return the bytes of a step; the dry run has none, because its device is the host. Gradients of a rank's shard go
     to an offloaded optimizer, and parameters come back; offloaded parameters come for each forward and backward pass.
     """
