@@ -212,6 +212,7 @@ def test_the_page_has_the_numbers_of_the_command(browser: Any, tmp_path: Path, m
         (planner, *_), _ = planners_of(model, config, ranks, batch)
         setting = Setting(stage, micro, accumulation, ranks, offload)
         plan = planner.plan(setting)
+        assert not plan.note, (setting, plan.note)
         shown = dict(zip([category.value for category in Category], row["peaks"], strict=True))
         assert {name: shown[name] for name in EXACT} == {name: plan.peaks[name] for name in EXACT}, (setting, named)
         # With one sequence some views need no copy: the page says up to CLOSE more than the command.
