@@ -94,8 +94,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         )
 
 
-class TestTooLongError(Exception):
-    """A test has not ended within its limit."""
+class TestTooLongError(BaseException):
+    """A test has not ended within its limit. No `except Exception` of the code under test takes it for its own."""
 
 
 @pytest.hookimpl(wrapper=True)
