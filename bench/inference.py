@@ -25,7 +25,10 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16, 2 ranks": (2, {"dtype": "bf16"}),
     "int8, 2 ranks": (2, {"dtype": "int8"}),
     "bf16 from the host": (1, {"dtype": "bf16", "zero": {"stage": 3, "offload_param": {"device": "cpu"}}}),
-    "bf16 from a disk": (1, {"dtype": "bf16", "zero": {"stage": 3, "offload_param": {"device": "nvme"}}}),
+    "bf16 from a disk": (
+        1,
+        {"dtype": "bf16", "zero": {"stage": 3, "offload_param": {"device": "nvme", "max_in_cpu": 0}}},
+    ),
 }
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from shardwise.checkpoint.manifest import outline
 from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.device import choose_device
 from shardwise.engine.build import EngineArguments, build
 from shardwise.engine.engine import Engine
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, UsageError
 from shardwise.inference.config import InferenceConfig, checkpoint_of, directory_of, read_config, rows_of
-from shardwise.inference.engine import InferenceEngine
-from shardwise.inference.loading import paths_of
+from shardwise.inference.engine import InferenceEngine, cast
+from shardwise.inference.loading import check_has_values, materialize_model, paths_of
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -69,13 +71,26 @@ def _streamed(model: nn.Module, settings: InferenceConfig) -> InferenceEngine:
         **({"aio": settings.aio} if settings.aio else {}),
         **precision,
     }
+    checkpoint = checkpoint_of(settings)
+    if check_has_values(model, checkpoint):
+        # Memory that nothing is written to takes no room: weights are read into the parts that ranks keep.
+        cast(model, settings.torch_dtype)
+        materialize_model(model, torch.device("cpu"))
     engine = build(EngineArguments(model=model, config=training))[0]
     try:
-        checkpoint = checkpoint_of(settings)
         if checkpoint is not None:
-            for path in paths_of(checkpoint, directory_of(settings)):
-                engine.load_weights(path)
+            _load(engine, paths_of(checkpoint, directory_of(settings)))
         return InferenceEngine(model, settings, engine.device, engine)
     except BaseException:
         engine.destroy()
         raise
+
+
+def _load(engine: Engine, paths: list[str]) -> None:
+    """Load weights, of which each file may have a part. Raises CheckpointError if no file has a tensor."""
+    missing: set[str] | None = None
+    for path in paths:
+        found = set(engine.load_weights(path, strict=len(paths) == 1).missing)
+        missing = found if missing is None else missing & found
+    if missing:
+        raise CheckpointError(f"{', '.join(paths)}: do not fit the model: missing: {outline(sorted(missing))}")

@@ -14,7 +14,7 @@ from shardwise.errors import ConflictError, UsageError
 from shardwise.inference.config import InferenceConfig, checkpoint_of, directory_of, rows_of
 from shardwise.inference.division import InferenceRanks, divide_for_inference
 from shardwise.inference.generation import generate
-from shardwise.inference.loading import load_parts, materialize_model, paths_of
+from shardwise.inference.loading import check_has_values, load_parts, materialize_model, paths_of
 from shardwise.inference.quantization import quantize_weights
 from shardwise.parallel.tensor.watch import begin_pass
 from shardwise.registry import part_of
@@ -65,12 +65,7 @@ class InferenceEngine(nn.Module):
         ranks = self._ranks
         assert ranks is not None
         checkpoint = checkpoint_of(config)
-        meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        if meta and checkpoint is None:
-            raise UsageError(
-                f"init_inference(): {len(meta)} parameters are on the meta device ({meta[0]}), without values. Pass "
-                "checkpoint=, a directory or file with the weights"
-            )
+        meta = check_has_values(model, checkpoint)
         cast(model, config.torch_dtype)
         divide_for_inference(model, ranks, rows_of(config), config.tensor_parallel.tp_grain_size)
         if meta:

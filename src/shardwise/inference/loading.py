@@ -68,6 +68,17 @@ def paths_of(checkpoint: str | Mapping[str, Any], directory: str) -> list[str]:
     return [os.path.join(directory or str(given.get("base_dir") or ""), name) for name in listed]
 
 
+def check_has_values(model: nn.Module, checkpoint: Any) -> bool:
+    """Return whether parameters are on the meta device. Raises UsageError if there is no checkpoint for them."""
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if meta and checkpoint is None:
+        raise UsageError(
+            f"init_inference(): {len(meta)} parameters are on the meta device ({meta[0]}), without values. Pass "
+            "checkpoint=, a directory or file with the weights"
+        )
+    return bool(meta)
+
+
 def materialize_model(model: nn.Module, device: torch.device) -> None:
     """Allocate a meta-device model's parameters, without values, and its buffers.
 
