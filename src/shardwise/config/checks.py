@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardwise.errors import ConflictError
 
 from . import names
+from .gradient_compression import method_name
 from .normalize import Scan
 from .problems import Problem, dotted
 from .schema.base import ConfigSection
@@ -55,6 +56,30 @@ def check_worth_a_warning(config: Config) -> list[str]:
             f"scheduler.params.{decays[0]}: has no effect, because decay_step_size = 0 means no decay after the cycle"
         )
     return warnings
+
+
+def has_stages(config: Config) -> bool:
+    """Return True if a configuration asks for a pipeline."""
+    return config.pipeline.stages not in ("auto", 1)
+
+
+def reactions(config: Config) -> dict[str, str]:
+    """Return what is done about anomalies, by the key that says so."""
+    watch = config.anomaly_watch
+    found: dict[str, str] = {"non_finite": config.non_finite}
+    if watch.enabled:
+        found |= {"anomaly_watch.loss_spike": watch.loss_spike, "anomaly_watch.grad_norm_spike": watch.grad_norm_spike}
+    return found
+
+
+def _is_onebit(config: Config) -> bool:
+    return (config.optimizer.type or "").lower() in names.ONEBIT_OPTIMIZERS
+
+
+def _divides(path: str, size: int, world_size: int) -> Iterator[Problem]:
+    if world_size % size:
+        message = f"is {size}, which does not divide the number of ranks, {world_size}"
+        yield Problem(path, message, ConflictError)
 
 
 def precision_of(config: Config) -> str:
@@ -142,9 +167,7 @@ def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
         message = f"cannot be combined with `torch_autocast.enabled`, {reason}; keep one of them"
         yield Problem("zero_optimization.zero_quantized_weights", message, ConflictError)
     for name, size in (("zero_hpz_partition_size", second), ("zero_node_size", node or 1)):
-        if world_size % size:
-            message = f"is {size}, which does not divide the number of ranks, {world_size}"
-            yield Problem(f"zero_optimization.{name}", message, ConflictError)
+        yield from _divides(f"zero_optimization.{name}", size, world_size)
 
 
 def _groups(config: Config, world_size: int) -> Iterator[Problem]:
@@ -152,9 +175,7 @@ def _groups(config: Config, world_size: int) -> Iterator[Problem]:
     size, node, levels = zero.mics_shard_size, zero.zero_node_size, zero.mics_hierarchical_params_gather
     if size < 1 or (size == world_size and not (levels and size > 1)):
         return
-    if world_size % size:
-        message = f"is {size}, which does not divide the number of ranks, {world_size}"
-        yield Problem("zero_optimization.mics_shard_size", message, ConflictError)
+    yield from _divides("zero_optimization.mics_shard_size", size, world_size)
     if levels and node is not None and size % min(node, size):
         message = f"is {size}, which is not a multiple of `zero_optimization.zero_node_size` = {node}"
         yield Problem("zero_optimization.mics_shard_size", message, ConflictError)
@@ -173,9 +194,9 @@ def not_in_groups(config: Config) -> Iterator[tuple[str, str]]:
         yield "zero_optimization.zero_quantized_gradients", exchange
     if zero.zero_quantized_weights and zero.mics_hierarchical_params_gather:
         yield "zero_optimization.zero_quantized_weights", "codes are gathered in one level"
-    if (config.compression.type or "none").lower() != "none":
+    if method_name(config):
         yield "compression.type", exchange
-    if (config.optimizer.type or "").lower() in names.ONEBIT_OPTIMIZERS:
+    if _is_onebit(config):
         yield "optimizer.type", exchange
 
 
@@ -192,29 +213,22 @@ def _gradients(config: Config) -> Iterator[Problem]:
 
 def _onebit(config: Config) -> Iterator[Problem]:
     name = config.optimizer.type
-    if name is None or name.lower() not in names.ONEBIT_OPTIMIZERS:
+    if name is None or not _is_onebit(config):
         return
     stage, most = config.zero_optimization.stage, names.ONEBIT_STAGES[name.lower()]
     if stage > most:
         reason = names.ONEBIT_STAGE_REASONS[most]
         message = f"is {stage}, but `optimizer.type` = {name} needs {reason}. Lower the stage or take another optimizer"
         yield Problem("zero_optimization.stage", message, ConflictError)
-    compression = config.compression.type
-    if compression is not None and compression.lower() != "none":
-        message = f"is {compression}, but `optimizer.type` = {name} compresses what it sends itself; remove one of them"
+    if method_name(config):
+        written = config.compression.type
+        message = f"is {written}, but `optimizer.type` = {name} compresses what it sends itself; remove one of them"
         yield Problem("compression.type", message, ConflictError)
 
 
 def _watch(config: Config) -> Iterator[Problem]:
-    watch = config.anomaly_watch
-    asking = {"non_finite": config.non_finite}
-    if watch.enabled:
-        asking |= {
-            "anomaly_watch.loss_spike": watch.loss_spike,
-            "anomaly_watch.grad_norm_spike": watch.grad_norm_spike,
-        }
     if config.checkpoint.memory_copies is None:
-        for path, action in asking.items():
+        for path, action in reactions(config).items():
             if action == "rewind":
                 message = (
                     'is "rewind", and there is nothing to go back to: add "checkpoint": {"memory_copies": {"every": '
@@ -232,7 +246,7 @@ def _sample_seed(config: Config) -> Iterator[Problem]:
             config.sequence_parallel_size > 1,
             "parts of a sequence need masks of their own",
         ),
-        ("pipeline.stages", config.pipeline.stages not in ("auto", 1), "stages run several micro-batches at a time"),
+        ("pipeline.stages", has_stages(config), "stages run several micro-batches at a time"),
         ("managed_gradient_accumulation", not config.managed_gradient_accumulation, "micro-batches are not counted"),
     ):
         if held:
@@ -251,31 +265,26 @@ def _local(config: Config, world_size: int) -> Iterator[Problem]:
     local, size = config.local_sgd, config.local_sgd.replica_size
     if not local.enabled:
         return
-    if size is not None and world_size % size:
-        message = f"is {size}, which does not divide the number of ranks, {world_size}"
-        yield Problem("local_sgd.replica_size", message, ConflictError)
+    yield from _divides("local_sgd.replica_size", size or 1, world_size)
     for path, reason in _not_local(config):
         yield Problem(path, f"cannot be combined with `local_sgd`: {reason}. Keep one of them", ConflictError)
 
 
 def _not_local(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the keys that `local_sgd` excludes, each with the reason."""
-    zero, watch = config.zero_optimization, config.anomaly_watch
+    zero = config.zero_optimization
     if config.fp16.enabled or (config.torch_autocast.dtype == "fp16" and config.torch_autocast.enabled):
         yield "fp16.enabled", "each replica would find a loss scale, and skip steps, of its own (bf16 has none)"
-    acting = {"non_finite": config.non_finite}
-    if watch.enabled:
-        acting |= {"anomaly_watch.loss_spike": watch.loss_spike, "anomaly_watch.grad_norm_spike": watch.grad_norm_spike}
-    for path, action in acting.items():
+    for path, action in reactions(config).items():
         if action in ("skip", "rewind"):
             yield path, "one replica would skip steps, and have another learning rate than the others"
     if config.bf16.check_grad_overflow:
         yield "bf16.check_grad_overflow", "one replica would skip steps, and have another learning rate than the others"
     if config.checkpoint.memory_copies is not None:
         yield "checkpoint.memory_copies", "a copy has the state of one replica"
-    if (config.optimizer.type or "").lower() in names.ONEBIT_OPTIMIZERS:
+    if _is_onebit(config):
         yield "optimizer.type", "it makes local steps and averages them itself"
-    if (config.compression.type or "none").lower() != "none":
+    if method_name(config):
         yield "compression.type", "gradients stay within a replica (`local_sgd.quantize_bits` is for exchanges)"
     for key in ("zero_quantized_gradients", "zero_quantized_weights"):
         if getattr(zero, key):
@@ -288,7 +297,7 @@ def _not_local(config: Config) -> Iterator[tuple[str, str]]:
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload is not None and offload.device != "none":
             yield f"zero_optimization.{name}", "exchanges need master weights on the device"
-    if config.pipeline.stages not in ("auto", 1):
+    if has_stages(config):
         yield "pipeline.stages", "a replica is not divided into stages"
     if config.tensor_parallel.size > 1:
         yield "tensor_parallel", "a replica is divided by ZeRO only"
@@ -302,7 +311,7 @@ def _unequal(config: Config) -> Iterator[Problem]:
     if not config.unequal_batches.enabled:
         return
     for path, held, reason in (
-        ("pipeline.stages", config.pipeline.stages not in ("auto", 1), "messages of stages have one size"),
+        ("pipeline.stages", has_stages(config), "messages of stages have one size"),
         ("expert_parallel.enabled", config.expert_parallel.enabled, "ranks exchange tokens of equal micro-batches"),
         ("sample_seed", config.sample_seed is not None, "it needs micro-batches of equal size"),
         ("gradient_allreduce_op", config.gradient_allreduce_op == "sum", "losses count by samples only in a mean"),
@@ -315,7 +324,7 @@ def _unequal(config: Config) -> Iterator[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     """Yield what cannot be combined with data efficiency and layer dropping."""
-    efficiency, stages = config.data_efficiency, config.pipeline.stages not in ("auto", 1)
+    efficiency, stages = config.data_efficiency, has_stages(config)
     sequences, unequal = config.sequence_parallel_size > 1, config.unequal_batches.enabled
     within = "data_efficiency.data_sampling"
     forms = "the sampler forms the batches"

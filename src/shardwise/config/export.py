@@ -13,6 +13,7 @@ from .schema.base import AUTO, MASK, ConfigSection
 from .schema.gradients import METHODS
 from .schema.root import Config
 from .schema_index import Key, keys_of, raw_json_schema, walk
+from .unsupported import value_at
 
 _PASSWORD = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
 
@@ -158,7 +159,7 @@ def describe(resolution: Resolution) -> list[KeyRow]:
         dots = ".".join(path)
         if key.kind in ("section", "list") or {"[]", "*"} & {*path} or key.replacement:
             continue
-        value = _shown(key, _at(resolution.config, path))
+        value = _shown(key, value_at(resolution.config, dots))
         if key.kind == "free":
             for name, item in (value or {}).items():
                 inner = f"{dots}.{name}"
@@ -168,13 +169,6 @@ def describe(resolution: Resolution) -> list[KeyRow]:
                 value = {name: item.model_dump(exclude_unset=True) for name, item in value.items()}
             rows.append(KeyRow(dots, value, key.default, _source(dots, resolution), reasons.get(dots, "")))
     return rows
-
-
-def _at(config: Config, path: tuple[str, ...]) -> Any:
-    place: Any = config
-    for name in path:
-        place = getattr(place, name) if place is not None else None
-    return place
 
 
 def _source(path: str, resolution: Resolution) -> str:

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from .batch import MICRO, STEPS, TRAIN
+from .checks import reactions
 from .integrations import read_by_clients
 from .names import optimizer_model
 from .normalize import Scan
@@ -141,8 +142,7 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     if path == ("anomaly_watch", "trace_steps") and watch.enabled and watch.trace != "after":
         return f'it belongs to `anomaly_watch.trace` "after", which is "{watch.trace}"'
     if path == ("anomaly_watch", "max_rewinds"):
-        actions = {config.non_finite, watch.loss_spike, watch.grad_norm_spike} if watch.enabled else {config.non_finite}
-        return "" if "rewind" in actions else 'no key requests "rewind"'
+        return "" if "rewind" in reactions(config).values() else 'no key requests "rewind"'
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
     if path[0] == "sparse_attention" and sparse is not None and path[1:] not in ((), ("mode",)):
