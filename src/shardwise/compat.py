@@ -615,3 +615,48 @@ def writes_empty_groups(device: torch.device) -> bool:
     """Return True if the backward pass of torch's grouped product writes gradients of matrices without rows."""
     # From compute capability 10.0 on these may stay uninitialised (pytorch#172439).
     return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)
+
+
+def flash_attention_applies(query: torch.Tensor) -> bool:
+    """Return True if torch's flash attention computes (rows, heads, tokens, width) tensors like `query`."""
+    if query.device.type == "cpu":
+        return query.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    backend = torch.backends.cuda
+    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    usable = fits and backend.flash_sdp_enabled() and backend.is_flash_attention_available()
+    return usable and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return output, log-sum-exp (rows, heads, tokens) and what else the backward pass needs; not differentiable.
+
+    All tensors have the same heads; `causal` is for as many queries as keys.
+    """
+    if query.device.type == "cpu":
+        cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return (*cpu(query, key, value, 0.0, causal, scale=scale), ())
+    found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return found[0], found[1], (found[6], found[7])
+
+
+def flash_attention_backward(
+    given: tuple[torch.Tensor, ...], causal: bool, scale: float, more: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value.
+
+    `given`: gradient of the output, query, key, value, output and log-sum-exp, all contiguous. The last two may be
+    those of more keys: then the result is the part of these keys.
+    """
+    _, query, key, *_ = given
+    if query.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
+    else:
+        lengths = (None, None, query.shape[2], key.shape[2])
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *given, *lengths, 0.0, causal, *more, scale=scale
+        )
+    return found[0], found[1], found[2]

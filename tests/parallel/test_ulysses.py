@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardwise.parallel import DistributedAttention, RingAttention, begin, end
+from shardwise.parallel import DistributedAttention, begin, end
 from tests.harness import run_ranks
 
 ROWS, WIDTH = 2, 8
@@ -96,36 +96,3 @@ def test_a_key_head_is_sent_to_those_that_need_it_only() -> None:
             ["all_to_all", 12 * one, 9 * one],
             ["all_to_all", 4 * one, 3 * one],
         ], rank
-
-
-def ringed(heads: int, keys: int, lengths: list[int], causal: bool) -> Any:
-    group = begin(len(lengths))
-    first = sum(lengths[: group.rank])
-    parts = [x[:, :, first : first + lengths[group.rank]].clone() for x in whole(heads, keys, sum(lengths))]
-    q, k, v = (x.requires_grad_() for x in parts[:3])
-    before = group.comm.ledger.sequence
-    found = RingAttention()(q, k, v, is_causal=causal)
-    (found * parts[3]).sum().backward()
-    sent = [record.sent for record in group.comm.ledger.records(before) if record.op == "all_to_all"]
-    result = [found.detach(), q.grad, k.grad, v.grad]
-    end()
-    return result, sent
-
-
-@pytest.mark.parametrize(
-    ("heads", "keys", "lengths", "causal"),
-    [(1, 1, [6, 6], True), (4, 2, [5, 4, 4, 4], True), (2, 1, [3, 5, 2], False)],
-)
-def test_a_ring_needs_no_heads(heads: int, keys: int, lengths: list[int], causal: bool) -> None:
-    q, k, v, weights = whole(heads, keys, sum(lengths))
-    for tensor in (q, k, v):
-        tensor.requires_grad_()
-    expected = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != keys)
-    (expected * weights).sum().backward()
-    told = run_ranks(ringed, len(lengths), heads, keys, lengths, causal)
-    for number, tensor in enumerate([expected.detach(), q.grad, k.grad, v.grad]):
-        found = torch.cat([result[number] for result, _ in told], dim=2)
-        torch.testing.assert_close(found, tensor, rtol=1e-10, atol=1e-12)
-    if len({*lengths}) == 1:  # keys and values go round twice, and their gradients once more and home
-        ranks, size = len(lengths), 2 * ROWS * keys * lengths[0] * WIDTH * 8
-        assert all(sent == [size] * (3 * ranks - 2) for _, sent in told)

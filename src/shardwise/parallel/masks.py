@@ -131,14 +131,12 @@ class WholeMask:
             found = found & self.kept[row, key]
         return found
 
-    def dense(self, queries: slice, keys: slice, device: torch.device) -> torch.Tensor:
-        """Return True where a query sees a key; (rows or 1, 1, queries, keys)."""
+    def dense(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return True where a query sees a key, both by position; (rows or 1, 1, queries, keys)."""
         rows = 1 if self.kept is None and self.samples is None else self.rows
-        row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
-        query = torch.arange(queries.start, queries.stop, device=device).view(1, 1, -1, 1)
-        key = torch.arange(keys.start, keys.stop, device=device).view(1, 1, 1, -1)
-        found: torch.Tensor = self.sees(row, None, query, key)
-        return found.expand(rows, 1, query.shape[2], key.shape[3])
+        row = torch.arange(rows, device=queries.device).view(-1, 1, 1, 1)
+        found: torch.Tensor = self.sees(row, None, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+        return found.expand(rows, 1, len(queries), len(keys))
 
     def of_kind(self, kind: str, dtype: torch.dtype, device: torch.device) -> Any:
         """Return the mask in the format of a single-process attention; None if not needed."""
@@ -164,7 +162,8 @@ class WholeMask:
             return create_block_mask(sees, per_row, None, tokens, tokens, device=str(device))
         if self.plain and (kind == "sdpa" or not self.pattern.causal):
             return None
-        mask = self.dense(slice(0, tokens), slice(0, tokens), device)
+        positions = torch.arange(tokens, device=device)
+        mask = self.dense(positions, positions)
         if kind == "sdpa":
             return mask.expand(self.rows, -1, -1, -1)
         return torch.where(mask, torch.zeros((), dtype=dtype, device=device), torch.finfo(dtype).min)

@@ -1,0 +1,92 @@
+"""Ring attention against one process: results, gradients, traffic, and the balance of causal masks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from shardwise.parallel import RingAttention, begin, end, ring
+from shardwise.parallel.ring import RingOrder
+from tests.harness import run_ranks, thorough
+from tests.parallel.test_ulysses import ROWS, WIDTH, whole
+
+PLAIN = mock.patch.object(ring, "flash_attention_applies", lambda query: False)
+
+
+def ringed(heads: int, keys: int, lengths: list[int], causal: bool, dtype: torch.dtype, plain: bool) -> Any:
+    group = begin(len(lengths))
+    first = sum(lengths[: group.rank])
+    parts = [x[:, :, first : first + lengths[group.rank]].to(dtype) for x in whole(heads, keys, sum(lengths))]
+    q, k, v = (x.requires_grad_() for x in parts[:3])
+    before = group.comm.ledger.sequence
+    with PLAIN if plain else nullcontext():
+        found = RingAttention()(q, k, v, is_causal=causal)
+    (found * parts[3]).sum().backward()
+    records = [record for record in group.comm.ledger.records(before) if record.op == "all_to_all"]
+    result = [found.detach(), q.grad, k.grad, v.grad]
+    end()
+    return result, [(record.label, record.size, record.sent) for record in records]
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "lengths", "causal", "dtype", "plain"),
+    [
+        (1, 1, [6, 6], True, torch.float64, False),
+        (4, 2, [5, 4, 4, 4], True, torch.float64, False),
+        (2, 1, [3, 5, 2], False, torch.float64, False),
+        (2, 1, [3, 5, 2], True, torch.float64, True),
+        (4, 2, [8, 8], True, torch.bfloat16, False),
+        thorough(2, 1, [1, 2, 1], True, torch.float64, False),
+        thorough(4, 1, [700, 900], True, torch.float64, True),
+        thorough(4, 2, [5, 4, 4, 4], False, torch.float64, True),
+    ],
+)
+def test_a_ring_needs_no_heads(
+    heads: int, keys: int, lengths: list[int], causal: bool, dtype: torch.dtype, plain: bool
+) -> None:
+    q, k, v, weights = whole(heads, keys, sum(lengths))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    expected = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != keys)
+    (expected * weights).sum().backward()
+    told = run_ranks(ringed, len(lengths), heads, keys, lengths, causal, dtype, plain)
+    close = {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 0.03, "atol": 0.06}
+    for number, tensor in enumerate([expected.detach(), q.grad, k.grad, v.grad]):
+        found = torch.cat([result[number] for result, _ in told], dim=2)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, tensor, check_dtype=False, **close)
+    if len({*lengths}) == 1 and dtype is torch.float64:
+        ranks, size = len(lengths), 2 * ROWS * keys * lengths[0] * WIDTH * 8
+        for _, records in told:  # keys and values go round twice, and their gradients once more and home
+            assert [sent for label, _, sent in records if label == "sequence_ring"] == [size] * (3 * ranks - 2)
+            own = ROWS * lengths[0] * WIDTH * 8  # of a head; queries, keys, values, output, and gradients of all
+            order = [size for label, size, _ in records if label == "sequence_ring_order"]
+            assert order == [n * own for n in (heads + 2 * keys, heads, heads, heads + 2 * keys)]
+
+
+@pytest.mark.parametrize("lengths", [[8, 8], [6, 6, 6], [5, 4, 4, 4], [1, 9, 2], [1, 0, 1], [40] * 5])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_each_query_sees_each_earlier_key_once(lengths: list[int], balanced: bool) -> None:
+    order, ranks = RingOrder(lengths, True, balanced), range(len(lengths))
+    places = [order.positions(rank, torch.device("cpu")) for rank in ranks]
+    assert torch.cat(places).sort()[0].tolist() == list(range(sum(lengths)))
+    seen = torch.zeros(sum(lengths), sum(lengths), dtype=torch.int64)
+    work = [[0] * len(lengths) for _ in ranks]
+    for rank in ranks:
+        for source in ranks:
+            for queries, keys, causal in order.blocks(rank, source):
+                here = torch.ones(len(places[rank][queries]), len(places[source][keys]), dtype=torch.int64)
+                here = here.tril() if causal else here
+                seen[places[rank][queries][:, None], places[source][keys]] += here
+                work[rank][(rank - source) % len(lengths)] += int(here.sum())
+    assert torch.equal(seen, torch.ones_like(seen).tril())
+    if balanced and sum(lengths) % (2 * len(lengths)) == 0:
+        # In each step all ranks compute equally many scores: of keys of others, half of a full block.
+        assert all(steps == work[0] for steps in work)
+        tokens = sum(lengths) // len(lengths)
+        assert work[0][1:] == [tokens**2 // 2] * (len(lengths) - 1)
