@@ -1,11 +1,14 @@
 """Single kernels: eager, compiled (torch.compile), and fused ones of torch.
 
     OMP_NUM_THREADS=1 python bench/kernels.py [--rows 8] [--tokens 128] [--width 512] [--elements 20000000] [--rounds 7]
+        [--long 2048]
 
 *encoder layer*: both passes of a layer of BERT (pre-layer-norm) with a fused attention, without dropout. *attention*:
 both passes, of plain torch operators and of `scaled_dot_product_attention`. *norm, GELU, residual*: both passes of
 elementwise operators, which a compiler can join. *cross entropy*: both passes over a vocabulary of 32,000.
-*AdamW step*: one tensor after the other, many together (foreach), in one kernel (fused), and `shardwise.optim.AdamW`.
+*causal attention, long*: both passes in bf16 over `--long` tokens, by `scaled_dot_product_attention` (fused) and by
+ring attention on one rank. *AdamW step*: one tensor after the other, many together (foreach), in one kernel (fused),
+and `shardwise.optim.AdamW`.
 
 "compiled" needs a C++ compiler on a CPU and Triton on CUDA; without one the row says so. Ways take turns; the times are
 medians. Compilation is not counted.
@@ -90,7 +93,21 @@ def ways_of(options: argparse.Namespace) -> dict[str, dict[str, Way]]:
         "norm, GELU, residual": compared(elementwise, mixed),
         "cross entropy": compared(entropy, words),
     }
-    return {**found, "AdamW step": optimizer_ways(options)}
+    return {**found, "causal attention, long": long_ways(options), "AdamW step": optimizer_ways(options)}
+
+
+def long_ways(options: argparse.Namespace) -> dict[str, Way]:
+    """Return causal attention over many tokens, by torch and by one rank of ring attention."""
+    from shardwise.parallel import RingAttention, begin
+
+    shape, how = (1, 16, options.long, 64), {"dtype": torch.bfloat16, "device": options.device}
+    qkv = [torch.randn(*shape, **how, requires_grad=True) for _ in range(3)]
+    begin(1)
+    ring = RingAttention()
+    return {
+        "fused": both_passes(functools.partial(F.scaled_dot_product_attention, is_causal=True), qkv),
+        "shardwise": both_passes(lambda *given: ring(*given, lengths=[options.long]), qkv),
+    }
 
 
 def optimizer_ways(options: argparse.Namespace) -> dict[str, Way]:
@@ -137,13 +154,14 @@ def main() -> None:
     """Measure each kernel, print the table and keep it."""
     options = options_of(
         __doc__,
-        quick={"rows": 2, "tokens": 16, "width": 64, "elements": 5000, "rounds": 2, "shrink": 32},
+        quick={"rows": 2, "tokens": 16, "width": 64, "elements": 5000, "rounds": 2, "shrink": 32, "long": 64},
         rows=8,
         tokens=128,
         width=512,
         elements=20_000_000,
         rounds=7,
         shrink=1,
+        long=2048,
     )
     torch.manual_seed(0)
     rows = []

@@ -1,6 +1,6 @@
 """Training on one CUDA device with state on the host or on a disk: what it costs, and how far it goes.
 
-    python bench/offload_train.py --what cost [--size 1.4B]
+    python bench/offload_train.py --what cost [--size 1.4B]      # 7B: as MegaTrain (2604.05091) on one H200
     python bench/offload_train.py --what largest
     python bench/offload_train.py --what limited [--models "13B,T5-3B"] [--limits "32,24"]
 
@@ -298,7 +298,7 @@ def cost(options: argparse.Namespace) -> list[Row]:
     """One model at each setting."""
     subject = Subject(options.size, options.quick)
     rows = options.rows or subject.size.rows
-    names = options.settings.split(";") if options.settings else [*SETTINGS, *installed(OTHERS), RESIDENT]
+    names = installed(options.settings.split(";")) if options.settings else [*SETTINGS, *installed(OTHERS), RESIDENT]
     names = [name for name in names if name not in PLAIN]
     found = [run(options, subject, name, rows) for name in names]
     found[-1]["setting"]["again"] = names[-1] in names[:-1]
@@ -391,7 +391,8 @@ def main() -> None:
     )
     serve(trained, options, own_group(1, options.device))
     rows = QUESTIONS[options.what](options)
-    save(options, f"gpu_offload_{options.what}", rows, there=room(options))
+    name = f"gpu_offload_{options.what}"
+    save(options, f"{name}_{options.size}" if options.size == "7B" else name, rows, there=room(options))
 
 
 if __name__ == "__main__":

@@ -188,6 +188,12 @@ def targets(folder: Path) -> list[Target]:
     found.append(Target(what, 30.0, max(speed, default=None), least=True))
     ratios = values("gpu_offload_cost", "over_deepspeed")
     found.append(Target("step with state on the host, over DeepSpeed's", 0.60, max(ratios, default=None)))
+    copies = value("gpu_trace", "copies_in_computing_stream_ms", system="offload")
+    found.append(Target("copies to the device in the computing stream, state on the host, ms a step", 0.5, copies))
+    ring = value("gpu_kernels", "shardwise_ms", system="causal attention, long")
+    fused = value("gpu_kernels", "fused_ms", system="causal attention, long")
+    over = ring / fused if ring and fused else None
+    found.append(Target("causal attention of 8,192 tokens, ring of one rank over torch's", 1.10, over))
     return found
 
 

@@ -115,7 +115,7 @@ def main() -> int:
             continue
         print(f"\n== {command}", flush=True)
         start = time.monotonic()
-        script, *arguments = command.split()
+        script, *arguments = shlex.split(command)
         if run([options.python, f"bench/{script}", *arguments, *more], environment, limit):
             failed.append(command)
         print(f"-- {time.monotonic() - start:.0f} s", flush=True)

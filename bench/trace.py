@@ -183,6 +183,7 @@ class Trace:
             for event in lane:
                 times[event["name"][:100]] += event["dur"]
                 kinds[kind_of(event)] += event["dur"]
+        waited = sum(event["dur"] for event in self.lanes[self.computing] if kind_of(event) == "to device")
         spans: Counter[str] = Counter()
         for event in self.ranges:
             spans[event["name"].removeprefix("shardwise::").rsplit(" ", 1)[0]] += event["dur"]
@@ -190,6 +191,7 @@ class Trace:
             "step_ms": whole / STEPS / 1e3,
             "computing": computing / whole,
             "anything": everything / whole,
+            "copies_in_computing_stream_ms": waited / STEPS / 1e3,
             **{f"{kind}_ms": spent / STEPS / 1e3 for kind, spent in kinds.most_common()},
             **{f"kernel {name}_ms": spent / STEPS / 1e3 for name, spent in times.most_common(12)},
             **{f"host in {name}_ms": spent / STEPS / 1e3 for name, spent in spans.most_common(12)},

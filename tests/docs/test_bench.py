@@ -134,7 +134,7 @@ def test_the_cost_of_watching_is_measured(quick: Bench) -> None:
 @pytest.mark.thorough
 @pytest.mark.limit(1000)
 @pytest.mark.parametrize(
-    "parts", ["device,step,fp16", "trace,checkpoint,large", "limited,cost,largest", "host,optimizer"]
+    "parts", ["device,step,fp16", "trace,checkpoint,large", "limited,cost,7B,largest", "host,optimizer"]
 )
 def test_the_measurements_of_one_gpu_are_rehearsed(quick: Bench, parts: str) -> None:
     options = ["--rehearse", "--quick", "--results", str(quick.folder), "--only", parts]
