@@ -301,6 +301,18 @@ class Device:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
+    def taken(self, action: Callable[[], Any], before: int | None = None) -> int:
+        """Return the bytes that there are at most in an action above those before: allocated, or resident on a CPU."""
+        if self.is_cuda:
+            self.forget()
+            start = self.memory()[0]
+            self.seconds(action)
+            return self.peaks()[0] - (start if before is None else before)
+        start = trimmed()
+        forget_peak()
+        action()
+        return highest_resident() - (start if before is None else before)
+
     def limit(self, size: int) -> None:
         """Let torch have no more than so many bytes of the device."""
         if self.is_cuda:
@@ -372,6 +384,24 @@ def trimmed() -> int:
 def forget_peak() -> None:
     """Let the highest resident size begin anew."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def most_that(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` that fits, where all up to some number do; 0 if 1 does not.
+
+    >>> most_that(lambda rows: rows <= 11, 1024)
+    11
+    >>> most_that(lambda rows: False, 64), most_that(lambda rows: True, 64)
+    (0, 64)
+    """
+    good, bad = 0, 1
+    while bad <= most and fits(bad):
+        good, bad = bad, 2 * bad
+    bad = min(bad, most + 1)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
 
 
 def reason(error: BaseException) -> str:

@@ -30,21 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import (
-    Row,
-    forget_peak,
-    group_of,
-    highest_resident,
-    job,
-    options_of,
-    over_ranks,
-    save,
-    serve,
-    show,
-    spent,
-    trimmed,
-)
-from systems import SETS, SIZES, Case, installed
+from harness import Device, Row, group_of, job, most_that, options_of, over_ranks, save, serve, show, spent, trimmed
+from systems import SETS, SIZES, Case, config_of, installed, loaded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,30 +40,11 @@ REPEATS, MOST = 3, 1024
 LEFT_OUT = ("alone", "FSDP2 no reshard", "shardwise 3 Init")
 
 
-def largest(fits: Callable[[int], bool], most: int = MOST) -> int:
-    """Return the largest number up to `most` that fits, where all up to some number do; 0 if 1 does not.
-
-    >>> largest(lambda rows: rows <= 11)
-    11
-    >>> largest(lambda rows: False), largest(lambda rows: True, most=64)
-    (0, 64)
-    """
-    good, bad = 0, 1
-    while bad <= most and fits(bad):
-        good, bad = bad, 2 * bad
-    bad = min(bad, most + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
-
-
 def highest(action: Callable[[], Any], before: int) -> Row:
     """Return the highest resident size of an action above one before, and its seconds, of the worst rank."""
-    trimmed()
-    forget_peak()
-    seconds = spent(action)["wall"]
-    return over_ranks({"peak_mib": (highest_resident() - before) / 2**20, "step_s": seconds}, "max")
+    figures: dict[str, float] = {}
+    peak = Device("cpu").taken(lambda: figures.update(spent(action)), before)
+    return over_ranks({"peak_mib": peak / 2**20, "step_s": figures["wall"]}, "max")
 
 
 def slowest(action: Callable[[], Any]) -> float:
@@ -88,14 +56,7 @@ def largest_batch(options: argparse.Namespace) -> Row:
     """Search on this rank, in step with the others; return the row."""
     make = SETS["zero"][options.systems]
     one = Case(dataclasses.replace(SIZES[options.size], rows=1, length=options.length), options.dtype == "bf16")
-    small = make(dataclasses.replace(one, size=SIZES["tiny"]))
-    for _ in range(2):
-        small.step()
-    small.evaluate()
-    small.finish()
-    small.close()
-    del small
-    bare = trimmed()
+    bare = loaded(make, one)
     run = make(one)
 
     def step() -> None:
@@ -111,7 +72,7 @@ def largest_batch(options: argparse.Namespace) -> Row:
         found[rows] = highest(step, bare)
         return found[rows]["peak_mib"] <= options.limit
 
-    rows = largest(fits)
+    rows = most_that(fits, MOST)
     row: Row = {"batch_per_rank": rows, "bare_mib": bare / 2**20, "peak_mib": found[rows].get("peak_mib")}
     if rows:
         fits(rows)  # the batch from now on
@@ -256,11 +217,7 @@ def longest_sequence(options: argparse.Namespace) -> Row:
     way = options.systems
     world = dist.get_world_size()
     shared = world if "shared" in way else 1
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3},
-    }
+    config = config_of(1, zero_optimization={"stage": 3})
     if "DeepSpeed" in way:
         import deepspeed
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -302,7 +259,7 @@ def longest_sequence(options: argparse.Namespace) -> Row:
         found[tokens] = highest(functools.partial(step, tokens), before)
         return found[tokens]["peak_mib"] <= options.limit
 
-    tokens = largest(fits, options.most // options.step) * options.step
+    tokens = most_that(fits, options.most // options.step) * options.step
     engine.destroy()
     return {"tokens": tokens, **found[tokens]}
 

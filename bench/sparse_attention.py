@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Row, attempt, child, forget_peak, highest_resident, options_of, save, serve, show, trimmed
+from harness import Device, Row, attempt, child, options_of, save, serve, show
 from torch.nn.functional import scaled_dot_product_attention
 
 DENSE = "dense"
@@ -61,7 +60,7 @@ def prepared(options: argparse.Namespace, system: str, tokens: int) -> tuple[Cal
 def measure(options: argparse.Namespace) -> Row:
     """Return time and memory of both passes."""
     torch.manual_seed(1)
-    cuda = options.device == "cuda"
+    device = Device(options.device)
     tokens = int(options.tokens)
     shape = (1, options.heads, tokens, options.width)
     q, k, v, weights = (torch.randn(shape, device=options.device) for _ in range(4))
@@ -69,25 +68,12 @@ def measure(options: argparse.Namespace) -> Row:
         tensor.requires_grad_()
     attend, share = prepared(options, options.system, tokens)
 
-    def both() -> float:
-        begun = time.perf_counter()
+    def both() -> None:
         torch.autograd.grad(attend(q, k, v), (q, k, v), weights)
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
 
     both()
-    if cuda:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        both()
-        taken = torch.cuda.max_memory_allocated() - before
-    else:
-        before = trimmed()
-        forget_peak()
-        both()
-        taken = highest_resident() - before
-    times = [both() for _ in range(options.rounds)]
+    taken = device.taken(both)
+    times = [device.seconds(both) for _ in range(options.rounds)]
     return {"time_s": statistics.median(times), "memory_mib": taken / 2**20, "share": share}
 
 

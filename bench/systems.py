@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import trimmed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -62,7 +63,6 @@ SIZES = {
     "163M": Size(768, 12, 12, 50304, 8, 1024),
     "400M": Size(1024, 24, 16, 50304, 8, 1024),
     "1.4B": Size(2048, 24, 16, 50304, 8, 1024),
-    "7B": Size(4096, 32, 32, 50304, 8, 1024),
     "13B": Size(5120, 40, 40, 50304, 24, 1024),
 }
 
@@ -102,15 +102,18 @@ class GPT(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of the ids themselves."""
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        x = self.hidden(ids)
         if not self.recompute:
-            for block in self.blocks:
-                x = block(x)
             return self.loss(x, ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
         rows = [checkpoint(self.loss, x[i : i + 1], ids[i : i + 1], use_reentrant=False) for i in range(len(ids))]
         return torch.stack(rows).mean()
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return what the blocks make of ids."""
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x
 
     def loss(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of what the blocks have made of some rows."""
@@ -290,6 +293,12 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-4, weight_decay=0.0, fused=True)
 
 
+def config_of(rows: int, lr: float = 1e-4, **sections: Any) -> dict[str, Any]:
+    """Return a configuration: micro-batches of so many rows, AdamW, and further sections."""
+    optimizer = {"type": "AdamW", "params": {"lr": lr}}
+    return {"train_micro_batch_size_per_gpu": rows, "optimizer": optimizer, **sections}
+
+
 def alone(case: Case) -> Run:
     """No communication: every rank trains its own copy."""
     return PlainRun(case, case.model())
@@ -350,6 +359,12 @@ def deepspeed(case: Case, stage: int) -> Run:
 
 COLUMNS, ROWS = ("qkv", "up"), ("out", "down")
 """Layers of a block that ranks with one copy of the model divide by output and by input features."""
+LAYER_SPECS = [
+    {"patterns": [rf"\.({'|'.join(COLUMNS)})\.weight$"], "partition_type": "column"},
+    {"patterns": [rf"\.({'|'.join(ROWS)})\.weight$"], "partition_type": "row"},
+    {"patterns": [r"^head\.weight$"], "partition_type": "column", "gather_output": True},
+]
+"""The same for shardwise."""
 
 
 def torch_tensor(case: Case) -> Run:
@@ -382,12 +397,7 @@ def engine_config(case: Case, stage: int, keys: dict[str, Any] | None = None, **
     if keys is not None:
         config |= keys
     if case.tensor > 1:
-        specs = [
-            {"patterns": [rf"\.({'|'.join(COLUMNS)})\.weight$"], "partition_type": "column"},
-            {"patterns": [rf"\.({'|'.join(ROWS)})\.weight$"], "partition_type": "row"},
-            {"patterns": [r"^head\.weight$"], "partition_type": "column", "gather_output": True},
-        ]
-        config["tensor_parallel"] = {"autotp_size": case.tensor, "partition_config": {"layer_specs": specs}}
+        config["tensor_parallel"] = {"autotp_size": case.tensor, "partition_config": {"layer_specs": LAYER_SPECS}}
     return config
 
 
@@ -486,6 +496,18 @@ def offloaded_peer(case: Case, stage: int, optimizer: str, parameters: str = "no
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.0}}
     engine, *_ = peer.initialize(model=model, config=config)
     return EngineRun(case, engine)
+
+
+def loaded(make: Callable[[Case], Run], case: Case) -> int:
+    """Load all code of a system by training a model of a few kilobytes; return the resident size after it."""
+    small = make(replace(case, size=SIZES["tiny"]))
+    for _ in range(2):
+        small.step()
+    small.evaluate()
+    small.finish()
+    small.close()
+    del small
+    return trimmed()
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
