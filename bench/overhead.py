@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 from harness import Row, job, medians, options_of, over_ranks, save, serve, shared_folder, show, spent, turns
-from systems import SIZES, Case, EngineRun
+from systems import SIZES, Case, EngineRun, shardwise
 
 NOTHING, EVERYTHING = "nothing", "everything"
 SECTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -60,19 +60,10 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def engine_of(case: Case, keys: dict[str, Any]) -> EngineRun:
+def engine_of(case: Case, keys: dict[str, Any], **zero: Any) -> Any:
     """Return an engine at stage 3, which has most collectives, with some keys."""
-    import shardwise
-
-    config = {
-        "train_micro_batch_size_per_gpu": case.size.rows,
-        "zero_optimization": {"stage": 3},
-        "bf16": {"enabled": case.bf16},
-        "gradient_clipping": 1.0,  # as nearly all training has it; the norm is judged by "anomalies"
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        **keys,
-    }
-    return EngineRun(case, shardwise.initialize(model=case.model(), config=config)[0])
+    # Nearly all training clips; the norm is judged by "anomalies".
+    return shardwise(case, 3, keys={"gradient_clipping": 1.0, **keys}, **zero)
 
 
 def turn_of(run: EngineRun, steps: int, within: Callable[[], Any] = contextlib.nullcontext) -> dict[str, float]:
@@ -101,7 +92,7 @@ def measured(options: argparse.Namespace, folder: str) -> Row:
 
     case = Case(SIZES[options.size], options.dtype == "bf16")
     if options.what == "timeline":
-        run = engine_of(case, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+        run = engine_of(case, {}, stage3_param_persistence_threshold=0)
         record = functools.partial(run.engine.record_timeline, folder)
         runs = [run]
         ways = {
