@@ -38,6 +38,7 @@
   // -- the time: events of a step on the clocks of host, card and link -------------------------------------------------
 
   const OPERATOR = 0, SHARED = 1, LAUNCH = 2, WAIT = 3, PHASE = 4, FORWARD = 0, BACKWARD = 1, STEP = 2;
+  const SETTLED = 16; // passes after which the card is as far behind the host as it will be
   const RING = { all_gather: 1, exchange: 1, reduce_scatter: 1, all_reduce: 2, broadcast: 1 };
   const ratesOf = (settings) => {
     const card = sheets.cards[settings.card], shares = sheets.efficiencies, inside = card && sheets.links[card.inside];
@@ -61,7 +62,7 @@
       lacks: (type) => !(type in card.flops),
     };
   };
-  const timeOf = (settings, tables, found, stepOnHost, rates) => {
+  const timeOf = (settings, tables, found, transfers, stepOnHost, rates) => {
     const { rows, polynomials } = tables.work, { micro, length, ranks, accumulation } = settings;
     const basis = [1, length, length ** 2, micro, micro * length, micro * length ** 2];
     const sizes = polynomials.map((factors) => factors.reduce((sum, factor, place) => sum + factor * basis[place], 0));
@@ -93,7 +94,7 @@
       for (const [times, numbers] of runs) for (let time = 0; time < times; time += 1) numbers.forEach(one);
     };
     const all = found.passes, last = all[Math.min(all.length, accumulation) - 1] === all[0] ? null : all[all.length - 1];
-    const middle = Math.max(0, accumulation - 2), run = Math.min(middle, 3);
+    const middle = Math.max(0, accumulation - 2), run = Math.min(middle, SETTLED);
     for (let step = 0; step < 2; step += 1) { // the first step leaves behind what the others begin with
       before = flying.map(([, end]) => end);
       flying = [];
@@ -103,7 +104,7 @@
       for (let time = 0; time < run; time += 1) {
         const earlier = { ...spent }, start = now();
         pass(all[1]);
-        if (time < 2 || middle === run) continue;
+        if (time < SETTLED - 1 || middle === run) continue;
         // All further ones are like this one.
         const more = middle - run, later = more * (now() - start);
         for (const name of ["forward", "backward", "step", "waiting"]) spent[name] += more * (spent[name] - earlier[name]);
@@ -115,7 +116,7 @@
       spent.total = now() - begun;
     }
     if (lacking) return { lacking };
-    const moving = (found.transfers[0] + accumulation * found.transfers[1]) / ranks / rates.up;
+    const moving = (transfers[0] + accumulation * transfers[1]) / ranks / rates.up;
     spent.transfers = Math.max(0, moving - spent.backward);
     spent.total += spent.transfers;
     return spent;
@@ -124,8 +125,8 @@
   const plan = (settings, way, rates) => {
     const tables = models[settings.model].tables[`${settings.precision}${settings.recompute ? "/recompute" : ""}`];
     const [stage, optimizer, parameters] = way;
-    const key = [settings.ranks > 1 ? stage : "one", optimizer, parameters, Math.min(settings.accumulation, 2)].join("/");
-    const found = tables.tables[key];
+    const under = (kind) => tables.tables[[kind, optimizer, parameters, Math.min(settings.accumulation, 2)].join("/")];
+    const found = under(settings.ranks > 1 ? stage : "one"), { transfers } = under(stage) || found || {};
     if (!found) return null;
     const sizes = sizesAt(tables, settings.ranks, settings.micro, settings.length);
     const peaks = found.peaks.map((numbers) => Math.max(...numbers.map((number) => sizes[number])));
@@ -140,7 +141,7 @@
       sum + (passes.length > 2 && pass === 1 ? middle : 1) * sizes[numbers[place]], 0));
     const fits = total * MARGIN <= settings.device * GIB &&
       peaks[HOST] * MARGIN <= Math.floor(settings.host * GIB / Math.min(settings.local, settings.ranks));
-    const time = rates && found.passes ? timeOf(settings, tables, found, optimizer !== "none", rates) : null;
+    const time = rates && found.passes ? timeOf(settings, tables, found, transfers, optimizer !== "none", rates) : null;
     return { way, stage, peaks, total, parts, host: peaks[HOST], moved, fits, time };
   };
 
