@@ -28,9 +28,10 @@ from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.checksums import in_words
 from shardwise.checkpoint.collect import RankSavePlan, TrainingState
 from shardwise.checkpoint.directory import StagingDirectory
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.publish import CheckpointHeader, publish, write_part
-from shardwise.checkpoint.save import MOST_NAMES, SaveRequest, header_of, marked, staged
+from shardwise.checkpoint.publish import write_part
+from shardwise.checkpoint.save import MOST_NAMES, SaveRequest, finish, header_of, staged
 from shardwise.checkpoint.slow_io import SLOWEST, warn_if_slow
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.comm.communicator import Communicator
@@ -78,7 +79,7 @@ class _WriteJob:
     store: torch.distributed.Store | None
     copied: Copied | None
     draft: StagingDirectory | None
-    header: CheckpointHeader | None
+    header: Manifest | None
     on_saved: Callable[[SaveReport], None] | None
     begun: float = field(default_factory=time.monotonic)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -96,24 +97,21 @@ class _WriteJob:
             names.append(self.part.names_not_finite(self.tensors)[:MOST_NAMES] if self.request.check_finite else [])
         except Exception as error:
             report.origin, report.error = self.rank, _words(error)
-        notes: list[str] = []
         try:
             if self.store is not None and self.rank:
                 self.store.set(self._key(self.rank), json.dumps([report.error, *names]))
             if self.draft is not None and self.header is not None:
-                failed = self._await_others(self.header.world, names)
+                failed = self._await_others(self.header.layout["world"], names)
                 if failed is not None and report.error is None:
                     report.origin, report.error = failed
                 if report.error is None:
-                    notes = publish(self.draft, marked(self.header, self.request, names))
+                    finish(self.draft, self.header, self.request, names)
         except Exception as error:
             report.origin, report.error = self.rank, report.error or _words(error)
         finally:
             if self.draft is not None and not self.draft.published:
                 self.draft.discard()
         report.written = time.monotonic() - self.begun
-        for note in notes:
-            logger.info("%s", note)
         if report.error is not None:
             logger.error(
                 "%s: writing it in the background failed on rank %d: %s", report.path, report.origin, report.error

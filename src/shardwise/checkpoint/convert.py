@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
 from shardwise.checkpoint import directory
+from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
-from shardwise.checkpoint.formats.native import NativeWriter
-from shardwise.checkpoint.manifest import OPTIMIZER
+from shardwise.checkpoint.listing import StateNumbers
+from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, combine, in_order
+from shardwise.checkpoint.nested_json import encode
 from shardwise.checkpoint.opening import find_deepspeed
+from shardwise.checkpoint.publish import file_name, publish
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.safetensors_writer import write_tensors
+from shardwise.checkpoint.save import versions
 from shardwise.checkpoint.weights_writer import writing
 from shardwise.errors import CheckpointError, CheckpointPathError
 
@@ -41,7 +48,7 @@ def convert(
 ) -> str:
     """Write an opened checkpoint in shardwise's format to `<target>/<tag>/`, and let `latest` name it; return its path.
 
-    All bytes are first compared with their checksums, then tensors are copied one at a time. The directory appears
+    All bytes are first compared with their checksums, then ranges of mapped files are copied. The directory appears
     atomically. `optimizer` is the class of the optimizer that will continue, as `AdamW`; None: found from the state.
 
     Raises:
@@ -50,15 +57,37 @@ def convert(
     saved.check()
     described = _optimizer(saved, optimizer) if with_optimizer else None
     path = os.path.join(target, directory.check_tag(tag))
-    tensors = [t for t in saved.manifest.tensors if described is not None or not t.kind.startswith(OPTIMIZER)]
-    content = replace(saved.manifest, optimizer=described, tensors=tensors)
+    found = saved.manifest
     with writing(path) as closing:
-        writer = NativeWriter(directory.check_directory(target, "target"), tag, content)
-        closing.callback(writer.abandon)
-        for key, tensor in writer.order():
-            writer.write(key, tensor.kind, saved.pieces(tensor))
-        writer.finish()
+        draft = directory.StagingDirectory(directory.check_directory(target, "target"), tag)
+        closing.callback(draft.discard)
+        part = RankSavePlan(file_name(0, 1, draft.token))
+        for tensor in found.tensors:
+            if described is not None or not tensor.kind.startswith(OPTIMIZER):
+                part.add_runs(replace(tensor, slices=()), [])
+                for box, held in itertools.groupby(tensor.slices, lambda piece: piece.box):
+                    part.add_runs(tensor, [(piece.start, piece.stop, saved.mapped(piece)) for piece in held], box)
+        trees = {name: encode(getattr(found, name), name, part.store_tensor) for name in _TREES}
+        if described is not None:
+            described |= {name: encode(described[name], name, part.store_tensor) for name in ("groups", "values")}
+        facts = write_tensors(os.path.join(draft.path, part.file), part.tensors)
+        content = replace(
+            found,
+            **trees,
+            optimizer=described,
+            tag=tag,
+            created=time.time(),
+            versions={**versions(), **found.versions},
+            layout={"sequence": StateNumbers().after(target), **found.layout},
+            files={part.file: facts},
+            tensors=in_order(combine(part.stored), [[t.name for t in found.of_kind(PARAMETER)]]),
+        )
+        publish(draft, content)
     return path
+
+
+_TREES = ("scheduler", "scaler", "extra", "client")
+"""Fields of the manifest with plain Python values."""
 
 
 def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:

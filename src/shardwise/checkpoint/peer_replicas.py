@@ -37,7 +37,6 @@ from shardwise.checkpoint.listing import StateNumbers
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.publish import (
-    CheckpointHeader,
     description_name,
     facts_of,
     file_name,
@@ -454,7 +453,7 @@ class InMemoryCheckpoints:
         with collective_step(self._comm, what) as joined:
             if self._comm.rank == 0:
                 parts = {int(part): description for entry in gathered for part, description in entry.items()}
-                header = CheckpointHeader(**parts[0]["header"])
+                header = manifest.Manifest(**parts[0]["header"])
                 made = join(header, {file: parts[part] for part, (file, _) in enumerate(files)})
                 joined.local = manifestfile.to_bytes(made).decode()
         text = joined.gathered[0].encode()

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,26 +21,6 @@ from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
 from shardwise.units import format_size
-
-
-@dataclass(frozen=True)
-class CheckpointHeader:
-    """A checkpoint's data except the ranks' parts, as plain JSON (see `shardwise.checkpoint.manifest.Manifest`,
-    `shardwise.checkpoint.listing.CheckpointDirectory.prune`). `latest` lets `latest` name it. `optimizer` is the class,
-    or None. `created` is the time of the state in seconds since 1970; an asynchronous save ends later.
-    """
-
-    directory: str
-    tag: str
-    latest: bool
-    world: int
-    versions: dict[str, str]
-    layout: dict[str, Any]
-    config: dict[str, Any]
-    optimizer: str | None
-    created: float
-    keep_last: int | None = None
-    keep_every: int | None = None
 
 
 def file_name(rank: int, world: int, token: str) -> str:
@@ -106,47 +86,52 @@ def _digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=16).hexdigest().encode()
 
 
-def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list[str]:
-    """Merge the ranks' parts to the manifest and publish the checkpoint; return notes on older checkpoints.
+def joined(draft: directory.StagingDirectory, header: Manifest) -> Manifest:
+    """Return the manifest of the ranks' parts in a staging directory, and remove their descriptions.
 
-    Raises:
-        CheckpointError: a part is missing or contradicts the others, or the checkpoint is published and `latest` could
-            not be written.
-        OSError: the checkpoint could not be published.
+    Raises CheckpointError if a part is missing or contradicts the others.
     """
-    parts = {}
-    for rank in range(header.world):
-        file = file_name(rank, header.world, draft.token)
+    parts, world = {}, header.layout["world"]
+    for rank in range(world):
+        file = file_name(rank, world, draft.token)
         try:
             part = json.loads(read_description(draft.path, file))
             size = os.path.getsize(os.path.join(draft.path, file))
         except OSError as error:
             raise CheckpointError(
-                f"{file}: written by rank {rank}, but not there on rank 0 ({error.strerror}); {header.directory} "
+                f"{file}: written by rank {rank}, but not there on rank 0 ({error.strerror}); {draft.parent} "
                 "must be on a file system that all ranks share"
             ) from error
         if size != facts_of(part).size:
             raise CheckpointError(f"{file}: rank {rank} wrote {facts_of(part).size} bytes, rank 0 finds {size}")
         parts[file] = part
-    joined = join(header, parts)
+    made = join(header, parts)
     for file in parts:
         os.unlink(os.path.join(draft.path, description_name(file)))
-    directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(joined))
-    there = CheckpointDirectory(header.directory)
+    return made
+
+
+def publish(draft: directory.StagingDirectory, made: Manifest, *, latest: bool = True) -> None:
+    """Write the manifest of a complete staging directory, publish the checkpoint, and let `latest` name it.
+
+    Raises:
+        CheckpointError: the checkpoint is published, and `latest` could not be written.
+        OSError: the checkpoint could not be published.
+    """
+    directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(made))
     try:
         draft.publish()
-        if header.latest:
-            there.set_latest(header.tag)
+        if latest:
+            CheckpointDirectory(draft.parent).set_latest(made.tag)
     except OSError as error:
         if not draft.published:
             raise
         raise CheckpointError(
             f"{draft.target}: this checkpoint is complete, but a later step failed: "
-            f"{error.filename or header.directory}: {error.strerror} (errno {error.errno}). "
-            f"{os.path.join(header.directory, directory.LATEST)} may still name an earlier one; load this one with "
-            f"tag={header.tag!r}"
+            f"{error.filename or draft.parent}: {error.strerror} (errno {error.errno}). "
+            f"{os.path.join(draft.parent, directory.LATEST)} may still name an earlier one; load this one with "
+            f"tag={made.tag!r}"
         ) from error
-    return there.prune(header.tag, joined.counters, header.keep_last, header.keep_every, finite=joined.finite)
 
 
 def facts_of(part: Mapping[str, Any]) -> FileFacts:
@@ -155,9 +140,9 @@ def facts_of(part: Mapping[str, Any]) -> FileFacts:
     return FileFacts(size, tuple(checksums))
 
 
-def join(header: CheckpointHeader, described: Mapping[str, Mapping[str, Any]]) -> Manifest:
-    """Return the manifest of the ranks' parts, by file in the order of ranks. Raises CheckpointError if they contradict
-    each other.
+def join(header: Manifest, described: Mapping[str, Mapping[str, Any]]) -> Manifest:
+    """Return the manifest of the ranks' parts, by file in the order of ranks, from one without them (`header`). Raises
+    CheckpointError if they contradict each other.
     """
     parts = list(described.values())
     common = parts[0]["trees"]
@@ -166,13 +151,9 @@ def join(header: CheckpointHeader, described: Mapping[str, Mapping[str, Any]]) -
     if header.optimizer is not None:
         values = {name: value for part in parts for name, value in part["values"].items()}
         groups = [group for part in parts for group in part["trees"]["groups"]]
-        optimizer = {"class": header.optimizer, "groups": groups, "values": values}
-    return Manifest(
-        tag=header.tag,
-        created=header.created,
-        versions=header.versions,
-        layout={**header.layout, "world": header.world},
-        config=header.config,
+        optimizer = {**header.optimizer, "groups": groups, "values": values}
+    return replace(
+        header,
         files={file: facts_of(part) for file, part in described.items()},
         tensors=manifest.in_order(manifest.combine(stored), [part["order"] for part in parts]),
         excluded=sorted({name for part in parts for name in part["excluded"]}),

@@ -34,9 +34,9 @@ from shardwise.checkpoint.collect import (
     own_buffers,
 )
 from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
-from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.manifest import Manifest, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.publish import CheckpointHeader, file_name, publish, write_part
+from shardwise.checkpoint.publish import file_name, joined, publish, write_part
 from shardwise.checkpoint.slow_io import warn_if_slow
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
@@ -112,11 +112,8 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
             written.local = part.not_finite
         with collective_step(comm, what):
             if made.draft is not None:
-                header = marked(header_of(model, request), request, written.gathered)
                 with warn_if_slow(f"{what}: the checkpoint is published"):
-                    notes = publish(made.draft, header)
-                for note in notes:
-                    logger.info("%s", note)
+                    finish(made.draft, header_of(model, request), request, written.gathered)
     return os.path.join(request.directory, made.tag)
 
 
@@ -161,25 +158,29 @@ def collected(
     return part, functools.partial(add_replicated, part, model, done.gathered, own)
 
 
-def marked(header: CheckpointHeader, request: SaveRequest, names: Iterable[Sequence[str]]) -> CheckpointHeader:
-    """Return the header of a checkpoint in which values of these names, of each rank, are infinite or NaN; log them."""
-    found = list(dict.fromkeys(itertools.chain.from_iterable(names)))
-    if not found:
-        return header
-    _warn_not_finite(request, found)
-    marks = {"finite": False, "not_finite": found[:MOST_NAMES]}
-    return replace(header, latest=header.latest and request.latest_if_not_finite, layout={**header.layout, **marks})
-
-
-def _warn_not_finite(request: SaveRequest, names: Sequence[str]) -> None:
-    names_it = request.latest and request.latest_if_not_finite
-    logger.warning(
-        "%s: values are infinite or NaN: %s. The checkpoint is marked; engine.resume() prefers the last finite one, "
-        "which checkpoint.keep_last does not remove. %s",
-        request.what,
-        outline(names),
-        f"{directory.LATEST!r} names it" if names_it else f"{directory.LATEST!r} is left as it is",
-    )
+def finish(
+    draft: directory.StagingDirectory, header: Manifest, request: SaveRequest, names: Iterable[Sequence[str]]
+) -> None:
+    """Merge the ranks' parts, publish the checkpoint, and remove older ones. Values of `names`, of each rank, are
+    infinite or NaN: they are logged, and mark the checkpoint. See `publish` for errors.
+    """
+    found, latest = list(dict.fromkeys(itertools.chain.from_iterable(names))), request.latest
+    if found:
+        latest = latest and request.latest_if_not_finite
+        header = replace(header, layout={**header.layout, "finite": False, "not_finite": found[:MOST_NAMES]})
+        logger.warning(
+            "%s: values are infinite or NaN: %s. The checkpoint is marked; engine.resume() prefers the last finite "
+            "one, which checkpoint.keep_last does not remove. %r %s",
+            request.what,
+            outline(found),
+            directory.LATEST,
+            "names it" if latest else "is left as it is",
+        )
+    made = joined(draft, header)
+    publish(draft, made, latest=latest)
+    there = CheckpointDirectory(request.directory)
+    for note in there.prune(made.tag, made.counters, request.keep_last, request.keep_every, finite=made.finite):
+        logger.info("%s", note)
 
 
 def _warn_of_another_job(parent: str) -> None:
@@ -211,22 +212,12 @@ def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
         logger.warning("%s; rank 0's is used", message)
 
 
-def header_of(model: CheckpointedModel, request: SaveRequest) -> CheckpointHeader:
-    """Return the header of the checkpoint, if all its values are finite."""
+def header_of(model: CheckpointedModel, request: SaveRequest) -> Manifest:
+    """Return the manifest without the ranks' parts, of a state of now; an asynchronous save ends later."""
     order = {"sequence": request.numbers.value}  # first, because it is read from the beginning of the file
-    return CheckpointHeader(
-        directory=request.directory,
-        tag=request.tag,
-        latest=request.latest,
-        world=model.comm.world,
-        versions=versions(),
-        layout={**order, **request.layout, "job": _JOB},
-        config=request.config,
-        optimizer=None if model.optimizer is None else type(model.optimizer).__name__,
-        created=time.time(),
-        keep_last=request.keep_last,
-        keep_every=request.keep_every,
-    )
+    layout = {**order, **request.layout, "job": _JOB, "world": model.comm.world}
+    optimizer = None if model.optimizer is None else {"class": type(model.optimizer).__name__}
+    return Manifest(request.tag, time.time(), versions(), layout, request.config, {}, [], optimizer=optimizer)
 
 
 def versions() -> dict[str, str]:

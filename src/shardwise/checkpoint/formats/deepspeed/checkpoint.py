@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shardwise.checkpoint.formats.deepspeed import trainer_state
 from shardwise.checkpoint.formats.deepspeed.index import Files, OpenFiles, is_universal
 from shardwise.checkpoint.formats.deepspeed.layer_files import LayerFiles, all_names, keys_of, layer_name, tied_by_gaps
@@ -250,11 +252,15 @@ class DeepSpeedCheckpoint(Checkpoint):
         self._open_files.opened = {}
         self._universal = None
 
+    def mapped(self, part: Slice) -> torch.Tensor:
+        """Return the elements of a slice, in a mapped file."""
+        if self._universal is not None and part.file in self._universal.expected:
+            return self._universal.values(part.file)
+        return self._views[part.file, part.key]
+
     def opened(self, tensor: StoredTensor, part: Slice) -> ReadRange:
         """Return a function that copies from a mapped file."""
-        if self._universal is not None and part.file in self._universal.expected:
-            return functools.partial(copy_range, self._universal.values(part.file))
-        return functools.partial(copy_range, self._views[part.file, part.key])
+        return functools.partial(copy_range, self.mapped(part))
 
     def check(self, tensors: Iterable[StoredTensor] | None = None, progress: Progress | None = None) -> bool:
         """Compare records with the checksums that torch has written. Raises CheckpointError if a file is damaged."""
