@@ -8,12 +8,14 @@ a file names: enumerations give their members, and dataclasses are filled field 
 from __future__ import annotations
 
 import argparse
+import base64
 import collections
 import dataclasses
 import datetime
 import decimal
 import enum
 import fractions
+import math
 import pathlib
 import sys
 import types
@@ -22,6 +24,7 @@ import zoneinfo
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import numpy
 import torch
 
 from shardwise.errors import CheckpointError, UsageError
@@ -37,6 +40,12 @@ class Kind(NamedTuple):
     from_plain: Callable[[Any], Any]
 
 
+_NUMBERS = (bool, int, float)
+_RAW = "biufcmMSU"
+"""Kinds of numpy's dtypes with values that are plain bytes."""
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_SCALARS = ("bool", "uint8", "int8", "int16", "int32", "int64", *_FLOATS)
+"""Dtypes of tensors of one number that are saved as such."""
 _FACTORIES = {
     kind.__name__: kind for kind in (int, float, complex, str, bytes, bool, list, tuple, dict, set, frozenset)
 }
@@ -127,7 +136,75 @@ def _dtype(name: Any) -> torch.dtype:
     return found
 
 
+def is_stored(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is stored, False if it is a number. Raises TypeError if it cannot be saved."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise TypeError("a sparse, quantized or meta tensor; pass a dense one with values")
+    return tensor.dim() > 0 or str(tensor.dtype).removeprefix("torch.") not in _SCALARS
+
+
+def _tensor_from_plain(plain: Any) -> torch.Tensor:
+    name, number = plain
+    return torch.tensor(checked(number, *_NUMBERS), dtype=_dtype(name), device="cpu")
+
+
+def array_as_tensor(value: numpy.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Return an array as a tensor; None for plain bytes of a dtype that torch does not have. Raises TypeError."""
+    try:
+        return torch.from_numpy(numpy.ascontiguousarray(value)).view(value.shape)
+    except (TypeError, ValueError) as error:
+        if value.dtype.kind in _RAW:
+            return None
+        raise TypeError(f"its dtype is {value.dtype}: {error}") from None
+
+
+def _numpy_to_plain(value: Any) -> tuple[str, Any] | None:
+    """Return (tag, plain values) of a scalar, an array as bytes, or a dtype."""
+    if isinstance(value, numpy.dtype) and value.kind in _RAW:
+        return "$numpy_dtype", value.str
+    if not isinstance(value, (numpy.generic, numpy.ndarray)) or value.dtype.kind not in _RAW:
+        return None
+    if isinstance(value, numpy.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return "$numpy_scalar", [value.dtype.str, value.item()]
+    shape = list(value.shape) if isinstance(value, numpy.ndarray) else None
+    return "$numpy_raw", [value.dtype.str, shape, _text_of(value.tobytes())]
+
+
+def _dtype_of(name: Any, kinds: str = _RAW) -> Any:
+    dtype = numpy.dtype(checked(name, str))
+    if dtype.kind not in kinds:
+        raise ValueError(f"{name} is not one of the types {kinds}")
+    return dtype
+
+
+def _number_from_plain(plain: Any) -> Any:
+    name, number = plain
+    return _dtype_of(name, "biuf").type(checked(number, *_NUMBERS))
+
+
+def _raw_from_plain(plain: Any) -> Any:
+    name, shape, text = plain
+    dtype, data = _dtype_of(name), _bytes_of(text)
+    if shape is None:
+        return numpy.frombuffer(data, dtype, 1)[0] if dtype.itemsize else dtype.type()
+    sizes = [checked(size, int) for size in shape]
+    if len(data) != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are not {sizes} of {name}")
+    return numpy.frombuffer(bytearray(data), dtype).reshape(sizes) if data else numpy.zeros(sizes, dtype)
+
+
+def _text_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes_of(text: Any) -> bytes:
+    return base64.b64decode(checked(text, str), validate=True)
+
+
 _KINDS: dict[type, Kind] = {
+    float: Kind("float", repr, lambda plain: float(checked(plain, str))),  # one that is not finite
+    bytes: Kind("bytes", _text_of, _bytes_of),
+    tuple: Kind("tuple", list, lambda plain: tuple(checked(plain, list))),
     argparse.Namespace: Kind("namespace", lambda value: dict(vars(value)), _from_attributes(argparse.Namespace)),
     types.SimpleNamespace: Kind("simple", lambda value: dict(vars(value)), _from_attributes(types.SimpleNamespace)),
     collections.defaultdict: Kind("defaultdict", _default_to_plain, _default_from_plain),
@@ -165,7 +242,9 @@ _KINDS: dict[type, Kind] = {
         for kind in _PATHS.values()
     },
 }
-_BY_NAME = {kind.name: kind for kind in _KINDS.values()}
+_BY_NAME = {kind.name: kind.from_plain for kind in _KINDS.values()}
+_BY_NAME |= {"numpy_scalar": _number_from_plain, "numpy_raw": _raw_from_plain, "numpy_dtype": _dtype_of}
+_BY_NAME["scalar"] = _tensor_from_plain
 _registered: dict[type, Kind] = {}
 _LIBRARIES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     # Values that mmengine's runner puts into client_state.
@@ -217,7 +296,7 @@ def register_type(
     _registered[cls] = Kind(called, to_plain, from_plain)
 
 
-_BUILT_IN = (type(None), bool, int, float, str, bytes, list, tuple, dict, collections.OrderedDict, collections.Counter)
+_BUILT_IN = (type(None), bool, int, str, list, dict, collections.OrderedDict, collections.Counter)
 
 
 def to_plain(value: Any) -> tuple[str, Any] | None:
@@ -232,6 +311,8 @@ def to_plain(value: Any) -> tuple[str, Any] | None:
     if cls in _KINDS:
         kind = _KINDS[cls]
         return f"${kind.name}", kind.to_plain(value)
+    if cls in (torch.Tensor, torch.nn.Parameter):
+        return "$scalar", [str(value.dtype).removeprefix("torch."), value.item()]
     if isinstance(value, enum.Enum):
         member = value.value if isinstance(value, enum.Flag) else value.name
         return "$enum", [cls.__module__, cls.__qualname__, member]
@@ -239,12 +320,7 @@ def to_plain(value: Any) -> tuple[str, Any] | None:
         return "$dataclass", [cls.__module__, cls.__qualname__, _contents(value)]
     if not isinstance(value, type) and all(callable(getattr(cls, name, None)) for name in _STATE):
         return "$state", value.state_dict()
-    return None
-
-
-def is_registered(cls: type) -> bool:
-    """Return True if the script has registered a class."""
-    return cls in _registered
+    return _numpy_to_plain(value)
 
 
 def is_key(value: Any) -> bool:
@@ -254,11 +330,6 @@ def is_key(value: Any) -> bool:
     cls = type(value)
     plain = isinstance(value, enum.Enum) or cls in _KINDS or cls in _BUILT_IN or cls.__module__ == "numpy"
     return plain and cls.__hash__ is not None
-
-
-def is_known(tag: str) -> bool:
-    """Return True if `from_plain` knows a tag."""
-    return tag in ("$registered", "$enum", "$dataclass", "$state") or tag.removeprefix("$") in _BY_NAME
 
 
 _STATE = ("state_dict", "load_state_dict")
@@ -304,7 +375,9 @@ def from_plain(tag: str, plain: Any) -> Any:
         return value
     if tag == "$state":
         return plain
-    return _BY_NAME[tag.removeprefix("$")].from_plain(plain)
+    if tag.removeprefix("$") not in _BY_NAME:
+        raise ValueError(f"{tag} is not known to this version")
+    return _BY_NAME[tag.removeprefix("$")](plain)
 
 
 def _class(module: Any, name: Any, base: type) -> Any:
