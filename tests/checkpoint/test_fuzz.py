@@ -123,8 +123,11 @@ def test_a_hostile_manifest_gives_an_error_or_values(rng: random.Random, files: 
         (lambda f: f["counters"].update(global_steps=2**63), "counters"),
         (lambda f: f["counters"].update(micro_steps=10**300), "counters"),
         (lambda f: f["optimizer"]["groups"][0].update(params=[]), "a group in optimizer.groups"),
-        (lambda f: f["files"].update({"../x": {"size": 0, "checksums": []}}), "the name of a file"),
-        (lambda f: next(iter(f["files"].values())).update(checksums=[]), "the checksums of"),
+        (lambda f: f["files"].update({"../x": {"size": 0, "checksums": ["0" * 8]}}), "the name of a file"),
+        (
+            lambda f: next(iter(f["files"].values())).update(checksums=[]),
+            "should have at least 1 item",
+        ),
         (lambda f: f.update(created=float("nan")), "NaN is not a number"),
     ],
 )

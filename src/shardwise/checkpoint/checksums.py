@@ -6,9 +6,15 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from shardwise.errors import CheckpointError
 from shardwise.units import format_size
+
+Natural = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
+"""A number in a file; integers up to 2**53 are exact in every number type."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +24,9 @@ class FileFacts:
     one in 2**32.
     """
 
-    size: int
-    checksums: tuple[str, ...]
-    block: int | None = None
+    size: Natural
+    checksums: Annotated[tuple[Annotated[str, Field(pattern="^[0-9a-f]{8}$")], ...], Field(min_length=1)]
+    block: Annotated[int, Field(strict=True, ge=1 << 10)] | None = None
 
 
 def open_to_read(path: str) -> int:

@@ -7,18 +7,22 @@ layout therefore reads by name, box and range.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, with_config
 
 from shardwise import boxes
 from shardwise.boxes import Patch, Region
-from shardwise.checkpoint.checksums import FileFacts
+from shardwise.checkpoint.checksums import FileFacts, Natural
 from shardwise.errors import CheckpointError
+
+T = TypeVar("T")
 
 NAME = "manifest.json"
 """Name of the manifest's file."""
@@ -29,6 +33,10 @@ BUFFER = "buffer"
 OPTIMIZER = "optimizer/"
 
 
+_STRICT = with_config(ConfigDict(extra="forbid"))
+
+
+@_STRICT
 @dataclass(frozen=True)
 class Slice:
     """Elements `[start, stop)` of a flattened tensor, stored as the 1-D tensor `key` of `file` in the checkpoint's
@@ -38,8 +46,8 @@ class Slice:
 
     file: str
     key: str
-    start: int
-    stop: int
+    start: Natural
+    stop: Natural
     box: Region | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -47,6 +55,7 @@ class Slice:
         return {"file": self.file, "key": self.key, "start": self.start, "stop": self.stop, "box": self.box}
 
 
+@_STRICT
 @dataclass(frozen=True)
 class StoredTensor:
     """One logical tensor of a checkpoint.
@@ -65,15 +74,15 @@ class StoredTensor:
     """
 
     name: str
-    kind: str
+    kind: Annotated[str, Field(pattern="^(parameter|buffer|optimizer/.*)$")]
     shape: tuple[int, ...]
     dtype: str
     slices: tuple[Slice, ...]
     aliases: tuple[str, ...] = ()
     trainable: bool | None = None
-    group: int | None = None
+    group: Natural | None = None
     compute_dtype: str | None = None
-    rank: int | None = None
+    rank: Natural | None = None
 
     @property
     def nbytes(self) -> int:
@@ -183,6 +192,7 @@ class StoredPart(StoredTensor):
         return self._runs(self.of, self.region, start, stop)
 
 
+@_STRICT
 @dataclass(frozen=True)
 class Manifest:
     """Content of a checkpoint except the values of tensors.
@@ -206,7 +216,7 @@ class Manifest:
     """
 
     tag: str
-    created: float
+    created: FiniteFloat
     versions: dict[str, str]
     layout: dict[str, Any]
     config: dict[str, Any]
@@ -216,7 +226,7 @@ class Manifest:
     optimizer: dict[str, Any] | None = None
     scheduler: Any = None
     scaler: Any = None
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, Natural] = field(default_factory=dict)
     ranks: list[Any] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     client: Any = field(default_factory=dict)
@@ -310,22 +320,18 @@ def _with_numbers(name: str) -> list[Any]:
     return [int(part) if number % 2 else part for number, part in enumerate(re.split("([0-9]+)", name))]
 
 
-def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:
-    """Return the tensor of JSON from `StoredTensor.to_json`."""
-    slices = [
-        Slice(**{**part, "box": None if part["box"] is None else tuple(map(_ends, part["box"]))})
-        for part in entry["slices"]
-    ]
-    return StoredTensor(
-        **{**entry, "shape": tuple(entry["shape"]), "aliases": tuple(entry["aliases"]), "slices": tuple(slices)}
-    )
+def from_json(kind: type[T], value: Any) -> T:
+    """Return a manifest or tensors (`list[StoredTensor]`) of JSON. Raises ValueError if a field has a wrong type."""
+    try:
+        found: T = _adapter(kind).validate_python(value)
+        return found
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place:.200}: {first['msg']:.200}") from None
 
 
-def _ends(dimension: list[Any]) -> tuple[Any, ...]:
-    if dimension and isinstance(dimension[0], list):
-        return tuple((first, end) for first, end in dimension)
-    first, end = dimension
-    return first, end
+_adapter: Any = functools.cache(TypeAdapter)
 
 
 def outline(names: Sequence[str], limit: int = 5) -> str:

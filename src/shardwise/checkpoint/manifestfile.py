@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from shardwise.checkpoint import validate
-from shardwise.checkpoint.checksums import FileFacts, open_to_read
-from shardwise.checkpoint.manifest import BEGINNING, NAME, Manifest, tensor_from_json
+from shardwise.checkpoint.checksums import open_to_read
+from shardwise.checkpoint.manifest import BEGINNING, NAME, Manifest, from_json
 from shardwise.errors import CheckpointError
 
 LARGEST = 2 << 30
@@ -97,13 +97,10 @@ def from_bytes(data: bytes, path: str) -> Manifest:
                 f"{path}: expected format {KIND} {FORMAT}, found {form['name']} {form['version']}, written by "
                 f"shardwise {fields['versions']['shardwise']}; load it with that version"
             )
-        block = form["block"] if form["version"] == 1 else None
+        for entry in fields["files"].values() if form["version"] == 1 else ():
+            entry["block"] = form["block"]
         del fields["blake2b"]
-        fields["files"] = {
-            name: FileFacts(entry["size"], tuple(entry["checksums"]), block) for name, entry in fields["files"].items()
-        }
-        fields["tensors"] = [tensor_from_json(entry) for entry in fields["tensors"]]
-        manifest = Manifest(**fields)
+        manifest = from_json(Manifest, fields)
         validate.check(manifest)
         return manifest
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:

@@ -16,7 +16,7 @@ import torch
 from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.checksums import FileFacts, free_space, write_advice
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
@@ -146,7 +146,7 @@ def join(header: Manifest, described: Mapping[str, Mapping[str, Any]]) -> Manife
     """
     parts = list(described.values())
     common = parts[0]["trees"]
-    stored = [manifest.tensor_from_json(entry) for part in parts for entry in part["stored"]]
+    stored = [tensor for part in parts for tensor in manifest.from_json(list[StoredTensor], part["stored"])]
     optimizer = None
     if header.optimizer is not None:
         values = {name: value for part in parts for name, value in part["values"].items()}
