@@ -27,11 +27,10 @@ import torch
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.checksums import in_words
 from shardwise.checkpoint.collect import RankSavePlan, TrainingState
-from shardwise.checkpoint.directory import StagingDirectory
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import write_part
-from shardwise.checkpoint.save import MOST_NAMES, SaveRequest, finish, header_of, staged
+from shardwise.checkpoint.save import MOST_NAMES, PendingSave, SaveRequest, finish, header_of, staged
 from shardwise.checkpoint.slow_io import SLOWEST, warn_if_slow
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.comm.communicator import Communicator
@@ -66,51 +65,50 @@ class SaveReport:
 
 @dataclass
 class _WriteJob:
-    """One save on this rank: files to write, and on rank 0 the staging directory to publish. `limit` is in seconds."""
+    """One save on this rank: `tensors` of its part, and on rank 0 the staging directory to publish with the manifest's
+    `header`. `limit` is in seconds.
+    """
 
     rank: int
-    path: str
-    token: str
-    part: RankSavePlan
+    made: PendingSave
     tensors: Mapping[str, torch.Tensor]
     request: SaveRequest
     report: SaveReport
     limit: float
     store: torch.distributed.Store | None
     copied: Copied | None
-    draft: StagingDirectory | None
-    header: Manifest | None
+    header: Manifest
     on_saved: Callable[[SaveReport], None] | None
     begun: float = field(default_factory=time.monotonic)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Write, report and publish; the report is complete at the end."""
-        report = self.report
+        report, part, draft = self.report, self.made.part, self.made.draft
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         names: list[list[str]] = []  # of values that are not finite, by rank
         try:
             self._await_copies()
-            description, direct = self.part.to_json(), self.request.direct
-            report.size = write_part(self.path, self.part.file, self.tensors, description, direct=direct)[0]
-            names.append(self.part.names_not_finite(self.tensors)[:MOST_NAMES] if self.request.check_finite else [])
+            description, direct = part.to_json(), self.request.direct
+            report.size = write_part(self.made.path, part.file, self.tensors, description, direct=direct)[0]
+            names.append(part.names_not_finite(self.tensors)[:MOST_NAMES] if self.request.check_finite else [])
         except Exception as error:
             report.origin, report.error = self.rank, _words(error)
         try:
             if self.store is not None and self.rank:
                 self.store.set(self._key(self.rank), json.dumps([report.error, *names]))
-            if self.draft is not None and self.header is not None:
+            if draft is not None:
                 failed = self._await_others(self.header.layout["world"], names)
                 if failed is not None and report.error is None:
                     report.origin, report.error = failed
                 if report.error is None:
-                    finish(self.draft, self.header, self.request, names)
+                    finish(draft, self.header, self.request, names)
         except Exception as error:
             report.origin, report.error = self.rank, report.error or _words(error)
         finally:
-            if self.draft is not None and not self.draft.published:
-                self.draft.discard()
+            if draft is not None and not draft.published:
+                draft.discard()
         report.written = time.monotonic() - self.begun
         if report.error is not None:
             logger.error(
@@ -128,7 +126,7 @@ class _WriteJob:
             raise CheckpointError(f"the state could not be copied: {error}") from error
 
     def _key(self, rank: int) -> str:
-        return f"shardwise/checkpoint/{self.token}/{rank}"
+        return f"shardwise/checkpoint/{self.made.token}/{rank}"
 
     def _await_others(self, world: int, names: list[list[str]]) -> tuple[int, str] | None:
         """Wait for the reports of all other ranks; return the first rank that failed, and its reason. Adds the names
@@ -230,17 +228,14 @@ class AsyncSaver:
         self.report, self._unsettled = SaveReport(os.path.join(request.directory, made.tag)), True
         self._job = _WriteJob(
             rank=comm.rank,
-            path=made.path,
-            token=made.token,
-            part=part,
+            made=made,
             tensors=tensors,
             request=request,
             report=self.report,
             limit=self._limit + max(taken.gathered) / SLOWEST,
             store=self._store,
             copied=self._snapshot.copied,
-            draft=made.draft,
-            header=header_of(model, request) if comm.rank == 0 else None,
+            header=header_of(model, request),
             on_saved=self._on_saved,
         )
         # The thread does not keep the engine alive. The interpreter waits for it at exit.

@@ -256,6 +256,18 @@ def write_file(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(parent: str, name: str, data: bytes) -> None:
+    """Write a small file, new or in place of another, by one rename."""
+    draft = StagingDirectory(parent, name, tidy=False)
+    try:
+        new = os.path.join(draft.path, name)
+        write_file(new, data)
+        os.replace(new, os.path.join(parent, name))
+    finally:
+        draft.discard()
+    sync_directory(parent)
+
+
 def sync_directory(path: str) -> None:
     """Flush the names of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

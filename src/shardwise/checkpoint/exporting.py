@@ -13,9 +13,9 @@ import torch
 
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import buffer_names
-from shardwise.checkpoint.directory import check_directory
+from shardwise.checkpoint.directory import check_directory, replace_file
 from shardwise.checkpoint.formats.hf_config import config_files
-from shardwise.checkpoint.formats.weight_files import FORMATS, PICKLED, WeightFiles, replace_file, shard_bytes
+from shardwise.checkpoint.formats.weight_files import FORMATS, PICKLED, WeightFiles, shard_bytes
 from shardwise.checkpoint.manifest import PARAMETER, StoredTensor, name_of, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel

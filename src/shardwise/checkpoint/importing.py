@@ -15,14 +15,16 @@ import torch
 
 from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
 from shardwise.checkpoint.collect import all_buffers, buffer_names, buffers, extra_states
+from shardwise.checkpoint.load import read_module
 from shardwise.checkpoint.manifest import StoredTensor, outline
+from shardwise.checkpoint.match import LoadPlan
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.selection import extra_name
 from shardwise.checkpoint.unsharded import is_divided
 from shardwise.checkpoint.weights_reader import StateDictReader, WeightsReader
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.registry import LogicalTensor
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 """Name in the files -> name in the model; None leaves the tensor out. Names absent from a mapping are unchanged."""
@@ -35,12 +37,6 @@ class LoadedWeights(NamedTuple):
 
     missing: list[str]
     unexpected: list[str]
-
-
-class _Match(NamedTuple):
-    parameters: list[tuple[LogicalTensor, StoredTensor]]
-    buffers: list[tuple[torch.Tensor, StoredTensor]]
-    differing: LoadedWeights
 
 
 def load_weights(
@@ -79,7 +75,7 @@ def load_weights(
         if source is not None:
             source.close()
     model.publish()
-    return matched.differing
+    return LoadedWeights(list(matched.report.missing), list(matched.report.unexpected))
 
 
 def load_state_dict(
@@ -105,18 +101,10 @@ def load_state_dict(
     model.publish()
 
 
-def _read(model: CheckpointedModel, source: WeightsReader, matched: _Match, what: str) -> None:
+def _read(model: CheckpointedModel, source: WeightsReader, matched: LoadPlan, what: str) -> None:
     model.finish_gathers()
     with collective_step(model.comm, what), torch.no_grad():
-        runs = model.value_runs()
-        for indices in model.iter_resident():
-            for tensor, stored in matched.parameters:
-                for start, _, view in runs.get(tensor.index, ()) if tensor.index in indices else ():
-                    source.read_into(stored.part(model.box_of(tensor)), start, view)
-        for buffer, stored in matched.buffers:
-            flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-            source.read_into(stored, 0, flat)
-            buffer.copy_(flat.view(buffer.shape))
+        read_module(model, source, matched)
 
 
 def _names_of_any(model: CheckpointedModel, names: Sequence[str], what: str) -> set[str]:
@@ -168,7 +156,7 @@ def _match(
     elsewhere: Collection[str],
     may_lack: Collection[str] = (),
     strange: Sequence[str] = (),
-) -> _Match:
+) -> LoadPlan:
     """Match names and shapes. `elsewhere` are names that other ranks have, `strange` names without a tensor."""
     missing: list[str] = []
     wrong: list[str] = []
@@ -196,8 +184,8 @@ def _match(
     if problems:
         hint = "" if wrong else "; pass rename=... where names differ, or strict=False to load what fits"
         raise CheckpointError(f"{source.path}: does not fit the model: {'; '.join(problems)}{hint}")
-    return _Match(
+    return LoadPlan(
+        LoadReport(source.path, missing=tuple(missing), unexpected=tuple(unexpected)),
         [(tensor, stored) for tensor, stored in parameters if stored is not None],
         [(buffer, stored) for buffer, stored in held if stored is not None],
-        LoadedWeights(missing, unexpected),
     )

@@ -27,12 +27,11 @@ from shardwise.checkpoint.directory import (
     HIDDEN,
     LATEST,
     PARTIAL,
-    StagingDirectory,
     check_tag,
     lock_exclusive,
     remove_hidden,
+    replace_file,
     sync_directory,
-    write_file,
 )
 from shardwise.checkpoint.reader import complete_manifest
 from shardwise.errors import CheckpointError, CheckpointPathError
@@ -115,14 +114,7 @@ class CheckpointDirectory:
 
     def set_latest(self, tag: str, name: str = LATEST) -> None:
         """Let `latest` name another checkpoint, by one rename."""
-        draft = StagingDirectory(self.path, name, tidy=False)
-        try:
-            new = os.path.join(draft.path, name)
-            write_file(new, tag.encode())
-            os.replace(new, os.path.join(self.path, name))
-        finally:
-            draft.discard()
-        sync_directory(self.path)
+        replace_file(self.path, name, tag.encode())
 
     def head(self, tag: str) -> Head:
         """Return the ordering keys of a checkpoint, from the first lines of its manifest."""

@@ -1,10 +1,10 @@
 """Loading a checkpoint into any layout, collectively.
 
 Rank 0 chooses a checkpoint. Each rank matches the manifest with its own part of the model, by name: a plan of all ranks
-on one rank would need the names and boxes of all. Ranks only mark the names, and the blocks of files, that they have or
-need, in lists that all know from the manifest: 8 bytes each. They divide the needed blocks and verify checksums.
-Nothing of the engine changes before this has succeeded on every rank. Then each rank reads its shards, by
-name and range, from any files, into place, and unsharded and low-precision values are updated.
+on one rank would need the names and boxes of all. Ranks only mark the names that they have in a list that all know from
+the manifest: 8 bytes each. They divide the blocks of the requested tensors, and verify checksums. Nothing of the engine
+changes before this has succeeded on every rank. Then each rank reads its shards, by name and range, from any files,
+into place, and unsharded and low-precision values are updated.
 
 If an engine has no optimizer state yet (a resumed job), state is read into its memory during verification, because it
 overwrites nothing, and is dropped if the checkpoint is refused. Other values are read later, from the page cache.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardwise.checkpoint import directory, manifest
 from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
 from shardwise.checkpoint.formats.deepspeed.index import recognised
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.manifest import BUFFER, Manifest, StoredTensor
+from shardwise.checkpoint.manifest import OPTIMIZER, Manifest, StoredTensor
 from shardwise.checkpoint.match import (
     PARAM_NAMES,
     LoadPlan,
@@ -37,9 +37,10 @@ from shardwise.checkpoint.match import (
 )
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.reader import Block, Checkpoint, Run
+from shardwise.checkpoint.reader import Block, Checkpoint
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.selection import Renamed, Selection, names_in, rename
+from shardwise.checkpoint.weights_reader import Run, WeightsReader
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.utils.logging import logger
 
@@ -188,7 +189,7 @@ def _try(
         assert matched is not None
         try:
             if options.verify:
-                _verify(model, saved, matched, options, what)
+                _verify(model, saved, renamed.manifest, matched, options, what)
         except CheckpointError as error:
             return error
         found, saved = saved, None
@@ -264,64 +265,41 @@ def _candidates(parent: str, tag: str | None) -> list[str]:
     return found.tags if universal is None else [universal]
 
 
-def _verify(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options, what: str) -> None:
-    """Verify this rank's share of files and blocks, and read state into memory that is free to use."""
+def _verify(
+    model: CheckpointedModel, saved: Checkpoint, named: Manifest, matched: LoadPlan, options: Options, what: str
+) -> None:
+    """Verify this rank's share of files and blocks, and read state into memory that is free to use. `named` is the
+    manifest with the model's names.
+    """
     rank, world = model.comm.rank, model.comm.world
     with collective_step(model.comm, what):
-        files = sorted(saved.manifest.files)
-        saved.check_sizes(files[rank::world])
-        everything = options.with_optimizer and options.selection.everything
-        if everything:
-            blocks = saved.blocks()
-        else:
-            blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
-    if not everything:
-        blocks = _wanted_by_any(model, saved, blocks)
-    with collective_step(model.comm, what):
+        saved.check_sizes(sorted(saved.manifest.files)[rank::world])
+        own = _share(saved, named, options, rank, world)
         fresh = model.optimizer is not None and not any(model.optimizer.state.values())
         if matched.states is not None and fresh and not model.is_offloaded:
             matched.left = []
             matched.left = _StateMaker(model, matched.states).make(range(len(model.registry)))
         places, rest = saved.places(matched.left or ())
-        own = _share(blocks, files, rank, world)
         saved.verify(own, places)
         if matched.left is not None:
             verified = set(own)
             matched.left = rest + [run for block, run in places.items() if block not in verified]
 
 
-def _wanted_by_any(model: CheckpointedModel, saved: Checkpoint, blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks that some rank wants, of which ranks with other tensors want others (a collective)."""
-    every = {f"{name}:{n}": (name, n) for name, n in saved.blocks()}
-    found = held_by_any(model.comm, list(every), {f"{name}:{n}" for name, n in blocks}, "checkpoint")
-    return sorted(every[text] for text in found)
-
-
-def _share(blocks: Sequence[Block], files: Sequence[str], rank: int, world: int) -> list[Block]:
-    """Return the blocks that a rank verifies, each once over all ranks: those of its own file if as many ranks have
-    saved. With more files a rank has several, with more ranks several ranks divide a file.
+def _share(saved: Checkpoint, named: Manifest, options: Options, rank: int, world: int) -> list[Block]:
+    """Return the blocks of requested tensors that a rank verifies, each once over all ranks: those of its own file if
+    as many ranks have saved. With more files a rank has several, with more ranks several ranks divide a file.
     """
-    # Manifests of universal checkpoints do not list the files of parameters.
-    files = [*files, *sorted({name for name, _ in blocks}.difference(files))]
-    number = {name: n for n, name in enumerate(files)}
-    if len(files) >= world:
-        return [(name, n) for name, n in blocks if number[name] % world == rank]
-    mine = [(name, n) for name, n in blocks if number[name] == rank % len(files)]
-    return mine[rank // len(files) :: len(range(rank % len(files), world, len(files)))]
-
-
-def _wanted(saved: Manifest, matched: LoadPlan, options: Options) -> list[StoredTensor]:
-    if options.custom:
-        wanted = saved.of_module()
-    else:
-        wanted = [stored for _, stored in matched.parameters]
-        # A rank's own buffers have the same name as rank 0's, under the checkpoint's names too.
-        sources = {stored.slices for _, stored in matched.buffers}
-        names = {t.name for t in saved.of_kind(BUFFER) if t.slices in sources}
-        wanted += [t for t in saved.of_kind(BUFFER) if t.name in names]
-    for state in (matched.states or {}).values():
-        wanted += [*state.elementwise.values(), *state.whole.values()]
-    return wanted
+    files, wants = saved.files(), options.selection.wants
+    wanted: list[StoredTensor] | None = None
+    if not (options.with_optimizer and options.selection.everything):
+        wanted = [tensor for tensor in named.of_module() if wants((tensor.name, *tensor.aliases))]
+        wanted += named.of_kind(OPTIMIZER) if options.with_optimizer else []
+    trees, count = _trees(saved.manifest, options), len(files)
+    if count >= world:
+        return saved.blocks(wanted, trees, files[rank::world])
+    sharers = range(rank % count, world, count)
+    return saved.blocks(wanted, trees, [files[rank % count]])[rank // count :: len(sharers)]
 
 
 def _trees(saved: Manifest, options: Options) -> list[Any]:
@@ -351,20 +329,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options
             loaded.line = loaded.rank if near == found.own else saved.decode(ranks[near])
     model.finish_gathers()
     with collective_step(model.comm, what), torch.no_grad():
-        values = model.value_runs()
-        runs = [(stored, 0, buffer.view(-1)) for buffer, stored in matched.buffers if buffer.is_contiguous()]
-        for indices in model.iter_resident():
-            runs += [
-                (stored.part(model.box_of(tensor)), start, view)
-                for tensor, stored in matched.parameters
-                if tensor.index in indices
-                for start, _, view in values.get(tensor.index, ())
-            ]
-            saved.read_all(runs)
-            runs = []
-        for buffer, stored in matched.buffers:
-            if not buffer.is_contiguous():
-                buffer.copy_(saved.read(stored))
+        read_module(model, saved, matched)
         for module, state in extra:
             module.set_extra_state(state)
     model.publish()
@@ -372,6 +337,24 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options
         if matched.states is not None:
             _read_optimizer(model, saved, matched.states, matched.left, options)
     return loaded
+
+
+def read_module(model: CheckpointedModel, saved: WeightsReader, matched: LoadPlan) -> None:
+    """Read parameters and buffers into the model, without gathers under way."""
+    values = model.value_runs()
+    runs = [(stored, 0, buffer.view(-1)) for buffer, stored in matched.buffers if buffer.is_contiguous()]
+    for indices in model.iter_resident():
+        runs += [
+            (stored.part(model.box_of(tensor)), start, view)
+            for tensor, stored in matched.parameters
+            if tensor.index in indices
+            for start, _, view in values.get(tensor.index, ())
+        ]
+        saved.read_all(runs)
+        runs = []
+    for buffer, stored in matched.buffers:
+        if not buffer.is_contiguous():
+            buffer.copy_(saved.read(stored))
 
 
 def _read_optimizer(

@@ -114,16 +114,6 @@ def _refuse_constant(name: str) -> None:
 def _absent(directory: str) -> str:
     if not os.path.isdir(directory):
         return f"{directory}: there is no such checkpoint directory"
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError:
-        names = []
-    pickled = [name for name in names if name.endswith(("_states.pt", ".bin"))]
-    if pickled:
-        return (
-            f"{directory}: has no {NAME}, but {pickled[0]}: a checkpoint of another library in pickle form, which "
-            "this version does not read"
-        )
     return (
         f"{directory}: has no {NAME}, so the checkpoint is incomplete: saving it was interrupted, or files were removed"
     )

@@ -14,9 +14,9 @@ from shardwise.checkpoint.collect import are_named, buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.reader import Run
 from shardwise.checkpoint.report import LoadReport, WrongShape
 from shardwise.checkpoint.selection import Renamed, Selection, extra_name, names_in
+from shardwise.checkpoint.weights_reader import Run
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 

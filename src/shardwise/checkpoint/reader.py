@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,9 @@ from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.parallel import divided, for_each
 from shardwise.checkpoint.safetensors_reader import TensorFile
-from shardwise.checkpoint.weights_reader import Progress, ReadRange, WeightsReader
+from shardwise.checkpoint.weights_reader import Progress, ReadRange, Run, WeightsReader
 from shardwise.device.staging import is_far
 from shardwise.errors import CheckpointError
-
-Run = tuple[StoredTensor, int, torch.Tensor]
-"""(tensor, start, 1-D tensor): elements of a stored tensor from `start` on, and their destination."""
-
 
 Block = tuple[str, int]
 """(file, number of a checksum in it)."""
@@ -100,7 +96,7 @@ class Checkpoint(WeightsReader):
         return True
 
     def read_all(self, runs: Sequence[Run]) -> None:
-        """Call `read_into` for several (tensor, start, out), with several threads if there are cores for them."""
+        """Read as `read_into` does, with several threads if there are cores for them."""
         for_each(lambda run: self.read_into(*run), runs)
 
     def module_values(self) -> dict[str, torch.Tensor]:
@@ -165,15 +161,26 @@ class Checkpoint(WeightsReader):
             self._spans[name] = spans
         return self._spans[name]
 
-    def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[Block]:
-        """Return the blocks that hold some tensors and trees; all blocks if `tensors` is None."""
+    def files(self) -> list[str]:
+        """Return the names of all files with checksums."""
+        return sorted(self.manifest.files)
+
+    def blocks(
+        self,
+        tensors: Iterable[StoredTensor] | None = None,
+        trees: Iterable[Any] = (),
+        files: Collection[str] | None = None,
+    ) -> list[Block]:
+        """Return the blocks that hold some tensors and trees; all blocks if `tensors` is None. With `files` only those
+        of these files, and no other is opened.
+        """
+        chosen = self.files() if files is None else files
         if tensors is None:
-            sums = {name: facts.checksums for name, facts in sorted(self.manifest.files.items())}
-            return [(name, n) for name, checksums in sums.items() for n in range(len(checksums))]
+            return [(name, n) for name in sorted(chosen) for n in range(len(self.manifest.files[name].checksums))]
         wanted = {(part.file, part.key) for tensor in tensors for part in tensor.slices}
         wanted |= {(ref["file"], ref["key"]) for tree in trees for ref in nested_json.references(tree)}
         found: set[Block] = set()
-        for name, key in wanted:
+        for name, key in ((name, key) for name, key in wanted if name in chosen):
             file = self._file(name)
             if key not in file.specs:
                 raise CheckpointError(f"{file.path}: there is no tensor {key!r}")

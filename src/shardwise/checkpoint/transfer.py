@@ -97,23 +97,18 @@ def exchange_files(
 
 def _read(path: str, begin: int, into: torch.Tensor) -> None:
     host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
-    view, done = bytes_of(host), 0
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         file.seek(begin)
-        while done < len(view):
-            got = file.readinto(view[done:])
-            if not got:
-                raise CheckpointError(f"{path}: ends before the {begin + len(view)} bytes that were announced")
-            done += got
+        if file.readinto(bytes_of(host)) < host.nbytes:
+            raise CheckpointError(f"{path}: ends before the {begin + host.nbytes} bytes that were announced")
     if host is not into:
         into.copy_(host)
 
 
 def _write(path: str, size: int, begin: int, values: torch.Tensor) -> None:
-    view, done = bytes_of(values.cpu()), 0
+    host = values.cpu()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    with open(descriptor, "wb", buffering=0) as file:
+    with open(descriptor, "wb") as file:
         file.truncate(size)
         file.seek(begin)
-        while done < len(view):
-            done += file.write(view[done:])
+        file.write(bytes_of(host))

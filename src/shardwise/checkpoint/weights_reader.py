@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -23,6 +23,10 @@ Progress = Callable[[int, int], None]
 
 ReadRange = Callable[[int, torch.Tensor], None]
 """Reads elements of a slice, from a given one on, into a 1-D tensor of any dtype and device."""
+
+
+Run = tuple[StoredTensor, int, torch.Tensor]
+"""(tensor, start, 1-D tensor): elements of a stored tensor from `start` on, and their destination."""
 
 
 class WeightsReader(ABC):
@@ -58,6 +62,11 @@ class WeightsReader(ABC):
         """
         for part, patch in tensor.runs(start, start + out.numel()):
             read_patch(patch, tensor.torch_dtype, self.opened(tensor, part), out)
+
+    def read_all(self, runs: Sequence[Run]) -> None:
+        """Call `read_into` for several (tensor, start, out)."""
+        for run in runs:
+            self.read_into(*run)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Return an unsharded tensor, on the CPU."""

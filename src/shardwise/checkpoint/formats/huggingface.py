@@ -57,13 +57,7 @@ def open_files(path: str) -> WeightsReader | None:
 
 
 def _open(path: str) -> WeightsReader | None:
-    if path.endswith(_INDEX):
-        files = _listed(path)
-        return _of_files(path, files)
-    return _of_files(path, [path])
-
-
-def _of_files(path: str, files: list[str]) -> WeightsReader | None:
+    files = _listed(path) if path.endswith(_INDEX) else [path]
     if all(file.endswith(".safetensors") for file in files):
         return SafetensorsReader(path, files)
     if all(file.endswith(PICKLED) for file in files):

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -169,15 +168,3 @@ class WeightFiles:
             self._writer.abandon()
             self._writer = None
         self._draft.discard()
-
-
-def replace_file(parent: str, name: str, data: bytes) -> None:
-    """Write a small file into a directory of weights, atomically. Raises CheckpointError if that fails."""
-    temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}")
-    try:
-        directory.write_file(temporary, data)
-        os.replace(temporary, os.path.join(parent, name))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise CheckpointError(f"{os.path.join(parent, name)}: cannot be written: {error.strerror}") from error

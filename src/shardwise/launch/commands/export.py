@@ -63,9 +63,11 @@ def export(
     from shardwise.launch.console import Bar, must_exist
 
     must_exist(checkpoint)
+    from shardwise.checkpoint.directory import replace_file
     from shardwise.checkpoint.exporting import export as write
     from shardwise.checkpoint.exporting import parse_export_dtype, parse_format
-    from shardwise.checkpoint.formats.weight_files import replace_file, shard_bytes
+    from shardwise.checkpoint.formats.weight_files import shard_bytes
+    from shardwise.checkpoint.weights_writer import writing
     from shardwise.errors import CheckpointError, CommandLineError
 
     try:
@@ -91,7 +93,8 @@ def export(
             progress=bar.show,
         )
     if text is not None:
-        replace_file(directory, "config.json", text)
+        with writing(str(directory)):
+            replace_file(str(directory), "config.json", text)
     for line in done.warnings:
         typer.echo(f"warning: {line}", err=True)
     files = f", {len(done.files)} files" if len(done.files) > 1 else ""

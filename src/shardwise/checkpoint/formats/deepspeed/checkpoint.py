@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import Target
 from shardwise.checkpoint.formats.deepspeed.tp_merge import Divisions, TargetParameter, join
 from shardwise.checkpoint.formats.deepspeed.universal import STATE, UniversalFiles, files_of
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor, outline
-from shardwise.checkpoint.reader import Block, Checkpoint, Run
+from shardwise.checkpoint.reader import Block, Checkpoint
 from shardwise.checkpoint.safetensors_reader import FileFacts
-from shardwise.checkpoint.weights_reader import Progress, ReadRange, copy_range
+from shardwise.checkpoint.weights_reader import Progress, ReadRange, Run, copy_range
 from shardwise.errors import CheckpointError
 
 _OF_A_RANK = {"rng": None, "loader": None, "compression": None, "optimizer": None}
@@ -271,19 +271,26 @@ class DeepSpeedCheckpoint(Checkpoint):
         """Return the value itself."""
         return tree
 
-    def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
+    def files(self) -> list[str]:
+        """Return the names of all files, with those of parameters of universal checkpoints."""
+        return sorted({*self._open_files.opened, *(() if self._universal is None else self._universal.expected)})
+
+    def blocks(
+        self,
+        tensors: Iterable[StoredTensor] | None = None,
+        trees: Iterable[Any] = (),
+        files: Collection[str] | None = None,
+    ) -> list[Block]:
         """Return (file, record) of the files of some tensors, or of all (None); `trees` are in memory already."""
-        opened = self._open_files.opened
-        universal = set() if self._universal is None else set(self._universal.expected)
-        names = {*opened, *universal} if tensors is None else files_of(tensors)
-        records = [(name, n) for name in sorted(names & opened.keys()) for n in range(opened[name].records)]
-        return records + [(name, 0) for name in sorted(names & universal)]
+        names, opened = set(self.files() if files is None else files), self._open_files.opened
+        names = names if tensors is None else names & files_of(tensors)
+        return [(name, n) for name in sorted(names) for n in range(opened[name].records if name in opened else 1)]
 
     def places(self, runs: Iterable[Run]) -> tuple[dict[Block, Run], list[Run]]:
         """Return no places, because the files are mapped into memory and copied from there."""
         return {}, list(runs)
 
-    def verify(self, blocks: Iterable[tuple[str, int]], places: Mapping[Block, Run] | None = None) -> None:
+    def verify(self, blocks: Iterable[Block], places: Mapping[Block, Run] | None = None) -> None:
         """Compare records with the checksums that torch has written. Raises CheckpointError if a file is damaged."""
         by_file: dict[str, list[int]] = {}
         for name, record in blocks:
