@@ -16,7 +16,7 @@ from shardwise.checkpoint.collect import buffer_names
 from shardwise.checkpoint.directory import check_directory, replace_file
 from shardwise.checkpoint.formats.hf_config import config_files
 from shardwise.checkpoint.formats.weight_files import FORMATS, PICKLED, WeightFiles, shard_bytes
-from shardwise.checkpoint.manifest import PARAMETER, StoredTensor, name_of, outline
+from shardwise.checkpoint.manifest import StoredTensor, name_of, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.safetensors_reader import Spec
@@ -182,7 +182,7 @@ def export(
                 writer = WeightFiles(parent, list(named), FORMATS[format], max_shard_size=limit, overwrite=overwrite)
             closing.callback(writer.abandon)
             for entry, tensor in named.items():
-                writer.write(entry.name, tensor.kind, pieces(entry, tensor))
+                writer.write(entry.name, pieces(entry, tensor))
             found.files = writer.finish()
     found.warnings += conversion.warnings()
     return found
@@ -259,7 +259,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
         if files is not None and failure is None:
             try:
                 for entry in entries.get(tensor.name, ()):
-                    files.write(entry.name, PARAMETER, [(0, conversion(entry.name, values).reshape(-1))])
+                    files.write(entry.name, [(0, conversion(entry.name, values).reshape(-1))])
             except (OSError, CheckpointError) as error:
                 failure = error
 

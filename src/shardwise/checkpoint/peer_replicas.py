@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -207,15 +208,11 @@ class InMemoryCheckpoints:
         file = file_name(comm.rank, comm.world, _TOKEN)
         draft = ""
         try:
-            prepared: list[tuple[TrainingState, dict[str, Any]]] = []
-
-            def state_now() -> TrainingState:
-                prepared.append(prepare())
-                return prepared[0][0]
-
-            part, add = collected(self._model, file, state_now, frozenset(), self.check_finite, what)
-            counters, header = prepared[0][0].counters, prepared[0][1]
-            steps, number = counters["global_steps"], self._numbers.next()
+            prepared = functools.cache(prepare)  # called in a step in which all ranks succeed or raise
+            part, add = collected(self._model, file, lambda: prepared()[0], frozenset(), self.check_finite, what)
+            state, header = prepared()
+            counters, number = state.counters, self._numbers.next()
+            steps = counters["global_steps"]
             name = f"step{steps}-{number}-{comm.world}-{_digest(self.run)}-{self._token}"
             draft = f".{name}{_PARTIAL}"
             with collective_step(comm, what):

@@ -10,7 +10,6 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,20 +38,14 @@ def on_host(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[m
             yield bytes_of(part)
 
 
-@dataclass(frozen=True)
-class FileLayout:
-    """Length and header (`header`), first byte of each tensor in `file_order`, and bytes of a file."""
+def layout_of(
+    specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """Return the beginning of a file of some tensors, the first byte of each in `file_order`, and the file's size.
+    Raises CheckpointError if a dtype has no name in the format.
 
-    header: bytes
-    begins: dict[str, int]
-    size: int
-
-
-def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Return the layout of a file of some tensors. Raises CheckpointError if a dtype has no name in the format.
-
-    >>> layout = layout_of({"x": Spec(torch.float32, (2, 3))})
-    >>> layout.begins["x"] == len(layout.header), layout.size - layout.begins["x"]
+    >>> beginning, places, size = layout_of({"x": Spec(torch.float32, (2, 3))})
+    >>> places["x"] == len(beginning), size - places["x"]
     (True, 24)
     """
     offsets: dict[str, int] = {}
@@ -72,8 +65,8 @@ def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = No
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data = 8 + len(text)
-    begins = {name: data + offset for name, offset in offsets.items()}
-    return FileLayout(len(text).to_bytes(8, "little") + text, begins, data + end)
+    places = {name: data + offset for name, offset in offsets.items()}
+    return len(text).to_bytes(8, "little") + text, places, data + end
 
 
 _STEP = 1 << 20
@@ -97,21 +90,19 @@ class TensorWriter:
         direct: bool = False,
         over: bool = False,
     ) -> None:
-        layout = layout_of(specs, metadata)
+        beginning, self._offsets, self._size = layout_of(specs, metadata)
         self._sums: dict[str, int] | None = None
         if checksums:
-            self._sums = {"": zlib.crc32(layout.header), **dict.fromkeys(file_order(specs), 0)}
-        self._size = layout.size
-        self._offsets = layout.begins
+            self._sums = {"": zlib.crc32(beginning), **dict.fromkeys(file_order(specs), 0)}
         self._specs = specs
         self._left = {name: spec.nbytes for name, spec in specs.items()}
-        self._file = FileWriter(path, layout.size, direct=direct and checksums, over=over)
+        self._file = FileWriter(path, self._size, direct=direct and checksums, over=over)
         try:
-            self._file.write(memoryview(layout.header))
+            self._file.write(memoryview(beginning))
         except BaseException:
             self.abandon()
             raise
-        self._position = len(layout.header)
+        self._position = len(beginning)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the values of one tensor (any device; dtype and number of elements as announced)."""

@@ -73,7 +73,12 @@ class Snapshot:
             if self._stream is not None:
                 self._stream.follow()  # fetched values have just been written
             for name in names:
-                self._copy(copies[name], tensors[name].detach())
+                source = tensors[name].detach()
+                if self._stream is None or not is_far(source.device):
+                    copies[name].copy_(source)
+                else:
+                    self._stream.copy(copies[name], source)
+                    self._stream.keep(source)
 
         with torch.no_grad():
             for after in (False, True):
@@ -84,13 +89,6 @@ class Snapshot:
                     if not after:
                         self.copied.wait()
         return copies
-
-    def _copy(self, place: torch.Tensor, source: torch.Tensor) -> None:
-        if self._stream is None or not is_far(source.device):
-            place.copy_(source)
-            return
-        self._stream.copy(place, source)
-        self._stream.keep(source)
 
     def settle(self) -> None:
         """Wait for the copies."""

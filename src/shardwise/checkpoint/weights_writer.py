@@ -30,7 +30,7 @@ class Entry:
 class WeightsWriter(Protocol):
     """Writes announced tensors. Nothing is visible to readers before `finish`."""
 
-    def write(self, name: str, kind: str, pieces: Pieces) -> None:
+    def write(self, name: str, pieces: Pieces) -> None:
         """Write a tensor. A writer may read `pieces` in `finish`. Raises OSError."""
 
     def finish(self) -> list[str]:

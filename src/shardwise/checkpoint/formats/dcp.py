@@ -195,7 +195,7 @@ class DcpWriter:
         parent, name = os.path.split(self._path)
         self._draft = directory.StagingDirectory(parent, name, tidy=False)
 
-    def write(self, name: str, kind: str, pieces: Pieces) -> None:
+    def write(self, name: str, pieces: Pieces) -> None:
         """Announce the pieces of a tensor."""
         self._pieces[name] = pieces
 

@@ -18,14 +18,14 @@ import torch
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.formats.deepspeed import trainer_state
 from shardwise.checkpoint.formats.deepspeed.layer_files import stage_name
-from shardwise.checkpoint.formats.deepspeed.universal import MASTER, STATE, STEP, file_of
+from shardwise.checkpoint.formats.deepspeed.universal import STATE, STEP, entry_of, file_of
 from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, outline
+from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, StoredTensor, outline
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.weights_reader import Progress
-from shardwise.checkpoint.weights_writer import Pieces, writing
+from shardwise.checkpoint.weights_writer import writing
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 VERSION = "0.19.8"
@@ -78,7 +78,7 @@ def write_universal(
         closing.callback(writer.abandon)
         done, size = 0, sum(tensor.nbytes for tensor in writer.tensors)
         for tensor in writer.tensors:
-            writer.write(tensor.name, tensor.kind, saved.pieces(tensor))
+            writer.write(tensor)
             done += tensor.nbytes
             if progress is not None:
                 progress(done, size)
@@ -87,7 +87,7 @@ def write_universal(
 
 
 class UniversalWriter:
-    """Writes a universal checkpoint with the content of another one (a `WeightsWriter`); `tensors` are to be written.
+    """Writes a universal checkpoint with the content of another one; `tensors` are to be written.
 
     Raises CheckpointError if the format has no place for the content.
     """
@@ -114,7 +114,6 @@ class UniversalWriter:
             raise CheckpointError(f"tied: the layers of {outline(unused)} have no parameters in {saved.path}")
         state = [self._state[t.name, entry] for t in self._trained for entry in sorted(_ENTRIES)]
         self.tensors = [*self._trained, *state, *self._others, *self._buffers]
-        self._of = {(t.name, t.kind): t for t in self.tensors}
         self._fp32 = {t.name for t in self._trained}
         self._draft = directory.StagingDirectory(parent, tag, tidy=False)
 
@@ -163,22 +162,20 @@ class UniversalWriter:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def write(self, name: str, kind: str, pieces: Pieces) -> None:
+    def write(self, tensor: StoredTensor) -> None:
         """Write a tensor into its file; trained parameters and their state in fp32."""
-        tensor = self._of[name, kind]
-        dtype = torch.float32 if name in self._fp32 else tensor.torch_dtype
-        entry = kind.removeprefix(OPTIMIZER) if kind.startswith(OPTIMIZER) else MASTER
-        path = os.path.join(self._draft.path, file_of(self._names[name], entry))
+        dtype = torch.float32 if tensor.name in self._fp32 else tensor.torch_dtype
+        path = os.path.join(self._draft.path, file_of(self._names[tensor.name], entry_of(tensor)))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         writer = StateFileWriter(path, {"param": Spec(dtype, tensor.shape)})
         try:
-            for start, values in pieces:
+            for start, values in self._saved.pieces(tensor):
                 writer.write_part("param", start, values.to(dtype))
             writer.close()
         finally:
             writer.abandon()
 
-    def finish(self) -> list[str]:
+    def finish(self) -> None:
         """Write step counts, settings and model states, publish the directory, and let `latest_universal` name it."""
         for tensor in self._trained:
             step = torch.tensor(self._steps[tensor.group or 0], dtype=torch.float32, device="cpu")
@@ -190,7 +187,6 @@ class UniversalWriter:
             directory.sync_directory(folder)
         self._draft.publish(replace=False)
         CheckpointDirectory(self._parent).set_latest(self._tag, directory.LATEST_UNIVERSAL)
-        return [self._tag]
 
     def abandon(self) -> None:
         """Remove everything written; after `finish` nothing."""

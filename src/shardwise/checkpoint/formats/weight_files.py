@@ -104,7 +104,7 @@ class WeightFiles:
         names = os.listdir(self._parent) if os.path.isdir(self._parent) else []
         return sorted(name for name in names if mine.fullmatch(name) or name == self._index)
 
-    def write(self, name: str, kind: str, pieces: Pieces) -> None:
+    def write(self, name: str, pieces: Pieces) -> None:
         """Write a tensor; tensors and their pieces come in order. Raises OSError."""
         self._begin(self._place[name])
         assert self._writer is not None

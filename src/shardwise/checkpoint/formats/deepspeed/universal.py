@@ -36,6 +36,11 @@ def file_of(name: str, entry: str) -> str:
     return f"{UNIVERSAL}/{name}/{entry}.pt"
 
 
+def entry_of(tensor: StoredTensor) -> str:
+    """Return the entry of a tensor: that of optimizer state, else the master weights."""
+    return tensor.kind.removeprefix(OPTIMIZER) if tensor.kind.startswith(OPTIMIZER) else MASTER
+
+
 class UniversalFiles:
     """Files of the parameters of one checkpoint in directory `path`; `expected` are the described tensors by file."""
 
@@ -58,8 +63,7 @@ class UniversalFiles:
 
     def placed(self, tensor: StoredTensor, name: str) -> StoredTensor:
         """Return a tensor with its place in the files of a parameter, or of a buffer."""
-        entry = tensor.kind.removeprefix(OPTIMIZER) if tensor.kind.startswith(OPTIMIZER) else MASTER
-        place = Slice(file_of(name, entry), "param", 0, tensor.numel)
+        place = Slice(file_of(name, entry_of(tensor)), "param", 0, tensor.numel)
         self.expected[place.file] = replace(tensor, slices=(place,) if tensor.numel else ())
         return self.expected[place.file]
 
