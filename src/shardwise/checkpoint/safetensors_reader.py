@@ -170,23 +170,17 @@ class TensorFile:
         if start < 0 or (start + out.numel()) * size > spec.nbytes:
             raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
         place, values = self.data + self._begins[name] + start * size, out.detach()
-        if out.dtype == spec.dtype and not is_far(out.device) and out.is_contiguous():
-            self._fill(bytes_of(values), place)
-            return
         if is_far(out.device) and out.is_contiguous():
             Staging(out.device, out.nbytes, _STAGE).to_device(
                 values, lambda part, first: self._convert(spec.dtype, place + first * size, part)
             )
             return
-        step = min(_STAGE // size, out.numel())
-        stage = torch.empty(step, dtype=spec.dtype, device="cpu")
-        for first in range(0, out.numel(), step or 1):
-            part = stage[: min(step, out.numel() - first)]
-            self._fill(bytes_of(part), place + first * size)
-            values[first : first + part.numel()].copy_(part)
+        step = _STAGE // size
+        for first in range(0, out.numel(), step):
+            self._convert(spec.dtype, place + first * size, values[first : first + step])
 
     def _convert(self, dtype: torch.dtype, place: int, out: torch.Tensor) -> None:
-        if out.dtype == dtype:
+        if out.dtype == dtype and not is_far(out.device) and out.is_contiguous():
             self._fill(bytes_of(out), place)
             return
         read = torch.empty(out.numel(), dtype=dtype, device="cpu")

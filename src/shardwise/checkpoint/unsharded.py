@@ -242,12 +242,12 @@ def unsharded_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> d
     require a gradient on some rank. A collective. Raises CheckpointError if boxes do not partition a tensor.
     """
     pairs = [pair for unit in model.units for pair in zip(unit.tensors, unit.parameters, strict=True)]
-    own = [tensor for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]
-    if not is_divided(model):
-        return {t.name: UnshardedTensor(t.name, t.aliases, t.global_shape, t.dtype) for t in own}
-    with collective_step(model.pass_group, "gathering whole weights") as step:
-        step.local = [tensor.name for tensor in own]
-    wanted = {name for names in step.gathered for name in names}
+    own = [tensor.name for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]
+    wanted = set(own)
+    if is_divided(model):
+        with collective_step(model.pass_group, "gathering whole weights") as step:
+            step.local = own
+        wanted.update(*step.gathered)
     found: dict[str, UnshardedTensor] = {}
     parts: dict[str, dict[boxes.Region, None]] = {}
     for part in (part for some in _new_parts(model) for part in some):
@@ -274,9 +274,12 @@ def is_divided(model: CheckpointedModel) -> bool:
 def _new_parts(model: CheckpointedModel) -> Iterator[list[HeldPart]]:
     """Yield for each parameter, unit by unit, the boxes at its position that are new."""
     seen: set[tuple[str, boxes.Region]] = set()
+    everywhere = tuple(range(model.pass_group.world))
     for unit in model.units:
         for tensor in unit.tensors:
-            parts = [part for part in model.parts_of(tensor.index) if part.numel or part.whole]
+            shape = tensor.global_shape
+            entire = HeldPart(tensor.name, tensor.aliases, shape, tensor.dtype, boxes.whole(shape), everywhere)
+            parts = [part for part in model.parts_of(tensor.index) or [entire] if part.numel or part.whole]
             new = [part for part in parts if (part.name, part.box) not in seen]
             seen.update((part.name, part.box) for part in new)
             yield new
@@ -288,19 +291,16 @@ def _gathered(
     """Yield the wanted parameters of the pass group in one order on its ranks, with unsharded values on all of them or
     the first (`to_first`), else None. A collective of the pass group.
     """
-    keep = not to_first or model.pass_group.rank == 0
     waiting: dict[str, torch.Tensor | None] = {}
     missing: dict[str, int] = {}  # elements
-    divided, new = is_divided(model), _new_parts(model)
+    new = _new_parts(model)
     for unit in model.units:
         parts = [[part for part in next(new) if part.name in wanted] for _ in unit.tensors]
-        if not (any(parts) if divided else any(tensor.name in wanted for tensor in unit.tensors)):
+        if not any(parts):
             continue
         gathered = model.gather_parts(unit.parameters)
         try:
-            for tensor, parameter, some in zip(unit.tensors, unit.parameters, parts, strict=True):
-                if not divided and tensor.name in wanted:
-                    yield wanted[tensor.name], parameter.detach() if keep else None
+            for parameter, some in zip(unit.parameters, parts, strict=True):
                 for part in some:
                     values = _received(model, part, parameter.detach(), to_first=to_first)
                     left = missing.pop(part.name, torch.Size(part.shape).numel()) - part.numel
