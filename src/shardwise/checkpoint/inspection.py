@@ -28,14 +28,18 @@ def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dic
     """
     chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
     if holds_checkpoint(chosen) or (tag is not None and os.path.isdir(chosen)):
-        return describe_checkpoint(chosen, tensors=tensors)
+        content = complete_manifest(chosen)
+        result: dict[str, Any] = {"what": "checkpoint", "path": chosen, **_facts(content)}
+        if tensors:
+            result["tensors"] = [_tensor(tensor, _OF_CHECKPOINTS) for tensor in _in_order(content)]
+        return result
     if tag is None and os.path.isdir(path):
         found = describe_run(path)
         if found["checkpoints"]:
             return found
     with open_source(path, tag) as source:
         listed = list(source.tensors().values())
-        result: dict[str, Any] = {
+        result = {
             "what": "weights",
             "path": source.path,
             "format": source.what,
@@ -45,15 +49,6 @@ def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dic
         if tensors:
             result["tensors"] = [_tensor(tensor, _OF_WEIGHTS) for tensor in listed]
         return result
-
-
-def describe_checkpoint(path: str, *, tensors: bool = False) -> dict[str, Any]:
-    """Return the content of one checkpoint. Raises CheckpointError if it is incomplete or damaged."""
-    found = complete_manifest(path)
-    result = {"what": "checkpoint", "path": path, **_facts(found)}
-    if tensors:
-        result["tensors"] = [_tensor(tensor, _OF_CHECKPOINTS) for tensor in _in_order(found)]
-    return result
 
 
 def _facts(found: Manifest) -> dict[str, Any]:

@@ -15,7 +15,6 @@ loaded as any checkpoint, into any layout.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
@@ -32,7 +31,6 @@ from typing import Any
 
 from shardwise.checkpoint import manifest, manifestfile, nested_json
 from shardwise.checkpoint.agree import collective_step, on_first_rank
-from shardwise.checkpoint.checksums import free_space
 from shardwise.checkpoint.collect import RankSavePlan, TrainingState
 from shardwise.checkpoint.listing import StateNumbers
 from shardwise.checkpoint.places import counterparts
@@ -51,7 +49,6 @@ from shardwise.checkpoint.transfer import FileTransfer, Hold, exchange_files
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
 from shardwise.registry import LogicalTensor
-from shardwise.units import format_size
 from shardwise.utils.logging import logger
 
 VERSIONS = 2
@@ -256,26 +253,13 @@ class InMemoryCheckpoints:
         description = part.to_json()
         if self._comm.rank == 0:
             description["header"] = vars(header_of(self._model, request))
-        return write_part(
-            self._at(draft),
-            part.file,
-            part.tensors,
-            description,
-            fetch=part.fetch,
-            over=True,
-            explain=self._unwritable,
+        parts = len(self.nodes[self.node]) * (1 + self.replicas)
+        fix = (
+            f"{VERSIONS} generations of {parts} parts of about that size have to fit there. Give it more room (docker: "
+            "--shm-size), name another directory in checkpoint.memory_copies.directory, or leave the section out"
         )
-
-    def _unwritable(self, error: OSError, path: str, file: str, size: int) -> CheckpointError:
-        here = len(self.nodes[self.node]) * (1 + self.replicas)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-        fix = "Give it more room (docker: --shm-size), name" if full else "Name"
-        return CheckpointError(
-            f"{os.path.join(path, file)}: cannot be written: {error.strerror} (errno {error.errno}). This rank's part "
-            f"takes {format_size(size)}; {VERSIONS} generations of {here} parts of about that size have to fit there, "
-            f"{free_space(self.path)}. {fix} another directory in checkpoint.memory_copies.directory, or leave the "
-            "section out"
-        )
+        path, file = self._at(draft), part.file
+        return write_part(path, file, part.tensors, description, fetch=part.fetch, over=True, fix=fix)
 
     def _spread(
         self, name: str, places: dict[int, set[int]], sizes: Mapping[int, Sequence[int]], what: str

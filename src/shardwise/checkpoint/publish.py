@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +33,7 @@ def description_name(file: str) -> str:
     return file.removesuffix(".safetensors") + ".json"
 
 
-def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointError:
-    """Return the error for a part of `size` bytes that could not be written, with the fix."""
+def _unwritable(error: OSError, path: str, file: str, size: int, fix: str) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return CheckpointError(
             f"{path}: not there on this rank, although rank 0 has made it; {os.path.dirname(path)} must be on a file "
@@ -42,7 +41,7 @@ def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointErr
         )
     return CheckpointError(
         f"{os.path.join(path, file)}: cannot be written: {error.strerror} (errno {error.errno}); this rank needs "
-        f"{format_size(size)}, {free_space(path)}. {write_advice(error)}; earlier checkpoints are unchanged"
+        f"{format_size(size)}, {free_space(path)}. {fix or write_advice(error)}; what was there before is unchanged"
     )
 
 
@@ -55,10 +54,10 @@ def write_part(
     fetch: Fetch = in_place,
     direct: bool = False,
     over: bool = False,
-    explain: Callable[[OSError, str, str, int], CheckpointError] = unwritable,
+    fix: str = "",
 ) -> list[int]:
     """Write a rank's tensors and their description (JSON with its digest) into a directory; return the bytes of both.
-    `over` overwrites files in place. Raises CheckpointError from `explain` if that fails.
+    `over` overwrites files in place. Raises CheckpointError, with the `fix`, if that fails.
     """
     try:
         facts = write_tensors(os.path.join(path, file), tensors, direct=direct, over=over, fetch=fetch)
@@ -69,7 +68,7 @@ def write_part(
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
-        raise explain(error, path, file, sum(tensor.nbytes for tensor in tensors.values())) from error
+        raise _unwritable(error, path, file, sum(tensor.nbytes for tensor in tensors.values()), fix) from error
     return [facts.size, len(text)]
 
 

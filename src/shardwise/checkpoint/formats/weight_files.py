@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.checkpoint import directory
@@ -81,11 +81,6 @@ class WeightFiles:
         self._draft = directory.StagingDirectory(parent, "weights", tidy=False)
         self._writer: TensorWriter | StateFileWriter | None = None
         self._current = -1
-
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(file.size for file in self._files)
 
     def _split(self, entries: Sequence[Entry], limit: int | None) -> list[_File]:
         files = [_File("")]
@@ -155,12 +150,13 @@ class WeightFiles:
         return names
 
     def _index_text(self) -> bytes:
-        held = [(name, file.name) for file in self._files for entry in file.entries for name in self._names(entry)]
-        index = {"metadata": {"total_size": self.size}, "weight_map": dict(held)}
+        places: dict[str, str] = {}
+        for file in self._files:
+            for entry in file.entries:
+                aliases = entry.aliases if self._ending in PICKLED else ()
+                places.update(dict.fromkeys((entry.name, *aliases), file.name))
+        index = {"metadata": {"total_size": sum(file.size for file in self._files)}, "weight_map": places}
         return (json.dumps(index, indent=2) + "\n").encode()
-
-    def _names(self, entry: Entry) -> Iterable[str]:
-        return (entry.name, *(entry.aliases if self._ending in PICKLED else ()))
 
     def abandon(self) -> None:
         """Remove everything written; after `finish` nothing."""
