@@ -99,7 +99,7 @@ def _read(path: str, begin: int, into: torch.Tensor) -> None:
     host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
     with open(path, "rb") as file:
         file.seek(begin)
-        if file.readinto(bytes_of(host)) < host.nbytes:
+        if host.nbytes and file.readinto(bytes_of(host)) < host.nbytes:
             raise CheckpointError(f"{path}: ends before the {begin + host.nbytes} bytes that were announced")
     if host is not into:
         into.copy_(host)
