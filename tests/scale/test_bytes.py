@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint.agree import held_by_any, on_first_rank
-from shardwise.checkpoint.load import Options, _elsewhere, _wanted_by_any
+from shardwise.checkpoint.load import Options, _elsewhere
 from shardwise.checkpoint.manifest import PARAMETER, Manifest, StoredTensor
 from shardwise.checkpoint.selection import Renamed, Selection
 from shardwise.comm import stragglers
@@ -278,16 +278,6 @@ def test_ranks_mark_the_names_that_they_have(world: int) -> None:
     assert names == frozenset()  # the others of this test have none
     assert calls == 3  # a digest of the request; a sum over ranks
     assert received <= 16 * world + 2 * 4 * (STAGES * NAMES + 2 + world)
-
-
-@pytest.mark.parametrize("world", [8, 1024])
-def test_ranks_mark_the_blocks_that_they_read(world: int) -> None:
-    """Of a checkpoint with three tensors for each name, and a header for each rank's file: 8 bytes each."""
-    comm, blocks = Counting(world, 0), [("file", number) for number in range(3 * STAGES * NAMES + world)]
-    saved: Any = SimpleNamespace(blocks=lambda: blocks)
-    model: Any = SimpleNamespace(comm=comm)
-    assert _wanted_by_any(model, saved, blocks[5:9]) == blocks[5:9]
-    assert comm.calls == 2 and comm.received <= 2 * 4 * (len(blocks) + world) < 1 << 20
 
 
 def test_names_of_any_rank_are_found_on_all() -> None:
