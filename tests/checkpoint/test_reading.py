@@ -74,6 +74,7 @@ def held(engine: Any) -> list[torch.Tensor]:
 def load(path: str, trained: bool) -> tuple[int, int]:
     """Load into an engine with other values, compare every value, and return the bytes that were read and taken."""
     engine = make(2, trained=trained)
+    before = state_of(engine)
     torch.use_deterministic_algorithms(True)  # memory that is not written holds NaN, so that nobody reads it unnoticed
     try:
         with counted() as counts, track_activations(Accountant()) as accountant:
@@ -90,6 +91,8 @@ def load(path: str, trained: bool) -> tuple[int, int]:
                     sharded.update.state_pieces(tensor.index, key) if key else sharded.state.value_runs()[tensor.index]
                 )
                 assert all(torch.equal(view, values[first:end]) for first, end, view in pieces), (kind, tensor.name)
+    # What was there is still referred to here: other tensors would lie elsewhere.
+    assert not trained or [t.data_ptr() for t in before] == [t.data_ptr() for t in state_of(engine)]
     taken = accountant.peak_total - (0 if trained else sum(tensor.nbytes for tensor in state_of(engine)))
     engine.destroy()
     return sum(counts), taken
@@ -106,7 +109,7 @@ def test_a_resuming_job_reads_optimizer_state_once(saved: str, world: int) -> No
     assert files + SIZE // 3 <= sum(read for read, _ in found) <= 1.05 * (files + read_later) + trees
 
 
-def test_state_that_is_there_is_replaced(saved: str) -> None:
+def test_state_that_is_there_is_overwritten_in_its_place(saved: str) -> None:
     run_ranks(load, 2, saved, True)
 
 

@@ -278,7 +278,7 @@ def _verify(
         fresh = model.optimizer is not None and not any(model.optimizer.state.values())
         if matched.states is not None and fresh and not model.is_offloaded:
             matched.left = []
-            matched.left = _state_maker(model, matched.states)(range(len(model.registry)))
+            matched.left = _StateMaker(model, matched.states).make(range(len(model.registry)))
         places, rest = saved.places(matched.left or ())
         saved.verify(own, places)
         if matched.left is not None:
@@ -375,9 +375,9 @@ def _read_optimizer(
     if left is not None:
         saved.read_all(left)
     else:
-        make = _state_maker(model, states)
+        maker = _StateMaker(model, states)
         for indices in model.iter_resident():
-            saved.read_all(make(indices))
+            saved.read_all(maker.make(indices))
     held = model.value_runs()
     for index, state in states.items():
         if held.get(index):
@@ -386,32 +386,48 @@ def _read_optimizer(
             update.make_state(index, {}, whole)
 
 
-def _state_maker(
-    model: CheckpointedModel, states: dict[int, OptimizerStatePlan]
-) -> Callable[[Collection[int]], list[Run]]:
-    """Clear all optimizer state. Return a function that allocates the planned state with one value per element of some
-    parameters, and returns its runs.
-    """
-    model.cut_states({index: state.values for index, state in states.items()})
-    # Parameters that share memory may have been saved with different entries; a missing entry is zero.
-    filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
-    assert model.update is not None
-    update = model.update
-    update.clear_state()
-    held = model.value_runs()
+class _StateMaker:
+    """Clears all optimizer state, and allocates the planned state with one value per element."""
 
-    def make(indices: Collection[int]) -> list[Run]:
+    def __init__(self, model: CheckpointedModel, states: dict[int, OptimizerStatePlan]) -> None:
+        update, optimizer = model.update, model.optimizer
+        assert update is not None and optimizer is not None
+        self._model, self._states = model, states
+        model.cut_states({index: state.values for index, state in states.items()})
+        # Parameters that share memory may have been saved with different entries; a missing entry is zero.
+        self._filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
+        dtypes = {(key, stored.torch_dtype) for state in states.values() for key, stored in state.elementwise.items()}
+        self._fits: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        if self._filled and len(dtypes) == len({key for key, _ in dtypes}) and not model.is_offloaded:
+            # Returning memory to the system and taking it again would be slower than reading a file.
+            for stepped, entries in optimizer.state.items():
+                tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+                self._fits[stepped] = {
+                    key: value
+                    for key, value in tensors.items()
+                    if (key, value.dtype) in dtypes and (value.shape, value.device) == (stepped.shape, stepped.device)
+                }
+        update.clear_state()
+        optimizer.state.update(self._fits)
+        self._held = model.value_runs()
+
+    def make(self, indices: Collection[int]) -> list[Run]:
+        update, optimizer = self._model.update, self._model.optimizer
+        assert update is not None and optimizer is not None
         runs: list[Run] = []
-        for index, state in states.items():
-            if index in indices and held.get(index):
+        for index, state in self._states.items():
+            if index in indices and self._held.get(index):
                 made = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
-                update.make_state(index, made, {}, filled=filled)
+                update.make_state(index, made, {}, filled=self._filled)
                 for key, stored in state.elementwise.items():
-                    part = stored.part(model.box_of(model.registry[index]))
+                    part = stored.part(self._model.box_of(self._model.registry[index]))
                     runs += [(part, start, view) for start, _, view in update.state_pieces(index, key)]
+        used = {out.untyped_storage().data_ptr() for _, _, out in runs}
+        for stepped, entries in self._fits.items():
+            if not any(value.untyped_storage().data_ptr() in used for value in entries.values()):
+                del optimizer.state[stepped]  # of padding only: a new engine has no state for it either
+        self._fits = {}
         return runs
-
-    return make
 
 
 def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
