@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, FiniteFloat, StrictInt, TypeAdapter, ValidationError, with_config
 
 from shardwise import boxes
 from shardwise.boxes import Patch, Region
@@ -33,6 +33,10 @@ BUFFER = "buffer"
 OPTIMIZER = "optimizer/"
 
 
+_Ends = tuple[StrictInt, StrictInt]
+_Box = tuple[_Ends | tuple[_Ends, ...], ...]
+"""A `Region`, of which text is no number."""
+
 _STRICT = with_config(ConfigDict(extra="forbid"))
 
 
@@ -48,7 +52,7 @@ class Slice:
     key: str
     start: Natural
     stop: Natural
-    box: Region | None = None
+    box: _Box | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the slice as JSON of the manifest."""
