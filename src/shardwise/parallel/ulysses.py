@@ -84,6 +84,7 @@ def _swapped(
     label: str,
 ) -> list[torch.Tensor]:
     """Run all-to-alls of several messages as one collective."""
+    given = [x.contiguous() for x in given]  # an expanded number, as the gradient of a sum is, stays one when flattened
     received = [x.new_empty(sum(sizes)) for x, sizes in zip(given, got, strict=True)]
     if group.carries(given[0]):
         group.comm.all_to_alls(list(zip(received, given, got, sent, strict=True)), label).wait()
