@@ -2,18 +2,21 @@
 
     python bench/articles.py [--rows TEXT] [--quick]
 
-Each row names the claim, its figure, ours, and how it was made. Plans are made here, in some minutes; measurements are
-those of the other benchmarks in bench/results. GB are 10^9 bytes.
+Each row (articles.toml) names the claim, its figure, ours, and how it was made. Plans are made here, in some minutes;
+measurements are those of the other benchmarks in bench/results. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from harness import RESULTS, Row, load, options_of, save, show
+from systems import config_of
 from torch import nn
 
 from shardwise.engine.plans import Offload, SettingPlan, planners_of
@@ -23,19 +26,19 @@ from shardwise.plan.cluster import Cluster
 from shardwise.plan.configurations import decoder_of
 from shardwise.plan.time import plan_times
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 GB = 1e9
-HOST = Offload("cpu", "none")
-BOTH = Offload("cpu", "cpu")
+OFFLOADS = {"": None, "host": Offload("cpu", "none"), "both": Offload("cpu", "cpu")}
+CLAIMS = Path(__file__).with_name("articles.toml")
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A claim: where it stands, what it says, and functions of what comes out and of how."""
-
-    where: str
-    says: str
-    here: Callable[[], str]
-    how: str
+def shape_of(model: str) -> Shape:
+    """Return a shape by the name of a model, or by a number of parameters."""
+    return SHAPES[model] if model in SHAPES else decoder_of(float(model))
 
 
 def built(shape: Shape, recompute: bool = False) -> nn.Module:
@@ -45,7 +48,7 @@ def built(shape: Shape, recompute: bool = False) -> nn.Module:
 
 
 def planned(
-    shape: Shape,
+    model: str,
     ranks: int,
     stage: int,
     *,
@@ -53,27 +56,19 @@ def planned(
     rows: int = 1,
     length: int = 512,
     recompute: bool = False,
-    offload: Offload | None = None,
+    offload: str = "",
     tensor: int = 1,
 ) -> SettingPlan:
     """Return the plan of one rank."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": rows,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }
+    config = config_of(rows)
     if precision != "fp32":
         config[precision] = {"enabled": True}
     if tensor > 1:
         config["tensor_parallel"] = {"autotp_size": tensor}
     batch = torch.empty(rows, length, dtype=torch.int64, device="meta") if length else None
-    (planner,), _ = planners_of(built(shape, recompute), config, ranks, batch)
-    setting = replace(planner.target.setting, stage=stage, offload=offload)
+    (planner,), _ = planners_of(built(shape_of(model), recompute), config, ranks, batch)
+    setting = replace(planner.target.setting, stage=stage, offload=OFFLOADS[offload])
     return planner.plan(setting)
-
-
-def gigabytes(*plans: SettingPlan) -> str:
-    """Return the totals of plans."""
-    return " / ".join(f"{(one.total or 0) / GB:.1f}" for one in plans) + " GB"
 
 
 def resident(one: SettingPlan) -> float:
@@ -81,9 +76,10 @@ def resident(one: SettingPlan) -> float:
     return sum(one.peaks[name] for name in ("parameters", "gradients", "master weights", "optimizer state"))
 
 
-def stages(shape: Shape, ranks: int, which: tuple[int, ...] = (0, 1, 2, 3), **more: Any) -> str:
+def stages(model: str, ranks: int, which: Sequence[int] = (0, 1, 2, 3), note: str = "", **more: Any) -> str:
     """Return the totals of ZeRO stages."""
-    return gigabytes(*(planned(shape, ranks, stage, **more) for stage in which))
+    totals = (planned(model, ranks, stage, **more).total or 0 for stage in which)
+    return " / ".join(f"{total / GB:.1f}" for total in totals) + f" GB{note}"
 
 
 def dense() -> str:
@@ -103,17 +99,12 @@ def blocks(layers: int, width: int) -> str:
     return f"formula {formula / GB:.3f} GB, model {found / GB:.3f} GB"
 
 
-def speed(shape: Shape, ranks: int, stage: int, rows: int, card: str, **config: Any) -> str:
+def speed(model: str, ranks: int, stage: int, rows: int, card: str, **config: Any) -> str:
     """Return the samples a second that are planned on cards."""
-    settings = {
-        "train_micro_batch_size_per_gpu": rows,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "fp16": {"enabled": True},
-        **config,
-    }
+    settings = config_of(rows, fp16={"enabled": True}, **config)
     batch = torch.empty(rows, 512, dtype=torch.int64, device="meta")
     cluster = Cluster.of(card, None, 8)
-    (one,) = plan_times(built(shape, True), settings, cluster, ranks=ranks, stages=[stage], batch=batch)
+    (one,) = plan_times(built(shape_of(model), True), settings, cluster, ranks=ranks, stages=[stage], batch=batch)
     return f"{rows * ranks / one.time.total:.0f} samples/s"
 
 
@@ -137,19 +128,16 @@ def transformers_model(name: str) -> nn.Module:
         return T5ForConditionalGeneration(config)
 
 
-def largest_batch(name: str, ranks: int, stage: int, precision: str, offload: Offload | None, limit: float) -> str:
+def largest_batch(name: str, ranks: int, stage: int, precision: str, offload: str = "", limit: float = 24 * GB) -> str:
     """Return the largest micro-batch of 128 source and target tokens that fits a device, without a margin."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }
+    config = config_of(1)
     if precision != "fp32":
         config[precision] = {"enabled": True}
     tokens = torch.empty(1, 128, dtype=torch.int64, device="meta")
     (planner,), _ = planners_of(transformers_model(name), config, ranks, {"input_ids": tokens, "labels": tokens})
 
     def total(rows: int) -> int:
-        setting = replace(planner.target.setting, stage=stage, offload=offload, micro_batch=rows)
+        setting = replace(planner.target.setting, stage=stage, offload=OFFLOADS[offload], micro_batch=rows)
         plan = planner.plan(setting)
         if plan.note:
             raise SystemExit(f"{name}: {plan.note}")
@@ -174,182 +162,53 @@ def measured(name: str, system: str, metric: str, other: str, form: str = "{:.2f
     return form.format(found[other] / found[system])
 
 
-def claims() -> Iterator[Claim]:
-    """Yield all claims, in the order of the articles."""
-    bloom, small, giant = SHAPES["bloom-560m"], SHAPES["bloom-1b1"], SHAPES["llama-70b"]
-    plan = "planned"
-    yield Claim(
-        "dense net 512-1,024-1,024-1,024-512, 4 samples", "12,597,248 B, 65,536 B of activations", dense, "measured"
-    )
-    yield Claim("transformer, 4nh(13 + 12h) bytes, n 24, h 1,024", "1.21 GB", lambda: blocks(24, 1024), plan)
-    yield Claim(
-        "BLOOM-560M, parameters",
-        "559,214,592",
-        lambda: f"{sum(p.numel() for p in built(bloom).parameters()):,}",
-        plan,
-    )
-    yield Claim(
-        "BLOOM-560M, fp32, 8 ranks, 1 x 512: stages 0 / 1 / 2 / 3",
-        "estimated 10.71 / 6.79 / 4.83 GB, measured 10.88 / 7.48 / 8.22 (6.37) / 7.41 GB",
-        lambda: stages(bloom, 8),
-        plan,
-    )
-    yield Claim(
-        "1 B x 8 data-parallel ranks",
-        "3.7 GB a rank, 29.8 GB in all",
-        lambda: (
-            f"{planned(small, 8, 0, length=0).peaks['parameters'] / GB:.2f} GB of parameters a rank, "
-            f"{8 * planned(small, 8, 0, length=0).peaks['parameters'] / GB:.1f} GB in all; stage 3 "
-            f"{planned(small, 8, 3, length=0).peaks['parameters'] / GB:.2f} GB"
-        ),
-        plan,
-    )
-    thirteen = SHAPES["llama-13b"]
-    yield Claim(
-        "13 B on one 32 GB card",
-        "trains, with state on the host",
-        lambda: (
-            gigabytes(planned(thirteen, 1, 3, precision="fp16", rows=1, length=1024, recompute=True, offload=BOTH))
-            + " on the device"
-        ),
-        plan,
-    )
-    yield Claim(
-        "13 B without model parallelism, 64 ranks, 1 x 1,024: stages 1 / 2 / 3",
-        "fits 32 GB at stage 2",
-        lambda: stages(thirteen, 64, (1, 2, 3), precision="bf16", length=1024, recompute=True),
-        plan,
-    )
-    yield Claim(
-        "200 B, 16-way tensor parallelism, 1,024 ranks",
-        "trains on 32 GB cards",
-        lambda: stages(decoder_of(200e9), 1024, (1, 2), precision="bf16", length=1024, recompute=True, tensor=16),
-        plan,
-    )
-    yield Claim(
-        "8x less model state with stages 1 and 2",
-        "8x",
-        lambda: " / ".join(f"{1 / share:.1f}x" for share in _shares(small, 64)) + " at stages 1 / 2 / 3 on 64 ranks",
-        plan,
-    )
-    yield Claim(
-        "1-bit Adam: bytes sent",
-        "up to 5x less",
-        lambda: measured("convergence_onebit", "1-bit Adam", "sent_bytes_a_parameter", "Adam", "{:.1f}x less"),
-        "bench/convergence.py",
-    )
-    yield Claim(
-        "1-bit Adam: speed on a slow network",
-        "2.7x to 3.5x",
-        lambda: measured("machines_throttled", "1-bit Adam", "step_s", "ZeRO 1", "{:.1f}x at 100 Mbit/s"),
-        "make machines",
-    )
-    yield Claim(
-        "CPU-Adam against torch's loop",
-        "5.1x to 6.5x",
-        lambda: measured("cpu_adam", "shardwise AdamW", "median_ns", "torch AdamW, loop", "{:.1f}x"),
-        "bench/cpu_adam.py",
-    )
-    yield Claim(
-        "stage 2: less memory",
-        "50 to 70 %",
-        lambda: measured(
-            "memory_zero_98M_bf16_4", "shardwise 0", "peak_bytes_a_parameter", "shardwise 2", "{:.0%} left"
-        ),
-        "bench/memory.py, 4 ranks",
-    )
-    yield Claim(
-        "stage 3: time of a step against stage 0",
-        "2 to 3x communication",
-        lambda: measured("time_zero_27M_fp32_2", "shardwise 0", "median_ms", "shardwise 3", "{:.2f} of the time"),
-        "bench/step_time.py, 2 ranks",
-    )
-    yield Claim(
-        "70 B: weights, optimizer, all",
-        "140, 280, 560 GB",
-        lambda: _all_of(giant),
-        plan,
-    )
-    yield Claim(
-        "70 B on 8 ranks: stages 0 / 1 / 2 / 3",
-        "560 / 400 / 200 / 10 GB",
-        lambda: stages(giant, 8, precision="bf16", length=2048, recompute=True),
-        plan,
-    )
-    yield Claim(
-        "1 B on 4 ranks: stages 1 / 3", "18 / 6 GB", lambda: stages(decoder_of(1e9), 4, (1, 3), recompute=True), plan
-    )
-    ten = decoder_of(10e9)
-    yield Claim("10 B on 8 ranks: stages 0 / 3", "200 / 25 GB", lambda: stages(ten, 8, (0, 3), recompute=True), plan)
-    yield Claim(
-        "100 B on 32 ranks, stage 3",
-        "28 GB",
-        lambda: stages(decoder_of(100e9), 32, (3,), precision="bf16", recompute=True),
-        plan,
-    )
-    twenty = decoder_of(20e9)
-    yield Claim(
-        "20 B on 8 x 80 GB, stage 3, optimizer on the host",
-        "80 to 22 GB, 42 samples/s",
-        lambda: (
-            gigabytes(planned(twenty, 8, 3, precision="fp16", recompute=True, offload=HOST))
-            + ", with state on the device "
-            + gigabytes(planned(twenty, 8, 3, precision="fp16", recompute=True))
-            + f" and {speed(twenty, 8, 3, 8, 'a100-80')} on A100 by data sheet"
-        ),
-        plan,
-    )
-    for label, says, stage, precision, offload in (
-        ("fp32, as DDP", "16", 0, "fp32", None),
-        ("fp16", "20", 0, "fp16", None),
-        ("sharded", "30", 2, "fp32", None),
-        ("sharded, fp16", "30", 2, "fp16", None),
-        ("DeepSpeed", "40", 2, "fp16", None),
-        ("DeepSpeed, host", "50", 2, "fp16", HOST),
-    ):
-        yield Claim(
-            f"T5-large on 2 x 24 GB, {label}: largest batch a rank",
-            says,
-            lambda stage=stage, precision=precision, offload=offload: largest_batch(  # type: ignore[misc]
-                "t5-large", 2, stage, precision, offload, 24 * GB
-            ),
-            f"{plan}, 128 tokens",
-        )
-    yield Claim(
-        "T5-3B on 24 GB without ZeRO",
-        "out of memory at 1",
-        lambda: largest_batch("t5-3b", 1, 0, "fp16", None, 24 * GB),
-        f"{plan}, 128 tokens",
-    )
-    yield Claim(
-        "T5-3B on 24 GB, state on the host",
-        "20 (30 fails)",
-        lambda: largest_batch("t5-3b", 1, 2, "fp16", HOST, 24 * GB),
-        f"{plan}, 128 tokens",
-    )
+def parameters(model: str) -> str:
+    """Return the number of parameters."""
+    return f"{sum(p.numel() for p in built(shape_of(model)).parameters()):,}"
 
 
-def _shares(shape: Shape, ranks: int) -> list[float]:
-    whole, *others = (resident(planned(shape, ranks, stage, precision="bf16", length=0)) for stage in range(4))
-    return [one / whole for one in others]
+def copies(model: str, ranks: int) -> str:
+    """Return the bytes of parameters of a rank and of all, and those at stage 3."""
+    whole, part = (planned(model, ranks, stage, length=0).peaks["parameters"] / GB for stage in (0, 3))
+    return f"{whole:.2f} GB of parameters a rank, {ranks * whole:.1f} GB in all; stage 3 {part:.2f} GB"
 
 
-def _all_of(shape: Shape) -> str:
-    one = planned(shape, 8, 0, precision="bf16", length=0)
-    parts = (one.peaks["parameters"], one.peaks["master weights"] + one.peaks["optimizer state"], resident(one))
-    return ", ".join(f"{size / GB:.0f}" for size in parts) + " GB in mixed precision"
+def less(model: str, ranks: int) -> str:
+    """Return how much less state there is on a device at stages 1, 2 and 3."""
+    whole, *others = (resident(planned(model, ranks, stage, precision="bf16", length=0)) for stage in range(4))
+    return " / ".join(f"{whole / one:.1f}x" for one in others) + f" at stages 1 / 2 / 3 on {ranks} ranks"
+
+
+def parts(model: str) -> str:
+    """Return the bytes of weights, of the optimizer's state, and of all."""
+    one = planned(model, 8, 0, precision="bf16", length=0)
+    sizes = (one.peaks["parameters"], one.peaks["master weights"] + one.peaks["optimizer state"], resident(one))
+    return ", ".join(f"{size / GB:.0f}" for size in sizes) + " GB in mixed precision"
+
+
+def offloaded(model: str, ranks: int, card: str) -> str:
+    """Return the bytes at stage 3 with the optimizer on the host and without, and the planned speed."""
+    there, here = (stages(model, ranks, [3], precision="fp16", recompute=True, offload=place) for place in ("host", ""))
+    return f"{there}, with state on the device {here} and {speed(model, ranks, 3, 8, card)} on A100 by data sheet"
+
+
+MADE: dict[str, Callable[..., str]] = {
+    made.__name__: made
+    for made in (dense, blocks, parameters, copies, stages, less, parts, offloaded, largest_batch, measured)
+}
+"""What comes out, by name in articles.toml."""
 
 
 def main() -> None:
     """Make the rows, print them and keep them."""
     options = options_of(__doc__, quick={"rows": "dense"}, rows="")
     rows: list[Row] = []
-    for claim in claims():
-        if options.rows in claim.where:
-            rows.append(
-                {"system": claim.where, "setting": {}, "says": claim.says, "here": claim.here(), "how": claim.how}
-            )
-            print(rows[-1]["system"], "|", rows[-1]["says"], "|", rows[-1]["here"], flush=True)
+    for claim in tomllib.loads(CLAIMS.read_text("utf-8"))["claims"]:
+        if options.rows in claim["where"]:
+            here = MADE[claim["made"]](**claim.get("of", {}))
+            how = claim.get("how", "planned")
+            rows.append({"system": claim["where"], "setting": {}, "says": claim["says"], "here": here, "how": how})
+            print(claim["where"], "|", claim["says"], "|", here, flush=True)
     if not options.rows:
         show(rows)
     save(options, "articles", rows)

@@ -43,7 +43,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ from harness import (
     spent,
     trimmed,
 )
-from systems import SIZES, Case, installed
+from systems import SIZES, Case, config_of, installed
 from systems import shardwise as training_of
 from torch import nn
 
@@ -83,12 +83,8 @@ def engine_of(layers: int, stage: int = 3, width: int = WIDTH, trained: bool = T
     """
     import shardwise
 
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, **({} if trained else {"stage3_param_persistence_threshold": 0})},
-        "checkpoint": keys,
-    }
+    zero = {"stage": stage, **({} if trained else {"stage3_param_persistence_threshold": 0})}
+    config = config_of(1, 1e-3, zero_optimization=zero, checkpoint=keys)
     with shardwise.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = model_of(layers, width)
     engine, *_ = shardwise.initialize(model=model, config=config)
@@ -121,94 +117,68 @@ def tensors(engine: Any) -> Iterator[torch.Tensor]:
 # -- saving and loading ------------------------------------------------------------------------------------------------
 
 
-class System(Protocol):
-    """Something that saves and loads; each rank calls with the same empty or filled directory."""
+class System(NamedTuple):
+    """Ways to write everything below a path, and to read it back into the place that it came from, on each rank."""
 
-    def save(self, path: str) -> None:
-        """Write everything below `path`."""
-
-    def load(self, path: str) -> None:
-        """Read it back into the place that it came from."""
+    save: Callable[[str], object]
+    load: Callable[[str], object]
 
 
-class Disk:
-    """As many bytes as the checkpoint has, without anything else."""
+def disk(size: int) -> System:
+    """Write and read as many bytes as the checkpoint has, without anything else."""
+    block, rank = memoryview(bytearray(os.urandom(1 << 20) * 4)), dist.get_rank()
+    count = size // dist.get_world_size() // BLOCK
 
-    def __init__(self, size: int) -> None:
-        self.block = memoryview(bytearray(os.urandom(1 << 20) * 4))
-        self.count = size // dist.get_world_size() // BLOCK
+    def save(path: str) -> None:
+        with open(f"{path}/{rank}", "wb", buffering=0) as file:
+            for _ in range(count):
+                file.write(block)
 
-    def save(self, path: str) -> None:
-        """Write this rank's part."""
-        with open(f"{path}/{dist.get_rank()}", "wb", buffering=0) as file:
-            for _ in range(self.count):
-                file.write(self.block)
-
-    def load(self, path: str) -> None:
-        """Read it."""
-        with open(f"{path}/{dist.get_rank()}", "rb", buffering=0) as file:
-            while file.readinto(self.block):
+    def load(path: str) -> None:
+        with open(f"{path}/{rank}", "rb", buffering=0) as file:
+            while file.readinto(block):
                 pass
 
-
-class EngineFiles:
-    """An engine of shardwise or DeepSpeed."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def save(self, path: str) -> None:
-        """Save a checkpoint."""
-        self.engine.save_checkpoint(path, tag="a")
-
-    def load(self, path: str) -> None:
-        """Load it."""
-        self.engine.load_checkpoint(path, tag="a")
+    return System(save, load)
 
 
-class Plain:
-    """torch.save of the tensors that each rank holds."""
+def by_engine(engine: Any) -> System:
+    """Save and load a checkpoint of an engine of shardwise or DeepSpeed."""
+    return System(
+        functools.partial(engine.save_checkpoint, tag="a"), functools.partial(engine.load_checkpoint, tag="a")
+    )
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
 
-    def save(self, path: str) -> None:
-        """Save a list of tensors. Views are cloned: torch.save would write the whole storage behind each."""
-        torch.save([values.clone() for values in tensors(self.engine)], f"{path}/{dist.get_rank()}.pt")
+def plain(engine: Any) -> System:
+    """torch.save of a list of the tensors that each rank holds."""
+    rank = dist.get_rank()
 
-    def load(self, path: str) -> None:
-        """Load them and copy them to their places."""
-        loaded = torch.load(f"{path}/{dist.get_rank()}.pt", weights_only=True)
-        for values, saved in zip(tensors(self.engine), loaded, strict=True):
+    def load(path: str) -> None:
+        loaded = torch.load(f"{path}/{rank}.pt", weights_only=True)
+        for values, saved in zip(tensors(engine), loaded, strict=True):
             values.copy_(saved)
 
+    # Views are cloned: torch.save would write the whole storage behind each.
+    return System(lambda path: torch.save([values.clone() for values in tensors(engine)], f"{path}/{rank}.pt"), load)
 
-class Distributed:
+
+def distributed(layers: int) -> System:
     """torch.distributed.checkpoint of sharded tensors, with its default settings, by which it flushes."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    def __init__(self, layers: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.state = {
-            f"{layer}.{name}.{kind}": distribute_tensor(torch.randn(shape), mesh, [Shard(0)])
-            for layer in range(layers)
-            for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))
-            for kind in ("value", "exp_avg", "exp_avg_sq")
-        }
-
-    def save(self, path: str) -> None:
-        """Save."""
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self.state, storage_writer=dcp.FileSystemWriter(path))
-
-    def load(self, path: str) -> None:
-        """Load in place."""
-        import torch.distributed.checkpoint as dcp
-
-        dcp.load(self.state, storage_reader=dcp.FileSystemReader(path))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        f"{layer}.{name}.{kind}": distribute_tensor(torch.randn(shape), mesh, [Shard(0)])
+        for layer in range(layers)
+        for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))
+        for kind in ("value", "exp_avg", "exp_avg_sq")
+    }
+    return System(
+        lambda path: dcp.save(state, storage_writer=dcp.FileSystemWriter(path)),
+        lambda path: dcp.load(state, storage_reader=dcp.FileSystemReader(path)),
+    )
 
 
 def peer_of(layers: int) -> Any:
@@ -251,21 +221,19 @@ def timed(system: System, operation: str, path: str) -> Row:
             system.load(path)
         dist.barrier()
 
-    before = trimmed()
-    forget_peak()
-    figures = spent(act)
-    together = {"processor": figures["processor"], "memory": max(0, highest_resident() - before)}
-    return {"wall": figures["wall"], **over_ranks(together, "sum")}
+    figures: dict[str, float] = {}
+    memory = Device("cpu").taken(lambda: figures.update(spent(act)))
+    return {"wall": figures["wall"], **over_ranks({"processor": figures["processor"], "memory": max(0, memory)}, "sum")}
 
 
 OPERATIONS = ("save", "load", "load_cold")
 MAKERS: dict[str, Callable[[int], System]] = {
-    "disk": lambda layers: Disk(size_of(layers)),
-    "shardwise": lambda layers: EngineFiles(engine_of(layers)),
-    "shardwise direct": lambda layers: EngineFiles(engine_of(layers, writer={"type": "fast"})),
-    "torch.save": lambda layers: Plain(engine_of(layers)),
-    "torch DCP": lambda layers: Distributed(layers),
-    "DeepSpeed": lambda layers: EngineFiles(peer_of(layers)),
+    "disk": lambda layers: disk(size_of(layers)),
+    "shardwise": lambda layers: by_engine(engine_of(layers)),
+    "shardwise direct": lambda layers: by_engine(engine_of(layers, writer={"type": "fast"})),
+    "torch.save": lambda layers: plain(engine_of(layers)),
+    "torch DCP": distributed,
+    "DeepSpeed": lambda layers: by_engine(peer_of(layers)),
 }
 
 

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Row, job, options_of, over_ranks, save, serve, show
-from systems import GPT, Size
+from systems import GPT, Size, config_of
 
 SIZE = Size(width=128, layers=4, heads=4, vocabulary=256, rows=4, length=96)
 STEPS, EVERY = 240, 10
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 40, "warmup_type": "linear"}}
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,8 @@ class Way:
 
     def config(self) -> dict[str, Any]:
         """The configuration for `shardwise.initialize`."""
-        found: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": SIZE.rows,
-            "optimizer": {"type": self.optimizer, "params": dict(self.params)},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 40, "warmup_type": "linear"}},
-            "zero_optimization": {"stage": self.stage},
-        }
+        found = config_of(SIZE.rows, scheduler=WARMUP, zero_optimization={"stage": self.stage})
+        found["optimizer"] = {"type": self.optimizer, "params": dict(self.params)}
         for name, value in self.more.items():
             found[name] = {**found.get(name, {}), **value} if isinstance(value, Mapping) else value
         return found
@@ -159,20 +156,28 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
     return train, held_out
 
 
-class NextByte(torch.nn.Module):
-    """The GPT of the other benchmarks, asked for the byte that follows."""
+class Logits(GPT):
+    """The GPT of the other benchmarks, which returns logits of the next byte."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpt = GPT(SIZE)
+    def __init__(self, layers: int = SIZE.layers) -> None:
+        super().__init__(replace(SIZE, layers=layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return logits (rows, length, 256)."""
+        return self.head(self.norm(self.hidden(ids)))
+
+
+class NextByte(Logits):
+    """The same, which returns its own loss."""
 
     def forward(self, windows: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy; `windows`: (rows, length + 1) bytes."""
-        gpt, ids = self.gpt, windows[:, :-1]
-        x = gpt.tokens(ids) + gpt.places(torch.arange(ids.shape[1]))
-        for block in gpt.blocks:
-            x = block(x)
-        return F.cross_entropy(gpt.head(gpt.norm(x)).flatten(0, 1).float(), windows[:, 1:].flatten())
+        return loss_of(super().forward(windows[:, :-1]), windows)
+
+
+def loss_of(logits: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of the bytes that follow."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
 def windows(data: torch.Tensor, seed: int, rows: int) -> torch.Tensor:
@@ -181,9 +186,25 @@ def windows(data: torch.Tensor, seed: int, rows: int) -> torch.Tensor:
     return torch.stack([data[start : start + SIZE.length + 1] for start in starts])
 
 
+def drawn(data: torch.Tensor, step: int) -> torch.Tensor:
+    """Draw this rank's windows of a step."""
+    return windows(data, step * dist.get_world_size() + dist.get_rank(), SIZE.rows)
+
+
 def mean(value: torch.Tensor) -> float:
     """Return the mean over ranks."""
     return over_ranks({"": float(value.detach())})[""]
+
+
+def held_out_loss(engine: Any, data: torch.Tensor, draws: int = 4) -> float:
+    """Return the loss of an engine that returns it, or logits, on held-out text: the mean over ranks."""
+    engine.eval()
+    with torch.no_grad():
+        rows = (windows(data, seed, 16) for seed in range(draws))
+        returns_loss = isinstance(engine.module, NextByte)
+        losses = [engine(own) if returns_loss else loss_of(engine(own[:, :-1]), own) for own in rows]
+    engine.train()
+    return mean(torch.stack(losses).mean())
 
 
 def train(way: Way, steps: int) -> Row:
@@ -197,7 +218,7 @@ def train(way: Way, steps: int) -> Row:
     seen, sent, marks, total = [], [], [], torch.zeros(())
     between, known = 0, engine.ledger.sequence  # bytes to other replicas, and the first record that is not counted
     for step in range(steps):
-        loss = engine(windows(data, step * dist.get_world_size() + dist.get_rank(), SIZE.rows))
+        loss = engine(drawn(data, step))
         engine.backward(loss)
         engine.step()
         records = list(engine.ledger.records(known))
@@ -211,9 +232,7 @@ def train(way: Way, steps: int) -> Row:
             total.zero_()
     seconds = time.perf_counter() - start
     engine.synchronize_replicas()
-    engine.eval()
-    with torch.no_grad():
-        final = mean(torch.stack([engine(windows(held_out, seed, 16)) for seed in range(8)]).mean())
+    final = held_out_loss(engine, held_out, 8)
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     engine.destroy()
     last = (sent[-1] - sent[-2]) / EVERY / parameters

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from convergence import SIZE, NextByte, mean, text, windows
-from harness import Row, job, options_of, save, serve, show
-from systems import GPT, SIZES
+from convergence import SIZE, WARMUP, NextByte, drawn, held_out_loss, text
+from harness import Device, Row, job, options_of, save, serve, show
+from systems import SIZES, Case, config_of
+from systems import shardwise as shardwise_run
 
 THETAS = (1.0, 0.9, 0.75, 0.5, 0.25)
 POINTS = 60
@@ -71,30 +72,21 @@ def train(name: str, sections: dict[str, Any], tokens: int, target: float | None
 
     data, held_out = text()
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": SIZE.rows,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 40, "warmup_type": "linear"}},
-        "zero_optimization": {"stage": 2},
-        **sections,
-    }
+    config = config_of(SIZE.rows, 3e-3, scheduler=WARMUP, zero_optimization={"stage": 2}, **sections)
     engine, *_ = shardwise.initialize(model=NextByte(), config=config)
     start, seen, step = time.perf_counter(), 0, 0
     marks, losses = [], []
     while seen < tokens:
         lengths = engine.curriculum_scheduler_legacy
         length = SIZE.length if lengths is None else lengths.get_current_difficulty() - 1
-        loss = engine(windows(data, step * dist.get_world_size() + dist.get_rank(), SIZE.rows))
+        loss = engine(drawn(data, step))
         engine.backward(loss)
         engine.step()
         seen += length * SIZE.rows * dist.get_world_size()
         step += 1
         if seen * POINTS // tokens > len(marks) or seen >= tokens:
-            engine.eval()
-            with torch.no_grad():
-                marks.append(seen)
-                losses.append(mean(torch.stack([engine(windows(held_out, seed, 16)) for seed in range(4)]).mean()))
-            engine.train()
+            marks.append(seen)
+            losses.append(held_out_loss(engine, held_out))
     seconds = time.perf_counter() - start
     engine.destroy()
     wanted = losses[-1] if target is None else target
@@ -106,30 +98,18 @@ def train(name: str, sections: dict[str, Any], tokens: int, target: float | None
 
 def kept(theta: float, size: str, rounds: int) -> Row:
     """Measure steps at one value of theta."""
-    import shardwise
-
-    shape = SIZES[size]
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": shape.rows,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "progressive_layer_drop": {"enabled": True, "theta": theta, "gamma": 100.0},
-    }
-    engine, *_ = shardwise.initialize(model=GPT(shape), config=config)
+    keys = {"progressive_layer_drop": {"enabled": True, "theta": theta, "gamma": 100.0}}
+    run = shardwise_run(Case(SIZES[size], bf16=False), 0, keys=keys)
     calls = [0]
-    for block in engine.module.blocks:
+    for block in run.engine.module.blocks:
         block.norm1.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-    ids = torch.randint(shape.vocabulary, (shape.rows, shape.length))
     taken: list[float] = []
     for number in range(rounds + 2):  # theta holds from the second step on
         if number == 2:
             calls[0] = 0
-        start = time.perf_counter()
-        engine.backward(engine(ids))
-        engine.step()
-        taken.append(1e3 * (time.perf_counter() - start))
-    engine.destroy()
-    part = calls[0] / rounds / shape.layers
+        taken.append(1e3 * Device("cpu").seconds(run.step))
+    run.close()
+    part = calls[0] / rounds / SIZES[size].layers
     return {
         "system": f"theta {theta:g}",
         "kept": part,

@@ -11,61 +11,26 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from convergence import EVERY, SIZE, mean, text, windows
+from convergence import EVERY, SIZE, WARMUP, Logits, drawn, held_out_loss, loss_of, text
 from harness import Row, job, options_of, save, serve, show
-from systems import GPT
+from systems import config_of
 
 LAYERS = 1
-
-
-class Logits(torch.nn.Module):
-    """The GPT of the other benchmarks, which returns logits of the next byte."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.gpt = GPT(replace(SIZE, layers=layers))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return logits (rows, length, 256)."""
-        x = self.gpt.tokens(ids) + self.gpt.places(torch.arange(ids.shape[1]))
-        for block in self.gpt.blocks:
-            x = block(x)
-        return self.gpt.head(self.gpt.norm(x))
-
-
-def own_loss(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of the bytes that follow."""
-    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
 def engine_of(model: torch.nn.Module, trains: bool) -> Any:
     """Return an engine at stage 3."""
     import shardwise
 
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SIZE.rows,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
+    config = config_of(SIZE.rows, 3e-3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
     if trains:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 3e-3}}
-        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 40, "warmup_type": "linear"}}
+        config["scheduler"] = WARMUP
+    else:
+        del config["optimizer"]
     return shardwise.initialize(model=model, config=config)[0]
-
-
-def held_out_loss(engine: Any, data: torch.Tensor) -> float:
-    """Return the loss of an engine on held-out text, the mean over ranks."""
-    engine.eval()
-    with torch.no_grad():
-        drawn = [windows(data, seed, 16) for seed in range(4)]
-        found = mean(torch.stack([own_loss(engine(rows[:, :-1]), rows) for rows in drawn]).mean())
-    engine.train()
-    return found
 
 
 def train(name: str, engine: Any, steps: int, distillation: Any = None) -> Row:
@@ -73,9 +38,9 @@ def train(name: str, engine: Any, steps: int, distillation: Any = None) -> Row:
     data, held_out = text()
     marks, losses, began = [], [], time.perf_counter()
     for step in range(steps):
-        rows = windows(data, step * dist.get_world_size() + dist.get_rank(), SIZE.rows)
+        rows = drawn(data, step)
         logits = engine(rows[:, :-1])
-        loss = own_loss(logits, rows)
+        loss = loss_of(logits, rows)
         engine.backward(loss if distillation is None else distillation(logits, loss, rows[:, :-1]))
         engine.step()
         if (step + 1) % EVERY == 0:
@@ -83,9 +48,8 @@ def train(name: str, engine: Any, steps: int, distillation: Any = None) -> Row:
             losses.append(held_out_loss(engine, held_out))
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     taken = time.perf_counter() - began
-    return {"system": name, "held_out": losses[-1], "steps": marks, "loss": losses, "parameters": parameters} | {
-        "taken_s": taken
-    }
+    figures = {"held_out": losses[-1], "parameters": parameters, "taken_s": taken}
+    return {"system": name, **figures, "steps": marks, "loss": losses}
 
 
 def rows_of(options: argparse.Namespace) -> list[Row]:
@@ -93,7 +57,7 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     from shardwise.compression import Distillation, student_initialization
 
     torch.manual_seed(0)
-    model = Logits(SIZE.layers)
+    model = Logits()
     engine = engine_of(model, trains=True)
     found = [train("teacher", engine, options.teacher)]
     engine.destroy()
@@ -101,9 +65,9 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     reduction = {
         "enabled": True,
         "keep_number_layer": LAYERS,
-        "module_name_prefix": "gpt.blocks",
+        "module_name_prefix": "blocks",
         "teacher_layer": [0],
-        "other_module_name": ["gpt.tokens", "gpt.places", "gpt.norm", "gpt.head"],
+        "other_module_name": ["tokens", "places", "norm", "head"],
     }
     for name, distilled, copied in (
         ("student", False, False),

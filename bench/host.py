@@ -33,9 +33,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import torch
@@ -62,58 +59,14 @@ PHASES = ("forward", "backward", "step", "whole")
 LEFT_OUT = ("alone", "FSDP2 no reshard", "DeepSpeed 1", "DeepSpeed 2", "shardwise 3 Init")
 
 
-class _Stream:
-    """One that launches at once."""
-
-    def use(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def wait(self, mark: Any) -> None:
-        pass
-
-
-class _Mark:
-    """One that has been reached."""
-
-    def wait(self) -> None:
-        pass
-
-    def reached(self) -> bool:
-        return True
-
-
-class Streams:
-    """Streams that do nothing, beside the host all the same: the CPU takes the branches of a device."""
-
-    beside = True
-
-    def make(self, name: str, *, urgent: bool = True) -> _Stream:
-        """Return a stream."""
-        return _Stream()
-
-    def current(self) -> _Stream:
-        """Return a stream."""
-        return _Stream()
-
-    def mark(self) -> _Mark:
-        """Return a mark."""
-        return _Mark()
-
-    def block(self, mark: _Mark, limit: timedelta) -> bool:
-        """Wait for nothing."""
-        return True
-
-    def on_host(self) -> AbstractContextManager[Any]:
-        """Change nothing."""
-        return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def as_device() -> Iterator[None]:
-    """Have the CPU take the branches of a device: streams."""
-    from shardwise.device.streams import overrides
+    """Have the CPU take the branches of a device: its streams do nothing, and count as beside the host all the same."""
+    from shardwise.device.streams import HostStreams, overrides
 
-    with mock.patch.dict(overrides, {"cpu": Streams()}):
+    streams = HostStreams()
+    streams.beside = True
+    with mock.patch.dict(overrides, {"cpu": streams}):
         yield
 
 

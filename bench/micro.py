@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from harness import Device, Row, attempt, medians, options_of, save, show, turns
+from systems import config_of
 
 from shardwise.compat import allow_gradient_dtype
 from shardwise.optim import Adagrad, AdamW, ElementwiseOptimizer, Lion
@@ -81,22 +82,19 @@ def variants(elements: int) -> dict[str, tuple[int, Step]]:
         if copied:
             output.copy_(master)
 
-    def add(name: str, optimizer: torch.optim.Optimizer) -> None:
-        found[name] = 28, functools.partial(step, optimizer)
+    def add(name: str, optimizer: torch.optim.Optimizer, scaled: bool = False, copied: bool = False) -> None:
+        name = f"{'scaled, then ' * scaled}{name}{', then bf16 copy' * copied}"
+        found[name] = 28 + 2 * copied, functools.partial(step, optimizer, scaled=scaled, copied=copied)
 
-    def add_copied(name: str, optimizer: torch.optim.Optimizer) -> None:
-        found[f"{name}, then bf16 copy"] = 30, functools.partial(step, optimizer, copied=True)
+    def add_all(name: str, optimizer: torch.optim.Optimizer) -> None:
+        for scaled, copied in ((False, False), (False, True), (True, True)):
+            add(name, optimizer, scaled, copied)
 
-    def add_scaled(name: str, optimizer: torch.optim.Optimizer) -> None:
-        found[f"scaled, then {name}, then bf16 copy"] = 30, functools.partial(step, optimizer, scaled=True, copied=True)
-
-    fused = adopt(torch.optim.AdamW([master], fused=True, **ADAM))
     add("torch AdamW, loop", adopt(torch.optim.AdamW([master], foreach=False, **ADAM)))
-    for adding in (add, add_copied, add_scaled):
-        adding("torch AdamW, fused", fused)
+    add_all("torch AdamW, fused", adopt(torch.optim.AdamW([master], fused=True, **ADAM)))
     own = adopt(AdamW([master], **ADAM))
-    for adding in (add, add_scaled):
-        adding("shardwise AdamW", own)
+    add("shardwise AdamW", own)
+    add("shardwise AdamW", own, scaled=True, copied=True)
     for rounding, moved in (("stochastic", 24), ("kahan", 28)):
         rounded = adopt(AdamW([narrow], rounding=rounding, **ADAM), narrow)
         allow_gradient_dtype(narrow, gradient.dtype)
@@ -109,8 +107,7 @@ def variants(elements: int) -> dict[str, tuple[int, Step]]:
     except Exception as error:
         print(f"without DeepSpeedCPUAdam: {type(error).__name__}: {str(error).splitlines()[:1]}")
     else:
-        for adding in (add, add_copied, add_scaled):
-            adding("DeepSpeedCPUAdam", peer)
+        add_all("DeepSpeedCPUAdam", peer)
     return found
 
 
@@ -294,12 +291,7 @@ def plan(options: argparse.Namespace) -> list[Row]:
     from shardwise.plan.architectures import SHAPES, Decoder
 
     torch.set_num_threads(1)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }
+    config = config_of(1, bf16={"enabled": True}, gradient_clipping=1.0)
     rows: list[Row] = []
     for stage, length in ((3, 0), (3, options.length), (1, options.length)):
         wall, process = time.perf_counter(), time.process_time()

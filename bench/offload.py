@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import statistics
@@ -268,7 +269,7 @@ class PlayedDisk:
 
     Attributes:
         speed: bytes a second.
-        moved: bytes so far.
+        moved: bytes since the last begin of an action that is timed.
         size: bytes of the file; not counted.
     """
 
@@ -298,6 +299,12 @@ class PlayedDisk:
         empty = torch.empty(0, dtype=torch.uint8)
         self._begin(Move(empty, empty)).wait()
 
+    def timed(self, action: Callable[[], object]) -> float:
+        """Return the seconds of an action; `moved` counts from its beginning."""
+        self.moved, begin = 0, time.perf_counter()
+        action()
+        return time.perf_counter() - begin
+
     def close(self) -> None:
         """End the thread."""
         self._asked.put(None)
@@ -319,118 +326,79 @@ class PlayedDisk:
             move.end()
 
 
-class Training:
-    """A training that is timed with state in memory, and with state on a played disk.
-
-    Attributes:
-        played: the disk.
-        moved: bytes that it has moved in what was timed last.
-    """
-
-    def __init__(self) -> None:
-        self.played = PlayedDisk()
-        self.moved = 0
-
-    def resident(self) -> float:
-        """Return the seconds with everything in memory."""
-        raise NotImplementedError
-
-    def moving(self) -> float:
-        """Return the seconds with state on the disk, where nothing is under way at the beginning and in the end."""
-        raise NotImplementedError
-
-    def timed(self, action: Callable[[], object]) -> float:
-        """Return the seconds of an action; what it has moved is counted."""
-        before, begin = self.played.moved, time.perf_counter()
-        action()
-        seconds = time.perf_counter() - begin
-        self.moved = self.played.moved - before
-        return seconds
+Times = tuple[Callable[[], float], Callable[[], float]]
+"""Seconds of a training with everything in memory, and with state on a played disk. Nothing is under way before and
+after it."""
 
 
-class Steps(Training):
-    """An optimizer's steps of parts whose masters and moments are on the disk."""
+def steps(played: PlayedDisk, count: int, elements: int) -> Times:
+    """Return the times of an optimizer's steps of parts whose masters and moments are on the disk."""
+    state = Parts(DiskPlace(played, CPU, CPU), count, elements)
 
-    def __init__(self, count: int, elements: int) -> None:
-        super().__init__()
-        self._state = Parts(DiskPlace(self.played, CPU, CPU), count, elements)
+    def moving() -> float:
+        return played.timed(lambda: state.in_turn(STEPS))
 
-    def resident(self) -> float:
-        """See `Training.resident`."""
-        with self._state.at_hand():
-            return self.moving()
+    def resident() -> float:
+        with state.at_hand():
+            return moving()
 
-    def moving(self) -> float:
-        """See `Training.moving`."""
-        return self.timed(lambda: self._state.in_turn(STEPS))
+    return resident, moving
 
 
-class Passes(Training):
-    """Forward and backward passes of an engine whose parameters are on the disk.
+def passes(played: PlayedDisk, case: Any, directory: Path) -> Times:
+    """Return the times of forward and backward passes of an engine whose parameters are on the disk."""
+    from systems import shardwise
 
-    Args:
-        size: of the model.
-        rows: of the batch.
-        directory: any.
-    """
+    on_disk = {"offload_param": {"device": "nvme", "nvme_path": str(directory), "max_in_cpu": 0}}
+    with mock.patch("shardwise.offload.files.SwapFile", lambda *args, **options: played):
+        away = shardwise(case, 3, **on_disk)
+    near = shardwise(case, 3)
+    for run in (away, near):
+        run.passes()
 
-    def __init__(self, size: str, rows: int, directory: Path) -> None:
-        from systems import SIZES, Case, shardwise
-
-        super().__init__()
-        case = Case(replace(SIZES[size], rows=rows), bf16=True)
-        self.tokens = rows * case.size.length
-        on_disk = {"offload_param": {"device": "nvme", "nvme_path": str(directory), "max_in_cpu": 0}}
-        with mock.patch("shardwise.offload.files.SwapFile", lambda *args, **options: self.played):
-            self._away = shardwise(case, 3, **on_disk)
-        self._near = shardwise(case, 3)
-        for run in (self._away, self._near):
-            run.passes()
-
-    def resident(self) -> float:
-        """See `Training.resident`."""
-        return self._passes(self._near)
-
-    def moving(self) -> float:
-        """See `Training.moving`."""
-        return self._passes(self._away)
-
-    def _passes(self, run: Any) -> float:
+    def timed(run: Any) -> float:
         # What a step has to move is not measured.
-        speed, self.played.speed = self.played.speed, float("inf")
+        speed, played.speed = played.speed, float("inf")
         run.update()
         run.finish()
-        self.played.idle()
-        self.played.speed = speed
-        return self.timed(run.passes)
+        played.idle()
+        played.speed = speed
+        return played.timed(run.passes)
+
+    return functools.partial(timed, near), functools.partial(timed, away)
 
 
 def overlap(options: argparse.Namespace) -> Rows:
     """Return how much of moving is hidden behind an optimizer's step, and behind the passes of an engine."""
+    from systems import SIZES, Case
+
     count, elements = (4, 100_000) if options.quick else (12, 2 << 20)
-    rows = hidden("optimizer state in steps", Steps(count, elements), options.rounds)
+    played = PlayedDisk()
+    rows = hidden("optimizer state in steps", played, steps(played, count, elements), options.rounds)
     for batch in (1, 8):
-        passes = Passes("tiny" if options.quick else "98M", batch, options.directory)
-        rows += hidden(f"parameters in passes of {passes.tokens} tokens", passes, options.rounds)
+        played = PlayedDisk()
+        case = Case(replace(SIZES["tiny" if options.quick else "98M"], rows=batch), bf16=True)
+        times = passes(played, case, options.directory)
+        rows += hidden(f"parameters in passes of {batch * case.size.length} tokens", played, times, options.rounds)
     return rows
 
 
-def hidden(name: str, training: Training, rounds: int) -> Rows:
+def hidden(name: str, played: PlayedDisk, times: Times, rounds: int) -> Rows:
     """Return how much of moving is hidden at several speeds."""
-    played = training.played
-    training.resident()
-    training.moving()
-    size = training.moved
+    resident, moving_at = times
+    resident()
+    moving_at()
+    size = played.moved
     found: dict[str, list[list[float]]] = {share: [] for share in SHARES}
     for turn in range(rounds):
         for share in SHARES if turn % 2 == 0 else reversed(SHARES):
-            near, at_once = training.resident(), training.moving()
+            near, at_once = resident(), moving_at()
             moving = SHARES[share] * near
             played.speed = size / moving
-            away = training.moving()
+            away = moving_at()
             played.speed = float("inf")
-            at_once = (at_once + training.moving()) / 2
-            near = (near + training.resident()) / 2
+            at_once = (at_once + moving_at()) / 2
+            near = (near + resident()) / 2
             figures = [near, moving, at_once, away, (near + moving - away) / moving, (at_once + moving - away) / moving]
             found[share].append(figures)
     played.close()

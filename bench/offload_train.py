@@ -39,6 +39,7 @@ from harness import (
     child,
     highest_resident,
     medians,
+    most_that,
     options_of,
     own_group,
     save,
@@ -225,15 +226,6 @@ def most_rows(subject: Subject, setting: Setting, there: dict[str, int], rows: S
     return None
 
 
-def deepest(make: Callable[[int], Subject], setting: Setting, there: dict[str, int], most: int) -> int:
-    """Return the most layers, up to `most`, whose plan fits."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(planned(make(middle), setting, 1), there) else (low, middle - 1)
-    return low
-
-
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +310,11 @@ def largest(options: argparse.Namespace) -> list[Row]:
     names = options.settings.split(";") if options.settings else list(SETTINGS)
     for name in names:
         setting = SETTINGS[name]
-        layers = deepest(lambda n: Subject("13B", options.quick, n, options.width), setting, there, options.most)
+
+        def fit(layers: int, setting: Setting = setting) -> bool:
+            return fits(planned(Subject("13B", options.quick, layers, options.width), setting, 1), there)
+
+        layers = most_that(fit, options.most)
         if not layers:
             found.append({"system": name, "failed": f"no layer fits {there}"})
             continue

@@ -7,13 +7,10 @@ python bench/overhead.py --what timeline --keep DIR; python bench/pictures.py ti
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
@@ -22,6 +19,12 @@ from matplotlib.patches import FancyArrowPatch, Patch
 from shardwise.profile.trace import merge, read
 from shardwise.schedules import StepSchedule, build
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+plt.style.use(Path(__file__).with_name("plots.mplstyle"))
 COLOURS = {
     "compute": "#4c78a8",
     "step": "#54a24b",
@@ -67,10 +70,8 @@ def timeline(directory: Path, step: int | None, output: Path) -> None:
     axes.set_xlabel(f"milliseconds from the beginning of step {step}")
     used = {event["cat"] for event in complete if (event["pid"], event["tid"]) in seen}
     patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items() if name in used]
-    figure.legend(handles=patches, ncols=len(patches), loc="upper center", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
-    figure.savefig(output, dpi=110)
+    figure.legend(handles=patches, ncols=len(patches), loc="outside upper center", fontsize="medium")
+    figure.savefig(output)
 
 
 def draw_event(
@@ -108,69 +109,13 @@ STYLES = (("#2a9d5c", "-"), ("#4c78a8", "--"), ("#e1812c", ":"))
 STEPS = 1000
 
 
-@dataclass
-class Plot:
-    """One picture of one schedule.
-
-    Attributes:
-        name: the schedule.
-        params: what all curves have in common.
-        curves: label and own arguments of each curve.
-        momentum: also draw the momentum, in a panel of its own.
-    """
-
-    name: str
-    params: dict[str, Any]
-    curves: dict[str, dict[str, Any]]
-    momentum: bool = False
+PLOTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("pictures.toml").read_text("utf-8"))
 
 
-PLOTS = {
-    "schedule_lr_range_test": Plot(
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 200, "lr_range_test_step_rate": 5.0},
-        {"steadily": {}, "lr_range_test_staircase": {"lr_range_test_staircase": True}},
-    ),
-    "schedule_one_cycle": Plot(
-        "OneCycle",
-        {
-            "cycle_min_lr": 1e-4,
-            "cycle_max_lr": 1e-3,
-            "cycle_first_step_size": 300,
-            "cycle_second_step_size": 400,
-            "decay_step_size": 100,
-            "decay_lr_rate": 1.0,
-            "decay_mom_rate": 0.02,
-        },
-        {"straight": {}, "cycle_first_stair_count: 5": {"cycle_first_stair_count": 5}},
-        momentum=True,
-    ),
-    "schedule_warmup": Plot(
-        "WarmupLR",
-        {"warmup_max_lr": 1e-3, "warmup_num_steps": 400},
-        {"warmup_type: log": {}, "warmup_type: linear": {"warmup_type": "linear"}},
-    ),
-    "schedule_warmup_decay": Plot(
-        "WarmupDecayLR",
-        {"warmup_max_lr": 1e-3, "warmup_num_steps": 200, "total_num_steps": 900},
-        {"warmup_type: log": {}, "warmup_type: linear": {"warmup_type": "linear"}},
-    ),
-    "schedule_warmup_cosine": Plot(
-        "WarmupCosineLR",
-        {"warmup_num_steps": 200, "total_num_steps": 900, "warmup_type": "linear"},
-        {
-            "cos_min_ratio: 1e-4": {},
-            "cos_min_ratio: 0.1": {"cos_min_ratio": 0.1},
-            "cos_min_ratio: 0.3, warmup_min_ratio: 0.2": {"cos_min_ratio": 0.3, "warmup_min_ratio": 0.2},
-        },
-    ),
-}
-
-
-def schedule_of(plot: Plot, params: dict[str, Any]) -> StepSchedule:
+def schedule_of(plot: dict[str, Any], params: dict[str, Any]) -> StepSchedule:
     """Build a schedule for an optimizer whose own rate is 1e-3."""
     optimizer = torch.optim.Adam([torch.zeros(1)], lr=1e-3)
-    made = build(plot.name, optimizer, {**plot.params, **params})
+    made = build(plot["name"], optimizer, {**plot["params"], **params})
     assert isinstance(made, StepSchedule)
     return made
 
@@ -178,16 +123,15 @@ def schedule_of(plot: Plot, params: dict[str, Any]) -> StepSchedule:
 def _axes(axes: Axes, label: str) -> None:
     axes.set_ylabel(label)
     axes.set_xlim(0, STEPS)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
 
 
-def draw_schedule(plot: Plot) -> None:
+def draw_schedule(plot: dict[str, Any]) -> None:
     """Draw the rate over the step number, and the momentum below it."""
-    panels = 1 + plot.momentum
-    _, found = plt.subplots(panels, 1, figsize=(7.5, 2.7 * panels), layout="constrained", sharex=True, squeeze=False)
+    panels = 1 + plot.get("momentum", False)
+    _, found = plt.subplots(panels, 1, figsize=(7.5, 2.7 * panels), sharex=True, squeeze=False)
     rates, *rest = found[:, 0]
-    for number, (label, params) in enumerate(plot.curves.items()):
+    for number, (label, params) in enumerate(plot["curves"].items()):
         schedule = schedule_of(plot, params)
         colour, dashes = STYLES[number]
         style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.8, "label": label}
@@ -200,8 +144,8 @@ def draw_schedule(plot: Plot) -> None:
     for axes in rest:
         _axes(axes, "momentum (betas[0])")
     found[-1, 0].set_xlabel("updates made before")
-    rates.set_title(plot.name, loc="left", fontsize=11)
-    rates.legend(fontsize=8, frameon=False)
+    rates.set_title(plot["name"], loc="left", fontsize=11)
+    rates.legend()
 
 
 def main() -> None:
@@ -217,7 +161,7 @@ def main() -> None:
         return
     for name, plot in PLOTS.items():
         draw_schedule(plot)
-        plt.savefig(options.images / f"{name}.png", dpi=110, metadata={"Software": None})
+        plt.savefig(options.images / f"{name}.png", metadata={"Software": None})
         plt.close("all")
         print(options.images / f"{name}.png")
 

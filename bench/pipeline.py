@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -31,22 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import (
-    Row,
-    forget_peak,
-    group_of,
-    highest_resident,
-    job,
-    medians,
-    options_of,
-    over_ranks,
-    save,
-    serve,
-    show,
-    trimmed,
-    turns,
-)
-from systems import SIZES, Block, installed
+from harness import Device, Row, group_of, job, medians, options_of, over_ranks, save, serve, show, spent, turns
+from systems import SIZES, Block, config_of, installed
 from torch import nn
 
 SYSTEMS = [
@@ -102,45 +89,27 @@ def batches(options: argparse.Namespace) -> list[Any]:
     ]
 
 
-def of_shardwise(options: argparse.Namespace, name: str) -> tuple[Callable[[], Any], Any]:
-    """Return a function that makes a step, and the engine."""
-    import shardwise
-    from shardwise.pipe import LayerSpec, PipelineModule
-
-    specs, chunks = [LayerSpec(*layer) for layer in layers(SIZES[options.size])], CHUNKS.get(name, 1)
-    model = PipelineModule(
-        specs, num_stages=options.nproc, loss_fn=loss_of, partition_method=cuts(len(specs), options.nproc * chunks)
+def of_engine(options: argparse.Namespace, name: str, library: str = "shardwise") -> tuple[Callable[[], Any], Any]:
+    """Return a function that makes a step of shardwise or DeepSpeed, and shardwise's engine."""
+    root, pipe = importlib.import_module(library), importlib.import_module(f"{library}.pipe")
+    size, chunks, is_ours = SIZES[options.size], CHUNKS.get(name, 1), library == "shardwise"
+    specs = [pipe.LayerSpec(*layer) for layer in layers(size)]
+    config = config_of(
+        size.rows,
+        gradient_accumulation_steps=options.micro_batches,
+        bf16={"enabled": options.dtype == "bf16"},
     )
-    config = {
-        "train_micro_batch_size_per_gpu": SIZES[options.size].rows,
-        "gradient_accumulation_steps": options.micro_batches,
-        "bf16": {"enabled": options.dtype == "bf16"},
-        "pipeline": {"schedule": name, "chunks": chunks},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }
-    engine = shardwise.initialize(model=model, config=config)[0]
+    if is_ours:
+        config["pipeline"] = {"schedule": name, "chunks": chunks}
+    else:
+        root.init_distributed("gloo")
+        config["optimizer"]["params"]["torch_adam"] = True
+        config["steps_per_print"] = 10**9
+    parts = cuts(len(specs), options.nproc * chunks) if is_ours else "uniform"
+    model = pipe.PipelineModule(specs, num_stages=options.nproc, loss_fn=loss_of, partition_method=parts)
+    engine = root.initialize(model=model, config=config)[0]
     data = [(ids, ids) for ids in batches(options)]
-    return lambda: engine.train_batch(iter(data)), engine
-
-
-def of_deepspeed(options: argparse.Namespace, name: str) -> tuple[Callable[[], Any], Any]:
-    """Return a function that makes a step."""
-    import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
-    deepspeed.init_distributed("gloo")
-    specs = [LayerSpec(*layer) for layer in layers(SIZES[options.size])]
-    model = PipelineModule(specs, num_stages=options.nproc, loss_fn=loss_of, partition_method="uniform")
-    config = {
-        "train_micro_batch_size_per_gpu": SIZES[options.size].rows,
-        "gradient_accumulation_steps": options.micro_batches,
-        "bf16": {"enabled": options.dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "steps_per_print": 10**9,
-    }
-    engine = deepspeed.initialize(model=model, config=config)[0]
-    data = [(ids, ids) for ids in batches(options)]
-    return lambda: engine.train_batch(iter(data)), None
+    return lambda: engine.train_batch(iter(data)), engine if is_ours else None
 
 
 def of_torch(options: argparse.Namespace, name: str) -> tuple[Callable[[], Any], Any]:
@@ -180,20 +149,21 @@ def of_torch(options: argparse.Namespace, name: str) -> tuple[Callable[[], Any],
 
 def turn_of(step: Callable[[], Any], steps: int) -> dict[str, float]:
     """Make some steps; return seconds a step, and the memory that they take, of the worst rank."""
-    before = trimmed()
-    forget_peak()
-    dist.barrier()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
-    dist.barrier()
-    seconds = (time.perf_counter() - begun) / steps
-    return over_ranks({"step": seconds, "memory": highest_resident() - before}, "max")
+    figures: dict[str, float] = {}
+
+    def train() -> None:
+        for _ in range(steps):
+            step()
+        dist.barrier()
+
+    memory = Device("cpu").taken(lambda: figures.update(spent(train)))
+    return over_ranks({"step": figures["wall"] / steps, "memory": memory}, "max")
 
 
 def contest(options: argparse.Namespace) -> list[Row]:
     """Take turns on this rank; return a row for each system."""
-    makers = {"shardwise": of_shardwise, "torch": of_torch, "DeepSpeed": of_deepspeed}
+    of_peer = functools.partial(of_engine, library="deepspeed")
+    makers = {"shardwise": of_engine, "torch": of_torch, "DeepSpeed": of_peer}
     runs = {}
     for system in options.systems.split(";"):
         kind, _, name = system.partition(" ")
@@ -295,12 +265,12 @@ def throttled_engine(options: argparse.Namespace, schedule: str, world: int) -> 
         loss_fn=lambda output, _: output.mean(),
         partition_method=[2 * world // stages * number for number in range(stages + 1)],
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": options.micro_batches,
-        "pipeline": {"schedule": schedule, "chunks": stages // world},
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-    }
+    config = config_of(
+        1,
+        gradient_accumulation_steps=options.micro_batches,
+        pipeline={"schedule": schedule, "chunks": stages // world},
+        optimizer={"type": "SGD", "params": {"lr": 1e-3}},
+    )
     return shardwise.initialize(model=model, config=config)[0]
 
 

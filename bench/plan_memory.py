@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from harness import Row, job, options_of, save, serve, show
 from pipeline import layers, loss_of
-from systems import COLUMNS, GPT, ROWS, Size
+from systems import GPT, LAYER_SPECS, Size
 from torch import nn
 
 LEAST = 64 << 10
@@ -219,11 +219,6 @@ class Setting:
         return {"input_ids": ids, "labels": ids, "shift_labels": ids, "position_ids": places}
 
 
-LAYER_SPECS = [
-    {"patterns": [rf"\.({'|'.join(COLUMNS)})\.weight$"], "partition_type": "column"},
-    {"patterns": [rf"\.({'|'.join(ROWS)})\.weight$"], "partition_type": "row"},
-    {"patterns": [r"^head\.weight$"], "partition_type": "column", "gather_output": True},
-]
 TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": LAYER_SPECS}}}
 SEQUENCE = {"sequence_parallel_size": 2}
 ON_HOST, ALL_ON_HOST = {"offload_optimizer": CPU}, {"offload_optimizer": CPU, "offload_param": CPU}

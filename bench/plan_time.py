@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Row, job, options_of, over_ranks, save, serve, show
-from systems import GPT, SIZES, Case, EngineRun, Size, engine_config
+from systems import SIZES, Case, Size, engine_config, shardwise
 
 SHAPES = {**SIZES, "wide": Size(768, 2, 12, 4096, 4, 64)}
 
@@ -57,11 +57,14 @@ class Setting:
         return f"{self.size} {dtype}, ZeRO {self.stage}, {self.accumulation} micro-batches{more}"
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The engine's configuration."""
-        case = Case(self.shape, self.bf16, self.accumulation, tensor=self.tensor)
-        zero = {"offload_optimizer": {"device": "cpu"}} if self.offload else {}
-        return engine_config(case, self.stage, **zero)
+    def case(self) -> Case:
+        """What is trained."""
+        return Case(self.shape, self.bf16, self.accumulation, tensor=self.tensor, recompute=self.recompute)
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        """Keys of `zero_optimization` besides the stage."""
+        return {"offload_optimizer": {"device": "cpu"}} if self.offload else {}
 
 
 SETTINGS = [
@@ -96,13 +99,9 @@ def settings_of(options: argparse.Namespace, ranks: int) -> list[Setting]:
 
 def measure(options: argparse.Namespace) -> list[float]:
     """Return the seconds of a step of each setting."""
-    import shardwise
-
     found = []
     for setting in settings_of(options, dist.get_world_size()):
-        size = setting.shape
-        case = Case(size, setting.bf16, setting.accumulation, tensor=setting.tensor)
-        run = EngineRun(case, shardwise.initialize(model=GPT(size, setting.recompute), config=setting.config)[0])
+        run = shardwise(setting.case, setting.stage, **setting.zero)
         times = []
         for _ in range(options.steps + 3):
             dist.barrier()
@@ -131,12 +130,12 @@ def plan(options: argparse.Namespace, ranks: int, folder: str) -> tuple[list[flo
     took, machine, found = time.perf_counter() - begun, Machine.load(file), []
     torch.set_num_threads(1)
     for setting in settings_of(options, ranks):
-        size = setting.shape
-        with torch.device("meta"):
-            model = GPT(size, setting.recompute)
-        batch = torch.empty(size.rows, size.length, dtype=torch.int64, device="meta")
+        case = replace(setting.case, device="meta")
+        model, batch = case.model(), case.batch()
         given: dict[str, Any] = {"ranks": ranks, "stages": [setting.stage], "batch": batch, "limit": 30.0}
-        found.append(plan_times(model, setting.config, machine, **given)[0].time.total)
+        found.append(
+            plan_times(model, engine_config(case, setting.stage, **setting.zero), machine, **given)[0].time.total
+        )
     return found, took
 
 

@@ -25,6 +25,8 @@ import torch
 from harness import Device, Row, child, options_of, own_group, save, serve, show
 from systems import SIZES, Case, forced, offloaded
 
+from shardwise.profile.trace import union
+
 STEPS = 2
 WAYS = ("forced 3", "offload")
 KINDS = {
@@ -137,14 +139,7 @@ class Trace:
 
     def busy(self, lanes: list[str]) -> list[tuple[float, float]]:
         """Return the intervals in which something runs on some lanes."""
-        every = sorted((event["ts"], event["ts"] + event["dur"]) for lane in lanes for event in self.lanes[lane])
-        found: list[tuple[float, float]] = []
-        for start, stop in every:
-            if found and start <= found[-1][1]:
-                found[-1] = (found[-1][0], max(stop, found[-1][1]))
-            else:
-                found.append((start, stop))
-        return found
+        return union((event["ts"], event["ts"] + event["dur"]) for lane in lanes for event in self.lanes[lane])
 
     def gaps(self, count: int = 10) -> list[dict[str, Any]]:
         """Return the longest intervals in which the computing stream does nothing."""
@@ -199,12 +194,10 @@ class Trace:
 
     def draw(self, title: str, path: Path) -> None:
         """Draw the last step."""
-        import matplotlib
-
-        matplotlib.use("Agg")
         import matplotlib.pyplot as plt
         from matplotlib.patches import Patch
 
+        plt.style.use(Path(__file__).with_name("plots.mplstyle"))
         begin = self.start + (self.stop - self.start) * (STEPS - 1) / STEPS
         lanes = sorted(self.lanes, key=lambda lane: (lane != self.computing, lane))
         figure, axes = plt.subplots(figsize=(13, 0.45 * (len(lanes) + 1) + 2.2))
@@ -229,13 +222,11 @@ class Trace:
         axes.set_xlim(0, (self.stop - begin) / 1e3)
         axes.set_xlabel("milliseconds")
         axes.set_title(title, loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
         patches = [Patch(color=colour, label=kind) for kind, colour in KINDS.items() if kind in used]
         patches += [Patch(color=colour, label=f"host: {word}") for word, colour in RANGES.items() if seen[word]]
-        figure.legend(handles=patches, ncols=7, loc="upper center", frameon=False, fontsize=8)
-        figure.tight_layout(rect=(0, 0, 1, 0.8))
+        figure.legend(handles=patches, ncols=7, loc="outside upper center")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        figure.savefig(path)
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ from harness import (
     trimmed,
     turns,
 )
-from systems import GROUP, SETS, SIZES, Case, Size, base_of, installed
+from systems import GROUP, SETS, SIZES, Case, Size, base_of, installed, loaded
 
 ONE_PROCESS = ("one", "imagined")
 WITHOUT = {
@@ -292,12 +292,7 @@ def sent(run: Any) -> tuple[float, float]:
 def measure_memory(options: argparse.Namespace) -> Row:
     """Run one system on this rank; return the worst rank's figures."""
     make, case = SETS[options.set][options.systems], case_of(options)
-    small = make(dataclasses.replace(case, size=SIZES["tiny"]))
-    steps_of(small, 2)
-    small.evaluate()
-    small.close()
-    del small
-    bare = trimmed()
+    bare = loaded(make, case)
     forget_peak()
     run = make(case)
     figures = {"building": highest_resident() - bare}

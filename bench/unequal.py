@@ -13,32 +13,16 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import Row, job, medians, options_of, over_ranks, save, serve, show, turns
+from pipeline import Wait, throttle
+from systems import config_of
 from torch import nn
 
 SECONDS = 4e-3
 """Of a sample's forward pass."""
-
-
-class Wait(torch.autograd.Function):
-    """Identity that sleeps, and twice as long in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        """Return x after a while."""
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradient after a while."""
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
 
 
 class Slow(nn.Module):
@@ -52,7 +36,8 @@ class Slow(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layers."""
         for layer in self.layers:
-            x = Wait.apply(layer(x).tanh(), self.seconds * len(x))
+            x = Wait.apply(layer(x).tanh(), 2 * self.seconds * len(x))
+            throttle(self.seconds * len(x))
         return x
 
 
@@ -64,13 +49,13 @@ class Run:
         from shardwise.data import RepeatingLoader
 
         torch.manual_seed(1)
-        config = {
-            "train_micro_batch_size_per_gpu": options.rows,
-            "dataloader_drop_last": True,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": options.stage},
-            "unequal_batches": {"enabled": unequal, "every": 20, "largest": 4.0},
-        }
+        config = config_of(
+            options.rows,
+            1e-3,
+            dataloader_drop_last=True,
+            zero_optimization={"stage": options.stage},
+            unequal_batches={"enabled": unequal, "every": 20, "largest": 4.0},
+        )
         data = list(torch.randn(4096, 64))
         self.engine = shardwise.initialize(model=Slow(seconds), config=config, training_data=data)[0]
         self.batches = RepeatingLoader(self.engine.training_dataloader)
