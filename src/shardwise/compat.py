@@ -486,6 +486,12 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     return counter
 
 
+def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached tensor that shares the version counter, also in a dispatch mode, where `detach` does not."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if in-place changes of either tensor are counted for both, as for a tensor and its views."""
     # Equal numbers are no proof: pieces of one storage (`torch.unsafe_split`) may have their own counters.

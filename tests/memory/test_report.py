@@ -204,6 +204,7 @@ PAIRS: dict[str, Any] = {"mics_shard_size": 2}
 SPREAD = {**PAIRS, "optimizer_over_replicas": True}
 
 MOVED = {"activation_offload": {"enabled": True, "min_bytes": 64}}
+KEPT = {"activation_checkpointing": {"selective": "matmuls"}}
 
 # A message of an exchange of whole tensors is now and then held longer (about one run of twelve, for a reason that is
 # not known yet): the best of three runs counts. A thread launches the later collectives of a chain, at a time that no
@@ -212,6 +213,9 @@ CHAINS = (Category.BUFFERS, Category.GRADIENTS)
 QUICK = {
     "accumulation": Row(3, "fp32", keys={"accumulation": 2}),
     "weights of others": Row(3, "fp32", keys={"keep": 0, "model": Borrowing}),
+    "products kept": Row(
+        3, keys={"model": Recomputing, "more": {"activation_checkpointing": {"selective": "matmuls"}}}
+    ),
 }
 THOROUGH = {
     "autocast": Row(3, "autocast"),

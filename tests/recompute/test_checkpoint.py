@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shardwise
@@ -34,14 +35,14 @@ RUNNERS: dict[str, Runner] = {
 }
 
 
-def trained(runner: str, stage: int) -> tuple[list[dict[str, torch.Tensor]], int]:
+def trained(runner: str, stage: int, selective: str | None = None) -> tuple[list[dict[str, torch.Tensor]], int]:
     """Two steps with dropout and a frozen block: gradients, and the most that activations have taken."""
     torch.manual_seed(0)
     model = GPT(layers=4, dim=16, head="tied", dropout=0.2)
     model.run = RUNNERS[runner]
     model.blocks[0].requires_grad_(False)  # the input of the first checkpoint that trains anything needs no gradient
     model.tokens.requires_grad_(False)
-    engine = engine_of(model, stage, ADAMW)
+    engine = engine_of(model, stage, ADAMW, activation_checkpointing={"selective": selective})
     generator = torch.Generator().manual_seed(7 + engine.global_rank)
     torch.manual_seed(10 + engine.global_rank)
     found = []
@@ -71,6 +72,29 @@ def test_gradients_are_the_same_and_memory_is_less(stage: int) -> None:
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[name], theirs[name]) for name in mine), runner
         assert peak < 0.6 * most, runner
+    for selective in ("every_second_matmul", "matmuls"):
+        others, more = trained("recomputed", stage, selective)
+        for mine, theirs in zip(gradients, others, strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine), selective
+        assert peak < more < most, selective
+        peak = more
+
+
+def test_a_retained_graph_repeats_the_numbers_of_the_tracker() -> None:
+    tracker, x = checkpointing.get_cuda_rng_tracker(), torch.ones(64, requires_grad=True)
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            return F.dropout(x, 0.5).square()
+
+    tracker.reset()
+    tracker.add("model-parallel-rng", 5)
+    try:
+        out = checkpointing.checkpoint(dropped, x)
+        first, second = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2))
+    finally:
+        tracker.reset()
+    assert torch.equal(first, 2 * out) and torch.equal(second, first) and (first == 0).any()
 
 
 def test_nested_arguments() -> None:

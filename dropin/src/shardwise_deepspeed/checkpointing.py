@@ -51,14 +51,14 @@ def configure(
         written = accept(deepspeed_config).data.get("activation_checkpointing") or {}
         minimal = {"activation_checkpointing": written, "train_micro_batch_size_per_gpu": 1}
         section = resolve(minimal).config.activation_checkpointing
-    given = {
+    given: dict[str, Any] = {
         "checkpoint_in_cpu": checkpoint_in_cpu,
         "contiguous_checkpointing": contiguous_checkpointing,
         "synchronize": synchronize,
         "profile": profile,
         "partition_activations": partition_activations,
     }
-    flags = {name: bool(value) for name, value in given.items() if value is not None}
+    flags: dict[str, Any] = {name: bool(value) for name, value in given.items() if value is not None}
     set_script(replace(Settings.of(section), **flags), mpu_)
     _configured = True
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from shardwise.recompute import checkpoint
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Layers(nn.Module):
 
 def _through(layers: nn.ModuleList, values: torch.Tensor, recompute: bool) -> torch.Tensor:
     for layer in layers:
-        values = checkpoint(layer, values, use_reentrant=False) if recompute else layer(values)
+        values = checkpoint(layer, values) if recompute else layer(values)
     return values
 
 

@@ -11,6 +11,7 @@ from shardwise.recompute.rng_tracker import (
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
+from shardwise.recompute.selective import selective_contexts
 from shardwise.recompute.timing import CheckpointTimes, times
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "get_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed",
     "model_parallel_reconfigure_tp_seed",
+    "selective_contexts",
     "times",
 ]

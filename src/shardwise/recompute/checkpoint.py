@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from shardwise.errors import UsageError
 from shardwise.recompute.partitioned import dividing
 from shardwise.recompute.rng_tracker import drawing_again, get_cuda_rng_tracker
+from shardwise.recompute.selective import Selective, selective_contexts
 from shardwise.recompute.settings import Settings, in_force, mover, sharing
 from shardwise.recompute.timing import TIMER
 
@@ -22,8 +23,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     This is torch's non-reentrant checkpointing (`use_reentrant=False`): inputs need no gradient, arguments and results
     may be nested, closures may use other tensors, and `torch.autograd.grad` works. Recomputation restores the RNG state
     (dropout), on the CPU and on the devices of the arguments, and autocast. The function must be deterministic for
-    equal arguments. `configure` and an engine's section `activation_checkpointing` can offload the inputs to the host
-    and time the calls.
+    equal arguments. `configure` and an engine's section `activation_checkpointing` can offload the inputs to the host,
+    time the calls, and keep outputs of some operators.
 
     Raises:
         UsageError: `function` is not callable.
@@ -41,14 +42,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         )
     settings = in_force()
     if not settings:
-        return _checkpointed(function, args, kwargs)
+        return _checkpointed(function, args, kwargs, None)
     return _attended(settings, function, args, kwargs)
 
 
-def _checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    contexts: Any = (
-        {} if not (states := get_cuda_rng_tracker().get_states()) else {"context_fn": lambda: _drawing(states)}
-    )
+def _checkpointed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selective: Selective | None
+) -> Any:
+    states = get_cuda_rng_tracker().get_states()
+    contexts: Any = {"context_fn": lambda: _contexts(selective, states)} if states or selective else {}
     if not kwargs:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **contexts)
     # torch's checkpoint has keyword arguments of its own. It saves the RNG state only for devices of positional
@@ -62,8 +64,26 @@ def _checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return torch_checkpoint.checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **contexts)
 
 
-def _drawing(states: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-    return nullcontext(), drawing_again(states)
+def _contexts(
+    selective: Selective | None, states: dict[str, torch.Tensor]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, again = (nullcontext(), nullcontext()) if selective is None else selective_contexts(selective)
+    return forward, _Drawing(states, again) if states else again
+
+
+class _Drawing:
+    """Context of a recomputation that repeats random numbers; entered again if the graph was retained."""
+
+    def __init__(self, states: dict[str, torch.Tensor], inner: AbstractContextManager[Any]) -> None:
+        self._states, self._inner = states, inner
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(drawing_again(self._states))
+        self._stack.enter_context(self._inner)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
 
 def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,9 +100,11 @@ def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any,
     with moved, dividing(sharing() if settings.partition_activations else None):
         if settings.profile:
             name = type(function).__name__ if isinstance(function, torch.nn.Module) else _name_of(function)
-            outputs = TIMER.call(name, lambda timed: _checkpointed(timed, args, kwargs), function, (args, kwargs))
+            outputs = TIMER.call(
+                name, lambda timed: _checkpointed(timed, args, kwargs, settings.selective), function, (args, kwargs)
+            )
         else:
-            outputs = _checkpointed(function, args, kwargs)
+            outputs = _checkpointed(function, args, kwargs, settings.selective)
     if waits:
         torch.cuda.synchronize()
     return outputs

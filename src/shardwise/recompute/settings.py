@@ -1,4 +1,4 @@
-"""Options of checkpointed calls: offload of inputs, synchronization, timing, partitioning.
+"""Options of checkpointed calls: offload of inputs, synchronization, timing, partitioning, kept outputs.
 
 An option is on if the script (`configure`) or the configuration of the engine in its forward pass enables it.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import UsageError
 from shardwise.offload.activations import ActivationOffload
 from shardwise.parallel import current_tensors
+from shardwise.recompute.selective import Selective
 
 if TYPE_CHECKING:
     from shardwise.config.schema.parallel import ActivationCheckpointing
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options, named as the arguments of `configure`."""
+    """Options, named as the arguments of `configure`; `selective` is a key of the configuration only."""
 
     checkpoint_in_cpu: bool = False
     contiguous_checkpointing: bool = False
     synchronize: bool = False
     profile: bool = False
     partition_activations: bool = False
+    selective: Selective | None = None
 
     @classmethod
     def of(cls, section: ActivationCheckpointing) -> Settings:
@@ -39,6 +41,7 @@ class Settings:
             section.synchronize_checkpoint_boundary,
             section.profile,
             section.partition_activations,
+            section.selective,
         )
 
     def __or__(self, other: Settings) -> Settings:
@@ -48,6 +51,7 @@ class Settings:
             self.synchronize or other.synchronize,
             self.profile or other.profile,
             self.partition_activations or other.partition_activations,
+            self.selective or other.selective,
         )
 
     def __bool__(self) -> bool:

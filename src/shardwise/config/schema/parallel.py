@@ -264,6 +264,11 @@ class ActivationCheckpointing(ConfigSection):
     )
     synchronize_checkpoint_boundary: bool = key(False, "Wait for the CUDA device at every checkpoint.")
     profile: bool = key(False, "Time checkpointed functions; logged with `steps_per_print`.")
+    selective: Literal["attention", "every_second_matmul", "matmuls"] | None = key(
+        None,
+        "Keep outputs of fused attention, or also of every second or of all products with a weight, instead of "
+        "computing them again.",
+    )
 
 
 class Compression(ConfigSection):
