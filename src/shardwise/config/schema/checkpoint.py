@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, WithJsonSchema
 from shardwise.errors import ConfigError, ConflictError
 
 from .base import ConfigSection, Contradiction, Int, as_list, key, section
+from .unused import with_unused_keys
 
 
 def _lower(value: Any) -> Any:
@@ -34,16 +35,12 @@ Signals = Annotated[
 """Names of signals that a process can handle."""
 
 
+@with_unused_keys
 class ParallelWrite(ConfigSection):
     """`checkpoint.parallel_write`."""
 
-    pipeline_stage: bool = key(
-        False,
-        "All data-parallel ranks of a pipeline stage write its layers.",
-        no_effect="every rank writes its own share",
-    )
 
-
+@with_unused_keys
 class WriterOptions(ConfigSection):
     """`checkpoint.writer`: engine that writes checkpoint files."""
 
@@ -53,24 +50,7 @@ class WriterOptions(ConfigSection):
         'background saves are fast, others not; "mock" is refused.',
     )
     decoupled: bool = key(False, "The same as `checkpoint.async_save`.")
-    io_buffer_size: Int = key(
-        67_108_864,
-        "Bytes per write buffer.",
-        gt=0,
-        no_effect="direct writes have 8 MiB",
-    )
-    io_buffer_double: bool = key(
-        True,
-        "Use two write buffers.",
-        no_effect="direct writes have 8 MiB",
-    )
     show_statistics: bool = key(False, "Log bytes, seconds and GB/s of each save, on rank 0.")
-    data_parallel: Literal["replica", "socket", "machine"] | None = key(
-        None,
-        "Ranks among which writing is divided; null: not divided.",
-        no_effect="every rank writes its own share",
-    )
-    io_multiplier: Int = key(1, "Writers per rank.", gt=0, no_effect="each rank writes one file")
 
 
 class OnSignal(ConfigSection):
@@ -107,6 +87,7 @@ class MemoryCopiesOptions(ConfigSection):
     )
 
 
+@with_unused_keys
 class CheckpointOptions(ConfigSection):
     """`checkpoint`."""
 
@@ -129,9 +110,6 @@ class CheckpointOptions(ConfigSection):
     )
     use_node_local_storage: bool = key(False, "Directories are local to a node: its first rank creates them.")
     parallel_write: ParallelWrite = section(ParallelWrite, "Division of writing.")
-    checkpoint_serialization: bool = key(
-        True, "Write zip archives.", no_effect="checkpoints are safetensors and JSON files"
-    )
     writer: WriterOptions | None = key(None, "Engine that writes files.")
     on_signal: OnSignal | None = key(None, "Checkpoints when a rank is sent a signal.")
     memory_copies: MemoryCopiesOptions | None = key(None, "Copies of the training state in memory.")

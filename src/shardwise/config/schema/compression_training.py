@@ -11,16 +11,13 @@ from pydantic import Field
 from shardwise.errors import ConfigError, ConflictError
 
 from .base import ConfigSection, Contradiction, Int, Ints, Names, Strings, key, section
+from .unused import with_unused_keys
 
 _PATTERNS = (
     "Modules of the group: regular expressions that are searched in their names (embeddings, too); `*`: all linear "
     "layers and convolutions."
 )
 _START = "First step (`global_steps`) with the method."
-_OF_SNIP = 'it belongs to the method "snip_momentum"'
-_WITHOUT_KERNEL = "torch's operators quantize on any device"
-_IN_FORWARD = "weights are always quantized where a module uses them; parameters and master weights stay exact"
-_NO_EIGENVALUES = "eigenvalues are not computed"
 _SNIP = (
     'is "snip_momentum", whose scores need the whole gradient of each step on every rank; write "topk", which learns '
     'scores by their gradients, or "l1"'
@@ -116,19 +113,16 @@ class Shared(ConfigSection):
     schedule_offset: Int = key(1000, _START, ge=0)
 
 
+@with_unused_keys
 class WeightQuantizationShared(Shared):
     """`shared_parameters` of `weight_quantization`."""
 
     schedule_offset: Int = key(0, _START, ge=0)
-    quantizer_kernel: bool = key(False, "Use CUDA kernels.", no_effect=_WITHOUT_KERNEL)
     quantize_groups: Int = key(1, "Groups of consecutive elements of a weight, each with a scale.", gt=0)
     quantize_verbose: bool = key(False, "Log changes of the number of bits.")
     quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Levels around 0, or from min to max.")
     rounding: Literal["nearest", "stochastic"] = key(
         "nearest", "Stochastic: up or down at random, equal on all ranks and by step."
-    )
-    quantize_weight_in_forward: bool = key(
-        False, "Quantize in the forward pass, not after a step.", no_effect=_IN_FORWARD
     )
     fp16_mixed_quantize: MixedQuantize = section(MixedQuantize, "A mean of weight and quantized weight.")
 
@@ -144,16 +138,13 @@ class ActivationQuantizationShared(Shared):
     )
 
 
+@with_unused_keys
 class SparsePruningShared(Shared):
     """`shared_parameters` of `sparse_pruning`."""
 
     method: Literal["l1", "topk", "snip_momentum"] = key(
         "l1", "Elements are kept by size at `schedule_offset`, or by scores that are trained (movement pruning)."
     )
-    schedule_offset_end: Int | None = key(None, "Last step of pruning.", ge=0, no_effect=_OF_SNIP)
-    schedule_offset_stride: Int = key(1, "Steps between two prunings.", gt=0, no_effect=_OF_SNIP)
-    block_pattern: str = key("4x1", "Blocks that are pruned together.", no_effect=_OF_SNIP)
-    dense_ratio: Ratio = key(0.1, "Part that is kept in all modules together.", no_effect=_OF_SNIP)
     excluded_modules: Strings = key([], "Patterns of modules that are not pruned.")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
@@ -311,25 +302,19 @@ class QuantizeSchedule(ConfigSection):
     schedule_offset: Int = key(100, _START, ge=0)
 
 
+@with_unused_keys
 class QuantizeEigenvalue(ConfigSection):
     """`quantize_training.eigenvalue`: periods by eigenvalues of layers."""
 
     enabled: bool = key(False, "Longer periods for layers with larger eigenvalues.")
-    verbose: bool = key(False, "Log eigenvalues.", no_effect=_NO_EIGENVALUES)
-    max_iter: Int = key(100, "Iterations of the power method.", gt=0, no_effect=_NO_EIGENVALUES)
-    tol: float = key(0.01, "Relative change that ends the iterations.", gt=0, no_effect=_NO_EIGENVALUES)
-    stability: float = key(1e-6, "Added to norms.", ge=0, no_effect=_NO_EIGENVALUES)
-    gas_boundary_resolution: Int = key(1, "Steps between two computations.", gt=0, no_effect=_NO_EIGENVALUES)
-    layer_name: str = key("bert.encoder.layer", "Name of the list of layers.", no_effect=_NO_EIGENVALUES)
-    layer_num: Int = key(0, "Number of layers.", ge=0, no_effect=_NO_EIGENVALUES)
 
 
+@with_unused_keys
 class QuantizeTraining(ConfigSection):
     """`quantize_training`: the older form of `compression_training.weight_quantization` (MoQ), for all layers."""
 
     enabled: bool = key(False, "Quantize the weights of all linear layers and convolutions.")
     quantize_verbose: bool = key(False, "Log changes of the number of bits.")
-    quantizer_kernel: bool = key(False, "Use CUDA kernels.", no_effect=_WITHOUT_KERNEL)
     quantize_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Levels around 0, or from min to max.")
     quantize_bits: QuantizeBits = section(QuantizeBits, "First and last number of bits.")
     quantize_schedule: QuantizeSchedule = section(QuantizeSchedule, "When bits fall.")

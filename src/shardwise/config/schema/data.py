@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from shardwise.errors import ConfigError, ConflictError
 
 from .base import Arguments, ConfigSection, Contradiction, Int, Ints, as_list, key, section
+from .unused import with_unused_keys
 
 _Numbers = Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(as_list)]
 _ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
@@ -107,13 +108,11 @@ class CurriculumMetric(Curriculum):
             yield "max_difficulty", f"is {self.max_difficulty}; percentiles end at 100", ConfigError
 
 
+@with_unused_keys
 class SampledCurriculum(ConfigSection):
     """`data_efficiency.data_sampling.curriculum_learning`: samples by difficulty."""
 
     enabled: bool = key(False, "Draw samples up to difficulties that grow (Li et al. 2022).")
-    data_cluster_path: str | None = key(
-        None, "Directory of clusters.", no_effect="clusters are computed from the files of the metrics"
-    )
     curriculum_metrics: dict[str, dict[str, object]] = key(
         {},
         "By name of a metric: `index_to_sample_path`, `index_to_metric_path`, `difficulty_type` (value, percentile), "
@@ -149,13 +148,13 @@ class DynamicBatching(ConfigSection):
             yield "min_batch_size", message, ConflictError
 
 
+@with_unused_keys
 class DataSampling(ConfigSection):
     """`data_efficiency.data_sampling`: which samples a batch has."""
 
     enabled: bool = key(False, "Switch for the section.")
     num_epochs: Int = key(1000, "Passes over the dataset after which a curriculum's loader ends.", gt=0)
     num_workers: Int = key(0, "Prefetching processes of the engine's training loader.", ge=0)
-    pin_memory: bool = key(False, "Pinned batches.", no_effect="batches for a CUDA device are pinned")
     curriculum_learning: SampledCurriculum = section(SampledCurriculum, "Samples by difficulty.")
     dynamic_batching: DynamicBatching = section(DynamicBatching, "Batches by tokens.")
 
@@ -176,15 +175,14 @@ class TokenDropSchedule(ConfigSection):
     schedule_config: TokenDropSteps = section(TokenDropSteps, "Parameters of the schedule.")
 
 
+@with_unused_keys
 class LayerTokenRates(ConfigSection):
     """`layer_token_lr_schedule`: a learning rate by the tokens of layers."""
 
     enabled: bool = key(False, "Refused: DeepSpeed's engine raises, too.")
-    total_layer_tokens: Int | None = key(None, "Tokens of all layers.", gt=0, no_effect="see `enabled`")
-    warmup_type: str | None = key(None, "Form of the warm-up.", no_effect="see `enabled`")
-    warmup_layer_tokens: Int | None = key(None, "Tokens of the warm-up.", ge=0, no_effect="see `enabled`")
 
 
+@with_unused_keys
 class RandomLTD(ConfigSection):
     """`data_efficiency.data_routing.random_ltd`: layers that compute a random part of the tokens (Yao et al. 2022)."""
 
@@ -193,9 +191,6 @@ class RandomLTD(ConfigSection):
     random_ltd_layer_num: Int | None = key(None, "Layers that drop tokens.", gt=0)
     random_ltd_layer_id: Ints | None = key(None, "Numbers of these layers, from 0.")
     model_mask_name: str | None = key(None, "Name of the layers' argument for the attention mask.")
-    model_type: Literal["decoder", "encoder"] | None = key(
-        None, "Kind of the layers.", no_effect="the part of a mask that belongs to some tokens is the same for both"
-    )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = key(None, "Dimensions of hidden states.")
     random_ltd_schedule: TokenDropSchedule = section(TokenDropSchedule, "Number of tokens.")
     layer_token_lr_schedule: LayerTokenRates = section(LayerTokenRates, "Learning rate by tokens.")

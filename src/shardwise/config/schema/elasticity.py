@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from shardwise.errors import ElasticConfigError
 
 from .base import ConfigSection, Contradiction, Int, Ints, key
+from .unused import with_unused_keys
 
 VERSIONS = (0.1, 0.2)
 
 
+@with_unused_keys
 class Elasticity(ConfigSection):
     """`elasticity`: a global batch size that many numbers of ranks can keep."""
 
@@ -19,9 +21,6 @@ class Elasticity(ConfigSection):
     micro_batch_sizes: Ints | None = key(None, "Acceptable values of `train_micro_batch_size_per_gpu`; required.")
     min_gpus: Int = key(1, "Fewest ranks of the job.", ge=1)
     max_gpus: Int = key(10_000, "Most ranks of the job.", ge=1)
-    min_time: Int = key(
-        0, "Minutes between two changes of the number of ranks.", ge=0, no_effect="it is a hint for a scheduler"
-    )
     prefer_larger_batch: bool = key(
         True,
         "Of batch sizes that fit equally many numbers of ranks take the largest; false: the smallest.",

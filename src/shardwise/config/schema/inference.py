@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from shardwise.errors import ConfigError
 
 from .base import ConfigSection, Contradiction, Int, key
+from .unused import with_unused_keys
 
 
+@with_unused_keys
 class HybridEngine(ConfigSection):
     """`hybrid_engine`: weights for `engine.generate()` between steps of training."""
 
@@ -25,9 +27,6 @@ class HybridEngine(ConfigSection):
     release_inference_cache: bool = key(False, "Return cached device memory to the system after each answer.")
     pin_parameters: bool = key(
         True, "In evaluation mode weights stay gathered until `engine.train()`; false: for one answer."
-    )
-    tp_gather_partition_size: Int = key(
-        8, "Layers whose weights are gathered at a time.", no_effect="pieces have a number of bytes", gt=0
     )
     enable_cuda_graph: bool = key(False, "Record CUDA graphs of answers: refused.")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .base import ConfigSection, key
+from .unused import with_unused_keys
 
 
+@with_unused_keys
 class Optimizer(ConfigSection):
     """`optimizer`: class and arguments of the optimizer that the engine builds."""
 
@@ -16,11 +18,6 @@ class Optimizer(ConfigSection):
         "(any case), or the exact name of a class in torch.optim. null: the caller passes one.",
     )
     params: dict[str, Any] = key({}, "Arguments of the optimizer, such as lr and weight_decay.", free_form=True)
-    legacy_fusion: bool = key(
-        False,
-        "Old fused path of fp16 training.",
-        no_effect="the step is fused in any case",
-    )
 
 
 class Scheduler(ConfigSection):

@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import ConfigSection, DType, ExactInt, Int, Strings, as_list, key
+from .base import ConfigSection, ExactInt, Int, Strings, as_list, key
+from .unused import with_unused_keys
 
 
+@with_unused_keys
 class Pipeline(ConfigSection):
     """`pipeline`: options of a PipelineModule."""
 
@@ -27,28 +29,8 @@ class Pipeline(ConfigSection):
         "micro-batch, in a run of passes of the same stage, or from the first to the last micro-batch of a step. The "
         "longer, the fewer all-gathers; run and step need the memory of all parameters of the stage.",
     )
-    seed_layers: bool = key(
-        False,
-        "Seed the random generator for every layer, so that the split does not matter.",
-        no_effect="each layer of a PipelineModule has a seed of its own",
-    )
     activation_checkpoint_interval: Int = key(
         0, "Recompute activations of every so many layers; 0: as the PipelineModule says.", ge=0
-    )
-    pipe_partitioned: bool = key(
-        True,
-        "Split activations sent between stages over tensor-parallel ranks.",
-        no_effect="each tensor-parallel rank sends the activations of its stage whole",
-    )
-    grad_partitioned: bool = key(
-        True,
-        "Split gradients sent between stages over tensor-parallel ranks.",
-        no_effect="each tensor-parallel rank sends the gradients of its stage whole",
-    )
-    use_reentrant: bool = key(
-        True,
-        "Use the reentrant form of activation checkpointing.",
-        no_effect="recomputation is not reentrant; PipelineModule(activation_checkpoint_func=...) takes another",
     )
 
 
@@ -63,6 +45,7 @@ class TPSize(ConfigSection):
     tp_group: Any = key(None, "Process group of the tensor-parallel ranks; adjacent ranks.")
 
 
+@with_unused_keys
 class LayerSpec(ConfigSection):
     """`tensor_parallel.partition_config.layer_specs[]`: how parameters that match are split."""
 
@@ -90,11 +73,6 @@ class LayerSpec(ConfigSection):
         None, "Values of `model_type` in the configuration of transformers' models that this rule is for; null: all."
     )
     gather_output: bool = key(False, "column: gather the layer's output on every rank.")
-    grad_allreduce: bool = key(
-        False,
-        "All-reduce the gradient of the layer's input.",
-        no_effect="gradients of what ranks use in different ways are always summed",
-    )
 
 
 class PartitionConfig(ConfigSection):
@@ -117,25 +95,16 @@ class PartitionConfig(ConfigSection):
     layer_specs: Annotated[list[LayerSpec], BeforeValidator(as_list)] = key([], "Rules, first match wins.")
 
 
+@with_unused_keys
 class TensorParallel(ConfigSection):
     """`tensor_parallel`: split matrices over ranks during training."""
 
     enabled: bool | None = key(None, "false: ignore the sizes below.")
     autotp_size: Int = key(0, "Tensor-parallel degree; 0 or 1: off.", names=("size",), ge=0)
-    dtype: DType = key(
-        "fp16",
-        "Type of the split parameters.",
-        no_effect="shards have the model's dtypes: those of `bf16`, `fp16` and `torch_autocast`",
-    )
     sequence_parallel: bool = key(
         False,
         "Between divided layers each rank has some of the tokens: norms and the residual stream take 1/size of the "
         "memory, and the same bytes are sent.",
-    )
-    tp_overlap_comm: bool = key(
-        False,
-        "Overlap the all-reduce of the backward pass.",
-        no_effect="layers with the same input share one sum of its gradient, which is waited for",
     )
     tp: TPSize | None = key(None, "Nested form of the degree.", names=("tensor_parallel",))
     injection_policy_tuple: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
@@ -150,11 +119,6 @@ class TensorParallel(ConfigSection):
     check_division: bool = key(
         True,
         "Compare each kind of split block with the unsplit block on some tokens of the first forward. false: never.",
-    )
-    keep_module_on_host: bool = key(
-        False,
-        "Keep the unsplit module in host memory while it is split.",
-        no_effect="a model is split where it is, and what other ranks have of a layer is freed before the next",
     )
     kernel_inject: bool = key(False, "Replace layers by fused kernels.", names=("replace_with_kernel_inject",))
     vocab_parallel_lm_head: bool | None = key(
@@ -176,11 +140,7 @@ class TensorParallel(ConfigSection):
         return next((size for size in (self.autotp_size, nested, rules) if size > 1), 1)
 
 
-_ROUTER = "the model's own router decides"
-_SHARED = "experts that every token uses stay in the model's own block"
-_TORCH = "tokens are sorted, exchanged and added up in one way, in torch"
-
-
+@with_unused_keys
 class ExpertParallel(ConfigSection):
     """`expert_parallel`: distribute the experts of a model of transformers over ranks."""
 
@@ -188,11 +148,6 @@ class ExpertParallel(ConfigSection):
     autoep_size: Int = key(1, "Ranks over which the experts of a layer are divided.", ge=1)
     expert_tensor_parallel_size: Annotated[Literal[1], ExactInt] = key(
         1, "Tensor-parallel degree inside an expert; only 1."
-    )
-    validate_folding_routing: bool = key(
-        False,
-        "Check routing when expert and other dimensions are folded.",
-        no_effect="there is no other dimension that ranks of a group could be folded with",
     )
     preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = key(
         None, "Divide the blocks of this model family only."
@@ -203,15 +158,9 @@ class ExpertParallel(ConfigSection):
     expert_pattern: str | None = key(None, "Name of a block's child that holds the experts; null: experts.")
     router_pattern: str | None = key(None, "Name of a block's child that routes; null: gate, or router.")
     use_grouped_mm: bool = key(True, "Compute all local experts in one grouped matrix product, where torch can.")
-    disable_triton_grouped_mm: bool = key(
-        False, "Do not use the Triton grouped matrix product.", no_effect="it is torch's own that is used"
-    )
     route_norm: bool | None = key(None, "Normalise the weights of the chosen experts.")
     route_scale: float = key(1.0, "Factor on routing weights.")
     score_apply: Literal["auto", "pre", "post"] = key("auto", "Apply routing weights before or after the experts.")
-    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = key(
-        "auto", "How expert outputs are combined.", no_effect=_TORCH
-    )
     num_expert_groups: Int | None = key(None, "Groups of experts for group-limited routing.", gt=0)
     num_limited_groups: Int | None = key(None, "Groups that a token may use.", gt=0)
     score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "Routing score.")
@@ -226,28 +175,13 @@ class ExpertParallel(ConfigSection):
     num_experts_attr: str | None = key(
         None, "Attribute of the model's config with the number of experts, which is checked."
     )
-    top_k_attr: str | None = key(None, "Config attribute with the experts per token.", no_effect=_ROUTER)
-    has_shared_experts: bool | None = key(None, "The layer has experts that every token uses.", no_effect=_SHARED)
-    shared_experts_pattern: str | None = key(None, "Name of the shared experts.", no_effect=_SHARED)
-    shared_experts_gate_pattern: str | None = key(None, "Name of the shared experts' gate.", no_effect=_SHARED)
-    async_split_plan: bool = key(False, "Exchange token counts asynchronously.", no_effect=_TORCH)
-    row_weighting_impl: Literal["auto", "eager", "fused"] = key("auto", "How rows are weighted.", no_effect=_TORCH)
-    gate_up_impl: Literal["separate", "fused"] = key(
-        "separate",
-        "Gate and up projection in one product or two.",
-        no_effect="it is one where the model has them in one tensor",
-    )
     comm_backend: Literal["comm", "deepep"] = key("comm", "Library that exchanges tokens.")
-    comm_num_sm: Int = key(12, "Streaming multiprocessors for exchanging tokens.", gt=0, no_effect="DeepEP is not used")
-    comm_qp_margin: Int = key(4, "Spare queue pairs for exchanging tokens.", ge=0, no_effect="DeepEP is not used")
-    comm_max_tokens_per_rank: Int = key(
-        0, "Most tokens per rank in an exchange; 0: no limit.", ge=0, no_effect="DeepEP is not used"
-    )
     expert_activation: str | None = key(
         None, "Activation of the experts, by its name in torch.nn.functional or transformers; null: the model's."
     )
 
 
+@with_unused_keys
 class ActivationCheckpointing(ConfigSection):
     """`activation_checkpointing`: how `shardwise.checkpointing.checkpoint` keeps the inputs of recomputed functions."""
 
@@ -256,12 +190,6 @@ class ActivationCheckpointing(ConfigSection):
         False, "With `cpu_checkpointing`: keep the host memory of saved inputs from pass to pass."
     )
     cpu_checkpointing: bool = key(False, "Move saved inputs to host memory.")
-    number_checkpoints: Int | None = key(
-        None,
-        "Number of checkpoints, for one buffer of all.",
-        gt=0,
-        no_effect="memory for saved inputs is taken as it is needed",
-    )
     synchronize_checkpoint_boundary: bool = key(False, "Wait for the CUDA device at every checkpoint.")
     profile: bool = key(False, "Time checkpointed functions; logged with `steps_per_print`.")
     selective: Literal["attention", "every_second_matmul", "matmuls"] | None = key(

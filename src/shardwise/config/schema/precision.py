@@ -8,6 +8,7 @@ from typing import Literal
 from shardwise.errors import ConflictError
 
 from .base import ConfigSection, Contradiction, DType, Int, Strings, key
+from .unused import with_unused_keys
 
 
 class FP16(ConfigSection):
@@ -28,6 +29,7 @@ class FP16(ConfigSection):
     )
 
 
+@with_unused_keys
 class BF16(ConfigSection):
     """`bf16`: bfloat16 parameters with or without fp32 master weights, no loss scaling."""
 
@@ -36,11 +38,6 @@ class BF16(ConfigSection):
         False,
         "Skip the step when a gradient is infinite or NaN; also in fp32, with enabled false.",
         default_note="true in DeepSpeed since 2026-06, false before",
-    )
-    immediate_grad_update: bool = key(
-        False,
-        "Add gradients to the fp32 accumulator as soon as they are computed.",
-        no_effect="gradients are always accumulated as they are reduced",
     )
     master_weights: Literal["fp32", "none"] = key(
         "fp32", "What the optimizer steps: fp32 copies, or (none) the bf16 parameters themselves."

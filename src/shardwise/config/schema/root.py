@@ -40,10 +40,12 @@ from .parallel import (
 from .precision import BF16, FP16, DataTypes, TorchAutocast
 from .tuning import Autotuning
 from .unequal import UnequalBatches
+from .unused import with_unused_keys
 from .watch import AnomalyWatch
 from .zero import ZeroConfig
 
 
+@with_unused_keys
 class Config(ConfigSection):
     """A complete configuration, such as `config.zero_optimization.stage`.
 
@@ -86,16 +88,6 @@ class Config(ConfigSection):
 
     optimizer: Optimizer = section(Optimizer, "The optimizer that the engine builds.")
     scheduler: Scheduler = section(Scheduler, "The learning-rate schedule that the engine builds.")
-    zero_allow_untested_optimizer: bool = key(
-        False,
-        "Allow sharding with an optimizer class that was not tested with it.",
-        no_effect="an unknown optimizer gets unsharded tensors",
-    )
-    zero_force_ds_cpu_optimizer: bool = key(
-        True,
-        "Refuse a caller's optimizer that is not the library's CPU optimizer when state is offloaded.",
-        no_effect="any optimizer that can be sharded can be offloaded",
-    )
     gradient_clipping: float = key(
         0.0,
         "Largest global L2 norm of the gradient; 0: no clipping.",
@@ -112,9 +104,6 @@ class Config(ConfigSection):
     anomaly_watch: AnomalyWatch = section(AnomalyWatch, "Loss spikes, gradient norms, and where values become NaN.")
 
     communication_data_type: DType | None = key(None, "Type of gradients on the wire; null: the model's type.")
-    seq_parallel_communication_data_type: DType | None = key(
-        None, "The same within sequence-parallel groups.", no_effect="activations are exchanged in their own type"
-    )
     prescale_gradients: bool = key(False, "Divide gradients before summing over ranks rather than after.")
     gradient_predivide_factor: float = key(1.0, "Divide by this before summing over ranks and by the rest after.", gt=0)
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "Combine gradients of ranks by mean or sum.")
@@ -131,14 +120,6 @@ class Config(ConfigSection):
         "Seconds that a collective may wait before all ranks report their state: the log names the missing ranks, "
         "and ranks that wait for each other in different collectives end. 0: never.",
         ge=0,
-    )
-    sparse_gradients: bool = key(
-        False,
-        "Reduce gradients of embeddings with sparse=True as row numbers and rows.",
-        no_effect="they are made dense and reduced like all others; the values are the same",
-    )
-    disable_allgather: bool = key(
-        False, "Old switch of the all-gather.", no_effect="parameters could not be updated without it"
     )
     allgather_size: Int | None = key(
         None, "Old top-level name.", deprecated_for="zero_optimization.allgather_bucket_size", gt=0

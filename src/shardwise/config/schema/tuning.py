@@ -8,11 +8,10 @@ from typing import Any, Literal
 from shardwise.errors import ConflictError
 
 from .base import ConfigSection, Contradiction, Int, key, section
-
-_FOUND = "the first run finds it in the model"
-_LAUNCHED = "the options of the launcher decide"
+from .unused import with_unused_keys
 
 
+@with_unused_keys
 class ModelInfo(ConfigSection):
     """`autotuning.model_info`: facts about the model."""
 
@@ -21,11 +20,9 @@ class ModelInfo(ConfigSection):
         "Take one step, write facts and planned memory of the model to `autotuning.model_info_path`, and end. "
         "`--autotuning` sets it for the first run.",
     )
-    num_params: Int | None = key(None, "Number of parameters.", gt=0, no_effect=_FOUND)
-    hidden_size: Int | None = key(None, "Width of the layers.", gt=0, no_effect=_FOUND)
-    num_layers: Int | None = key(None, "Number of layers.", gt=0, no_effect=_FOUND)
 
 
+@with_unused_keys
 class Autotuning(ConfigSection):
     """`autotuning`: the search of `shardwise run --autotuning`, and the measured steps of its runs."""
 
@@ -43,8 +40,6 @@ class Autotuning(ConfigSection):
         "Measure everything again; false: keep results of equal configurations and commands in `results_dir`.",
         default_note="true in DeepSpeed's code, false in its documentation",
     )
-    num_nodes: Int | None = key(None, "Number of machines.", gt=0, no_effect=_LAUNCHED)
-    num_gpus: Int | None = key(None, "Processes of each machine.", gt=0, no_effect=_LAUNCHED)
     start_profile_step: Int = key(3, "First measured step; the first step of a run is never measured.", ge=0)
     end_profile_step: Int = key(5, "Last measured step, after which the run ends.", ge=0)
     metric: Literal["throughput", "latency", "flops"] = key(
@@ -70,7 +65,6 @@ class Autotuning(ConfigSection):
     max_train_micro_batch_size_per_gpu: Int = key(1024, "Largest micro-batch size.", gt=0)
     min_train_micro_batch_size_per_gpu: Int = key(1, "Smallest micro-batch size.", gt=0)
     num_tuning_micro_batch_sizes: Int = key(3, "Micro-batch sizes of each stage.", gt=0)
-    mp_size: Int = key(1, "Ranks that share a copy of the model.", ge=1, no_effect=_FOUND)
     model_info: ModelInfo = section(ModelInfo, "Facts about the model.")
     model_info_path: str | None = key(None, "File of the first run's result; set by `--autotuning`.", min_length=1)
     time_limit: float = key(600.0, "Most seconds of a run.", gt=0)

@@ -11,9 +11,7 @@ from shardwise.errors import ConfigError, ConflictError
 from .base import STAGES, ConfigSection, Contradiction, ExactInt, Int, Names, key, section
 from .not_built import NotBuilt
 from .offload import OffloadOptimizer, OffloadParam
-
-_SAME_RESULT = "every setting runs the same collectives"
-
+from .unused import with_unused_keys
 
 Stage = Annotated[Literal[0, 1, 2, 3], ExactInt]
 
@@ -40,6 +38,7 @@ class LoCo(ConfigSection):
     reset_T: Int = key(1024, "Steps after which the stored error is forgotten.", gt=0)
 
 
+@with_unused_keys
 class ZeroConfig(ConfigSection):
     """`zero_optimization`: sharding of optimizer state (1), gradients (2) and parameters (3)."""
 
@@ -58,50 +57,9 @@ class ZeroConfig(ConfigSection):
         default_note="on at stage 3 only in DeepSpeed",
         no_effect="communication always overlaps, with the same results and memory",
     )
-    reduce_scatter: bool = key(
-        True, "Reduce gradients by reduce-scatter rather than all-reduce.", no_effect=_SAME_RESULT
-    )
-    allgather_partitions: bool = key(
-        True, "Gather updated parameters by all-gather rather than broadcasts.", no_effect=_SAME_RESULT
-    )
-    contiguous_gradients: bool = key(
-        True,
-        "Copy gradients into one buffer as they are produced.",
-        no_effect="gradients of a unit are reduced in one buffer",
-    )
-    use_multi_rank_bucket_allreduce: bool = key(
-        True,
-        "Reduce a bucket that spans the shards of several ranks in one call.",
-        no_effect="one reduce-scatter of a unit serves all ranks",
-    )
-    round_robin_gradients: bool = key(
-        False,
-        "Interleave shards over the ranks so that copies to the host run in parallel.",
-        no_effect="every rank holds an equal slice of every unit",
-    )
     ignore_unused_parameters: bool = key(True, "false: a parameter without a gradient is an error.")
     compute_grad_norm: bool = key(True, "false: skip the gradient norm (stages 1 and 2, without gradient_clipping).")
-    load_from_fp32_weights: bool = key(
-        True,
-        "Restore master weights from the checkpoint's fp32 copy rather than from its 16-bit weights.",
-        no_effect="checkpoints hold master weights only",
-    )
-    elastic_checkpoint: bool = key(
-        False,
-        "Write checkpoints that another number of ranks can load.",
-        no_effect="any number of ranks loads every checkpoint",
-    )
-    parameter_alignment: bool = key(
-        False,
-        "Pad parameters in flat buffers to 16-byte boundaries.",
-        no_effect="every parameter starts at a 64-byte boundary (256 on CUDA)",
-    )
     legacy_stage1: bool = key(False, "Only false is accepted.")
-    grad_hooks: bool = key(
-        True,
-        "Reduce gradients from hooks during backward.",
-        no_effect="gradients are always reduced from hooks",
-    )
 
     stage3_prefetch_bucket_size: Int | None = key(
         None,
@@ -130,42 +88,10 @@ class ZeroConfig(ConfigSection):
         names=("max_live_parameters",),
         ge=0,
     )
-    stage3_max_reuse_distance: Int = key(
-        1_000_000_000,
-        "Keep a parameter gathered if it is used again within this many elements (stage 3).",
-        names=("max_reuse_distance",),
-        no_effect="a unit is kept for as many uses as before",
-        ge=0,
-    )
-    stage3_gather_16bit_weights_on_model_save: bool = key(
-        False,
-        "Let save_16bit_model and state-dict helpers consolidate the sharded weights (stage 3).",
-        names=("gather_16bit_weights_on_model_save",),
-        no_effect="they always do",
-    )
     stage3_gather_fp16_weights_on_model_save: bool = key(
         False,
         "Old name of stage3_gather_16bit_weights_on_model_save.",
         deprecated_for="zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    )
-    stage3_module_granularity_threshold: Int = key(
-        0,
-        "Modules with fewer elements per submodule than this are fetched as one unit (stage 3).",
-        names=("module_granularity_threshold",),
-        no_effect="units are blocks of the model",
-        ge=0,
-    )
-    stage3_use_all_reduce_for_fetch_params: bool = key(
-        False,
-        "Fetch parameters by all-reduce (stage 3).",
-        names=("use_all_reduce_for_fetch_params",),
-        no_effect="all-gather sends less",
-    )
-    stage3_allgather_sequential: bool = key(
-        False,
-        "Fetch parameters one after another without a bucket copy (stage 3).",
-        names=("allgather_sequential",),
-        no_effect="a unit is gathered straight into its place",
     )
     sub_group_size: Int = key(
         1_000_000_000,
@@ -225,32 +151,7 @@ class ZeroConfig(ConfigSection):
         False, "Divide optimizer state and master weights over the replicas of `mics_shard_size` (or a mesh), too."
     )
 
-    memory_efficient_linear: bool = key(
-        True,
-        "Do not keep gathered weights of linear layers for the backward pass (stage 3).",
-        no_effect="no gathered weight outlives its unit",
-    )
-    pipeline_loading_checkpoint: bool = key(
-        False,
-        "Load checkpoint shards one rank at a time.",
-        no_effect="a rank reads only its own slices",
-    )
-    override_module_apply: bool = key(
-        True,
-        "Inside zero.Init, Module.apply sees gathered parameters.",
-        no_effect="any access to a parameter finds it unsharded",
-    )
-    log_trace_cache_warnings: bool = key(
-        False,
-        "Warn when the recorded fetch order is found wrong.",
-        no_effect="the fetch order cannot become invalid",
-    )
     enable_sanity_checks: bool = key(False, "Run internal consistency checks in every step.")
-    save_muon_momentum_buffer_in_memory: bool = key(
-        False,
-        "Keep Muon's momentum in memory while the rest is on disk.",
-        no_effect="no optimizer state is on disk",
-    )
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
         """Yield keys of another stage, and keys without the key that they belong to."""
