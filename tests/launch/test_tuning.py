@@ -221,22 +221,33 @@ print("steps", engine.global_steps, engine.train_micro_batch_size_per_gpu())
 IN_ONE_PROCESS = "import runpy, sys; sys.argv = sys.argv[-2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-def real(place: Path) -> Path:
+def real(place: Path, **batch: object) -> Path:
     """Write a script that trains, and its configuration."""
     section = {"tuner_num_trials": 1, "num_tuning_micro_batch_sizes": 1, "end_profile_step": 3}
-    given = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "autotuning": section}
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    given = {**(batch or {"train_batch_size": 4}), "optimizer": optimizer, "autotuning": section}
     (place / "ds.json").write_text(json.dumps(given))
     return script(place, SCRIPT)
 
 
-def test_a_real_script_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [
+        ({"train_batch_size": 4}, "z0_mbs4_gas1"),
+        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}, "z0_mbs1024_gas2"),
+    ],
+    ids=["global", "auto"],
+)
+def test_a_real_script_is_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: dict[str, object], name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tuning, "LAUNCH", (sys.executable, "-c", IN_ONE_PROCESS))
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    search = tuning.Tuning(Job(str(real(tmp_path)), ("ds.json",)))
+    search = tuning.Tuning(Job(str(real(tmp_path, **batch)), ("ds.json",)))
     assert search.tune() == 0
     (one,) = search.results
-    assert (one.name, one.status) == ("z0_mbs4_gas1", "measured") and one.planned
+    assert (one.name, one.status) == (name, "measured") and one.planned
     assert "steps" not in (tmp_path / "autotuning_exps" / one.name / "stdout.log").read_text()  # ended before
 
 

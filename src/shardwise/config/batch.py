@@ -18,6 +18,8 @@ from .schema.root import Config
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
+FIRST_RUN = "autotuning.min_train_micro_batch_size_per_gpu"
+"""Source of the micro-batch size of the autotuner's first run, where nothing else gives one."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: 
     open_micro = micro is None and (train is None or ((MICRO,) in found.autos and steps is None))
     if open_micro and facts.micro_batch_size is not None:
         micro, sources[MICRO] = facts.micro_batch_size, "the caller"
+    tuning = config.autotuning
+    if train is None and micro is None and tuning.enabled and tuning.model_info.profile:
+        micro, sources[MICRO] = tuning.min_train_micro_batch_size_per_gpu, FIRST_RUN
     if train is None and micro is None:
         return Problem(TRAIN, _nothing_given(found, document), BatchSizeError)
     solved = _fill(train, micro, steps, world_size)
@@ -58,7 +63,7 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: 
     reasons = {
         name: f"given by {sources[name]}" if name in sources else f"derived: {equation}"
         for name in values
-        if sources.get(name, "the caller") == "the caller"
+        if sources.get(name, FIRST_RUN) in ("the caller", FIRST_RUN)
     }
     return ResolvedBatch(*solved, reasons)
 

@@ -147,12 +147,9 @@ class Tuning:
         report = self._directory(self.options.exps_dir, name) / "report.json"
         section = {"enabled": True, "model_info": {"profile": True}, "model_info_path": str(report.resolve())}
         config: dict[str, Any] = {**changes, "autotuning": section}
-        if self.config is not None:
-            if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & self.config.keys():
-                config.setdefault("train_micro_batch_size_per_gpu", self.options.min_train_micro_batch_size_per_gpu)
-            # A client library may put numbers in the place of "auto"; they are no wish to keep the batch.
-            if fixed(self.config) is None:
-                config["train_batch_size"] = None
+        # A client library may put numbers in the place of "auto"; they are no wish to keep the batch.
+        if self.config is not None and fixed(self.config) is None:
+            config["train_batch_size"] = None
         return self._run(name, config, report)
 
     def _measure_all(self) -> None:
