@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ConfigError
-from shardwise.inference.quantization import quantizable
+from shardwise.precision.float8 import own_linear_layers
 from tests.harness import run_ranks
 from tests.inference.models import answers, generating
 
@@ -47,7 +47,7 @@ def test_layers_compute_with_few_bits(settings: dict[str, Any], bound: float) ->
 def quantised(size: int) -> Any:
     model = generating("llama")
     engine = shardwise.init_inference(model, dtype="int8", mp_size=size)
-    weights = [layer.weight for layer in quantizable(model).values()]
+    weights = [layer.weight for layer in own_linear_layers(model).values()]
     found = answers(engine, 3, "left", 12), sum(one.qdata.nbytes for one in weights)
     assert type(model.lm_head.weight.data) is torch.Tensor
     engine.destroy()

@@ -213,9 +213,7 @@ CHAINS = (Category.BUFFERS, Category.GRADIENTS)
 QUICK = {
     "accumulation": Row(3, "fp32", keys={"accumulation": 2}),
     "weights of others": Row(3, "fp32", keys={"keep": 0, "model": Borrowing}),
-    "products kept": Row(
-        3, keys={"model": Recomputing, "more": {"activation_checkpointing": {"selective": "matmuls"}}}
-    ),
+    "products kept": Row(3, keys={"model": Recomputing, "more": KEPT}),
 }
 THOROUGH = {
     "autocast": Row(3, "autocast"),

@@ -30,6 +30,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_local(config, world_size),
         *_unequal(config),
         *_quantized(config),
+        *_float8(config),
         *_data(config),
     ]
 
@@ -145,6 +146,30 @@ def _quantized(config: Config) -> Iterator[Problem]:
     if config.quantize_training.enabled and "weight_quantization" in config.compression_training.methods:
         message = "and `compression_training.weight_quantization` both quantize weights; keep the latter"
         yield Problem("quantize_training", message, ConflictError)
+
+
+def _float8(config: Config) -> Iterator[Problem]:
+    if not config.float8.enabled:
+        return
+    for path, held, reason in (
+        ("tensor_parallel.autotp_size", config.tensor_parallel.size > 1, "divided layers have products of their own"),
+        ("compression_training", bool(config.compression_training.methods), "it replaces the same layers"),
+        ("pipeline.stages", config.pipeline.stages not in ("auto", 1), "layers of stages are built later"),
+    ):
+        if held:
+            message = f"cannot be combined with `{path}` of this configuration: {reason}; remove one of them"
+            yield Problem("float8.enabled", message, ConflictError)
+    if not config.float8.all_gather:
+        return
+    zero = config.zero_optimization
+    for path, held, reason in (
+        ("zero_optimization.zero_quantized_weights", zero.zero_quantized_weights, "both code what is gathered"),
+        ("zero_optimization.mics_hierarchical_params_gather", zero.mics_hierarchical_params_gather, "it has one level"),
+        ("torch_autocast.enabled", config.torch_autocast.enabled, "it keeps fp32 parameters for exact gathers"),
+    ):
+        if held:
+            message = f"cannot be combined with `{path}` of this configuration: {reason}; remove one of them"
+            yield Problem("float8.all_gather", message, ConflictError)
 
 
 def _budget(config: Config) -> Iterator[Problem]:

@@ -123,6 +123,8 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
         return "`prescale_gradients` divides by the number of ranks before the sum, so nothing is left to divide"
     if path == ("zero_optimization", "mics_hierarchical_params_gather") and zero.mics_shard_size < 1:
         return "it belongs to `zero_optimization.mics_shard_size`, which is not set"
+    if path == ("float8", "all_gather") and zero.stage < 3:
+        return "parameters are gathered at stage 3 only"
     all_ranks = zero.mics_shard_size == world_size and not zero.mics_hierarchical_params_gather
     if path == ("zero_optimization", "mics_shard_size") and all_ranks:
         return "it is the number of ranks: one group of all"

@@ -111,6 +111,7 @@ from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.schedules import placement_of
 from shardwise.precision.autocast import wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
+from shardwise.precision.float8 import train_in_float8
 from shardwise.precision.scaler import LossScaler
 from shardwise.units import parse_size
 from shardwise.utils.logging import logger, warn_once
@@ -222,6 +223,10 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         # The device before the groups, because each backend serves one device type.
         own_number = local_rank()
         device = choose_device(own_number, given.device_index)
+        if settings.float8.enabled:
+            if pipeline is not None:
+                raise ConflictError("float8 cannot be combined with a pipeline, whose layers are built later")
+            train_in_float8(model, settings.float8, device)
 
     # Groups: job, data-parallel, sequence-parallel, tensor-parallel, and the domains of parameters.
     # Job and data-parallel group are equal without sequence and tensor parallelism.
@@ -538,7 +543,7 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
 
 def _plan(settings: Any, domain: Domain, model: nn.Module) -> Plan:
     zero = settings.zero_optimization
-    plan = Plan.of(zero, domain)
+    plan = Plan.of(zero, domain, float8=settings.float8)
     if zero.optimizer_over_replicas and REPLICATE not in domain.names:
         warn_once(
             "zero_optimization.optimizer_over_replicas has no effect: there are no replicas. Set "

@@ -37,6 +37,7 @@ from shardwise.parallel.sequence import SequenceGroup
 from shardwise.parallel.tensor.check import frozen
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
+from shardwise.precision.float8 import train_in_float8
 from shardwise.precision.scaler import LossScaler
 from shardwise.registry import copy_part
 from shardwise.zero.memory import floor
@@ -153,11 +154,13 @@ class DryRunEngine:
                 domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
             tensors = None
+            if config.float8.enabled:  # in a plan without an engine the model has its own layers
+                train_in_float8(twin, config.float8, None)
             if config.tensor_parallel.size > 1:
                 tensors = SharedTensors(comm, lines.tensor, twin, config)
             divide_experts(twin, config, comm, lines)
             policy = policy_from_config(config)
-            plan = Plan.of(config.zero_optimization, domain)
+            plan = Plan.of(config.zero_optimization, domain, float8=config.float8)
             self._disks = Disks.of(config, comm.rank, imagined=True)
             place_buffers(twin, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
             self.sharded = ShardedModel(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, UsageError
+from shardwise.precision.float8 import own_linear_layers
 from shardwise.registry import declare_part, part_of
 from shardwise.utils.logging import logger
 
@@ -41,7 +42,7 @@ def quantize_weights(model: nn.Module, section: QuantizedValues, device: torch.d
         )
     except ImportError as error:
         raise UsageError(f"quant: needs torchao ({error}). Install shardwise[quantization]") from error
-    layers = quantizable(model)
+    layers = own_linear_layers(model)
     if not layers:
         raise ConfigError(
             f"quant: {type(model).__name__} has no linear layer (nn.Linear) whose weight could be quantised. Remove "
@@ -81,18 +82,3 @@ def quantize_weights(model: nn.Module, section: QuantizedValues, device: torch.d
         "quantised %d linear layers to %d bits; other weights have %d bytes", len(layers), section.num_bits, rest
     )
     return before
-
-
-def quantizable(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers, by name, whose weights no other module uses, without the output head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users[id(parameter)] = users.get(id(parameter), 0) + 1
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and users[id(module.weight)] == 1
-    }

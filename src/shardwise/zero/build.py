@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.comm.domain import Domain, Domains
 from shardwise.comm.machines import by_machine, groups_of
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory.places import ON_DEVICE, Homes, acquiring
+from shardwise.precision.float8 import weights_to_gather
 from shardwise.registry import Registry
 from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.init import PartStore, whole_values
 from shardwise.zero.passes.modulehook import weakly
 from shardwise.zero.units import released
 from shardwise.zero.units.flat_param import FlatParamStorage
+from shardwise.zero.units.float8_weights import Float8Codes
 from shardwise.zero.units.layout import FlatParam
 from shardwise.zero.units.partition import UnitSpec
 from shardwise.zero.units.peaks import Orders, best_whole
@@ -158,11 +161,13 @@ class UnitBuilder:
         return unit
 
     def prepare_gathers(self, sharded: Sequence[Unit]) -> None:
-        """Set up quantized weights and secondary shards (ZeRO++), if the plan has them."""
+        """Set up quantized or float8 weights and secondary shards (ZeRO++), if the plan has them."""
         if self._plan.quantized_weights:
-            for unit in sharded:
-                codes = UnitCodes(unit.sections, self._registry, self._accountant)
-                unit.codes = codes if codes.coded else None
+            self._send_codes(sharded, UnitCodes)
+        elif self._plan.float8_weights:
+            weights, dtype = weights_to_gather(self._model.module)
+            found = {tensor.index for tensor in map(self._registry.find, weights) if tensor is not None}
+            self._send_codes(sharded, partial(Float8Codes, found, dtype))
         if self._plan.secondary > 1 and self._update is not None:
             ranks = self._domains.main.ranks
             groups = groups_of(ranks.nodes(), self._plan.secondary)
@@ -171,6 +176,11 @@ class UnitBuilder:
             group.connect("gather")
             for unit in sharded:
                 unit.keep_second(group)
+
+    def _send_codes(self, sharded: Sequence[Unit], source: Callable[..., UnitCodes]) -> None:
+        for unit in sharded:
+            codes = source(unit.sections, self._registry, self._accountant)
+            unit.codes = codes if codes.coded else None
 
     def _owned(self, layout: FlatParam) -> bool:
         return layout.whole and self._owners is not None and (layout.cut or not self._owners.replicated)

@@ -97,6 +97,29 @@ class TorchAutocast(ConfigSection):
             yield "dtype", message, ConflictError
 
 
+class Float8(ConfigSection):
+    """`float8`: matrix products of linear layers in 8 bits, by torchao; parameters keep their dtype."""
+
+    enabled: bool = key(False, "Replace the linear layers of the model by torchao's for training in float8.")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
+        "tensorwise",
+        "Scales of a tensor or of its rows; the last keeps products for gradients of weights in 16 bits.",
+    )
+    filter_fqns: Strings = key([], "Layers whose names contain one of these texts are left as they are.")
+    emulate: bool = key(False, "Compute the products in fp32 from rounded values, on devices without float8.")
+    all_gather: bool = key(
+        False,
+        "Gather weights of these layers in 8 bits at stage 3, with the same results. Scales are powers of two then; "
+        "the recipe is tensorwise.",
+    )
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield a recipe whose weights cannot be gathered in 8 bits."""
+        if self.all_gather and self.recipe != "tensorwise":
+            message = f'needs {at("recipe")} "tensorwise": scales of rows are not known before the all-gather'
+            yield "all_gather", message, ConflictError
+
+
 class DataTypes(ConfigSection):
     """`data_types`: types of gradients, parameters and buffers."""
 

@@ -37,7 +37,7 @@ from .parallel import (
     Pipeline,
     TensorParallel,
 )
-from .precision import BF16, FP16, DataTypes, TorchAutocast
+from .precision import BF16, FP16, DataTypes, Float8, TorchAutocast
 from .tuning import Autotuning
 from .unequal import UnequalBatches
 from .unused import with_unused_keys
@@ -135,6 +135,7 @@ class Config(ConfigSection):
     amp: Annotated[Any, NotBuilt("amp")] = not_built("amp")
     msamp: Annotated[Any, NotBuilt("msamp")] = not_built("msamp")
     torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast.")
+    float8: Float8 = section(Float8, "Linear layers in float8.")
     data_types: DataTypes = section(DataTypes, "Types of gradients and buffers.")
 
     zero_optimization: ZeroConfig = section(

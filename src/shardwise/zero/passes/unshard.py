@@ -160,9 +160,9 @@ class Unsharder:
         if dropped:
             raise UsageError(
                 f"parameters were changed in place inside of a pass: {', '.join(dropped)}. Under "
-                "zero_optimization.zero_quantized_weights it computes with rounded values, and storing them would "
-                "round the weights themselves. Make what forward changes a buffer, change it between steps inside of "
-                "shardwise.zero.GatheredParameters(..., modifier_rank=0), or switch zero_quantized_weights off"
+                "zero_optimization.zero_quantized_weights or float8.all_gather it computes with rounded values, and "
+                "storing them would round the weights themselves. Make what forward changes a buffer, change it "
+                "between steps inside of shardwise.zero.GatheredParameters(..., modifier_rank=0), or switch the key off"
             )
 
     @property

@@ -16,6 +16,7 @@ from shardwise.memory.places import ALL_ON_DEVICE, Where
 
 if TYPE_CHECKING:
     from shardwise.config.schema import ZeroConfig
+    from shardwise.config.schema.precision import Float8
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Plan:
         keeps_what_saves: keep units unsharded whose resharding would not lower the peak.
         persistent_elements, persistent_total: keep units of at most so many elements, in all, unsharded.
         quantized_weights: all-gathers of trained passes send 8-bit codes (ZeRO++, qwZ).
+        float8_weights: all-gathers of trained passes send weights of float8 layers in 8 bits.
         secondary: ranks that share a secondary shard for backward passes (ZeRO++, hpZ); 1: none.
     """
 
@@ -74,6 +76,7 @@ class Plan:
     persistent_elements: int = 0
     persistent_total: int = 0
     quantized_weights: bool = False
+    float8_weights: bool = False
     secondary: int = 1
     where: Where = ALL_ON_DEVICE
 
@@ -108,7 +111,15 @@ class Plan:
         return self.prefetch_elements if self.prefetch else None
 
     @classmethod
-    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where | None = None) -> Plan:
+    def of(
+        cls,
+        zero: ZeroConfig,
+        domain: Domain,
+        *,
+        forced: bool = False,
+        where: Where | None = None,
+        float8: Float8 | None = None,
+    ) -> Plan:
         """Derive the plan. `forced` shards over dimensions of one rank, too. `where` overrides the section's tiers."""
         if where is None:
             where = where_of(zero)
@@ -138,6 +149,7 @@ class Plan:
             persistent_elements=int(small or 0),
             persistent_total=int(zero.stage3_model_persistence_threshold),
             quantized_weights=bool(row.parameters) and zero.zero_quantized_weights,
+            float8_weights=bool(row.parameters) and float8 is not None and float8.enabled and float8.all_gather,
             secondary=int(zero.zero_hpz_partition_size) if row.parameters else 1,
             where=where,
         )

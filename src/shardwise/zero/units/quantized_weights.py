@@ -11,7 +11,7 @@ parameters of integers and of fp64 are sent exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,15 +58,14 @@ class Exact:
         return max(self.counts)
 
     @classmethod
-    def of(cls, section: FlatParam, registry: Registry, device: torch.device) -> Exact | None:
-        """Find the exact elements; return None if nothing is quantised."""
-        small = [travels_exactly(registry[slot.index].shape) for slot in section.slots]
-        if section.dtype not in CODED or all(small):
+    def of(cls, section: FlatParam, is_exact: Callable[[int], bool], device: torch.device) -> Exact | None:
+        """Find the exact elements, by index of the parameter; return None if nothing is quantised."""
+        if section.dtype not in CODED or all(is_exact(slot.index) for slot in section.slots):
             return None
         counts, runs = [], [torch.zeros(0, dtype=torch.int64, device="cpu")]
         for rank in range(section.sizes[0]):
             start, stop = _range(section, rank)
-            pieces = [p for p in section.pieces(start, stop) if travels_exactly(registry[p.index].shape)]
+            pieces = [p for p in section.pieces(start, stop) if is_exact(p.index)]
             runs += [torch.arange(start + p.offset, start + p.offset + p.stop - p.start, device="cpu") for p in pieces]
             counts.append(sum(p.stop - p.start for p in pieces))
         most = max(counts)
@@ -90,11 +89,12 @@ class _Part:
     memory: FlatParamStorage
     exact_part: Exact | None
     begin: int
+    codes: int
     exact: int
     end: int
 
     def codes_in(self, messages: torch.Tensor) -> torch.Tensor:
-        return messages[:, self.begin : self.begin + CODE.nbytes(self.memory.layout.size(1))]
+        return messages[:, self.begin : self.codes]
 
     def exact_in(self, messages: torch.Tensor) -> torch.Tensor:
         layout = self.memory.layout
@@ -110,21 +110,22 @@ class UnitCodes(GatherSource):
     def __init__(self, sections: Sequence[FlatParamStorage], registry: Registry, accountant: Accountant) -> None:
         self._comm = ranks = sections[0].domain.dimensions[0]
         self._rank, self._world = ranks.rank, ranks.world
-        self._accountant = accountant
+        self._registry, self._accountant = registry, accountant
         self._parts: list[_Part] = []
         self._messages: torch.Tensor | None = None
         end = 0
         for memory in sections:
             begin, layout = end, memory.layout
-            exact_part = Exact.of(layout, registry, memory.device)
-            exact = begin
+            exact_part = Exact.of(layout, self._is_exact, memory.device)
+            codes = exact = begin
             if exact_part is not None:
-                exact += round_up(CODE.nbytes(layout.size(1)), _ALIGNMENT)
+                codes = begin + self._nbytes(layout.size(1))
+                exact = round_up(codes, _ALIGNMENT)
                 accountant.hold(Category.BUFFERS, exact_part.positions)
                 accountant.hold(Category.BUFFERS, exact_part.places)
             count = layout.size(1) if exact_part is None else exact_part.most
             end = exact + round_up(count * layout.dtype.itemsize, _ALIGNMENT)
-            self._parts.append(_Part(memory, exact_part, begin, exact, end))
+            self._parts.append(_Part(memory, exact_part, begin, codes, exact, end))
         self._size = end
         self.coded = any(part.exact_part is not None for part in self._parts)
 
@@ -167,8 +168,7 @@ class UnitCodes(GatherSource):
         if part.exact_part.counts[rank]:
             positions = part.exact_part.within(part.memory.layout, rank)
             exact[: positions.numel()] = values[positions]
-            values = values.index_fill(0, positions, 0)  # a copy
-        CODE.encode(values.unsqueeze(0), part.codes_in(message))
+        self._encode_codes(part, values, part.codes_in(message), rank)
 
     def _decode(self, part: _Part, messages: torch.Tensor) -> None:
         exact, values = part.exact_in(messages), part.memory.full
@@ -176,6 +176,23 @@ class UnitCodes(GatherSource):
         if part.exact_part is None:
             rows.copy_(exact)
             return
-        CODE.decode(part.codes_in(messages), rows)
+        self._decode_codes(part, part.codes_in(messages), rows)
         if part.exact_part.most:
             values.index_copy_(0, part.exact_part.positions, exact.flatten().index_select(0, part.exact_part.places))
+
+    # -- the code ------------------------------------------------------------------------------------------------------
+
+    def _is_exact(self, index: int) -> bool:
+        return travels_exactly(self._registry[index].shape)
+
+    def _nbytes(self, count: int) -> int:
+        return CODE.nbytes(count)
+
+    def _encode_codes(self, part: _Part, values: torch.Tensor, codes: torch.Tensor, rank: int) -> None:
+        assert part.exact_part is not None
+        if part.exact_part.counts[rank]:
+            values = values.index_fill(0, part.exact_part.within(part.memory.layout, rank), 0)  # a copy
+        CODE.encode(values.unsqueeze(0), codes)
+
+    def _decode_codes(self, part: _Part, codes: torch.Tensor, rows: torch.Tensor) -> None:
+        CODE.decode(codes, rows)

@@ -443,8 +443,8 @@ class Unit:
         if self.rounded:
             raise UsageError(
                 f"parameters of unit {self.name!r} cannot be changed inside of a forward or backward pass: under "
-                "zero_optimization.zero_quantized_weights they have rounded values there, and storing them would round "
-                "the weights themselves. Change parameters between passes."
+                "zero_optimization.zero_quantized_weights or float8.all_gather they have rounded values there, and "
+                "storing them would round the weights themselves. Change parameters between passes."
             )
         self.second_valid = False
         if self._await_copies is not None:
