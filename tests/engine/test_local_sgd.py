@@ -81,13 +81,22 @@ class Simulated:
             self.exchange(exchanged)
 
     def exchange(self, names: set[str]) -> None:
+        self.merge(self.changes(names), 0.0)
+
+    def changes(self, names: set[str]) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.stack([self.agreed.get_parameter(name) - m.get_parameter(name) for m in self.models]).detach()
+            for name in names
+        }
+
+    def merge(self, changes: dict[str, torch.Tensor], mixing: float) -> None:
         for name, agreed in self.agreed.named_parameters():
-            own = [model.get_parameter(name) for model in self.models]
-            agreed.grad = torch.stack([agreed - one for one in own]).detach().mean(0) if name in names else None
+            agreed.grad = changes[name].mean(0) if name in changes else None
         self.outer.step()
         for model in self.models:
-            for name in names:
-                model.get_parameter(name).data.copy_(self.agreed.get_parameter(name))
+            for name in changes:
+                own, agreed = model.get_parameter(name).data, self.agreed.get_parameter(name).data
+                own.copy_(mixing * own + (1 - mixing) * agreed)
 
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -170,6 +179,49 @@ def test_fragments_are_exchanged_at_their_own_steps() -> None:
     assert before
     assert not engine.sharded.local.diverged
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+
+
+def in_flight(engine: Any) -> int:
+    return sum(r.group == "replicate" and r.waited is None for r in engine.ledger.records())
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "mixing", "overlap"),
+    [(1, 1, None, 2), (3, 2, 0.0, 1), thorough(0, 1, 0.25, 1), thorough(0, 2, None, 2)],
+)
+@on_ranks(4)
+def test_exchanges_overlap_the_following_steps(stage: int, size: int, mixing: float | None, overlap: int) -> None:
+    engine = engine_of(stage, size=size, sync_every=6, fragments=2, overlap_steps=overlap, overlap_mixing=mixing)
+    units = [{t.name for t in unit.tensors} for unit in engine.sharded.units]
+    parts = {0: set().union(*units[0::2]), 3: set().union(*units[1::2])}  # by step of an interval
+    simulated = Simulated([list(range(r, r + size)) for r in range(0, 4, size)], "AdamW", 6, nesterov)
+    number, changes = simulated.number_of(dist.get_rank()), {}
+    for step in range(1, 15):
+        simulated.step(step, exchanged=set())
+        if (step - overlap) % 3 == 0 and changes:
+            simulated.merge(changes, 0.5 if mixing is None else mixing)
+        if step % 3 == 0:
+            changes = simulated.changes(parts[step % 6])
+        train(engine, range(step, step + 1))
+        assert bool(in_flight(engine)) == (step % 3 < overlap and step >= 3), step
+        assert_same(engine, simulated.models[number])
+    elements = sum(section.layout.numel for unit in engine.sharded.units for section in unit.trainable)
+    replicas = 4 // size
+    whole = 2 * 4 * elements // size * (replicas - 1) // replicas  # two exchanges of each fragment
+    assert 2 * whole * 0.98 <= across(engine) <= 2 * whole * 1.02 + 512  # and digests
+    simulated.step(15, exchanged=set())
+    train(engine, range(15, 16))
+    assert in_flight(engine)
+    ledger = engine.ledger
+    if overlap == 1:
+        simulated.merge(simulated.changes(parts[3]), 0.5 if mixing is None else mixing)
+        simulated.exchange(set().union(*parts.values()))
+        engine.synchronize_replicas()
+        assert_same(engine, simulated.models[number])
+        assert not engine.sharded.local.diverged
+        assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+    engine.destroy()
+    assert not any(record.waited is None for record in ledger.records())
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -255,16 +307,19 @@ def test_initial_and_changed_parameters_are_those_of_one_rank(stage: int, precis
     assert 0 < float((safe_get_full_fp32_param(parameter) - 0.125).abs().max()) < 0.1
 
 
-@pytest.mark.parametrize("stage", [0, thorough(1), 3])
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "fragments", "overlap"),
+    [(0, 1, 0), (3, 2, 0), (1, 1, 3), (3, 1, 3), thorough(1, 2, 1), thorough(0, 2, 0)],
+)
 @on_ranks(2)
-def test_resumed_between_exchanges(tmp_path: Path, stage: int, fragments: int) -> None:
-    local: dict[str, Any] = {"sync_every": 4, "fragments": fragments}
-    if fragments == 2:
+def test_resumed_between_exchanges(tmp_path: Path, stage: int, fragments: int, overlap: int) -> None:
+    local: dict[str, Any] = {"sync_every": 4, "fragments": fragments, "overlap_steps": overlap}
+    if fragments == 2 or stage == 3:
         local |= {"quantize_bits": 8, "precision": "bf16"}
     engine = engine_of(stage, **local)
     train(engine, range(6))
     engine.save_checkpoint(str(tmp_path), asynchronous=fragments == 2)
+    assert not in_flight(engine)
     agreed = engine.sharded.local.layout()
     train(engine, range(6, 10))
     expected = parameters_digest(engine.module)
@@ -312,10 +367,14 @@ def test_loaded_by_other_replicas(tmp_path: Path) -> None:
         assert len(set(digests)) == 1
 
 
-@pytest.mark.parametrize(("stage", "fragments", "bits"), [thorough(0, 1, None), (1, 1, 8), thorough(3, 2, None)])
+@pytest.mark.parametrize(
+    ("stage", "fragments", "bits", "overlap"),
+    [thorough(0, 1, None, 0), (1, 1, 8, 0), thorough(3, 2, None, 0), (1, 1, None, 1), thorough(3, 1, 8, 1)],
+)
 @on_ranks(2)
-def test_memory_is_planned(stage: int, fragments: int, bits: int | None) -> None:
-    engine = engine_of(stage, sync_every=2, fragments=fragments, quantize_bits=bits, precision="bf16")
+def test_memory_is_planned(stage: int, fragments: int, bits: int | None, overlap: int) -> None:
+    local: Any = {"fragments": fragments, "quantize_bits": bits, "overlap_steps": overlap}
+    engine = engine_of(stage, sync_every=2, precision="bf16", **local)
     train(engine, range(4))
     engine.accountant.reset_peak()
     train(engine, range(4, 8))
@@ -371,6 +430,8 @@ def test_signals_weights_and_init(tmp_path: Path) -> None:
         ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel.enabled"),
         ({"local_sgd": {"enabled": True, "replica_size": 3}}, "local_sgd.replica_size"),
         ({"local_sgd": {"enabled": True, "sync_every": 2, "fragments": 3}}, "local_sgd.fragments"),
+        ({"local_sgd": {"enabled": True, "sync_every": 4, "overlap_steps": 4}}, "local_sgd.overlap_steps"),
+        ({"local_sgd": {"enabled": True, "overlap_mixing": 0.5}}, "local_sgd.overlap_mixing"),
         ({"local_sgd": {"outer_optimizer": {"type": "Average", "lr": 1.0}}}, "local_sgd.outer_optimizer.lr"),
     ],
 )

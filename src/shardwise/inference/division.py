@@ -38,7 +38,7 @@ class InferenceRanks:
         members = members_of(group)
         if len(members) % size:
             raise ConflictError(
-                f"tensor_parallel.tp_size is {size}, but there are {len(members)} ranks, which are not whole groups of "
+                f"tensor_parallel.tp_size is {size}, but the number of ranks is {len(members)}, not a multiple of "
                 f"{size}; choose a divisor of {len(members)}, or start a multiple of {size} ranks"
             )
         self.everybody = Communicator(group, Ledger(), device, name="inference", call="init_inference()")

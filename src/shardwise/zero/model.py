@@ -524,18 +524,20 @@ class ShardedModel:
     def exchange_replicas(self, step: int | None) -> bool:
         """Exchange the units that are due after a step between replicas (None: all); return False if none is due.
 
-        All ranks call.
+        With `overlap_steps` their parameters change at a later step. All ranks call.
         """
         local = self.local
-        due = [] if local is None else local.due(step)
-        if local is None or not due:
+        if local is None or not local.acts(step):
             return False
+        due = local.due(step)
         self.finish_gathers()
         self.await_copies()
-        with self.accountant.owning(Category.OTHER), named("exchange replicas"):
-            local.exchange(due)
-        self.state.publish([self.units[index] for index in due])
-        return True
+        for exchange in (local.continue_exchange, local.begin_exchange):
+            with self.accountant.owning(Category.OTHER), named("exchange replicas"):
+                changed = exchange(due, step)
+            if changed:
+                self.state.publish([self.units[index] for index in changed])
+        return bool(due)
 
     def shards_written(self) -> None:
         """Make all-gathers and fetches of peers wait for the new values of the shards."""
@@ -761,6 +763,8 @@ class ShardedModel:
             try:
                 self.hooks.settle()
                 self.finish_gathers()
+                if self.local is not None and failure is None:
+                    self.local.settle()
             except DesyncError as error:
                 if self.channel is None:
                     raise

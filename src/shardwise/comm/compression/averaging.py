@@ -7,7 +7,7 @@ of local steps), and a method averages the values. `shardwise.optim.comm_optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +87,12 @@ def average(means: Sequence[BlockMean], values: Sequence[torch.Tensor], hold: Ho
     """Replace the values of each block by their mean over ranks (all ranks call); `hold` counts a message."""
     running = [mean.average(own) for mean, own in zip(means, values, strict=True)]
     while running:
-        running = [mean for mean in running if _advance(mean, hold)]
+        running = advance(running, hold)
+
+
+def advance(running: Iterable[Iterator[Sequence[torch.Tensor]]], hold: Hold) -> list[Iterator[Sequence[torch.Tensor]]]:
+    """Wait for the last collective of each average and launch the next one; return the averages that have one."""
+    return [mean for mean in running if _advance(mean, hold)]
 
 
 def _advance(mean: Iterator[Sequence[torch.Tensor]], hold: Hold) -> bool:

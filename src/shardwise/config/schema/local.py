@@ -52,9 +52,25 @@ class LocalSGD(ConfigSection):
     quantize_bits: Literal[4, 8] | None = key(
         None, "Bits of an exchanged value, with error feedback; null: fp32, exactly."
     )
+    overlap_steps: Int = key(0, "Steps that go on during an exchange, before its result is merged; 0: none.", ge=0)
+    overlap_mixing: float | None = key(
+        None, "Part of a replica's own parameters in those merged after `overlap_steps`; null: 0.5.", ge=0, lt=1
+    )
+
+    @property
+    def mixing(self) -> float:
+        """The part of a replica's own parameters in those it goes on with after an exchange."""
+        if not self.overlap_steps:
+            return 0.0
+        return 0.5 if self.overlap_mixing is None else self.overlap_mixing
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Yield more fragments than steps."""
+        """Yield more fragments than steps, and exchanges that would overlap each other."""
         if self.fragments > self.sync_every:
             message = f"is {self.fragments}, and {at('sync_every')} = {self.sync_every}: one step has one at most"
             yield "fragments", message, ConflictError
+        elif self.overlap_steps >= (begins := self.sync_every // self.fragments):
+            message = f"is {self.overlap_steps}, and the next exchange begins after {begins} steps; lower it"
+            yield "overlap_steps", message, ConflictError
+        if self.overlap_mixing is not None and not self.overlap_steps:
+            yield "overlap_mixing", f"belongs to {at('overlap_steps')}, which is 0; remove it", ConflictError

@@ -2,20 +2,23 @@
 
 Stich, "Local SGD converges fast and communicates little", 2018 (arXiv 1805.09767). Douillard et al., "DiLoCo:
 Distributed low-communication training of language models", 2023 (arXiv 2311.08105). Fragments: Douillard et al.,
-"Streaming DiLoCo with overlapping communication", 2025 (arXiv 2501.18512), without the overlap.
+"Streaming DiLoCo with overlapping communication", 2025 (arXiv 2501.18512).
 
 Each rank keeps its range of the parameters that replicas last agreed on, in fp32, and the momentum of the outer
 optimizer. In an exchange the mean over replicas of (agreed - own parameters) is the gradient of the outer optimizer,
 whose result becomes the agreed parameters. Replicas with unequal parts of the batch count by them (McMahan et al.,
 "Communication-efficient learning of deep networks from decentralized data", 2016, arXiv 1602.05629). All
 replicas compute the same bits, so each is complete without the others. The inner optimizer's state is the replica's.
+
+With `overlap_steps` the mean is of the changes at the step where the exchange begins. That many steps later the outer
+optimizer steps, and own parameters become mixing * own + (1 - mixing) * agreed.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,7 @@ from torch.nn.functional import pad
 from typing_extensions import override
 
 from shardwise.comm.compression import BlockCode
-from shardwise.comm.compression.averaging import BlockMean, ExactMean, average
+from shardwise.comm.compression.averaging import BlockMean, ExactMean, advance
 from shardwise.comm.compression.quantized import QuantizedMean
 from shardwise.comm.domain import Domains
 from shardwise.comm.replicas import Replicas
@@ -44,7 +47,7 @@ MOMENTUM = OUTER + "momentum"
 """Name of the outer optimizer's momentum in checkpoints, beside the state of the inner optimizer."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Outer:
     """Outer state of this rank's master weights in a flat parameter; `numel` is its own part's, padded for the mean."""
 
@@ -58,6 +61,23 @@ class _Outer:
     def own_part(self, values: torch.Tensor) -> torch.Tensor:
         """Return the range that no other rank of the replica exchanges, as a view."""
         return self.section.domain.within(values, self.section.levels.optimizer, self.section.domain.depth)
+
+
+@dataclass
+class _Exchange:
+    """An exchange that has begun; `sent` are the own parts of changes, then of means.
+
+    After step `turn` the second collective is launched. After step `end` the means are merged, with the part `mixing`
+    of own parameters.
+    """
+
+    units: list[int]
+    chosen: list[_Outer]
+    sent: list[torch.Tensor]
+    running: list[Iterator[Sequence[torch.Tensor]]]
+    turn: int
+    end: int
+    mixing: float
 
 
 class LocalSgdUpdate(Update):
@@ -83,7 +103,9 @@ class LocalSgdUpdate(Update):
         self._diverged: set[int] = set()  # units
         self.share: Callable[[], float] | None = None  # of this replica in the mean, in multiples of an equal one
         self._planning = False  # each step exchanges the largest fragment
-        self._own_values: dict[str, torch.Tensor] = {}  # of a checkpoint, until they are published
+        self._own_values: dict[str, torch.Tensor] = {}  # other than the agreed ones, until they are published
+        self._exchange: _Exchange | None = None
+        self._hold = functools.partial(accountant.hold, Category.BUFFERS)
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -147,32 +169,68 @@ class LocalSgdUpdate(Update):
         super()._step(factor)
         self._diverged.update(self._outer)
 
+    def acts(self, step: int | None) -> bool:
+        """Return True if replicas begin, continue or end an exchange after a step; the same on all ranks."""
+        running = self._exchange
+        return bool(self.due(step)) or (running is not None and (step == running.turn or step == running.end))
+
     @torch.no_grad()
-    def exchange(self, units: Iterable[int]) -> None:
-        """Step the outer optimizer on some units (all ranks call); `publish` of them follows."""
-        outer, chosen = self._settings.outer_optimizer, [one for unit in units for one in self._outer[unit]]
+    def begin_exchange(self, units: list[int], step: int | None) -> list[int]:
+        """Exchange units that are due (all ranks call); return them, for `publish`, if they have changed."""
+        chosen = [one for unit in units for one in self._outer[unit]]
+        if not chosen:
+            return []
         self._check_alike(chosen)
-        hold = functools.partial(self._accountant.hold, Category.BUFFERS)
-        changes, sent = [], []
+        sent = []
         for one in chosen:
             assert one.section.master is not None
-            changes.append(one.agreed - one.section.master.detach())
+            change = one.own_part(one.agreed) - one.own_part(one.section.master.detach())
             if self.share is not None:
-                changes[-1].mul_(self.share())
-            part = one.own_part(changes[-1])
-            sent.append(part if part.numel() == one.numel else pad(part, (0, one.numel - part.numel())))
-            for buffer in (changes[-1], sent[-1]):
-                hold(buffer)
-        average([one.mean for one in chosen], sent, hold)
-        for one, gradient, mean in zip(chosen, changes, sent, strict=True):
-            part = one.own_part(gradient)
-            part.copy_(mean[: part.numel()])
-            if part.numel() < gradient.numel():  # ranks of the replica have whole master weights
-                self._replicas.own.all_gather([(gradient, part)], one.name, kind="reduce").wait()
+                change.mul_(self.share())
+            sent.append(change if change.numel() == one.numel else pad(change, (0, one.numel - change.numel())))
+            self._hold(sent[-1])
+        running = advance([one.mean.average(own) for one, own in zip(chosen, sent, strict=True)], self._hold)
+        steps = 0 if step is None else self._settings.overlap_steps
+        turn, end = (step or 0) + (steps + 1) // 2, (step or 0) + steps
+        self._exchange = _Exchange(units, chosen, sent, running, turn, end, self._settings.mixing if steps else 0.0)
+        return [] if steps else self._merge(self._exchange)
+
+    def continue_exchange(self, units: list[int], step: int | None) -> list[int]:
+        """Go on with an exchange that has begun, and end it if others are due; as `begin_exchange` (all ranks call)."""
+        running = self._exchange
+        if running is not None and (units or step == running.end):
+            return self._merge(running)
+        if running is not None and step == running.turn:
+            running.running = advance(running.running, self._hold)
+        return []
+
+    @torch.no_grad()
+    def _merge(self, exchange: _Exchange) -> list[int]:
+        """Step the outer optimizer, and return the units of the exchange."""
+        outer = self._settings.outer_optimizer
+        self.settle()
+        self._exchange = None
+        for one, mean in zip(exchange.chosen, exchange.sent, strict=True):
+            assert one.section.master is not None
+            gradient = mean[: one.own_part(one.agreed).numel()]
+            if gradient.numel() < one.agreed.numel():  # ranks of the replica have whole master weights
+                whole = torch.empty_like(one.agreed)
+                self._hold(whole)
+                gradient = one.own_part(whole).copy_(gradient)
+                self._replicas.own.all_gather([(whole, gradient)], one.name, kind="reduce").wait()
+                gradient = whole
             if one.momentum is not None:
                 one.momentum.mul_(outer.decay).add_(gradient)
                 gradient = gradient.add_(one.momentum, alpha=outer.decay) if outer.type == "Nesterov" else one.momentum
             one.agreed.sub_(gradient, alpha=outer.rate)
+            if exchange.mixing:
+                self._own_values[one.name] = one.section.master.detach().lerp_(one.agreed, 1 - exchange.mixing)
+        return exchange.units
+
+    def settle(self) -> None:
+        """Wait for the means of an exchange that has begun, which are merged at their step (all ranks call)."""
+        while self._exchange is not None and self._exchange.running:
+            self._exchange.running = advance(self._exchange.running, self._hold)
 
     def _check_alike(self, chosen: Iterable[_Outer]) -> None:
         """Raise DesyncError if options of parameter groups, or agreed parameters, differ between replicas."""
@@ -198,6 +256,9 @@ class LocalSgdUpdate(Update):
     @override
     def publish(self, unit: Unit) -> None:
         self._diverged.discard(unit.index)
+        if self._exchange is not None and unit.index in self._exchange.units and not self._own_values:
+            self.settle()  # of parameters that have been replaced
+            self._exchange = None
         for one in self._outer.get(unit.index, ()):
             assert one.section.master is not None
             own = self._own_values.pop(one.name, None)
@@ -274,6 +335,8 @@ class LocalSgdUpdate(Update):
 
     @override
     def rank_state(self) -> dict[str, Any] | None:
+        self.settle()
+        running = self._exchange
         inner = [self.optimizer.state.get(parameter, {}) for _, _, parameter in self._segments.segments]
         chosen = [one for unit in sorted(self._diverged) for one in self._outer[unit]]
         return {
@@ -281,6 +344,14 @@ class LocalSgdUpdate(Update):
             "values": {one.name: one.section.master for one in chosen},
             "inner": [dict(state) for state in inner] if self._replicas.number else [],
             "errors": {one.name: one.mean.errors for one in self._of_section.values() if one.mean.errors},
+            "exchange": None
+            if running is None
+            else {
+                "units": running.units,
+                "end": running.end,
+                "mixing": running.mixing,
+                "means": {one.name: mean for one, mean in zip(running.chosen, running.sent, strict=True)},
+            },
         }
 
     @override
@@ -304,6 +375,14 @@ class LocalSgdUpdate(Update):
             for name, error in one.mean.errors.items():
                 error.copy_(state["errors"][one.name][name])
         self._own_values = dict(state["values"])
+        self.settle()
+        self._exchange = None
+        if (saved := state.get("exchange")) is not None:
+            chosen = [one for unit in saved["units"] for one in self._outer[unit]]
+            sent = [saved["means"][one.name].to(one.agreed.device, copy=True) for one in chosen]
+            self._exchange = _Exchange(saved["units"], chosen, sent, [], saved["end"], saved["end"], saved["mixing"])
+            for mean in sent:
+                self._hold(mean)
         self._segments.hold_state()
         return True
 
