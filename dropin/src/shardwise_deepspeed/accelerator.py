@@ -90,15 +90,7 @@ _ALIASES = {
     "reset_max_memory_cached": "reset_peak_memory_stats",
 }
 
-_TENSORS = {
-    "BFloat16Tensor": torch.bfloat16,
-    "ByteTensor": torch.uint8,
-    "DoubleTensor": torch.float64,
-    "FloatTensor": torch.float32,
-    "HalfTensor": torch.float16,
-    "IntTensor": torch.int32,
-    "LongTensor": torch.int64,
-}
+_TENSORS = [f"{kind}Tensor" for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long")]
 
 
 class Accelerator:
@@ -118,7 +110,7 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         name = _ALIASES.get(name, name)
         if name in _TENSORS:
-            return functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
+            return functools.partial(torch.tensor, dtype=getattr(torch, name).dtype, device=self._name)
         if name in _OF_DEVICE:
             return functools.partial(self._on_device, name)
         if name in _ON_CPU:

@@ -118,22 +118,14 @@ class OptimizerAttributes:
     set_lr = _OfEngine(_set_lr)
 
 
-_FLAT = (
-    "averaged_gradients",
-    "bit16_groups",
-    "bit16_groups_flat",
-    "fp16_groups",
-    "fp16_groups_flat",
-    "fp16_partitioned_groups_flat",
-    "fp32_groups_flat",
-    "fp32_partitioned_groups_flat",
-    "single_partition_of_fp32_groups",
-)
+_FLAT = """
+averaged_gradients bit16_groups bit16_groups_flat fp16_groups fp16_groups_flat
+fp16_partitioned_groups_flat fp32_groups_flat fp32_partitioned_groups_flat single_partition_of_fp32_groups"""
 """Flat tensors of DeepSpeed's optimizers that scripts access."""
 
 _DESCRIPTORS = {
     **{name: value for name, value in vars(OptimizerAttributes).items() if isinstance(value, _OfEngine)},
-    **{name: _OfEngine(_absent(name), name) for name in _FLAT},
+    **{name: _OfEngine(_absent(name), name) for name in _FLAT.split()},
 }
 _ALIASES: tuple[tuple[type, str, Any], ...] = (
     (EngineDataLoader, "data_sampler", property(lambda loader: loader.sampler)),

@@ -9,25 +9,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from shardwise.comm import api
-from shardwise.comm.api import Group, is_initialized
+from shardwise.comm.api import Group
+from shardwise.comm.api import is_initialized as is_initialized
 from shardwise.comm.logger import bandwidths
 from shardwise.units import format_size
-
-__all__ = [
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "allgather_fn",
-    "batch_isend_irecv",
-    "calc_bw_log",
-    "convert_size",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "is_initialized",
-    "reduce_scatter_fn",
-]
 
 
 def allgather_fn(

@@ -11,12 +11,10 @@ from shardwise_deepspeed.entries import absent_members
 from shardwise_deepspeed.getters import ConfigGetters
 
 
-class DeepSpeedEngine(engine.Engine, ConfigGetters):
-    """An engine with DeepSpeed's getters of the configuration."""
+class _Explained:
+    """Module whose errors for absent members of DeepSpeed's class (its path, its word in messages) have the reason."""
 
-    def get_pld_theta(self) -> float | None:
-        """Return the part of layer outputs that progressive layer dropping keeps; None without it."""
-        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
+    _absent_from = ("", "")
 
     if not TYPE_CHECKING:  # For type checkers an unknown name is one of `nn.Module`.
 
@@ -24,28 +22,28 @@ class DeepSpeedEngine(engine.Engine, ConfigGetters):
             try:
                 return super().__getattr__(name)
             except AttributeError:
-                _explain("deepspeed.DeepSpeedEngine", "engine", name)
-                raise
+                path, word = self._absent_from
+                reason = absent_members(path).get(name)
+                if reason is None:
+                    raise
+                raise AbsentAttributeError(f"{word}.{name} is not in shardwise {__version__}: {reason}") from None
+
+
+class DeepSpeedEngine(_Explained, engine.Engine, ConfigGetters):
+    """An engine with DeepSpeed's getters of the configuration."""
+
+    _absent_from = ("deepspeed.DeepSpeedEngine", "engine")
+
+    def get_pld_theta(self) -> float | None:
+        """Return the part of layer outputs that progressive layer dropping keeps; None without it."""
+        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
 
 class PipelineEngine(DeepSpeedEngine, engine.PipelineEngine):
     """An engine of a pipeline with DeepSpeed's getters."""
 
 
-class PipelineModule(pipe.PipelineModule):
+class PipelineModule(_Explained, pipe.PipelineModule):
     """`shardwise.pipe.PipelineModule`, with reasons for absent members."""
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                _explain("deepspeed.runtime.pipe.module.PipelineModule", "PipelineModule", name)
-                raise
-
-
-def _explain(cls: str, word: str, name: str) -> None:
-    reason = absent_members(cls).get(name)
-    if reason is not None:
-        raise AbsentAttributeError(f"{word}.{name} is not in shardwise {__version__}: {reason}") from None
+    _absent_from = ("deepspeed.runtime.pipe.module.PipelineModule", "PipelineModule")

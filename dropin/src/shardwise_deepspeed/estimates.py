@@ -10,6 +10,7 @@ the next one. Without `zero.Init` every process builds the model in fp32. Activa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -81,7 +82,7 @@ def _print(
     )
     print("  per node |   per GPU | settings")
     for settings in rows:
-        host, gpu = of(**settings)[:2]
+        host, gpu = of(num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes, **settings)[:2]
         named = ", ".join(f"{name}={int(value)}" for name, value in settings.items())
         print(f"{host / _GB:8.2f}GB |{gpu / _GB:8.2f}GB | {named}")
 
@@ -95,9 +96,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         num_gpus_per_node,
         num_nodes,
         [{"cpu_offload": True}, {"cpu_offload": False}],
-        lambda **settings: estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, additional_buffer_factor=additional_buffer_factor, **settings
-        ),
+        partial(estimate_zero2_model_states_mem_needs, total_params, additional_buffer_factor=additional_buffer_factor),
     )
 
 
@@ -126,13 +125,11 @@ def estimate_zero3_model_states_mem_needs_all_cold(
             for offload, params in ((True, True), (True, False), (False, False))
             for init in (True, False)
         ],
-        lambda **settings: estimate_zero3_model_states_mem_needs(
+        partial(
+            estimate_zero3_model_states_mem_needs,
             total_params,
             largest_layer_params,
-            num_gpus_per_node,
-            num_nodes,
             additional_buffer_factor=additional_buffer_factor,
-            **settings,
         ),
     )
 

@@ -9,27 +9,11 @@ from functools import lru_cache
 from typing import Any, cast
 
 from shardwise.errors import UsageError
-from shardwise.utils.logging import log_dist
+from shardwise.utils.logging import log_dist as log_dist
 from shardwise.utils.logging import logger as _ours
 
-__all__ = [
-    "LoggerFactory",
-    "get_current_level",
-    "log_dist",
-    "log_dist_once",
-    "logger",
-    "print_dist",
-    "print_json_dist",
-    "set_log_level_from_string",
-    "should_log_le",
-]
-
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
+LEVELS: dict[str, int] = {
+    name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")
 }
 
 

@@ -106,36 +106,24 @@ def key(
         stages: ZeRO stages that the key belongs to; a value other than the default is refused at others.
         constraints: passed to `pydantic.Field` (`ge`, `gt`, `le`, `lt`, `min_length`, ...).
     """
-    extra: dict[str, Any] = {}
-    if names:
-        extra[OTHER_NAMES] = list(names)
-    if deprecated_for:
-        extra[DEPRECATED_FOR] = deprecated_for
-    if no_effect:
-        extra[NO_EFFECT] = no_effect
-    if default_note:
-        extra[DEFAULT_NOTE] = default_note
-    if free_form:
-        extra[FREE_FORM] = True
-    if secret:
-        extra[SECRET] = True
-    if words:
-        extra[IN_WORDS] = words
-    if stages:
-        extra[STAGES] = list(stages)
-    return Field(default, description=description, json_schema_extra=extra or None, **constraints)
+    extra: dict[str, Any] = {
+        OTHER_NAMES: list(names),
+        DEPRECATED_FOR: deprecated_for,
+        NO_EFFECT: no_effect,
+        DEFAULT_NOTE: default_note,
+        FREE_FORM: free_form,
+        SECRET: secret,
+        IN_WORDS: words,
+        STAGES: list(stages),
+    }
+    given = {name: value for name, value in extra.items() if value}
+    return Field(default, description=description, json_schema_extra=given or None, **constraints)
 
 
-def section(
-    model: Callable[[], ConfigSection], description: str, *, names: tuple[str, ...] = (), no_effect: str = ""
-) -> Any:
+def section(model: Callable[[], ConfigSection], description: str, *, names: tuple[str, ...] = ()) -> Any:
     """Declare a subsection, which has its defaults when absent."""
-    extra: dict[str, Any] = {}
-    if names:
-        extra[OTHER_NAMES] = list(names)
-    if no_effect:
-        extra[NO_EFFECT] = no_effect
-    return Field(default_factory=model, description=description, json_schema_extra=extra or None)
+    extra: dict[str, Any] | None = {OTHER_NAMES: list(names)} if names else None
+    return Field(default_factory=model, description=description, json_schema_extra=extra)
 
 
 def integral(value: Any) -> Any:
