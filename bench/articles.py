@@ -8,14 +8,12 @@ measurements are those of the other benchmarks in bench/results. GB are 10^9 byt
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, Row, load, options_of, save, show
+from harness import RESULTS, Row, data_of, load, options_of, save, show
 from systems import config_of
 from torch import nn
 
@@ -26,14 +24,8 @@ from shardwise.plan.cluster import Cluster
 from shardwise.plan.configurations import decoder_of
 from shardwise.plan.time import plan_times
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 GB = 1e9
 OFFLOADS = {"": None, "host": Offload("cpu", "none"), "both": Offload("cpu", "cpu")}
-CLAIMS = Path(__file__).with_name("articles.toml")
 
 
 def shape_of(model: str) -> Shape:
@@ -203,7 +195,7 @@ def main() -> None:
     """Make the rows, print them and keep them."""
     options = options_of(__doc__, quick={"rows": "dense"}, rows="")
     rows: list[Row] = []
-    for claim in tomllib.loads(CLAIMS.read_text("utf-8"))["claims"]:
+    for claim in data_of("articles.toml")["claims"]:
         if options.rows in claim["where"]:
             here = MADE[claim["made"]](**claim.get("of", {}))
             how = claim.get("how", "planned")

@@ -13,7 +13,6 @@ here, because on one machine there is no network that could be saved.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -214,7 +213,6 @@ def train(way: Way, steps: int) -> Row:
     data, held_out = text()
     torch.manual_seed(0)
     engine, *_ = shardwise.initialize(model=NextByte(), config=way.config())
-    start = time.perf_counter()
     seen, sent, marks, total = [], [], [], torch.zeros(())
     between, known = 0, engine.ledger.sequence  # bytes to other replicas, and the first record that is not counted
     for step in range(steps):
@@ -230,13 +228,12 @@ def train(way: Way, steps: int) -> Row:
             sent.append(sum(totals.sent for totals in engine.ledger.totals.values()))
             marks.append(step + 1)
             total.zero_()
-    seconds = time.perf_counter() - start
     engine.synchronize_replicas()
     final = held_out_loss(engine, held_out, 8)
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     engine.destroy()
     last = (sent[-1] - sent[-2]) / EVERY / parameters
-    figures = {"last_loss": seen[-1], "held_out": final, "taken_s": seconds, "parameters": parameters}
+    figures = {"last_loss": seen[-1], "held_out": final, "parameters": parameters}
     figures |= {"sent_bytes_a_parameter": sent[-1] / steps / parameters, "last_sent_bytes_a_parameter": last}
     figures["replicas_sent_bytes_a_parameter"] = between / steps / parameters
     curves = {"steps": marks, "loss": seen, "sent_bytes": sent}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ def train(name: str, sections: dict[str, Any], tokens: int, target: float | None
     torch.manual_seed(0)
     config = config_of(SIZE.rows, 3e-3, scheduler=WARMUP, zero_optimization={"stage": 2}, **sections)
     engine, *_ = shardwise.initialize(model=NextByte(), config=config)
-    start, seen, step = time.perf_counter(), 0, 0
+    seen, step = 0, 0
     marks, losses = [], []
     while seen < tokens:
         lengths = engine.curriculum_scheduler_legacy
@@ -87,11 +86,10 @@ def train(name: str, sections: dict[str, Any], tokens: int, target: float | None
         if seen * POINTS // tokens > len(marks) or seen >= tokens:
             marks.append(seen)
             losses.append(held_out_loss(engine, held_out))
-    seconds = time.perf_counter() - start
     engine.destroy()
     wanted = losses[-1] if target is None else target
     reached = next((mark for mark, found in zip(marks, losses, strict=True) if found <= wanted), None)
-    figures = {"held_out": losses[-1], "steps": step, "taken_s": seconds, "target": wanted}
+    figures = {"held_out": losses[-1], "steps": step, "target": wanted}
     figures |= {"tokens_to_target": reached if reached is not None else "not reached"}
     return {"system": name, **figures, "tokens": marks, "losses": losses}
 
@@ -110,12 +108,7 @@ def kept(theta: float, size: str, rounds: int) -> Row:
         taken.append(1e3 * Device("cpu").seconds(run.step))
     run.close()
     part = calls[0] / rounds / SIZES[size].layers
-    return {
-        "system": f"theta {theta:g}",
-        "kept": part,
-        "median_ms": statistics.median(taken[2:]),
-        "rounds_ms": taken[2:],
-    }
+    return {"system": f"theta {theta:g}", "kept": part, "median_ms": statistics.median(taken[2:])}
 
 
 def measure(options: argparse.Namespace) -> list[Row]:

@@ -10,7 +10,6 @@ the teacher's first block, embeddings and head; and both also with the teacher's
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def engine_of(model: torch.nn.Module, trains: bool) -> Any:
 def train(name: str, engine: Any, steps: int, distillation: Any = None) -> Row:
     """Train an engine, with the others, and return held-out losses by steps."""
     data, held_out = text()
-    marks, losses, began = [], [], time.perf_counter()
+    marks, losses = [], []
     for step in range(steps):
         rows = drawn(data, step)
         logits = engine(rows[:, :-1])
@@ -47,8 +46,7 @@ def train(name: str, engine: Any, steps: int, distillation: Any = None) -> Row:
             marks.append(step + 1)
             losses.append(held_out_loss(engine, held_out))
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
-    taken = time.perf_counter() - began
-    figures = {"held_out": losses[-1], "parameters": parameters, "taken_s": taken}
+    figures = {"held_out": losses[-1], "parameters": parameters}
     return {"system": name, **figures, "steps": marks, "loss": losses}
 
 

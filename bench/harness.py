@@ -35,6 +35,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / "build" / "bench"
@@ -498,6 +503,11 @@ def save(options: argparse.Namespace, name: str, rows: Sequence[Row], **notes: A
     }
     options.results.mkdir(parents=True, exist_ok=True)
     _write(options.results / f"{name}.json", text_of(record, long(rows)))
+
+
+def data_of(name: str) -> dict[str, Any]:
+    """Return a TOML file of this folder."""
+    return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
 
 
 def text_of(record: Row, rows: Sequence[Row]) -> str:

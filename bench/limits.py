@@ -73,7 +73,7 @@ def largest_batch(options: argparse.Namespace) -> Row:
         return found[rows]["peak_mib"] <= options.limit
 
     rows = most_that(fits, MOST)
-    row: Row = {"batch_per_rank": rows, "bare_mib": bare / 2**20, "peak_mib": found[rows].get("peak_mib")}
+    row: Row = {"batch_per_rank": rows, "peak_mib": found[rows].get("peak_mib")}
     if rows:
         fits(rows)  # the batch from now on
         train, evaluation = slowest(step), slowest(run.evaluate)

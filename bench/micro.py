@@ -1,9 +1,8 @@
-"""Single operations: rates of the device, an optimizer's step, the time of a plan.
+"""Single operations: rates of the device, an optimizer's step.
 
     OMP_NUM_THREADS=1 python bench/micro.py --what adam [--elements 50000000] [--rounds 15]
     python bench/micro.py --what optimizers [--elements 200000000] [--segments 150] [--rounds 5]
     python bench/micro.py --what device
-    OMP_NUM_THREADS=1 python bench/micro.py --what plan [--model llama-70b] [--ranks 1024] [--length 2048]
 
 *adam*: time of one Adam step on a CPU, per element, beside that of copying the bytes which it cannot avoid to move. All
 variants work on the same tensors in one process and take turns. A step with fp32 master weights reads parameter,
@@ -20,9 +19,6 @@ large tensor that moves as much as AdamW with a copy in bf16 must. "host" is the
 *device*: a product of matrices counts 2 n^3 operations, a copy on the device bytes read and bytes written, a copy to or
 from the host its bytes once. "both ways" copies to and from the host on two streams at once; bytes of both count.
 "launch" is the time of the host for one small kernel.
-
-*plan*: planning a large model on many ranks that do not exist, on one core, with and without activations. Beside time
-on the wall stands that of the process, which others on the machine do not lengthen.
 """
 
 from __future__ import annotations
@@ -31,13 +27,11 @@ import argparse
 import functools
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from harness import Device, Row, attempt, medians, options_of, save, show, turns
-from systems import config_of
+from harness import Device, Row, attempt, options_of, save, show, turns
 
 from shardwise.compat import allow_gradient_dtype
 from shardwise.optim import Adagrad, AdamW, ElementwiseOptimizer, Lion
@@ -116,19 +110,13 @@ def adam(options: argparse.Namespace) -> list[Row]:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     steps = variants(options.elements)
 
-    def timed(step: Step) -> dict[str, float]:
-        wall, processor = time.perf_counter(), time.process_time()
-        step()
-        spent = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}
-        return {name: value / options.elements * 1e9 for name, value in spent.items()}
-
-    found = turns({name: functools.partial(timed, step) for name, (_, step) in steps.items()}, options.rounds)
+    found = turns({name: step for name, (_, step) in steps.items()}, options.rounds, timed=True)
+    times = {name: [seconds / options.elements * 1e9 for seconds in own] for name, own in found.items()}
     rows: list[Row] = []
     for name, (moved, _) in steps.items():
-        bound, figures = medians(found[f"copy of {moved} bytes"]), medians(found[name])
-        row: Row = {"system": name, "bytes": moved, "median_ns": figures["wall"], "processor_ns": figures["processor"]}
-        row |= {"lowest_ns": min(turn["wall"] for turn in found[name]), "over_copy": figures["wall"] / bound["wall"]}
-        rows.append(row)
+        median, bound = statistics.median(times[name]), statistics.median(times[f"copy of {moved} bytes"])
+        rows.append({"system": name, "bytes": moved, "median_ns": median})
+        rows[-1] |= {"lowest_ns": min(times[name]), "over_copy": median / bound}
     return rows
 
 
@@ -282,34 +270,10 @@ def rates(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
-def plan(options: argparse.Namespace) -> list[Row]:
-    """Return the times of plans."""
-    from shardwise.engine.plans import plan_model
-    from shardwise.plan.architectures import SHAPES, Decoder
-
-    torch.set_num_threads(1)
-    config = config_of(1, bf16={"enabled": True}, gradient_clipping=1.0)
-    rows: list[Row] = []
-    for stage, length in ((3, 0), (3, options.length), (1, options.length)):
-        wall, process = time.perf_counter(), time.process_time()
-        with torch.device("meta"):
-            model = Decoder(SHAPES[options.model], recompute=True)
-        batch = torch.empty(1, length, dtype=torch.int64, device="meta") if length else None
-        (found,) = plan_model(model, config, ranks=options.ranks, stages=[stage], batch=batch).plans
-        row: Row = {"system": f"stage {stage}, {f'{length} tokens' if length else 'without activations'}"}
-        row |= {"wall_s": time.perf_counter() - wall, "process_s": time.process_time() - process}
-        rows.append(row | {"total_bytes": found.total, **{f"{k}_bytes": size for k, size in found.peaks.items()}})
-    return rows
-
-
 MEASURED: dict[str, tuple[str, Callable[[argparse.Namespace], list[Row]]]] = {
     "adam": ("cpu_adam", adam),
     "optimizers": ("gpu_optimizer", optimizers),
     "device": ("gpu_device", rates),
-    "plan": ("plan_time", plan),
 }
 """By what is measured: name of the result, and the function."""
 
@@ -318,20 +282,16 @@ def main() -> None:
     """Measure, print the figures and keep them."""
     options = options_of(
         __doc__,
-        quick={"elements": 100_000, "rounds": 2, "model": "bloom-560m", "ranks": 8, "length": 64},
+        quick={"elements": 100_000, "rounds": 2},
         what="adam",
         elements=50_000_000,
         segments=150,
         rounds=15,
-        model="llama-70b",
-        ranks=1024,
-        length=2048,
     )
     name, measure = MEASURED[options.what]
     rows = measure(options)
     show(rows)
-    notes = ("elements", "segments", "rounds", "model", "ranks", "length")
-    save(options, name, rows, **{note: getattr(options, note) for note in notes})
+    save(options, name, rows, elements=options.elements, segments=options.segments, rounds=options.rounds)
 
 
 if __name__ == "__main__":

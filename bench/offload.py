@@ -217,14 +217,12 @@ def disk(options: argparse.Namespace) -> Rows:
     seconds = turns(ways, options.rounds, timed=True)
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     fastest = min((name for name in ways if name != "in turn"), key=medians.__getitem__)
-    ratios = [plain / ours for plain, ours in zip(seconds[fastest], seconds["in turn"], strict=True)]
     rows = [
         {
             "system": name,
             "moved_gb_per_s": 2 * state.bytes / medians[name] / 1e9,
             "highest_gb_per_s": 2 * state.bytes / min(seconds[name]) / 1e9,
             "of_plain": medians[fastest] / medians[name],
-            "of_plain_by_rounds": statistics.median(ratios) if name == "in turn" else None,
             "plain": fastest,
             "direct": file.direct,
             "moved_bytes": 2 * state.bytes,

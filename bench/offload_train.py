@@ -46,7 +46,7 @@ from harness import (
     serve,
     show,
 )
-from systems import GPT, SETS, SIZES, Case, installed, shardwise
+from systems import GPT, SETS, SIZES, Case, config_of, in_directory, installed, shardwise
 
 MARGIN = 0.9
 """Part of each tier that a plan may take."""
@@ -73,18 +73,10 @@ class Setting:
 
     def config(self, rows: int, directory: str) -> dict[str, Any]:
         """Return the configuration."""
-        there = {
-            name: {**place, "nvme_path": directory} if isinstance(place, dict) and "nvme_path" in place else place
-            for name, place in self.zero.items()
-        }
-        return {
-            "train_micro_batch_size_per_gpu": rows,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, **self.params}},
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 3, **there},
-            "steps_per_print": 0,
-            **self.keys,
-        }
+        zero = {"stage": 3, **in_directory(self.zero, directory)}
+        config = config_of(rows, zero_optimization=zero, bf16={"enabled": True}, steps_per_print=0)
+        config["optimizer"]["params"] |= self.params
+        return config | self.keys
 
 
 RESIDENT = "all on the device"

@@ -1,10 +1,10 @@
 """The cost of watching a run: steps with it over steps without, in one job, by turns.
 
-    python bench/overhead.py [--what monitoring] [--nproc 2] [--size 7M] [--rounds 10] [--steps 10] [--parts]
+    python bench/overhead.py [--what monitoring] [--nproc 2] [--size 7M] [--rounds 10] [--steps 10]
     python bench/overhead.py --what timeline [--rounds 30] [--steps 3] [--keep DIR]
 
-*monitoring*: two engines with the same model are built in the same processes: one with every section of `SECTIONS`, one
-with none; `--parts` adds an engine for each section alone. *timeline*: one engine makes the same steps with and without
+*monitoring*: two engines with the same model are built in the same processes: one that watches all (`watched`), one
+that watches nothing. *timeline*: one engine makes the same steps with and without
 a recording; comparing clocks and writing the file, before and after the recorded steps, is not counted. `--keep`
 records once more at the end, and leaves the files there.
 
@@ -30,39 +30,29 @@ from harness import Row, job, medians, options_of, over_ranks, save, serve, shar
 from systems import SIZES, Case, EngineRun, shardwise
 
 NOTHING, EVERYTHING = "nothing", "everything"
-SECTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "prints": lambda folder: {},
-    "times of the parts": lambda folder: {"wall_clock_breakdown": True},
-    "memory at the phases": lambda folder: {"memory_breakdown": True},
-    "throughput": lambda folder: {"timers": {"throughput": {"enabled": True}}},
-    "monitors": lambda folder: {
-        name: {"enabled": True, "output_path": str(folder), "job_name": name}
-        for name in ("csv_monitor", "jsonl_monitor")
-    },
-    "communication log": lambda folder: {"comms_logger": {"enabled": True, "path": str(folder / "comm")}},
-    "waits": lambda folder: {"stall_limit": 30},
-    "run log": lambda folder: {"run_log": {"enabled": True, "path": str(folder / "run"), "plan": False}},
-    "progress": lambda folder: {"progress": {"mode": "lines"}},
-    "anomalies": lambda folder: {"anomaly_watch": {"enabled": True}},
-}
-"""What is switched on, by name: keys of the configuration. Each has `steps_per_print` 10, too."""
 OFF: dict[str, Any] = {"steps_per_print": 0, "timers": {"throughput": {"enabled": False}}, "stall_limit": 0}
 
 
-def settings(name: str, folder: Path) -> dict[str, Any]:
-    """Return the keys of one of the engines."""
-    if name == NOTHING:
-        return OFF
-    chosen = SECTIONS if name == EVERYTHING else {name: SECTIONS[name]}
-    found = OFF | {"steps_per_print": 10}
-    for keys in chosen.values():
-        found |= keys(folder)
-    return found
+def watched(folder: Path) -> dict[str, Any]:
+    """Return the keys that switch everything on."""
+    monitors = ("csv_monitor", "jsonl_monitor")
+    return {
+        "steps_per_print": 10,
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "timers": {"throughput": {"enabled": True}},
+        **{name: {"enabled": True, "output_path": str(folder), "job_name": name} for name in monitors},
+        "comms_logger": {"enabled": True, "path": str(folder / "comm")},
+        "stall_limit": 30,
+        "run_log": {"enabled": True, "path": str(folder / "run"), "plan": False},
+        "progress": {"mode": "lines"},
+        "anomaly_watch": {"enabled": True},
+    }
 
 
 def engine_of(case: Case, keys: dict[str, Any], **zero: Any) -> Any:
     """Return an engine at stage 3, which has most collectives, with some keys."""
-    # Nearly all training clips; the norm is judged by "anomalies".
+    # Nearly all training clips; the norm is judged by `anomaly_watch`.
     return shardwise(case, 3, keys={"gradient_clipping": 1.0, **keys}, **zero)
 
 
@@ -100,9 +90,11 @@ def measured(options: argparse.Namespace, folder: str) -> Row:
             EVERYTHING: functools.partial(turn_of, run, options.steps, record),
         }
     else:
-        names = [NOTHING, EVERYTHING, *(SECTIONS if options.parts else ())]
-        runs = [engine_of(case, settings(name, Path(folder, str(place)))) for place, name in enumerate(names)]
-        ways = {name: functools.partial(turn_of, run, options.steps) for name, run in zip(names, runs, strict=True)}
+        runs = [engine_of(case, OFF), engine_of(case, watched(Path(folder)))]
+        ways = {
+            name: functools.partial(turn_of, run, options.steps)
+            for name, run in zip((NOTHING, EVERYTHING), runs, strict=True)
+        }
     found: Row = {"turns": turns(ways, options.rounds, warm=2)}
     if options.what == "timeline":
         found["events"] = len(read(folder)[0].events) / options.steps if dist.get_rank() == 0 else 0
@@ -125,7 +117,6 @@ def main() -> None:
         nproc=2,
         rounds=10,
         steps=10,
-        parts=False,
         keep="",
     )
     serve(measure, options)
@@ -140,7 +131,7 @@ def main() -> None:
         row: Row = {"system": name, "setting": {"ranks": options.nproc}}
         row |= {"median_ms": figures["wall"] * 1e3, "processor_ms": figures["processor"] * 1e3}
         row |= {"over_percent": statistics.median(over["wall"])}
-        row |= {"processor_over_percent": statistics.median(over["processor"]), "rounds_percent": over["processor"]}
+        row |= {"processor_over_percent": statistics.median(over["processor"])}
         row["half_of_rounds"] = [over["processor"][quarter], over["processor"][-1 - quarter]]
         rows.append(row)
     if "events" in found:

@@ -7,22 +7,17 @@ python bench/overhead.py --what timeline --keep DIR; python bench/pictures.py ti
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from harness import data_of
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Patch
 
 from shardwise.profile.trace import merge, read
 from shardwise.schedules import StepSchedule, build
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 plt.style.use(Path(__file__).with_name("plots.mplstyle"))
 COLOURS = {
@@ -109,7 +104,7 @@ STYLES = (("#2a9d5c", "-"), ("#4c78a8", "--"), ("#e1812c", ":"))
 STEPS = 1000
 
 
-PLOTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("pictures.toml").read_text("utf-8"))
+PLOTS: dict[str, Any] = data_of("pictures.toml")
 
 
 def schedule_of(plot: dict[str, Any], params: dict[str, Any]) -> StepSchedule:

@@ -94,11 +94,7 @@ def of_engine(options: argparse.Namespace, name: str, library: str = "shardwise"
     root, pipe = importlib.import_module(library), importlib.import_module(f"{library}.pipe")
     size, chunks, is_ours = SIZES[options.size], CHUNKS.get(name, 1), library == "shardwise"
     specs = [pipe.LayerSpec(*layer) for layer in layers(size)]
-    config = config_of(
-        size.rows,
-        gradient_accumulation_steps=options.micro_batches,
-        bf16={"enabled": options.dtype == "bf16"},
-    )
+    config = config_of(size.rows, gradient_accumulation_steps=options.micro_batches)
     if is_ours:
         config["pipeline"] = {"schedule": name, "chunks": chunks}
     else:
@@ -121,8 +117,6 @@ def of_torch(options: argparse.Namespace, name: str) -> tuple[Callable[[], Any],
     stages, edges = world * chunks, cuts(len(specs), world * chunks)
     own = [rank, 2 * world - 1 - rank] if name == "zbv" else [rank + world * chunk for chunk in range(chunks)]
     parts = [nn.Sequential(*(cls(*args) for cls, *args in specs[edges[n] : edges[n + 1]])) for n in own]
-    if options.dtype == "bf16":
-        parts = [part.to(torch.bfloat16) for part in parts]
     made = [
         pipelining.PipelineStage(part, number, stages, torch.device("cpu"))
         for number, part in zip(own, parts, strict=True)
@@ -274,20 +268,9 @@ def throttled_engine(options: argparse.Namespace, schedule: str, world: int) -> 
     return shardwise.initialize(model=model, config=config)[0]
 
 
-def with_times_of(idle: Any, schedule: Any) -> float:
-    """Return the simulated time of a step whose computations take their mean measured times."""
-    from shardwise.pipe import Times, simulate
-    from shardwise.pipeline.actions import COMPUTATIONS
-
-    found = idle.by_stage()
-    means = {op: [times.get(op, (0.0, 0))[0] for times in found.values()] for op in COMPUTATIONS}
-    return simulate(schedule, Times(**{op.value: values for op, values in means.items()})).makespan
-
-
 def throttled_steps(options: argparse.Namespace) -> Row:
     """Run each schedule on this rank; return figures by schedule."""
     from shardwise.memory import Category, track_activations
-    from shardwise.pipe import make_schedule
 
     world = dist.get_world_size()
     data = [(torch.ones(ROWS, WIDTH), None)] * options.micro_batches
@@ -298,15 +281,15 @@ def throttled_steps(options: argparse.Namespace) -> Row:
         with track_activations(engine.accountant):
             engine.train_batch(iter(data))
         peak = over_ranks({"": engine.accountant.peak[Category.ACTIVATIONS]}, "max")[""]
-        made, runs = make_schedule(schedule, world, options.micro_batches), []
+        runs = []
         for _ in range(options.rounds):
             with engine.record_idle() as idle:
                 engine.train_batch(iter(data))
-            runs.append((idle.duration, [share for _, share in sorted(idle.idle().items())], with_times_of(idle, made)))
+            runs.append((idle.duration, [share for _, share in sorted(idle.idle().items())]))
         if options.pictures and dist.get_rank() == 0:
             idle.svg(f"{options.pictures}/{schedule}_{world}.svg", f"{schedule} on {world} ranks, measured")
-        duration, shares, own = min(runs, key=lambda run: run[0])
-        found[schedule] = {"step": duration, "idle": shares, "activations": peak, "own_times": own}
+        duration, shares = min(runs, key=lambda run: run[0])
+        found[schedule] = {"step": duration, "idle": shares, "activations": peak}
         engine.destroy()
     return found
 
@@ -337,15 +320,12 @@ def row_of(schedule: str, world: int, measured: Row, expected: Row) -> Row:
         "step_s": measured["step"],
         "simulated_step_s": expected["step"],
         "ratio": measured["step"] / expected["step"],
-        "ratio_own_times": measured["step"] / measured["own_times"],
         "idle_share": share,
         "simulated_idle_share": simulated_share,
         "idle_differs_percent": 100 * abs(share - simulated_share),
         "rank_idle_differs_percent": 100 * max(abs(a - b) for a, b in zip(idle, simulated_idle, strict=True)),
         "activations_mb": measured["activations"] / 1e6,
         "simulated_activations_mb": expected["activations"] / 1e6,
-        "idle_by_rank": idle,
-        "simulated_idle_by_rank": simulated_idle,
     }
 
 
@@ -359,7 +339,6 @@ def main() -> None:
         what="contest",
         systems="",
         size="27M",
-        dtype="fp32",
         nproc=2,
         ranks="2,4,6,8",
         micro_batches=8,
@@ -375,7 +354,7 @@ def main() -> None:
         names = options.systems or ";".join(fit if options.quick else installed(SYSTEMS))
         rows = job(options.nproc, "--systems", names)
         show(rows)
-        name = f"pipeline_{options.size}_{options.dtype}_{options.nproc}_m{options.micro_batches}"
+        name = f"pipeline_{options.size}_fp32_{options.nproc}_m{options.micro_batches}"
         save(options, name, rows, rounds=options.rounds)
     else:
         names = options.systems or ";".join(SCHEDULES)

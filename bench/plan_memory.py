@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from harness import Row, job, options_of, save, serve, show
 from pipeline import layers, loss_of
-from systems import GPT, LAYER_SPECS, Size
+from systems import GPT, LAYER_SPECS, Size, in_directory
 from torch import nn
 
 LEAST = 64 << 10
@@ -177,15 +177,11 @@ class Setting:
 
     def config(self, size: Size, directory: str, **more: Any) -> dict[str, Any]:
         """Return the configuration."""
-        zero = {
-            name: {**value, "nvme_path": directory} if isinstance(value, dict) and "nvme_path" in value else value
-            for name, value in self.zero.items()
-        }
         config = {
             "train_micro_batch_size_per_gpu": size.rows,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": self.stage, **zero},
+            "zero_optimization": {"stage": self.stage, **in_directory(self.zero, directory)},
             "bf16": {"enabled": self.dtype == "bf16"},
             "fp16": {"enabled": self.dtype == "fp16", "initial_scale_power": 8},
             "steps_per_print": None,

@@ -14,20 +14,14 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from harness import RESULTS, Row, load
+from harness import RESULTS, Row, data_of, load
 from pydantic import TypeAdapter
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 NAMES = {"alone": "no communication"}
@@ -119,9 +113,9 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines + [f"| {' | '.join(row)} |" for row in rows]
 
 
-def read(path: Path) -> dict[str, Table]:
+def read(file: str) -> dict[str, Table]:
     """Return the tables of a file by name."""
-    found: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+    found: dict[str, Any] = data_of(file)
     for name, table in found.items():
         table.setdefault("files", [name])
         if isinstance(table["columns"], str):
@@ -129,7 +123,7 @@ def read(path: Path) -> dict[str, Table]:
     return TypeAdapter(dict[str, Table]).validate_python(found)
 
 
-TABLES = read(Path(__file__).with_name("tables.toml"))
+TABLES = read("tables.toml")
 
 
 # -- what is asked of one CUDA device ----------------------------------------------------------------------------------

@@ -310,22 +310,21 @@ def ddp(case: Case) -> Run:
     return PlainRun(case, model, model.no_sync)
 
 
+def _fully_shard(case: Case, model: Any, mesh: Any, reshard: bool | None = None) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=case.half, reduce_dtype=torch.float32 if case.half else None)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
 def fsdp2(case: Case, reshard: bool, group: int = 0) -> Run:
     """fully_shard of every block and of the rest, over groups of so many ranks (0: over all)."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model, world = case.model(), dist.get_world_size()
-    kind = case.half
     grid, names = ((world // group, group), ("replicate", "shard")) if group else ((world,), ("shard",))
-    options = {
-        "mesh": init_device_mesh(case.device, grid, mesh_dim_names=names),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if kind else None),
-        "reshard_after_forward": reshard,
-    }
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    _fully_shard(case, model, init_device_mesh(case.device, grid, mesh_dim_names=names), reshard)
 
     @contextmanager
     def within_groups() -> Iterator[None]:
@@ -370,7 +369,6 @@ LAYER_SPECS = [
 def torch_tensor(case: Case) -> Run:
     """torch's tensor parallelism, and FSDP2 of the ranks with the same part if there are several."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -381,11 +379,7 @@ def torch_tensor(case: Case) -> Run:
         parallelize_module(block, mesh["tensor"], plan)
     parallelize_module(model, mesh["tensor"], {"head": ColwiseParallel(output_layouts=Replicate())})
     if copies > 1:
-        kind = torch.bfloat16 if case.bf16 else None
-        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if case.bf16 else None)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh["data"], mp_policy=policy)
-        fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+        _fully_shard(case, model, mesh["data"])
     return PlainRun(case, model, autocast=copies == 1)
 
 
@@ -496,6 +490,14 @@ def offloaded_peer(case: Case, stage: int, optimizer: str, parameters: str = "no
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.0}}
     engine, *_ = peer.initialize(model=model, config=config)
     return EngineRun(case, engine)
+
+
+def in_directory(zero: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Return keys of `zero_optimization` with a directory as each `nvme_path`."""
+    return {
+        name: {**place, "nvme_path": directory} if isinstance(place, dict) and "nvme_path" in place else place
+        for name, place in zero.items()
+    }
 
 
 def loaded(make: Callable[[Case], Run], case: Case) -> int:

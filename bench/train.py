@@ -201,13 +201,11 @@ def time_rows(options: argparse.Namespace, found: Row) -> list[Row]:
         }
         figures, more = medians(own), dict(found["more"][name])
         row: Row = {"system": name, "median_ms": figures["wall"] * 1e3}
-        lowest, highest = (pick(turn["wall"] for turn in own) * 1e3 for pick in (min, max))
-        row |= {"lowest_ms": lowest, "highest_ms": highest}
         for key in ("processor", "passes", "update", "launch"):
             row[f"{key}_ms"] = figures[key] * 1e3 if key in figures else None
         row |= {"ratio": of_turns["wall"], "processor_ratio": of_turns["processor"]}
         if more.pop("has_ledger", False):
-            row |= {"blocked_ms": figures["blocked"] * 1e3, "blocked_share": figures["blocked"] / figures["wall"]}
+            row["blocked_share"] = figures["blocked"] / figures["wall"]
         if "alone" in everything:
             row["over_alone"] = figures["wall"] / medians(everything["alone"])["wall"]
         peer = name.replace("shardwise", "DeepSpeed")
