@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, job, options_of, over_ranks, save, serve, show
+from harness import Row, data_of, job, options_of, over_ranks, save, serve, show
 from systems import GPT, Size, config_of
 
 SIZE = Size(width=128, layers=4, heads=4, vocabulary=256, rows=4, length=96)
@@ -57,91 +57,10 @@ class Way:
 
 
 def ways(steps: int, nproc: int) -> list[Way]:
-    """All ways, for runs of so many steps: warm-up phases are parts of them, as in the papers.
-
-    Where a method treats neighbours differently, the ranks are two nodes.
-    """
-    warm_up, node = steps * 15 // 100, max(1, nproc // 2)
-    adam = {"lr": 3e-3, "weight_decay": 0.0}
-    lamb = {"lr": 1e-2, "weight_decay": 0.01}
-    momentum = {"lr": 0.2, "momentum": 0.9}
-
-    def compressed(name: str, kind: str, **params: Any) -> Way:
-        return Way("compression", name, more={"compression": {"type": kind, "params": params}})
-
-    def zero(name: str, **keys: Any) -> Way:
-        keys = {"stage3_param_persistence_threshold": 0, **keys}  # small as it is, the model is gathered
-        return Way("zeropp", name, stage=3, more={"zero_optimization": keys})
-
-    def local(name: str, **keys: Any) -> Way:
-        keys = {"enabled": True, "replica_size": node, "sync_every": 8, **keys}
-        return Way("local_sgd", name, more={"local_sgd": keys})
-
-    def bf16(name: str, **keys: Any) -> Way:
-        return Way("precision", name, more={"bf16": {"enabled": True, **keys}})
-
-    return [
-        Way("onebit", "Adam", "Adam", adam, 0),
-        Way("onebit", "1-bit Adam", "OnebitAdam", {**adam, "freeze_step": warm_up}, 0),
-        Way(
-            "onebit",
-            "0/1 Adam",
-            "ZeroOneAdam",
-            {
-                **adam,
-                "var_freeze_step": steps * 40 // 100,
-                "var_update_scaler": 4,
-                "local_step_scaler": steps // 4,
-                "local_step_clipper": 4,
-            },
-            0,
-        ),
-        Way("onebit", "LAMB", "Lamb", lamb, 0),
-        Way("onebit", "1-bit LAMB", "OnebitLamb", {**lamb, "freeze_step": warm_up}, 0),
-        Way("compression", "exact"),
-        compressed("PowerSGD, rank 4", "powerSGD", matrix_approximation_rank=4, start_compressing_after_step=warm_up),
-        compressed("top-k, 1 %", "topk", ratio=0.01, start_compressing_after_step=warm_up),
-        compressed("int8", "int8"),
-        compressed("int4, error feedback", "int4", use_error_feedback=True),
-        Way("compression", "SGD, momentum", "SGD", momentum),
-        Way(
-            "compression",
-            "deep gradient compression, 1 %",
-            "SGD",
-            {"lr": momentum["lr"]},
-            more={"compression": {"type": "dgc", "params": {"momentum": 0.9, "ratio": 0.01}}},
-        ),
-        zero("stage 3"),
-        zero("quantised gathers", zero_quantized_weights=True),
-        zero("secondary shards", zero_hpz_partition_size=node),
-        zero("quantised reduction", zero_quantized_gradients=True, zero_node_size=node),
-        zero(
-            "all three",
-            zero_quantized_weights=True,
-            zero_hpz_partition_size=node,
-            zero_quantized_gradients=True,
-            zero_node_size=node,
-        ),
-        Way("local_sgd", "gradients, each step", more={"zero_optimization": {"mics_shard_size": node}}),
-        local("mean, 8 steps", outer_optimizer={"type": "Average"}),
-        local("Nesterov, 8 steps"),
-        local("Nesterov, momentum 0.5, 8 steps", outer_optimizer={"momentum": 0.5}),
-        local("Nesterov, 8 steps, 4 fragments", fragments=4),
-        local("Nesterov, 8 steps, 8 bits", quantize_bits=8),
-        local("Nesterov, 8 steps, 4 bits", quantize_bits=4),
-        Way("precision", "fp32"),
-        bf16("bf16, fp32 masters"),
-        bf16("bf16 only, nearest", master_weights="none", rounding="nearest"),
-        bf16("bf16 only, stochastic", master_weights="none", rounding="stochastic"),
-        bf16("bf16 only, Kahan", master_weights="none", rounding="kahan"),
-        Way("optimizers", "AdamW"),
-        Way("optimizers", "Lion", "Lion", {"lr": 2e-4, "weight_decay": 0.1}),
-        Way("optimizers", "LAMB", "Lamb", lamb),
-        Way("optimizers", "Muon", "Muon", {"muon_lr": 0.02, "adam_lr": 1e-3}),
-        Way("optimizers", "Adafactor", "Adafactor", {"lr": 1e-2}),
-        Way("optimizers", "Adagrad", "Adagrad", {"lr": 2e-2}),
-        Way("optimizers", "SGD", "SGD", momentum),
-    ]
+    """All ways (convergence.toml), for runs of so many steps."""
+    given = {"warm_up": steps * 15 // 100, "frozen": steps * 40 // 100, "quarter": steps // 4}
+    groups = data_of("convergence.toml", node=max(1, nproc // 2), **given)
+    return [Way(group, name, **way) for group, own in groups.items() for name, way in own.items()]
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:

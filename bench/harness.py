@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import psutil
@@ -505,9 +506,9 @@ def save(options: argparse.Namespace, name: str, rows: Sequence[Row], **notes: A
     _write(options.results / f"{name}.json", text_of(record, long(rows)))
 
 
-def data_of(name: str) -> dict[str, Any]:
-    """Return a TOML file of this folder."""
-    return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
+def data_of(name: str, **values: Any) -> dict[str, Any]:
+    """Return a TOML file of this folder, with values in the place of `$name`."""
+    return tomllib.loads(Template(Path(__file__).with_name(name).read_text("utf-8")).safe_substitute(values))
 
 
 def text_of(record: Row, rows: Sequence[Row]) -> str:
