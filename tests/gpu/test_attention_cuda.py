@@ -1,4 +1,4 @@
-"""Sparse attention on a CUDA device: the values of the CPU, and no wait of the host."""
+"""Sparse attention on a CUDA device, and blocks of ring attention: the values of the CPU, and no wait of the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.attention import BigBirdSparsityConfig, FixedSparsityConfig, SparseSelfAttention, SparsityConfig
+from shardwise.compat import flash_attention_applies
+from shardwise.parallel.ring import RingOrder, _Flash, _merge
+from tests.gpu.standin import rehearsing
 
 LAYOUTS: dict[str, Callable[[], SparsityConfig]] = {
     "bigbird": lambda: BigBirdSparsityConfig(4, 16, True),
@@ -51,3 +55,40 @@ def test_flex_attention_on_a_device(name: str) -> None:
     attention = SparseSelfAttention(LAYOUTS[name](), max_seq_length=512, implementation="flex").cuda()
     for one, other in zip(passes(attention, "cuda"), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[96, 96], [80, 64, 48]])
+def test_blocks_of_a_balanced_causal_ring(lengths: list[int], dtype: torch.dtype) -> None:
+    """The blocks that all ranks of a ring compute in flash attention, merged, are causal attention over all tokens."""
+    torch.manual_seed(0)
+    given = [torch.randn(2, heads, sum(lengths), 64).to(dtype) for heads in (4, 2, 2, 4)]
+    wide = [x.float().requires_grad_() for x in given[:3]]
+    whole = scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+    expected = [whole.detach(), *torch.autograd.grad(whole, wide, given[3].float())]
+    device = torch.device("cpu" if rehearsing() else "cuda")  # the stand-in has no flash attention of CUDA
+    q, k, v, grad = (x.to(device) for x in given)
+    assert flash_attention_applies(q)
+    core, order = _Flash(2, 64**-0.5), RingOrder(lengths, True, True)
+    found = [torch.zeros(x.shape, device=device) for x in (q, q, k, v)]
+    ranks = range(len(lengths))
+    places = [order.positions(rank, device) for rank in ranks]
+    for rank in ranks:
+        own = places[rank]
+        blocks = [(source, block) for source in ranks for block in order.blocks(rank, source)]
+        out = torch.zeros_like(found[0][:, :, own])
+        sums = torch.full(out.shape[:-1], float("-inf"), device=device)
+        for source, (queries, keys, causal) in blocks:
+            there = places[source][keys]
+            block = core.forward(q[:, :, own[queries]], k[:, :, there], v[:, :, there], causal, None)
+            _merge(out[:, :, queries], sums[:, :, queries], *block)
+        found[0][:, :, own] = out
+        for source, (queries, keys, causal) in blocks:
+            here, there = own[queries], places[source][keys]
+            results = out[:, :, queries].to(dtype), sums[:, :, queries]
+            inputs = q[:, :, here], k[:, :, there], v[:, :, there]
+            gradients = core.backward(grad[:, :, here], *results, *inputs, causal, None)
+            for total, place, one in zip(found[1:], (here, there, there), gradients, strict=True):
+                total[:, :, place] += one
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=2e-2, atol=4e-2)
