@@ -84,7 +84,7 @@ def _joined(ends: Sequence[Any]) -> Ends | tuple[Ends, ...]:
 
 def is_range(ends: Sequence[Any]) -> TypeGuard[Sequence[int]]:
     """Return True if a dimension of a region has one range."""
-    return len(ends) == 2 and not isinstance(ends[0], Sequence)
+    return len(ends) == 2 and not isinstance(ends[0], (tuple, list))
 
 
 def ranges(part: Region) -> tuple[tuple[Ends, ...], ...]:

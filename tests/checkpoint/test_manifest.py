@@ -12,6 +12,7 @@ from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.errors import CheckpointError
+from tests.checkpoint import hostile
 from tests.harness.training import SGD, engine_of
 
 MANIFEST = Manifest(
@@ -83,3 +84,34 @@ def test_parts_of_ranks_are_joined_and_checked() -> None:
     for second in (part(5, 6), part(3, 6), part(4, 6, dtype="float16"), part(4, 6, group=1)):
         with pytest.raises(CheckpointError, match="'w'"):
             manifest.combine([part(0, 4), second])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda slices: slices[0].update(start="0"), r"tensors\.0\.slices: .*start: expected int, found str"),
+        (lambda slices: slices[0].update(stop=True), "stop: expected int, found bool"),
+        (lambda slices: slices[0].update(key=None), "key: expected str, found NoneType"),
+        (lambda slices: slices[0].update(file=["f"]), "file: expected str, found list"),
+        (lambda slices: slices[0].update(box=[[0, 1.5], [0, 3]]), r"slices: .*box\.0"),
+        (lambda slices: slices[0].update(more=1), "fields file, key, start, stop, box"),
+        (lambda slices: slices[0].pop("box"), "fields file, key, start, stop, box"),
+        (lambda slices: slices.append(None), "fields file, key, start, stop, box"),
+        (lambda slices: slices[0].update(file="g"), "a file of 'w'"),
+    ],
+)
+def test_fields_of_slices_are_checked(change: Any, message: str) -> None:
+    fields = hostile.fields_of(manifestfile.to_bytes(MANIFEST))
+    change(fields["tensors"][0]["slices"])
+    with pytest.raises(CheckpointError, match=message):
+        manifestfile.from_bytes(hostile.sealed(fields), "m.json")
+
+
+def test_text_and_numbers_beyond_those_of_other_readers_are_kept() -> None:
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    for value in ("\ud800", 10**400, deep, 0.1 + 0.2, 5e-324, -0.0, "\x00"):
+        held = replace(MANIFEST, client={"value": value})
+        found = manifestfile.from_bytes(manifestfile.to_bytes(held), "m.json")
+        assert found == held and repr(found.client) == repr(held.client)

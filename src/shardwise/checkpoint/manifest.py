@@ -8,14 +8,25 @@ layout therefore reads by name, box and range.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
-from pydantic import ConfigDict, Field, FiniteFloat, StrictInt, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PlainValidator,
+    StrictInt,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 
 from shardwise import boxes
 from shardwise.boxes import Patch, Region
@@ -40,9 +51,7 @@ _Box = tuple[_Ends | tuple[_Ends, ...], ...]
 _STRICT = with_config(ConfigDict(extra="forbid"))
 
 
-@_STRICT
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Elements `[start, stop)` of a flattened tensor, stored as the 1-D tensor `key` of `file` in the checkpoint's
     directory. The tensor in the file has the tensor's own shape if the slice is the entire tensor. `start` and `stop`
     count in `box`, with (first, end) or several of these for each dimension; None: the entire tensor.
@@ -50,13 +59,37 @@ class Slice:
 
     file: str
     key: str
-    start: Natural
-    stop: Natural
-    box: _Box | None = None
+    start: int
+    stop: int
+    box: Region | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the slice as JSON of the manifest."""
-        return {"file": self.file, "key": self.key, "start": self.start, "stop": self.stop, "box": self.box}
+
+def _slices(found: Any) -> tuple[Slice, ...]:
+    """Return slices of JSON. Because large manifests have millions, types are checked for whole columns, and boxes once
+    for slices in a row. Raises ValueError with the name of the field.
+    """
+    try:
+        columns = list(zip(*map(operator.itemgetter(*Slice._fields), found), strict=True))
+        complete = {*map(len, found)} <= {len(Slice._fields)}
+    except (KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise ValueError(f"expected a list of objects with the fields {', '.join(Slice._fields)}")
+    for name, kind, column in zip(Slice._fields, (str, str, int, int), columns, strict=False):
+        wrong = {*map(type, column)} - {kind}
+        if wrong:
+            raise ValueError(f"{name}: expected {kind.__name__}, found {wrong.pop().__name__}")
+    *places, written = columns or [()]
+    runs = [(box, len(list(run))) for box, run in itertools.groupby(written)]
+    try:
+        known = from_json(list[_Box | None], [box for box, _ in runs])
+    except ValueError as error:
+        raise ValueError(f"box.{error}") from None
+    checked = itertools.chain.from_iterable(map(itertools.repeat, known, (count for _, count in runs)))
+    return tuple(map(_slice, zip(*places, checked, strict=True)))
+
+
+_slice = functools.partial(tuple.__new__, Slice)
 
 
 @_STRICT
@@ -81,7 +114,7 @@ class StoredTensor:
     kind: Annotated[str, Field(pattern="^(parameter|buffer|optimizer/.*)$")]
     shape: tuple[int, ...]
     dtype: str
-    slices: tuple[Slice, ...]
+    slices: Annotated[tuple[Slice, ...], PlainValidator(_slices)]
     aliases: tuple[str, ...] = ()
     trainable: bool | None = None
     group: Natural | None = None
@@ -105,7 +138,7 @@ class StoredTensor:
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as JSON of the manifest."""
-        return {**vars(self), "slices": [part.to_json() for part in self.slices]}
+        return {**vars(self), "slices": [part._asdict() for part in self.slices]}
 
     def part(self, box: Region | None) -> StoredTensor:
         """Return a box of the tensor as a tensor, with the slices that overlap it."""
@@ -143,23 +176,25 @@ class StoredTensor:
         return found
 
     def check_cover(self) -> None:
-        """Raise ValueError unless slices, in order and inside of the tensor, have each element once."""
+        """Raise ValueError unless slices, in order, have each element once. Their boxes are inside of the tensor."""
         outer = boxes.whole(self.shape)
         parts: list[Region] = []
-        place = size = 0
-        for part in self.slices:
-            box = outer if part.box is None else part.box
-            if not parts or box != parts[-1]:
-                self._check_end(place, size, parts)
-                parts.append(box)
-                place, size = 0, math.prod(boxes.sizes(box))
-            if part.start != place:
-                raise ValueError(
-                    f"{self.kind} {self.name!r}: expected a run from element {place}{self._of(parts)}, found "
-                    f"{part.start} (in {part.file})"
-                )
-            place = part.stop
-        self._check_end(place, size, parts)
+        for box, run in itertools.groupby(self.slices, lambda part: part.box or outer):
+            of = "" if box == outer else f" of the box {[list(ends) for ends in box]}"
+            place, size = 0, math.prod(boxes.sizes(box))
+            for file, _, start, stop, _ in run:
+                if start != place:
+                    raise ValueError(
+                        f"{self.kind} {self.name!r}: expected a run from element {place}{of}, found {start} (in {file})"
+                    )
+                if not start <= stop <= size:
+                    raise ValueError(
+                        f"{self.kind} {self.name!r}: a slice [{start}, {stop}) of {size} elements (in {file})"
+                    )
+                place = stop
+            if place != size:
+                raise ValueError(f"{self.kind} {self.name!r}: {place} of {size} elements{of} are stored")
+            parts.append(box)
         if parts == [outer]:
             return
         try:
@@ -175,13 +210,6 @@ class StoredTensor:
                 f"{self.kind} {self.name!r}: element {list(element)} of {list(self.shape)} is in {times} boxes"
                 + (f", of {outline(list(files))}" if files else "")
             )
-
-    def _check_end(self, place: int, size: int, parts: Sequence[Region]) -> None:
-        if place != size:
-            raise ValueError(f"{self.kind} {self.name!r}: {place} of {size} elements{self._of(parts)} are stored")
-
-    def _of(self, parts: Sequence[Region]) -> str:
-        return "" if parts[-1] == boxes.whole(self.shape) else f" of the box {[list(ends) for ends in parts[-1]]}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ slices that cover a tensor once, and sizes. No number in the file can make a rea
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from shardwise.checkpoint import nested_json
 from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, check_shape
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
+    from shardwise.checkpoint.manifest import Manifest
 
 _MOST = 1 << 53
 """Larger than any number of a state or rank."""
@@ -32,8 +31,7 @@ def check(manifest: Manifest) -> None:
         fit = facts.block is None or len(facts.checksums) == -(-facts.size // facts.block)
         _expect(fit, f"the checksums of {name}", facts.checksums)
     _check_optimizer(manifest.optimizer)
-    _check_tensors(manifest)
-    _check_trees(manifest)
+    _check_trees(manifest, used=_check_tensors(manifest))
 
 
 def _check_optimizer(optimizer: dict[str, Any] | None) -> None:
@@ -50,40 +48,33 @@ def _check_optimizer(optimizer: dict[str, Any] | None) -> None:
         _expect(isinstance(state, dict), f"optimizer.values of {name}", state)
 
 
-def _check_tensors(manifest: Manifest) -> None:
-    # Manifests of many ranks have millions of slices: messages are built only for errors.
+def _check_tensors(manifest: Manifest) -> set[tuple[str, str]]:
+    """Check tensors, and return the places (file, key) that they have."""
     seen: set[tuple[str, str, int | None]] = set()
-    stored: dict[str, int] = {}
+    used: set[tuple[str, str]] = set()
     for tensor in manifest.tensors:
         check_shape(list(tensor.shape))
         _expect(tensor.torch_dtype in DTYPE_NAMES, "a dtype", tensor.dtype)
         known = (tensor.kind, tensor.name, tensor.rank)
         _expect(known not in seen, "a second tensor", known)
         seen.add(known)
-        numel, width = tensor.numel, tensor.torch_dtype.itemsize
-        for part in tensor.slices:
-            if part.file not in manifest.files:
-                raise ValueError(f"{tensor.name!r}: a slice in the tensor {part.key!r} of {part.file!r:.200}")
-            start, stop = part.start, part.stop
-            most = numel if part.box is None else _elements(tensor, part)
-            if not start <= stop <= most:
+        # Columns, because manifests of many ranks have millions of slices.
+        files, keys, _, _, parts = zip(*tensor.slices, strict=True) if tensor.slices else ((),) * 5
+        others = {*files} - manifest.files.keys()
+        _expect(not others, f"a file of {tensor.name!r}", others)
+        for box, file in dict(zip(parts, files, strict=True)).items():
+            if box is not None and not (boxes.is_within(box, tensor.shape) and _as_written(box)):
                 raise ValueError(
-                    f"{tensor.kind} {tensor.name!r}: a slice [{start}, {stop}) of {most} elements (in {part.file})"
+                    f"{tensor.kind} {tensor.name!r}: expected a box of {list(tensor.shape)}, found {box!r:.200} "
+                    f"(in {file})"
                 )
-            stored[part.file] = stored.get(part.file, 0) + (stop - start) * width
         tensor.check_cover()
-    for name, size in stored.items():
-        _expect(size <= manifest.files[name].size, "slices that are larger than their file", name)
-
-
-def _elements(tensor: StoredTensor, part: Slice) -> int:
-    box = part.box or ()
-    if not (boxes.is_within(box, tensor.shape) and _as_written(box)):
-        raise ValueError(
-            f"{tensor.kind} {tensor.name!r}: expected a box of {list(tensor.shape)}, found {box!r:.200} "
-            f"(in {part.file})"
-        )
-    return math.prod(boxes.sizes(box))
+        used.update(zip(files, keys, strict=True))
+    count = sum(len(tensor.slices) for tensor in manifest.tensors)
+    _expect(len(used) == count, "a tensor of a file", "used twice")
+    stored, size = sum(t.nbytes for t in manifest.tensors), sum(facts.size for facts in manifest.files.values())
+    _expect(stored <= size, f"tensors of {stored} bytes in files", size)
+    return used
 
 
 def _as_written(box: boxes.Region) -> bool:
@@ -93,10 +84,8 @@ def _as_written(box: boxes.Region) -> bool:
         return False
 
 
-def _check_trees(manifest: Manifest) -> None:
+def _check_trees(manifest: Manifest, used: set[tuple[str, str]]) -> None:
     """Raise if two references have the same tensor, because a file could have its bytes read again and again."""
-    used = {(part.file, part.key) for tensor in manifest.tensors for part in tensor.slices}
-    _expect(len(used) == sum(len(tensor.slices) for tensor in manifest.tensors), "a tensor of a file", "used twice")
     for reference in nested_json.references(manifest.trees()):
         plain = isinstance(reference, dict) and all(isinstance(reference.get(name), str) for name in ("file", "key"))
         _expect(plain and reference["file"] in manifest.files, "a reference to a tensor", reference)

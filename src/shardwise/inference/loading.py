@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -234,7 +234,7 @@ def _joined(pieces: _Pieces, converter: Any, name: str) -> _Source:
         (whole,) = row.tensor.slices
         if row.reader is not first.reader or row.tensor.dtype != first.tensor.dtype:
             raise CheckpointError(f"{name}: its parts are in several checkpoints, or have several dtypes")
-        slices.append(replace(whole, start=place, stop=place + row.tensor.numel))
+        slices.append(whole._replace(start=place, stop=place + row.tensor.numel))
         place += row.tensor.numel
     height = sum(items[0][1].tensor.shape[0] for items in lists)
     inner = (height, *first.tensor.shape[1:])

@@ -258,7 +258,7 @@ def join(
             repeated = (name, kind, region) in taken
             taken.add((name, kind, region))
             box = None if region == boxes.whole(division.shape) else region
-            slices = () if repeated else tuple(replace(piece, box=box) for piece in tensor.slices)
+            slices = () if repeated else tuple(piece._replace(box=box) for piece in tensor.slices)
             placed.append(replace(tensor, shape=division.shape, slices=slices))
         if number:
             join_values(joined, part, number)
