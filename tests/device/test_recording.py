@@ -91,6 +91,11 @@ SETTINGS = {
     "local_sgd_exact": Setting(
         optimizer="momentum", extra=(("local_sgd", {"enabled": True, "replica_size": 2, "sync_every": 1}),)
     ),
+    "local_sgd_overlapping": Setting(
+        precision="bf16",
+        optimizer="AdamW",
+        extra=(("local_sgd", {"enabled": True, "replica_size": 2, "sync_every": 2, "overlap_steps": 1}),),
+    ),
     "zeropp": Setting(
         precision="bf16",
         optimizer="AdamW",

@@ -331,6 +331,20 @@ def test_resumed_between_exchanges(tmp_path: Path, stage: int, fragments: int, o
     assert parameters_digest(engine.module) == expected
 
 
+@on_ranks(2)
+def test_an_exchange_ends_without_a_result_where_other_parameters_are_loaded(tmp_path: Path) -> None:
+    engine = engine_of(1, sync_every=4, overlap_steps=2)
+    train(engine, range(3))
+    engine.save_checkpoint(str(tmp_path), tag="before")
+    train(engine, range(3, 5))
+    assert in_flight(engine)
+    engine.load_checkpoint(str(tmp_path), tag="before", load_optimizer_states=False)
+    assert not in_flight(engine)
+    found, initial = engine.module_state_dict(), CASE.make().state_dict()  # the parameters last agreed on
+    assert all(torch.equal(value, initial[name]) for name, value in found.items())
+    assert not engine.sharded.local.acts(6)  # where the exchange would have been merged
+
+
 def saved(directory: str) -> dict[str, torch.Tensor]:
     engine = engine_of(1, sync_every=4)
     train(engine, range(8))
