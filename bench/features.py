@@ -1,11 +1,12 @@
 """Single switches of the configuration: a training step with each, over the same step without, and its memory.
 
-    python bench/features.py [--only selective,float8,ring] [--nproc 1] [--size 1.4B] [--rounds 5]
+    python bench/features.py [--only selective,float8,registered,ring] [--nproc 1] [--size 1.4B] [--rounds 5]
 
 Each way has a job of its own, and trains a GPT in bf16 at stage 3. *selective*: blocks are recomputed, with outputs of
-some operators kept. *float8*: linear layers in float8 (with several ranks also gathered in 8 bits). *ring*: both passes
-of causal attention over `--tokens` tokens by ring attention of all ranks; the first way is one rank's
-`scaled_dot_product_attention` of its own tokens, which has 1 / ranks of a rank's work in the ring.
+some operators kept. *float8*: linear layers in float8 (with several ranks also gathered in 8 bits). *registered*:
+buffers of collectives in memory that NCCL has registered. *ring*: both passes of causal attention over `--tokens`
+tokens by ring attention of all ranks; the first way is one rank's `scaled_dot_product_attention` of its own tokens,
+which has 1 / ranks of a rank's work in the ring.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def ways_of(options: argparse.Namespace, feature: str) -> dict[str, dict[str, An
         on = {"enabled": True, "emulate": options.device == "cpu"}
         found = {"bf16": {}, **{recipe: {"float8": {**on, "recipe": recipe}} for recipe in ("tensorwise", "rowwise")}}
         return found | ({"gathered": {"float8": {**on, "all_gather": True}}} if options.nproc > 1 else {})
+    if feature == "registered":
+        return {"as usual": {}, "registered": {"registered_buffers": True}}
     return {"scaled_dot_product_attention": {}, "ring": {}}
 
 
@@ -97,7 +100,7 @@ def main() -> None:
     options = options_of(
         __doc__,
         quick=quick,
-        only="selective,float8,ring",
+        only="selective,float8,registered,ring",
         nproc=1,
         size="1.4B",
         rounds=5,

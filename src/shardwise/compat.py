@@ -208,6 +208,16 @@ def launch_together(
     return works if together is None else [together] if async_op else []
 
 
+def memory_registry(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend of a group if it registers pools of memory of its own on a device, otherwise None."""
+    try:
+        backend = group._get_backend(device)
+        usable = backend.supports_tensor_alloc(device) and hasattr(backend, "register_mem_pool")
+    except (AttributeError, RuntimeError):
+        return None
+    return backend if usable else None
+
+
 def _can_join(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
         return bool(group._get_backend(device).supports_coalescing)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -200,10 +201,14 @@ class Communicator:
         assert self._cache is not None, "destroyed"
         return self._cache.get(tuple(self.members), kind)
 
-    def connect(self, *kinds: str) -> None:
+    def connect(self, *kinds: str) -> list[dist.ProcessGroup]:
         """Create the process groups of some kinds (all ranks call), because passes must not wait for them."""
-        for kind in kinds if self.sends else ():
-            self._group(kind)
+        return [self._group(kind) for kind in kinds if self.sends]
+
+    def allocate_in(self, allocating: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Allocate buffers of reductions inside the context that a function returns."""
+        if isinstance(self._backend, native.TorchBackend):
+            self._backend.allocating = allocating
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

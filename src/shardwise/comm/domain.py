@@ -16,16 +16,20 @@ MiCS keep parameters, gradients and optimizer state at level 1 of two dimensions
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from shardwise.comm.collective_queue import CollectiveQueue, Launch, Work
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.registered import RegisteredMemory
 
 SHARD, REPLICATE = "shard", "replicate"
 """Names of mesh dimensions: state is sharded over the first kind, and replicated over the second."""
@@ -130,6 +134,7 @@ class Domain:
         depth: the finest level.
         async_gathers: all-gathers run on a CUDA stream of their own, and waiting for one does not block the host.
         async_reductions: the same of reduce-scatters.
+        allocating: returns a context for allocating buffers of collectives.
     """
 
     def __init__(
@@ -152,6 +157,8 @@ class Domain:
         if len(self.sizes) > 1 or arrangement.order != tuple(range(ranks.world)):
             labels = enumerate(dimension_names(self.names))
             self.dimensions = tuple(ranks.part(arrangement.lines(number), label) for number, label in labels)
+        self.allocating: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self._registered: RegisteredMemory | None = None
         first = ranks if like is None else like.ranks
         self.async_gathers, self.async_reductions = first.async_gathers, not first.waits_on_host
         if like is None:
@@ -175,16 +182,23 @@ class Domain:
         found = [(self.arrangement.order[place], place) for place in range(self.place % stride, self.world, stride)]
         return sorted(found, key=lambda holder: (holder[0] - self.ranks.rank) % self.world)
 
-    def connect(self, levels: int, *, trained: bool) -> None:
+    def connect(self, levels: int, *, trained: bool, registered: bool = False) -> None:
         """Create the process groups of passes, because no pass must wait for them (all ranks call at one point).
 
-        `levels`: the finest level from which parameters are gathered; `trained`: gradients are reduced.
+        `levels`: the finest level from which parameters are gathered; `trained`: gradients are reduced; `registered`:
+        buffers are allocated in memory that these groups have registered (raises as `RegisteredMemory`).
         """
         later = ("",) if self.depth == 1 else ("", "_on")
+        groups: list[Any] = []
         for number, dimension in enumerate(self.dimensions):
             for kind, needed in (("gather", number < levels), ("reduce", trained)):
                 if needed:
-                    dimension.connect(*(kind + suffix for suffix in later))
+                    groups += dimension.connect(*(kind + suffix for suffix in later))
+        if registered and groups and self._registered is None:
+            self._registered = memory = RegisteredMemory(list(dict.fromkeys(groups)), self.ranks.device)
+            self.allocating = memory.allocating
+            for dimension in self.dimensions:
+                dimension.allocate_in(memory.allocating)
 
     def place_of(self, rank: int) -> int:
         """Return the number of a rank's range at the finest level."""
@@ -244,7 +258,8 @@ class Domain:
             last = dimension + 1 == fine
             if not last:
                 more = math.prod(self.sizes[dimension + 1 : fine])
-                sums = [torch.empty(out.numel() * more, dtype=out.dtype, device=out.device) for out in outputs]
+                with self.allocating():
+                    sums = [torch.empty(out.numel() * more, dtype=out.dtype, device=out.device) for out in outputs]
                 for buffer in sums:
                     made(buffer)
             ranks, adds = self.dimensions[dimension], accumulate and last
@@ -256,9 +271,19 @@ class Domain:
         return launches
 
     def close(self) -> None:
-        """End the threads of the queues."""
+        """End the threads of the queues, and `deregister`."""
         self.gathers.close()
         self.reductions.close()
+        self.deregister()
+
+    def deregister(self) -> None:
+        """Allocate buffers as usual from now on."""
+        self.allocating = contextlib.nullcontext
+        if self._registered is not None:
+            for dimension in self.dimensions:
+                dimension.allocate_in(contextlib.nullcontext)
+            self._registered.close()
+            self._registered = None
 
 
 @dataclass(frozen=True)

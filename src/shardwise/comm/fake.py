@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.comm import native
 from shardwise.comm.communicator import MOST_GATHERED, Communicator, Handle
@@ -96,10 +97,11 @@ class FakeCommunicator(Communicator):
             part._backend = _FakeBackend(part._torch, part.world)
         return part
 
-    def connect(self, *kinds: str) -> None:
-        """Count the process groups that real ranks would create for some kinds."""
+    def connect(self, *kinds: str) -> list[dist.ProcessGroup]:
+        """Count the process groups that real ranks would create for some kinds; return none."""
         for kind in kinds if self.world > 1 else ():
             self._connected[tuple(self.members), purposes_of(self._on_host)[kind]] = None
+        return []
 
     def communicators(self) -> list[tuple[tuple[int, ...], str]]:
         """Return ranks and purpose of each process group that real ranks would have created."""

@@ -11,10 +11,12 @@ Gloo and `ordered` always exchange; other backends where dtypes differ and fewer
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -175,6 +177,7 @@ class TorchBackend(Backend):
     ) -> None:
         self.groups, self.world, self._ordered = groups, world, ordered
         self.per_node = per_node or world
+        self.allocating: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def all_gather(self, pairs: Sequence[Pair], record: Record) -> PendingCollective:
         pairs = [pair for pair in pairs if pair[0].numel()]
@@ -208,10 +211,11 @@ class TorchBackend(Backend):
         return Works(works, sums, scratch)
 
     def _buffers(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool) -> Buffers:
-        if self._ordered or exchanges(full.dtype, out.dtype, self.world, self.per_node):
-            return torch.empty_like(full), None, None
-        given = None if full.dtype is out.dtype else full.to(out.dtype)
-        return None, given, torch.empty_like(out) if accumulate else None
+        with self.allocating():
+            if self._ordered or exchanges(full.dtype, out.dtype, self.world, self.per_node):
+                return torch.empty_like(full), None, None
+            given = None if full.dtype is out.dtype else full.to(out.dtype)
+            return None, given, torch.empty_like(out) if accumulate else None
 
     def all_reduce(self, tensor: torch.Tensor, record: Record) -> PendingCollective:
         gathered = torch.empty(self.world * tensor.numel(), dtype=tensor.dtype, device=tensor.device)

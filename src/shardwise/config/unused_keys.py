@@ -24,6 +24,7 @@ _ZEROPP = (
     ("zero_optimization", "zero_quantized_weights"),
     ("zero_optimization", "zero_quantized_gradients"),
     ("zero_optimization", "zeropp_loco_param"),
+    ("registered_buffers",),
 )
 
 

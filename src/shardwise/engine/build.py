@@ -293,7 +293,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     policy = policy_from_config(settings)
     plan = _plan(settings, domain, model)
     log_machines(job, whole, lines, domain, plan.secondary)
-    if plan.releases and settings.expandable_segments:
+    if plan.releases and settings.expandable_segments and not settings.registered_buffers:
         let_segments_grow(device)  # before permanent allocations
 
     # Close a former engine of the model first, while its parameters can still be unsharded.
@@ -360,6 +360,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 if replicas is None
                 else mesh_place(RankGrid.of(job.world), job.rank, (0, 1)),
                 replicas=None if replicas is None else (replicas, settings.local_sgd),
+                registered=settings.registered_buffers,
             ),
         )
 

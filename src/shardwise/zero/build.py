@@ -212,15 +212,21 @@ def largest_sizes(registry: Registry, domains: Domains) -> list[int]:
     return [max(sizes) for sizes in zip(*versions, strict=True)]
 
 
-def connect_domains(domains: Domains, units: Sequence[Unit], plan: Plan, *, steps: bool, whole_tensors: bool) -> None:
-    """Create the process groups of passes (all ranks call). `whole_tensors`: owners send some tensors to all ranks."""
+def connect_domains(
+    domains: Domains, units: Sequence[Unit], plan: Plan, *, steps: bool, whole_tensors: bool, registered: bool
+) -> None:
+    """Create the process groups of passes (all ranks call).
+
+    `whole_tensors`: owners send some tensors to all ranks; `registered`: as in `Domain.connect`.
+    """
     for domain in (domains.main, *domains.others.values()):
         tensors = [tensor for unit in units if unit.domain is domain for tensor in unit.tensors]
         if domain.world == 1 or not tensors:
             continue
         levels = plan.levels(domain)
         finest = domain.depth if whole_tensors else max(levels.optimizer if steps else 0, levels.parameters)
-        domain.connect(finest, trained=steps and any(tensor.trainable for tensor in tensors))
+        trained = steps and any(tensor.trainable for tensor in tensors)
+        domain.connect(finest, trained=trained, registered=registered)
 
 
 def check_optimizer(groups: Sequence[dict[str, Any]], registry: Registry, model: str) -> None:

@@ -103,6 +103,7 @@ class Sharding:
         place: coordinate of this rank in each dimension of the mesh, and the size of the dimension.
         replicas: replicas that step on their own between exchanges, with the settings; None: gradients are reduced over
             all ranks.
+        registered: buffers of collectives are in memory that the backend has registered.
     """
 
     stepping: Stepping
@@ -123,6 +124,7 @@ class Sharding:
     chunks: Sequence[nn.Module] = ()
     place: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     replicas: tuple[Replicas, LocalSGD] | None = None
+    registered: bool = False
 
 
 class ShardedModel:
@@ -171,7 +173,14 @@ class ShardedModel:
         # Owners of unsharded tensors send to all ranks.
         whole_tensors = bool(self.stepping.whole) and self.plan.shard_optimizer
         steps = self.update is not None
-        connect_domains(sharding.domains, self.units, self.plan, steps=steps, whole_tensors=whole_tensors)
+        connect_domains(
+            sharding.domains,
+            self.units,
+            self.plan,
+            steps=steps,
+            whole_tensors=whole_tensors,
+            registered=sharding.registered,
+        )
         self.accountant.construction_peak = self.accountant.peak_total
         self.accountant.reset_peak()
         give_back_freed_memory()  # freed pages of the original parameters lie between the shards
@@ -669,6 +678,8 @@ class ShardedModel:
         reason = self._disassemble("destroy()", {})
         self.driver = Alone()
         self.domain.close()
+        for domain in self.sharding.domains.others.values():
+            domain.deregister()
         if self.failed or not reason:
             self.homes.close()
         if reason:

@@ -154,6 +154,11 @@ class Config(ConfigSection):
         "Where parameters are released between uses: have torch's CUDA allocator use expandable segments in this whole "
         "process, unless `PYTORCH_ALLOC_CONF` or the script has set it.",
     )
+    registered_buffers: bool = key(
+        False,
+        "Allocate buffers of all-gathers and reductions in memory that NCCL has registered, without "
+        "`expandable_segments`.",
+    )
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Recomputation of activations."
     )

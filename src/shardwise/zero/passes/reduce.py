@@ -269,7 +269,7 @@ class Reducer:
         if known is not None:
             return known
         separate, dtype = self._collected_as(gradients, section)
-        make = functools.partial(torch.empty, section.layout.numel, dtype=dtype, device=section.device)
+        make = functools.partial(_buffer, section, dtype)
         buffer: GradientBuffer
         if not (separate or gradients.accumulated or section.tiered_gradient.away) and section.keeps_whole_gradient:
             # The accumulator is free and as large as the sum. One copy per unit has fewer launches, but takes memory.
@@ -452,7 +452,8 @@ class Reducer:
         if known is None:
             section = gradients.unit.sections[place]
             size = section.layout.size(gradients.level)
-            known = torch.empty(size, dtype=section.accumulate_dtype, device=section.device)
+            with gradients.domain.allocating():
+                known = torch.empty(size, dtype=section.accumulate_dtype, device=section.device)
             self.accountant.hold(Category.GRADIENTS if kept else Category.BUFFERS, known)
             gradients.sums[place] = known
         return known
@@ -679,3 +680,8 @@ def _flat(unit: Unit, section: FlatParamStorage, buffer: torch.Tensor) -> Flat:
         whole=whole if whole.numel() != section.layout.shard else None,
         shapes=[(slot.offset, torch.Size(unit.registry[slot.index].shape)) for slot in section.layout.slots],
     )
+
+
+def _buffer(section: FlatParamStorage, dtype: torch.dtype) -> torch.Tensor:
+    with section.domain.allocating():
+        return torch.empty(section.layout.numel, dtype=dtype, device=section.device)

@@ -247,7 +247,8 @@ class FlatParamStorage:
         if self._inherited is not None:
             self.full, self._inherited = self._inherited, None
             return
-        self.full = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.device)
+        with self.domain.allocating():
+            self.full = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.device)
         self._accountant.hold(Category.GATHERED, self.full)
 
     def pass_memory_to(self, heir: FlatParamStorage) -> None:
