@@ -84,7 +84,7 @@ def test_ways_to_ask(how: str) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"sequence_parallel_size": 3}, "sequence_parallel_size: is 3, but there are 4 ranks"),
+        ({"sequence_parallel_size": 3}, "sequence_parallel_size: is 3, but the number of ranks is 4"),
         ({"sequence_parallel_size": 2, "data_parallel_size": 4}, "data_parallel_size: is 4, but 4 ranks of which 2"),
     ],
 )
@@ -108,7 +108,7 @@ class Unshared(nn.Module):
 
 
 SAID = {
-    "pair": r"mesh=\(1, 3\)\): 1 x 3 ranks, but there are 2",
+    "pair": r"mesh=\(1, 3\)\): 1 x 3 ranks, but the number of ranks is 2",
     "conflict": "is 2, but the arguments of initialize\\(\\) give 1",
     "unshared": "Unshared has run without any exchange of heads .*share_attention",
     "whole": r"all 2 ranks have positions 0 to 7, so each has the whole sequence.*SequenceLoader",

@@ -112,7 +112,7 @@ def test_values_that_cannot_be_sent_and_stages_that_raise_end_the_batch_on_all_r
 @pytest.mark.parametrize(
     ("stages", "section", "text"),
     [
-        (3, {}, "pipeline.stages: is 3, but there are 2 ranks; choose a divisor of 2"),
+        (3, {}, "pipeline.stages: is 3, but the number of ranks is 2; choose a divisor of 2"),
         (2, {"stages": 1}, "is 1, but the PipelineModule (num_stages) or the mesh (pp) has 2; remove one"),
         (2, {"schedule": "zbw"}, "did you mean 'zbv'"),
         (2, {"schedule": "zbv", "chunks": 3}, "3 stages on each rank, expected 2"),

@@ -282,7 +282,7 @@ def _sample_seed(config: Config) -> Iterator[Problem]:
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     wanted = config.data_parallel_size
     if wanted is not None and wanted != world_size and config.sequence_parallel_size * config.tensor_parallel.size == 1:
-        message = f"is {wanted}, but there are {world_size} ranks; remove the key or start {wanted} ranks"
+        message = f"is {wanted}, but the number of ranks is {world_size}; remove the key or start {wanted} ranks"
         yield Problem("data_parallel_size", message, ConflictError)
 
 

@@ -169,8 +169,8 @@ def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple
     if world_size % share:
         product = f" x sequence_parallel_size {sequence} = {share}" if 1 not in (tensor, sequence) else ""
         message = (
-            f"is {tensor if tensor > 1 else sequence}{product}, but there are {world_size} ranks, not a multiple "
-            f"of {share}; choose a divisor of {world_size}, or start a multiple of {share} ranks"
+            f"is {tensor if tensor > 1 else sequence}{product}, but the number of ranks is {world_size}, not a "
+            f"multiple of {share}; choose a divisor of {world_size}, or start a multiple of {share} ranks"
         )
         return world_size, [Problem(path, message, ConflictError)]
     copies, wanted = world_size // share, config.data_parallel_size
@@ -195,8 +195,8 @@ def _positions(config: Config, world_size: int, facts: Facts) -> tuple[int, Prob
     if positions < 1 or world_size % positions:
         divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         message = (
-            f"is {positions}, but there are {world_size} ranks; choose a divisor of {world_size} ({divisors}), or "
-            f"start a multiple of {positions} ranks"
+            f"is {positions}, but the number of ranks is {world_size}; choose a divisor of {world_size} ({divisors}), "
+            f"or start a multiple of {positions} ranks"
         )
         return 1, Problem(_STAGES, message, ConflictError)
     return positions, None

@@ -220,7 +220,7 @@ def _of_numbers(mesh: Sequence[Any], world: int) -> RequestedParallelism:
             "ranks that have a copy of the model among them"
         )
     if math.prod(mesh) != world:
-        raise ConflictError(f"{where}: {' x '.join(map(str, mesh))} ranks, but there are {world}")
+        raise ConflictError(f"{where}: {' x '.join(map(str, mesh))} ranks, but the number of ranks is {world}")
     return RequestedParallelism(where, mesh[1], mesh[2] if len(mesh) == 3 else None)
 
 

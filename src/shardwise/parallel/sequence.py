@@ -355,7 +355,7 @@ def partition(size: int, world: int) -> list[list[int]]:
     if size < 1 or world % size:
         near = max(number for number in range(1, world + 1) if world % number == 0 and number <= max(size, 1))
         raise ConflictError(
-            f"sequence_parallel_size is {size}, but there are {world} ranks, which are not whole groups of {size}; "
+            f"sequence_parallel_size is {size}, but the number of ranks is {world}, no multiple of {size}; "
             f"choose a divisor of {world}, such as {near}"
         )
     return [list(range(first, first + size)) for first in range(0, world, size)]

@@ -119,7 +119,7 @@ def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
     world = len(members_of(None))
     if size < 1 or world % size:
         raise ConflictError(
-            f"tp_size is {size}, but there are {world} ranks, which are not whole groups of {size}; choose a divisor "
+            f"tp_size is {size}, but the number of ranks is {world}, no multiple of {size}; choose a divisor "
             f"of {world}, or start a multiple of {size} ranks"
         )
     device = choose_device(local_rank()) if device is None else device
