@@ -101,4 +101,5 @@ def test_one_rank_registers_nothing() -> None:
     engine = engine_of(model(), 3, ADAMW, **KEYS)
     engine.backward(engine(torch.ones(2, 64)).square().mean())
     engine.step()
+    assert all(unit.sections[0].domain._registered is None for unit in engine.sharded.units)
     engine.destroy()

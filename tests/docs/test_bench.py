@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -234,8 +235,10 @@ def test_every_part_is_a_command_that_exists(options: list[str]) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is of the dependency group `inference`"
+)
 def test_inference_is_measured(quick: Bench) -> None:
-    pytest.importorskip("torchao")
     quick("inference.py", "--directory", str(quick.folder))
     rows = quick.rows("inference")
     assert all(row["tokens_per_s"] > 0 for row in rows.values())

@@ -44,7 +44,9 @@ def engine_of(
 ) -> Any:
     model = CASE.make() if model is None else model
     local = {"enabled": True, "replica_size": size, **local}
-    bf16 = {"enabled": precision == "bf16"}
+    bf16: Any = {"enabled": precision != "fp32"}
+    if precision == "bf16 only":
+        bf16 |= {"master_weights": "none", "rounding": "nearest", "bf16_optimizer_states": True}
     config = config_of(stage, rows=4, zero={"reduce_bucket_size": 1500}, local_sgd=local, bf16=bf16)
     return shardwise.initialize(model=model, optimizer=INNER[inner](model.parameters()), config=config, mesh=mesh)[0]
 
@@ -222,6 +224,16 @@ def test_exchanges_overlap_the_following_steps(stage: int, size: int, mixing: fl
         assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
     engine.destroy()
     assert not any(record.waited is None for record in ledger.records())
+
+
+@on_ranks(2)
+def test_overlapped_exchanges_of_bf16_parameters_without_masters() -> None:
+    engine = engine_of(1, precision="bf16 only", sync_every=2, overlap_steps=1)
+    train(engine, range(1, 4))
+    assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 2  # half of the way to the agreed values
+    engine.synchronize_replicas()
+    assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+    engine.destroy()
 
 
 @pytest.mark.parametrize("bits", [8, 4])

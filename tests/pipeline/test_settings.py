@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.memory import Category
 from shardwise.pipe import LayerSpec
@@ -213,6 +214,20 @@ def test_offload_of_state_and_activations_changes_no_gradient(config: dict[str, 
         options = {"activation_checkpoint_interval": interval}
         schedules = ("1f1b", "zb-h1")
         compare([Setting(2, n, zero, made=untied, config=config, options=options) for n in schedules], 2)
+
+
+def flops(config: dict[str, Any], interval: int) -> int:
+    engine = engine_of(Setting(2, made=untied, config=config, options={"activation_checkpoint_interval": interval}))
+    with FlopCounterMode(display=False) as counter:
+        engine.train_batch(data(Setting(2, made=untied), 0))
+    engine.destroy()
+    return counter.get_total_flops()
+
+
+def test_kept_outputs_are_not_computed_again() -> None:
+    section = {"activation_checkpointing": {"selective": "matmuls"}}
+    plain, again, kept = (run_ranks(flops, 2, *given)[0] for given in (({}, 0), ({}, 2), (section, 2)))
+    assert plain == kept < again
 
 
 WIDE = 256

@@ -14,7 +14,8 @@ from torch import nn
 import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, UsageError
-from shardwise.precision.float8 import float8_layers
+from shardwise.moe.gates import TopKGate
+from shardwise.precision.float8 import float8_layers, weights_to_gather
 from tests.harness import run_ranks, thorough
 from tests.memory.test_report import CHAINS, check, report
 
@@ -162,6 +163,34 @@ def test_what_cannot_be_is_refused() -> None:
     assert sorted(float8_layers(made.module)) == ["blocks.0.0", "blocks.0.2", "blocks.2.0", "blocks.2.2"]
     assert F.mse_loss(made(batch(0, 0)), model()(batch(0, 0))) < 10
     made.destroy()
+
+
+class Odd(nn.Module):
+    """Layers that stay as they are: with a hook, used twice, reparametrised, and the router of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.hooked, self.first = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.second = nn.Sequential(self.first)
+        self.hooked.register_forward_hook(lambda module, given, output: 2 * output)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.gate = TopKGate(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.normed(self.second(self.first(self.hooked(self.plain(x)))))
+        return x + self.gate(x).weights.sum()
+
+
+def test_layers_that_are_not_only_called_stay_exact() -> None:
+    section = {"enabled": True, "emulate": True, "all_gather": True}
+    made = shardwise.initialize(model=Odd(), config={**CONFIG, "float8": section})[0]
+    assert list(float8_layers(made.module)) == ["plain"]
+    assert weights_to_gather(made.module)[0] == [made.module.plain.weight]
+    made.backward(made(torch.ones(3, 16)).sum())  # three rows are no multiple of 16
+    made.step()
+    made.destroy()
+    with pytest.raises(ConflictError, match=r"float8\.enabled: cannot be combined with `compression_training`"):
+        resolve({**CONFIG, "float8": {"enabled": True}, "quantize_training": {"enabled": True}}, world_size=1)
 
 
 def refused_scales() -> str:

@@ -153,8 +153,8 @@ def _float8(config: Config) -> Iterator[Problem]:
         return
     for path, held, reason in (
         ("tensor_parallel.autotp_size", config.tensor_parallel.size > 1, "divided layers have products of their own"),
-        ("compression_training", bool(config.compression_training.methods), "it replaces the same layers"),
-        ("pipeline.stages", config.pipeline.stages not in ("auto", 1), "layers of stages are built later"),
+        ("compression_training", bool(config.compression_methods.methods), "it changes the same layers"),
+        ("pipeline.stages", has_stages(config), "layers of stages are built later"),
     ):
         if held:
             message = f"cannot be combined with `{path}` of this configuration: {reason}; remove one of them"

@@ -25,6 +25,7 @@ _ZEROPP = (
     ("zero_optimization", "zero_quantized_gradients"),
     ("zero_optimization", "zeropp_loco_param"),
     ("registered_buffers",),
+    ("float8", "all_gather"),
 )
 
 
@@ -124,7 +125,7 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
         return "`prescale_gradients` divides by the number of ranks before the sum, so nothing is left to divide"
     if path == ("zero_optimization", "mics_hierarchical_params_gather") and zero.mics_shard_size < 1:
         return "it belongs to `zero_optimization.mics_shard_size`, which is not set"
-    if path == ("float8", "all_gather") and zero.stage < 3:
+    if path == ("float8", "all_gather") and config.float8.all_gather and zero.stage < 3:
         return "parameters are gathered at stage 3 only"
     all_ranks = zero.mics_shard_size == world_size and not zero.mics_hierarchical_params_gather
     if path == ("zero_optimization", "mics_shard_size") and all_ranks:

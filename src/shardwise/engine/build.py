@@ -93,7 +93,14 @@ from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.sparse import use_sparse_attention
-from shardwise.engine.stages import PipelineRanks, as_pipeline, build_stages, check_tied_groups, tie
+from shardwise.engine.stages import (
+    PipelineRanks,
+    as_pipeline,
+    build_stages,
+    check_tied_groups,
+    recompute_as_configured,
+    tie,
+)
 from shardwise.engine.step import TrainStep
 from shardwise.engine.step_log import Following, describe, device_limit, display_mode, display_of, log_of
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
@@ -206,8 +213,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         if pipeline is None and (positions > 1 or given.loss_fn is not None):
             pipeline = model = as_pipeline(model, settings.pipeline.partition, given.loss_fn)
             known = nn.Module()
-        if pipeline is not None and settings.pipeline.activation_checkpoint_interval:
-            pipeline.set_checkpoint_interval(settings.pipeline.activation_checkpoint_interval)
+        if pipeline is not None:
+            recompute_as_configured(pipeline, settings.pipeline)
         sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
         if settings.local_sgd.enabled and (pipeline is not None or sequence * tensor > 1):
             raise ConflictError(
@@ -226,6 +233,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         if settings.float8.enabled:
             if pipeline is not None:
                 raise ConflictError("float8 cannot be combined with a pipeline, whose layers are built later")
+            if compression is not None:
+                raise ConflictError("float8 cannot be combined with compression, which changes the same layers")
             train_in_float8(model, settings.float8, device)
 
     # Groups: job, data-parallel, sequence-parallel, tensor-parallel, and the domains of parameters.

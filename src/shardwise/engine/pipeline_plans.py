@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.pipeline_dryrun import StageForms, with_stages
-from shardwise.engine.stages import PipelineRanks, as_pipeline
+from shardwise.engine.stages import PipelineRanks, as_pipeline, recompute_as_configured
 from shardwise.pipeline.actions import INPUT_GRADIENT, Op, Schedule
 from shardwise.pipeline.lowering import with_sharding
 from shardwise.pipeline.module import PipelineModule
@@ -68,8 +68,7 @@ class PipelinePlans:
         rank_of = placement_of(self._pipeline.schedule, positions, self._pipeline.chunks)
         size = ranks // positions
         self._places = [PipelineRanks.of(place * size, ranks, positions, rank_of) for place in range(positions)]
-        if self._pipeline.activation_checkpoint_interval:
-            model.set_checkpoint_interval(self._pipeline.activation_checkpoint_interval)
+        recompute_as_configured(model, self._pipeline)
         self._models = [with_stages(model, place.stages, len(rank_of)) for place in self._places]
         self.forms = StageForms(model, len(rank_of))
 

@@ -15,11 +15,13 @@ from shardwise.pipeline.actions import Op
 from shardwise.pipeline.layers import SpecLayers
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.partition import LayerCost
+from shardwise.recompute import checkpoint
 from shardwise.registry import declare_part
 from shardwise.zero.passes.reduce import CopiesElsewhere
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
+    from shardwise.config.schema.parallel import Pipeline
 
 WEIGHT_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT})
 
@@ -75,6 +77,13 @@ def as_pipeline(model: nn.Module, partition: str, loss_fn: Callable[..., Any] | 
         "nn.Sequential nor a model of transformers. Write it as layers, PipelineModule([LayerSpec(...), ...], "
         "loss_fn=...), pass each rank's part, PipelineModule.from_stages(module, loss_fn=...), or remove the key"
     )
+
+
+def recompute_as_configured(model: PipelineModule, section: Pipeline) -> None:
+    """Let stages recompute layers as the sections `pipeline` and `activation_checkpointing` say."""
+    model.recompute.checkpoint = checkpoint
+    if section.activation_checkpoint_interval:
+        model.set_checkpoint_interval(section.activation_checkpoint_interval)
 
 
 def build_stages(model: PipelineModule, place: PipelineRanks, job: Communicator) -> None:

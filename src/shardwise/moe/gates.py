@@ -110,6 +110,10 @@ def _gumbel(like: torch.Tensor) -> torch.Tensor:
     return -torch.empty_like(like).exponential_().log()
 
 
+class _Router(nn.Linear):
+    """A layer whose weight is read in fp32, and which is not called; nothing may quantise it (float8)."""
+
+
 class TopKGate(nn.Module):
     """A linear gate without bias and its top-k choice (`route`).
 
@@ -150,7 +154,7 @@ class TopKGate(nn.Module):
             raise UsageError(f"MoE(k={k}, num_experts={num_experts}): expected 1 <= k <= num_experts")
         if noisy_gate_policy not in POLICIES:
             raise UsageError(f"MoE(noisy_gate_policy={noisy_gate_policy!r}): expected None, 'Jitter' or 'RSample'")
-        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.wg = _Router(model_dim, num_experts, bias=False)
         self.k = k
         self.capacity_factor = capacity_factor
         self.eval_capacity_factor = eval_capacity_factor

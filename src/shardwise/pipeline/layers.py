@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,15 @@ class Recompute:
 
     Attributes:
         interval: number of adjacent layers in a checkpointed group; 0: none.
-        function: called as `function(run, *tensors)`; None: torch's non-reentrant checkpointing.
+        function: called as `function(run, *tensors)`; None: `checkpoint`.
         classes: class names of the layers to checkpoint; None: the layers that have parameters.
+        checkpoint: torch's non-reentrant checkpointing; an engine's follows the section `activation_checkpointing`.
     """
 
     interval: int = 0
     function: Callable[..., Any] | None = None
     classes: Collection[str] | None = None
+    checkpoint: Callable[..., Any] = field(default=partial(torch_checkpoint.checkpoint, use_reentrant=False))
 
     def covers(self, layers: Iterable[Any]) -> bool:
         """Return True if a group of layers is checkpointed."""
@@ -73,7 +75,7 @@ class Recompute:
                 leaves.append(None)
                 tensors.append(torch.empty(0, requires_grad=True, device="cpu"))
             return self.function(call, *tensors)
-        return torch_checkpoint.checkpoint(call, *tensors, use_reentrant=False)
+        return self.checkpoint(call, *tensors)
 
 
 @contextmanager

@@ -26,8 +26,9 @@ def train_in_float8(model: nn.Module, section: Float8, device: torch.device | No
 
     `device` None: the model is planned, and computes nothing.
 
-    Left as they are: the model itself, the output head, subclasses of `nn.Linear`, layers whose weight another module
-    uses or whose sizes are no multiples of 16, and those of `section.filter_fqns`.
+    Left as they are: the model itself, the output head, subclasses of `nn.Linear`, layers with hooks, layers whose
+    weight another module uses or whose sizes are no multiples of 16, and those of `section.filter_fqns`. A layer needs
+    at least one row of input.
 
     Raises:
         UsageError: torchao cannot be imported, or the device has no float8.
@@ -45,6 +46,7 @@ def train_in_float8(model: nn.Module, section: Float8, device: torch.device | No
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(section.recipe),
         emulate=section.emulate,
+        pad_inner_dim=True,  # rows of the input, in the gradient of the weight
         **({"round_scales_to_power_of_2": True} if section.all_gather else {}),
     )
     chosen = {
@@ -52,6 +54,7 @@ def train_in_float8(model: nn.Module, section: Float8, device: torch.device | No
         for name, layer in own_linear_layers(model).items()
         if name
         and type(layer) is nn.Linear
+        and not _has_hooks(layer)
         and not any(size % _MULTIPLE for size in layer.weight.shape)
         and not any(text in name for text in section.filter_fqns)
     }
@@ -97,18 +100,25 @@ def weights_to_gather(model: nn.Module) -> tuple[list[nn.Parameter], torch.dtype
 
 
 def own_linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers, by name, whose weights no other module uses, without the output head."""
+    """Return the linear layers, by name, whose weights are used in one place, without the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     users: dict[int, int] = {}
-    for module in model.modules():
+    for _, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
             if parameter is not None:
                 users[id(parameter)] = users.get(id(parameter), 0) + 1
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and users[id(module.weight)] == 1
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and users.get(id(module._parameters.get("weight"))) == 1  # a reparametrised weight is no parameter
     }
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(layer, name) for name in names)
 
 
 def _computes_float8(device: torch.device) -> bool:

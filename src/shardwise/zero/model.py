@@ -793,6 +793,8 @@ class ShardedModel:
             elif failure is not None:
                 self.hooks.settle()
                 self.finish_gathers()
+                if self.local is not None:
+                    self.local.settle()
         return reason
 
     def _give_optimizer_back(self) -> None:

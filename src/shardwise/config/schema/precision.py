@@ -109,8 +109,8 @@ class Float8(ConfigSection):
     emulate: bool = key(False, "Compute the products in fp32 from rounded values, on devices without float8.")
     all_gather: bool = key(
         False,
-        "Gather weights of these layers in 8 bits at stage 3, with the same results. Scales are powers of two then; "
-        "the recipe is tensorwise.",
+        "Gather weights of these layers in 8 bits at stage 3; the layers compute the same. Scales are powers of two "
+        "then; the recipe is tensorwise.",
     )
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:

@@ -56,8 +56,9 @@ class Float8Codes(UnitCodes):
         return [lambda: self._start_scales(label, kind), lambda: self._start(label, later)]
 
     def _start_scales(self, label: str, kind: str) -> Handle:
-        device = self._parts[0].memory.device
-        largest = torch.zeros(self._world, len(self._places), dtype=torch.float32, device=device)
+        first = self._parts[0].memory
+        with first.domain.allocating():
+            largest = torch.zeros(self._world, len(self._places), dtype=torch.float32, device=first.device)
         self._accountant.hold(Category.BUFFERS, largest)
         own = largest[self._rank]
         for part in self._parts:

@@ -44,42 +44,37 @@ def travels_exactly(shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Exact:
-    """Elements of a quantised flat parameter that are sent exactly: `counts` in each rank's range, `positions` in the
-    flat parameter, and `places` in the exact parts of all messages, of `most` elements each.
+    """Elements of a quantised flat parameter that are sent exactly.
+
+    Attributes:
+        runs: of each rank, offset in its range, and number of elements, of each run; they follow one another in the
+            exact part of its message.
+        most: number of elements that the exact part of each message has room for.
     """
 
-    counts: tuple[int, ...]
-    positions: torch.Tensor
-    places: torch.Tensor
-
-    @property
-    def most(self) -> int:
-        """Number of exact elements that each message has room for."""
-        return max(self.counts)
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+    most: int
 
     @classmethod
-    def of(cls, section: FlatParam, is_exact: Callable[[int], bool], device: torch.device) -> Exact | None:
-        """Find the exact elements, by index of the parameter; return None if nothing is quantised."""
-        if section.dtype not in CODED or all(is_exact(slot.index) for slot in section.slots):
+    def of(cls, section: FlatParam, is_exact: Callable[[int], bool]) -> Exact | None:
+        """Find the exact elements, by index of the parameter; return None if most are exact: then all are."""
+        count = sum(slot.numel for slot in section.slots if is_exact(slot.index))
+        if section.dtype not in CODED or 2 * count >= sum(slot.numel for slot in section.slots):
             return None
-        counts, runs = [], [torch.zeros(0, dtype=torch.int64, device="cpu")]
+        size, runs = section.size(1), []
         for rank in range(section.sizes[0]):
-            start, stop = _range(section, rank)
-            pieces = [p for p in section.pieces(start, stop) if is_exact(p.index)]
-            runs += [torch.arange(start + p.offset, start + p.offset + p.stop - p.start, device="cpu") for p in pieces]
-            counts.append(sum(p.stop - p.start for p in pieces))
-        most = max(counts)
-        places = [torch.arange(rank * most, rank * most + count, device="cpu") for rank, count in enumerate(counts)]
-        return cls(tuple(counts), torch.cat(runs).to(device), torch.cat(places).to(device))
+            pieces = section.pieces(rank * size, (rank + 1) * size)
+            runs.append(tuple((p.offset, p.stop - p.start) for p in pieces if is_exact(p.index)))
+        return cls(tuple(runs), max(sum(count for _, count in own) for own in runs))
 
-    def within(self, section: FlatParam, rank: int) -> torch.Tensor:
-        """Return the positions in a rank's range, counted from its start."""
-        before = sum(self.counts[:rank])
-        return self.positions[before : before + self.counts[rank]] - _range(section, rank)[0]
+    def of_range(self, values: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return views of the exact elements in a rank's range."""
+        return [values[offset : offset + count] for offset, count in self.runs[rank]]
 
-
-def _range(section: FlatParam, rank: int) -> tuple[int, int]:
-    return rank * section.size(1), (rank + 1) * section.size(1)
+    def of_message(self, exact: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return views of the exact part of a rank's message, as `of_range`."""
+        counts = [count for _, count in self.runs[rank]]
+        return list(exact[: sum(counts)].split(counts))
 
 
 @dataclass(frozen=True)
@@ -116,13 +111,11 @@ class UnitCodes(GatherSource):
         end = 0
         for memory in sections:
             begin, layout = end, memory.layout
-            exact_part = Exact.of(layout, self._is_exact, memory.device)
+            exact_part = Exact.of(layout, self._is_exact)
             codes = exact = begin
             if exact_part is not None:
                 codes = begin + self._nbytes(layout.size(1))
                 exact = round_up(codes, _ALIGNMENT)
-                accountant.hold(Category.BUFFERS, exact_part.positions)
-                accountant.hold(Category.BUFFERS, exact_part.places)
             count = layout.size(1) if exact_part is None else exact_part.most
             end = exact + round_up(count * layout.dtype.itemsize, _ALIGNMENT)
             self._parts.append(_Part(memory, exact_part, begin, codes, exact, end))
@@ -135,7 +128,9 @@ class UnitCodes(GatherSource):
 
     def _start(self, label: str, kind: str) -> Handle:
         """Encode this rank's range and launch the all-gather. The thread of the side channel may call this."""
-        messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
+        first = self._parts[0].memory
+        with first.domain.allocating():
+            messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=first.device)
         self._accountant.hold(Category.BUFFERS, messages)
         own = messages[self._rank : self._rank + 1]
         for part in self._parts:
@@ -165,9 +160,8 @@ class UnitCodes(GatherSource):
         if part.exact_part is None:
             exact.copy_(values)
             return
-        if part.exact_part.counts[rank]:
-            positions = part.exact_part.within(part.memory.layout, rank)
-            exact[: positions.numel()] = values[positions]
+        if part.exact_part.runs[rank]:
+            torch._foreach_copy_(part.exact_part.of_message(exact, rank), part.exact_part.of_range(values, rank))
         self._encode_codes(part, values, part.codes_in(message), rank)
 
     def _decode(self, part: _Part, messages: torch.Tensor) -> None:
@@ -178,7 +172,9 @@ class UnitCodes(GatherSource):
             return
         self._decode_codes(part, part.codes_in(messages), rows)
         if part.exact_part.most:
-            values.index_copy_(0, part.exact_part.positions, exact.flatten().index_select(0, part.exact_part.places))
+            ranks, own = range(self._world), part.exact_part
+            to = [view for rank in ranks for view in own.of_range(rows[rank], rank)]
+            torch._foreach_copy_(to, [view for rank in ranks for view in own.of_message(exact[rank], rank)])
 
     # -- the code ------------------------------------------------------------------------------------------------------
 
@@ -190,8 +186,9 @@ class UnitCodes(GatherSource):
 
     def _encode_codes(self, part: _Part, values: torch.Tensor, codes: torch.Tensor, rank: int) -> None:
         assert part.exact_part is not None
-        if part.exact_part.counts[rank]:
-            values = values.index_fill(0, part.exact_part.within(part.memory.layout, rank), 0)  # a copy
+        if part.exact_part.runs[rank]:
+            values = values.clone()
+            torch._foreach_zero_(part.exact_part.of_range(values, rank))
         CODE.encode(values.unsqueeze(0), codes)
 
     def _decode_codes(self, part: _Part, codes: torch.Tensor, rows: torch.Tensor) -> None:

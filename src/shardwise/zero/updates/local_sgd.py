@@ -224,7 +224,8 @@ class LocalSgdUpdate(Update):
                 gradient = gradient.add_(one.momentum, alpha=outer.decay) if outer.type == "Nesterov" else one.momentum
             one.agreed.sub_(gradient, alpha=outer.rate)
             if exchange.mixing:
-                self._own_values[one.name] = one.section.master.detach().lerp_(one.agreed, 1 - exchange.mixing)
+                own = one.section.master.detach().to(one.agreed.dtype)
+                self._own_values[one.name] = own.lerp_(one.agreed, 1 - exchange.mixing)
         return exchange.units
 
     def settle(self) -> None:
