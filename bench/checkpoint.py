@@ -42,7 +42,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ import torch.distributed as dist
 from harness import (
     Device,
     Row,
+    answer,
     child,
     forget_peak,
     highest_resident,
@@ -278,6 +279,7 @@ class Training:
 
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
         self.device, self.folder = Device(options.device), folder
+        self.options = options
         if options.gpu:
             run = training_of(Case(SIZES[options.size], bf16=True, device=options.device), 3)
             self.engine, self._train = run.engine, run.step
@@ -383,6 +385,7 @@ def background(options: argparse.Namespace) -> list[Row]:
     """Let the ways take turns on this rank; return the rows."""
     found: list[dict[str, dict[str, float]]] = []
     failed: dict[str, str] = {}
+    rows: list[Row] = []
     with shared_folder(options.directory) as folder:
         training = Training(options, folder)
         ways: dict[str, Callable[[], dict[str, float]]] = {
@@ -406,13 +409,23 @@ def background(options: argparse.Namespace) -> list[Row]:
                         if dist.get_world_size() > 1:
                             raise
                         failed[name] = reason(error)
+            rows = rows_of(training, list(ways), found, failed)
+            answer(rows)  # of the rounds so far, if the next one takes too long
         for stager in training.stagers.values():
             stager.close()
         training.engine.destroy()
+    return rows
+
+
+def rows_of(
+    training: Training, names: Sequence[str], found: Sequence[dict[str, dict[str, float]]], failed: dict[str, str]
+) -> list[Row]:
+    """Return the rows of the rounds so far."""
+    writer = "cached" if training.options.cached else "direct"
     first, later = found[0], found[1:]
     rows: list[Row] = []
-    for name in ways:
-        row: Row = {"system": name, "setting": {"writer": "cached" if options.cached else "direct"}}
+    for name in names:
+        row: Row = {"system": name, "setting": {"writer": writer}}
         there = [one for one in later if name in one]
         if name in failed or not there:
             rows.append(row | {"failed": failed.get(name, "no round")})
@@ -522,7 +535,8 @@ def main() -> None:
         found = child(limit=options.limit)
         rows = found if isinstance(found, list) else [{"system": "all", "failed": found["failed"]}]
         show(rows)
-        save(options, f"gpu_checkpoint_{options.what}".removesuffix("_background"), rows, size=options.size)
+        name, ended = f"gpu_checkpoint_{options.what}".removesuffix("_background"), rows[-1]["system"] != "all"
+        save(options, name, rows, partial=not ended, size=options.size)
     else:
         names = options.systems or ";".join(installed(MAKERS))
         if options.what == "memory":

@@ -139,16 +139,17 @@ def job(nproc: int, *more: str) -> Any:
 def child(*more: str, limit: float = 600.0) -> Any:
     """Run this script with its own options and some more in one process; return what it answers.
 
-    One that fails, or takes longer than `limit` seconds, has {"failed": why} in its last answer.
+    One that fails, or takes longer than `limit` seconds, has "failed" in its last answer, or in a last row of "all".
     """
     own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
     done, answered = _run([sys.executable, *sys.argv, *more], {**os.environ, **own, **meet}, limit)
-    found: Row = answered or {}
+    found: Any = answered or {}
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()][-12:]
         print("\n".join(last), file=sys.stderr, flush=True)
-        found |= {"failed": (last[-1] if last else f"exit code {done.returncode}")[:500]}
+        failed = {"failed": (last[-1] if last else f"exit code {done.returncode}")[:500]}
+        return [*found, {"system": "all", **failed}] if isinstance(found, list) else found | failed
     return found
 
 
@@ -491,8 +492,11 @@ def load(folder: Path, name: str) -> Row | None:
     return record | {"rows": wide(record["rows"])}
 
 
-def save(options: argparse.Namespace, name: str, rows: Sequence[Row], **notes: Any) -> None:
-    """Write the file of a benchmark: command, time, machine, notes and rows, one a line."""
+def save(options: argparse.Namespace, name: str, rows: Sequence[Row], partial: bool = False, **notes: Any) -> None:
+    """Write the file of a benchmark: command, time, machine, notes and rows, one a line.
+
+    `partial`: rows are missing; `run.py --missing` measures it again.
+    """
     script = Path(sys.argv[0])
     command = f"python {script.parent.name}/{script.name} {shlex.join(sys.argv[1:])}".strip()
     record = {
@@ -500,6 +504,7 @@ def save(options: argparse.Namespace, name: str, rows: Sequence[Row], **notes: A
         "command": notes.pop("command", command),
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
+        **({"partial": True} if partial else {}),
         "notes": notes,
     }
     options.results.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Training on one CUDA device with state on the host or on a disk: what it costs, and how far it goes.
 
     python bench/offload_train.py --what cost [--size 1.4B]      # 7B: as MegaTrain (2604.05091) on one H200
-    python bench/offload_train.py --what largest
+    python bench/offload_train.py --what largest [--settings "all on the host;all on the disk"]
     python bench/offload_train.py --what limited [--models "13B,T5-3B"] [--limits "32,24"]
 
 All in bf16 with AdamW; blocks and the loss are recomputed.
@@ -17,6 +17,8 @@ plan, are tried: as deep as shardwise with everything on the device, and then le
 limited: a model on a device that is limited to some GiB, as by the card that papers and articles have used. Settings
 are tried from the one that keeps most digits of the state to the one that keeps fewest: the first whose plan fits this
 machine is trained, with the largest micro-batch that fits. Beside it stands how the plain run ends.
+
+`--limit` is the seconds that a process may take; `--file` the name of the file in bench/results.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -254,6 +256,11 @@ def trained(options: argparse.Namespace) -> Row:
     return found
 
 
+def limit_of(options: argparse.Namespace) -> dict[str, float]:
+    """Return the limit of the device's memory, if it has one."""
+    return {"limit_gib": options.limit_bytes / 2**30} if options.limit_bytes else {}
+
+
 def run(options: argparse.Namespace, subject: Subject, setting: str, rows: int, plan: Any = None) -> Row:
     """Train in a process of its own; return the row."""
     arguments = ["--setting", setting, "--rows", str(rows), "--limit-bytes", str(options.limit_bytes)]
@@ -261,7 +268,7 @@ def run(options: argparse.Namespace, subject: Subject, setting: str, rows: int, 
     arguments += ["--size", "13B" if deep else subject.name, "--layers", str(subject.size.layers if deep else 0)]
     with tempfile.TemporaryDirectory(dir=options.directory) as swap:
         found = child(*arguments, "--directory", swap, limit=options.limit)
-    row: Row = {"system": setting, "setting": {"model": subject.name}, "rows": rows}
+    row: Row = {"system": setting, "setting": {"model": subject.name, **limit_of(options)}, "rows": rows}
     row |= {"billions": subject.parameters / 1e9}
     row |= {} if plan is None else {f"planned_{tier}_gib": plan[tier] / 2**30 for tier in ("device", "host", "disk")}
     row |= found
@@ -278,13 +285,16 @@ def run(options: argparse.Namespace, subject: Subject, setting: str, rows: int, 
 # -- the three questions -----------------------------------------------------------------------------------------------
 
 
-def cost(options: argparse.Namespace) -> list[Row]:
-    """One model at each setting."""
+def cost(options: argparse.Namespace) -> Iterator[Row]:
+    """One model at each setting; ratios are added after the last."""
     subject = Subject(options.size, options.quick)
     rows = options.rows or subject.size.rows
     names = installed(options.settings.split(";")) if options.settings else [*SETTINGS, *installed(OTHERS), RESIDENT]
     names = [name for name in names if name not in PLAIN]
-    found = [run(options, subject, name, rows) for name in names]
+    found: list[Row] = []
+    for name in names:
+        found.append(run(options, subject, name, rows))
+        yield found[-1]
     found[-1]["setting"]["again"] = names[-1] in names[:-1]
     times = {row["system"]: row["step_s"] for row in found if "step_s" in row}
     for row in found:
@@ -292,13 +302,11 @@ def cost(options: argparse.Namespace) -> list[Row]:
         for key, base in (("over_resident", RESIDENT), ("over_deepspeed", RIVALS.get(name))):
             if name in times and base in times:
                 row[key] = row["step_s"] / times[base]
-    return found
 
 
-def largest(options: argparse.Namespace) -> list[Row]:
+def largest(options: argparse.Namespace) -> Iterator[Row]:
     """The deepest model of each setting."""
     there = room(options)
-    found: list[Row] = []
     names = options.settings.split(";") if options.settings else list(SETTINGS)
     for name in names:
         setting = SETTINGS[name]
@@ -308,51 +316,51 @@ def largest(options: argparse.Namespace) -> list[Row]:
 
         layers = most_that(fit, options.most)
         if not layers:
-            found.append({"system": name, "failed": f"no layer fits {there}"})
+            yield {"system": name, "failed": f"no layer fits {there}"}
             continue
         subject = Subject("13B", options.quick, layers, options.width)
         fitting = most_rows(subject, setting, there, (8, 4, 2, 1))
         assert fitting is not None  # one row does
-        found.append(run(options, subject, name, *fitting))
-        if "step_s" not in found[-1]:  # the plan has told too little: how much too little?
-            found.append(run(options, Subject("13B", options.quick, layers * 9 // 10, options.width), name, 1))
+        row = run(options, subject, name, *fitting)
+        yield row
+        if "step_s" not in row:  # the plan has told too little: how much too little?
+            yield run(options, Subject("13B", options.quick, layers * 9 // 10, options.width), name, 1)
         if name == RESIDENT:
             for other in PLAIN:
                 depth = layers
                 while depth:
                     row = run(options, Subject("13B", options.quick, depth, options.width), other, fitting[0])
                     if "step_s" in row or depth == 1:
-                        found.append(row)
+                        yield row
                         break
                     depth = depth * 9 // 10
-    return found
 
 
-def limited(options: argparse.Namespace) -> list[Row]:
+def limited(options: argparse.Namespace) -> Iterator[Row]:
     """Models on a small device."""
-    found: list[Row] = []
     for size in options.limits.split(","):
         options.limit_bytes = int(float(size) * 2**30)
         there = room(options)
         for name in options.models.split(","):
             subject = Subject(name, options.quick)
             rows = (subject.size.rows,) if subject.is_t5 else ROWS
-            first = len(found)
             for setting_name, setting in DIGITS.items():
                 fitting = most_rows(subject, setting, there, rows)
                 if fitting is not None:
-                    found.append(run(options, subject, setting_name, *fitting))
+                    yield run(options, subject, setting_name, *fitting)
                     break
             else:
-                found.append({"system": "any", "setting": {"model": name}, "failed": f"no plan fits {there}"})
+                setting_of = {"model": name, **limit_of(options)}
+                yield {"system": "any", "setting": setting_of, "failed": f"no plan fits {there}"}
             if not options.quick:
-                found.append(run(options, subject, "plain PyTorch", subject.size.rows if subject.is_t5 else 1))
-            for row in found[first:]:
-                row["setting"]["limit_gib"] = float(size)
-    return found
+                yield run(options, subject, "plain PyTorch", subject.size.rows if subject.is_t5 else 1)
 
 
-QUESTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {"cost": cost, "largest": largest, "limited": limited}
+QUESTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "cost": cost,
+    "largest": largest,
+    "limited": limited,
+}
 
 
 def main() -> None:
@@ -376,11 +384,15 @@ def main() -> None:
         directory="",
         limit_bytes=0,
         limit=300,
+        file="",
     )
     serve(trained, options, own_group(1, options.device))
-    rows = QUESTIONS[options.what](options)
-    name = f"gpu_offload_{options.what}"
-    save(options, f"{name}_{options.size}" if options.size == "7B" else name, rows, there=room(options))
+    rows, notes = list[Row](), {"there": room(options)}
+    name = options.file or f"gpu_offload_{options.what}"
+    for row in QUESTIONS[options.what](options):
+        rows.append(row)
+        save(options, name, rows, partial=True, **notes)
+    save(options, name, rows, **notes)
 
 
 if __name__ == "__main__":

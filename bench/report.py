@@ -177,7 +177,7 @@ def targets(folder: Path) -> list[Target]:
     rows = [row for file in (*GPU_STEP.values(), IMAGINED) for row in (load(folder, file) or {"rows": []})["rows"]]
     slack = [row["slack"] for row in rows if "slack" in row and row["system"].startswith("shardwise")]
     found.append(Target("reserved and never allocated, over reserved, random lengths", 0.05, max(slack, default=None)))
-    speed = values("gpu_offload_limited", "as_v100", model="13B", limit_gib=32.0)
+    speed = values("gpu_offload_limited_13B_32", "as_v100", model="13B", limit_gib=32.0)
     what = "13 B under 32 GiB, TFLOP/s on a card as fast as a V100"
     found.append(Target(what, 30.0, max(speed, default=None), least=True))
     ratios = values("gpu_offload_cost", "over_deepspeed")

@@ -5,13 +5,14 @@
 Each part is a command that can be run by itself; its JSON in bench/results has the command, the machine and the
 versions. `--python` names the interpreter of the measured programs: one that also has DeepSpeed installed adds it to
 the comparison. A part that fails does not keep the others from running; its table keeps its former figures, and the
-exit code is 1. `--quick` tries everything out on tiny models in a few minutes and leaves its figures in build/bench.
+exit code is 1. One that is ended may leave some rows, marked as partial. `--quick` tries everything out on tiny models
+in a few minutes and leaves its figures in build/bench.
 
 On a machine that is lent for a time, `--minutes` ends in time: no command is begun that may take longer than the time
-left, and one that does is ended. `--missing` leaves out each command whose file is there, so that calls one after the
-other measure everything. At the end stand the figures that are asked of a CUDA device, and those found. `--rehearse`
-tries its parts out on a CPU. On a machine without a network its own interpreter does, with PYTHONPATH=src, if its
-packages are there; `--needs` names those that are missing.
+left, and one that does is ended. `--missing` leaves out each command whose file is complete, so that calls one after
+the other measure everything. At the end stand the figures that are asked of a CUDA device, and those found.
+`--rehearse` tries its parts out on a CPU. On a machine without a network its own interpreter does, with PYTHONPATH=src,
+if its packages are there; `--needs` names those that are missing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import shlex
 import signal
@@ -60,6 +62,11 @@ def needs() -> int:
         lost = "missing" if name in NEEDED else "missing; the parts that need it are left out"
         print(f"{name:14s} {lost if name in missing else 'there'}")
     return int(any(name in NEEDED for name in missing))
+
+
+def is_complete(file: Path) -> bool:
+    """Return True if a result file has all rows of its benchmark."""
+    return file.exists() and not json.loads(file.read_text("utf-8")).get("partial")
 
 
 def run(command: list[str], environment: dict[str, str], limit: float) -> int:
@@ -108,7 +115,7 @@ def main() -> int:
     environment = {"PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1", **threads, **os.environ}
     begun, failed, left = time.monotonic(), [], []
     for name, command, limit in (one for part in chosen for one in parts[part]):
-        if options.missing and name and (results / f"{name}.json").exists():
+        if options.missing and name and is_complete(results / f"{name}.json"):
             continue
         if options.minutes * 60 - (time.monotonic() - begun) < limit:
             left.append(command)

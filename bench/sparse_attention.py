@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Device, Row, attempt, child, options_of, save, serve, show
+from harness import Device, Row, child, options_of, save, serve, show
 from torch.nn.functional import scaled_dot_product_attention
 
 DENSE = "dense"
@@ -88,16 +88,18 @@ def main() -> None:
         block=64,
         rounds=5,
         system="",
+        limit=600,
     )
     serve(measure, options, contextlib.nullcontext())
     rows: list[Row] = []
-    for tokens in map(int, options.tokens.split(",")):
-        for system in systems(options):
-            row: Row = {"system": system, "setting": {"tokens": tokens}}
-            rows.append(attempt(row, lambda s=system, t=tokens: child("--system", s, "--tokens", str(t))))
-            show(rows[-1:])
     notes = {name: getattr(options, name) for name in ("heads", "width", "block", "rounds")}
-    save(options, f"{'gpu_' if options.device == 'cuda' else ''}sparse_attention", rows, **notes)
+    asked = [(system, int(tokens)) for tokens in options.tokens.split(",") for system in systems(options)]
+    for system, tokens in asked:
+        row: Row = {"system": system, "setting": {"tokens": tokens}}
+        rows.append(row | child("--system", system, "--tokens", str(tokens), limit=options.limit))
+        show(rows[-1:])
+        name = f"{'gpu_' if options.device == 'cuda' else ''}sparse_attention"
+        save(options, name, rows, partial=len(rows) < len(asked), **notes)
 
 
 if __name__ == "__main__":

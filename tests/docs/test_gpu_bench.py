@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
 import os
 import runpy
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +73,9 @@ def test_targets_say_what_was_met(bench: Any, tmp_path: Path) -> None:
             {"system": "FSDP2", "ratio": 1.2, "slack": 0.4},
             {"system": "shardwise 3 forced", "ratio": 1.32, "slack": 0.01},
         ],
-        "gpu_offload_limited": [{"system": "s", "setting": {"model": "13B", "limit_gib": 32.0}, "as_v100": 34.5}],
+        "gpu_offload_limited_13B_32": [
+            {"system": "s", "setting": {"model": "13B", "limit_gib": 32.0}, "as_v100": 34.5}
+        ],
     }
     for name, rows in results.items():
         (tmp_path / f"{name}.json").write_text(harness["text_of"]({"machine": {}}, harness["long"](rows)))
@@ -88,3 +95,38 @@ def test_nothing_goes_on_behind_a_part_that_takes_too_long(bench: Any, tmp_path:
         for _ in range(100):  # until init has taken it
             os.kill(int(file.read_text()), 0)
             time.sleep(0.05)
+
+
+def test_each_part_of_a_device_names_what_there_is_and_ends_within_600_s(bench: Any) -> None:
+    sizes, train = bench("systems")["SIZES"], bench("offload_train")
+    settings = train["SETTINGS"] | train["DIGITS"] | train["OTHERS"]
+    for part in bench("run")["parts_of"]("cuda").values():
+        for file, command, limit in part:
+            _, *arguments = shlex.split(command)
+            given = dict(itertools.pairwise(arguments))
+            assert limit <= 600 and int(given.get("--limit", 0)) < limit, command
+            assert given.get("--size", "163M") in sizes, command
+            assert given.get("--file", file) == file, command
+            for model in given.get("--models", "13B").split(","):
+                assert train["Subject"](model).size.layers, command
+            names = given["--settings"].split(";") if "--settings" in given else []
+            assert settings.keys() >= set(names), command
+
+
+def test_rows_are_kept_before_a_benchmark_ends(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_complete, train = bench("run")["is_complete"], bench("offload_train")
+    file = tmp_path / "gpu_offload_cost.json"
+    assert not is_complete(file)
+    found = list[tuple[bool, int]]()
+
+    def rows(options: argparse.Namespace) -> Any:
+        yield {"system": "first", "step_s": 1.0}
+        found.append((is_complete(file), len(json.loads(file.read_text())["rows"])))
+        yield {"system": "second", "step_s": 2.0}
+
+    main = train["main"]
+    monkeypatch.setitem(main.__globals__["QUESTIONS"], "cost", rows)
+    monkeypatch.setattr(sys, "argv", ["offload_train.py", "--device", "cpu", "--quick", "--results", str(tmp_path)])
+    main()
+    assert found == [(False, 1)] and is_complete(file)
+    assert len(json.loads(file.read_text())["rows"]) == 2
