@@ -119,15 +119,23 @@ def make_group(
     return group
 
 
-def urgent_options(backend: str, timeout: timedelta) -> Any:
-    """Return options of a group with high-priority streams, or None for other backends than NCCL."""
+def options_of(backend: str, timeout: timedelta, *, urgent: bool) -> Any:
+    """Return options of a group, or None for other backends than NCCL.
+
+    `urgent`: streams have high priority; otherwise, for receives that wait long, kernels take few multiprocessors.
+    """
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None) if backend == "nccl" else None
     if options is None:
         return None
     # NCCL's kernels are short and other streams wait for them, while a model's kernels fill the device with blocks.
-    made = options(is_high_priority_stream=True)
+    made = options(is_high_priority_stream=urgent)
     made._timeout = timeout
+    if not urgent and hasattr(getattr(made, "config", None), "max_ctas"):
+        made.config.min_ctas, made.config.max_ctas = 1, _FEW_CTAS
     return made
+
+
+_FEW_CTAS = 4  # blocks of a kernel, each of which occupies a multiprocessor
 
 
 def allocator_settings() -> str:

@@ -74,10 +74,11 @@ class Options:
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=-1, max_ctas=-1)
         self._timeout = timedelta(0)
 
 
-def made_on_nccl(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def made_on_nccl(ranks: list[int], monkeypatch: pytest.MonkeyPatch, purpose: str = "reduce") -> list[dict[str, Any]]:
     """Return the arguments of groups on NCCL, in a job of 4 ranks whose default group has a device."""
     asked: list[dict[str, Any]] = []
     device = torch.device("cuda", 0)
@@ -93,7 +94,7 @@ def made_on_nccl(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> list[dict
         dist.group.WORLD.bound_device_id = device
         monkeypatch.setattr(compat, "make_group", make_group)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-        groups.new_group(ranks, timedelta(minutes=3), "nccl", device, "reduce")
+        groups.new_group(ranks, timedelta(minutes=3), "nccl", device, purpose)
         assert dist.group.WORLD.bound_device_id == device
     return asked
 
@@ -112,4 +113,13 @@ def test_collectives_of_devices_go_before_what_is_queued(monkeypatch: pytest.Mon
     (asked,) = made_on_nccl([0, 1, 2, 3], monkeypatch)
     assert asked["bound"] is not None  # all ranks are here: it may be split
     assert asked["options"].is_high_priority_stream
+    assert asked["options"].config.max_ctas == -1
     assert asked["options"]._timeout == timedelta(minutes=3)
+
+
+def test_receives_that_wait_long_leave_the_device_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("activations_up", "gradients_down"):
+        (asked,) = made_on_nccl([0, 1], monkeypatch, kind)
+        assert not asked["options"].is_high_priority_stream
+        assert (asked["options"].config.min_ctas, asked["options"].config.max_ctas) == (1, 4)
+        assert asked["options"]._timeout == timedelta(minutes=3)

@@ -238,14 +238,35 @@ def test_every_backend_with_nccl_is_bound_to_the_rank_s_device(backend: str, alo
     assert bound == [(backend, torch.device("cuda", 0))]
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
-def test_nccl_runs_collectives_in_the_order_of_launches(before: str | None, after: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("before", "runtime", "driver", "after"),
+    [
+        (None, "12.8", 12040, "1"),
+        (None, "13.0", 13000, "1"),
+        ("0", "12.8", 12040, "0"),
+        (None, "12.8", 12020, None),
+        (None, "12.1", 12040, None),
+        (None, "12.8", 0, None),
+    ],
+)
+def test_nccl_runs_collectives_in_the_order_of_launches_where_they_may_overlap(
+    before: str | None, runtime: str, driver: int, after: str | None, monkeypatch
+) -> None:
+    def version(found: Any) -> None:
+        found._obj.value = driver
+
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", before or "")
     if before is None:
         monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", runtime)
+    monkeypatch.setattr(setup.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
+    monkeypatch.setattr(setup, "ordered_kernels_overlap", setup.ordered_kernels_overlap.__wrapped__)
+    warned: list[Any] = []
+    monkeypatch.setattr(setup._log, "warning", lambda *text: warned.append(text))
     setup._order_launches()
-    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == after
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == after
+    assert bool(warned) == (after is None)
 
 
 def test_timeouts() -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from shardwise.comm.clocks import Clock
 from shardwise.device import ranges
 from shardwise.errors import ConfigError, UsageError
 from shardwise.profile.timeline import TRACKS, Recorder, file_of
@@ -300,6 +301,36 @@ def test_a_device_that_runs_ahead_is_brought_to_the_hosts_clock() -> None:
     recorder = Recorder(cuda=False, most=10, step=lambda: 0, sizes={}, memory=dict)
     recorder._first, recorder._last = (100.0, Mark(100.0)), (110.0, Mark(110.0))
     assert recorder._on_host(Mark(105.0)) == pytest.approx(105.0)
+
+
+def test_a_recording_ends_after_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        """An event of a stream for which the host has not waited."""
+
+        complete = False
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = time.perf_counter()
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            self.complete = True
+
+        def elapsed_time(self, other: Event) -> float:
+            if not (self.complete and other.complete):
+                raise RuntimeError("device not ready")
+            return 1e3 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(Event, "complete", True))
+    recorder = Recorder(cuda=True, most=10, step=lambda: 0, sizes={}, memory=dict)
+    with recorder.around("forward", "a", 1):
+        pass
+    recorder.finish()
+    found = recorder.events(0, "host", {}, Clock(), None)
+    assert [event["name"] for event in found if event.get("cat") == "compute"] == ["forward a"]
 
 
 @pytest.mark.parametrize(

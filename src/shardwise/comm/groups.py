@@ -121,6 +121,9 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
     return int(wrong[0]) if len(wrong) else None
 
 
+MESSAGES = ("activations_up", "activations_down", "gradients_up", "gradients_down")
+"""Kinds of messages between two ranks."""
+
 PURPOSES = {
     "gather": "gather",
     "reduce": "reduce",
@@ -129,7 +132,7 @@ PURPOSES = {
     "explicit": "small",
     "gather_on": "gather_on",
     "reduce_on": "reduce_on",
-    **{name: name for name in ("activations_up", "activations_down", "gradients_up", "gradients_down")},
+    **{name: name for name in MESSAGES},
 }
 """By kind of collective, the purpose of the process group that carries the kind.
 
@@ -161,7 +164,8 @@ class GroupCache:
     """Process groups of one engine, keyed by ranks and purpose. The first use of a group by its ranks creates it.
 
     Invariant: all ranks of a group use it first at the same point of their program. `timeout` is the limit for one
-    collective. On NCCL a group connects on `device` when it is created, not inside its first collective.
+    collective. On NCCL a group gets its communicator on `device` when it is created. From NCCL 2.22 on its ranks
+    connect inside the first collective, where the host waits for all of them.
     """
 
     def __init__(self, timeout: timedelta, backend: str, device: torch.device) -> None:
@@ -238,7 +242,7 @@ def new_group(
     def make(attempt: int) -> dist.ProcessGroup:
         # torch splits the communicator of a default group that has a device, for which it needs all of its ranks.
         with contextlib.nullcontext() if whole else compat.connecting_alone():
-            options = compat.urgent_options(backend, timeout)
+            options = compat.options_of(backend, timeout, urgent=purpose not in MESSAGES)
             return compat.make_group(ranks, f"{name}/{attempt}", timeout, backend, options, bound)
 
     await_ranks(ranks, timeout, name, f"the making of a process group of {len(ranks)} ranks")

@@ -12,6 +12,9 @@ collective in flight it would wait for its peers, and they for it, until the lim
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import functools
 import logging
 import os
 import socket
@@ -33,6 +36,7 @@ from shardwise.errors import LaunchError
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_OVERLAP = 12030  # CUDA from which kernels of different communicators may overlap though they are launched in order
 TIMEOUT_VARIABLES = ("SHARDWISE_TIMEOUT", "DEEPSPEED_TIMEOUT")
 
 _log = logging.getLogger("shardwise")
@@ -258,8 +262,27 @@ def _order_launches() -> None:
     Because ranks may interleave all-gathers and reduce-scatters differently, and kernels that hold all channels of the
     device would wait for each other.
     """
-    if torch.cuda.is_available():
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if not torch.cuda.is_available() or torch.version.cuda is None or "NCCL_LAUNCH_ORDER_IMPLICIT" in os.environ:
+        return
+    if ordered_kernels_overlap():
+        os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+    else:
+        _log.warning(
+            "torch's CUDA (%s) or the driver's is older than 12.3: NCCL could run ordered collectives of different "
+            "groups only one after the other. NCCL_LAUNCH_ORDER_IMPLICIT is not set, and pipelines launch no receive "
+            "ahead. Update the driver",
+            torch.version.cuda,
+        )
+
+
+@functools.cache
+def ordered_kernels_overlap() -> bool:
+    """Return True if kernels that NCCL launches in order may overlap: torch's CUDA and the driver's are from 12.3."""
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    driver = ctypes.c_int(0)
+    with contextlib.suppress(OSError, AttributeError):  # no driver
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+    return min(1000 * int(major) + 10 * int(minor), driver.value) >= _OVERLAP
 
 
 def _take_own_device(place: RankPlace) -> torch.device | None:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.links import Link
+from shardwise.comm.setup import ordered_kernels_overlap
 from shardwise.pipeline.actions import WEIGHT_GRADIENT, Action, Op, Schedule
 from shardwise.pipeline.idle import range_of
 from shardwise.pipeline.messages import Form, Receiver, Sender, form_of
@@ -109,6 +110,8 @@ class Runtime:
     ) -> None:
         self._position, self._rank_of, self._where = position, tuple(rank_of), where
         self._device = whole.device
+        # If NCCL ran kernels one after the other, a receive would hold up the collectives that its sender needs first.
+        ahead = not whole.waits_on_host and ordered_kernels_overlap()
         links: dict[tuple[int, int, str], Link] = {}
         senders: dict[Link, Sender] = {}
         receivers: dict[Link, Receiver] = {}
@@ -131,7 +134,7 @@ class Runtime:
                 else:
                     form_for = None if what == "activations" else self._forms.get
                     if made not in receivers:
-                        receivers[made] = Receiver(made, self._device, form_for, ahead=not whole.waits_on_host)
+                        receivers[made] = Receiver(made, self._device, form_for, ahead=ahead)
                     self._receivers[owner, what] = receivers[made]
         self._links = list(links.values())
         self._held: dict[tuple[int, int], _Held] = {}

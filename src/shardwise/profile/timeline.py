@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from typing_extensions import override
 
 from shardwise.comm.clocks import LABEL, Clock, between
@@ -182,7 +183,9 @@ class Recorder(Listener, Watcher):
         return False
 
     def finish(self) -> None:
-        """Stop recording, waiting for the device."""
+        """Stop recording, waiting for all streams of the device, because `events` reads CUDA events of each."""
+        if self.cuda:
+            torch.cuda.synchronize()
         self.ended = now(self.cuda)
         self._last = self._anchor(self.ended)
 

@@ -11,8 +11,10 @@ from torch import nn
 
 import shardwise
 from shardwise.engine.plans import plan_model
+from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category, track_activations
 from shardwise.parallel import tiled_loss
+from shardwise.parallel.tensor import group as tensor_group
 from shardwise.utils import safe_get_full_grad
 from tests.families import build
 from tests.harness import on_ranks, thorough
@@ -202,3 +204,28 @@ def test_a_loss_over_divided_words_in_tiles(tokens: int, words: int, tiles: int)
     assert found.item() == pytest.approx(loss.item(), rel=1e-5)
     torch.testing.assert_close(hidden.grad, expected.grad, rtol=1e-4, atol=1e-8)
     assert accountant.peak[Category.ACTIVATIONS] < 0.1 * tokens * words * 4
+
+
+class Exchanges:
+    """A communicator of two ranks, this one with the first half, that counts exchanges."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def exchange(self, own: int, label: str) -> list[int]:
+        self.count += 1
+        return [own, own - 1]
+
+
+def test_backward_passes_exchange_no_numbers_if_each_rank_knows_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_group, "backward_pass", lambda: 1)
+    comm: Any = Exchanges()
+    group = tensor_group.TensorGroup(comm, [[0], [1]], 0)
+    for tokens in (8, 12):
+        group.begin_tokens(tokens)
+    assert (group.tokens_of_all(4), group.tokens, comm.count) == ([4, 4], 8, 0)
+    assert (group.tokens_of_all(6), group.tokens, comm.count) == ([6, 6], 12, 0)
+    with pytest.raises(UsageError, match="has got 5 tokens"):
+        group.tokens_of_all(5)
+    group.begin_tokens(7)  # the ranks have 4 and 3, and 4 is also half of 8
+    assert (group.tokens_of_all(4), group.tokens, comm.count) == ([4, 3], 7, 1)

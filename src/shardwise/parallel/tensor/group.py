@@ -58,7 +58,8 @@ class TensorGroup:
         self.copies = len(columns[0])
         self.compared = 0
         self._tokens = 0
-        self._totals: set[int] = set()
+        self._totals: set[int] = set()  # equal on all ranks
+        self._uneven = False  # if a total gave the ranks different numbers, this rank's does not tell the total
         self._entered: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
@@ -114,6 +115,7 @@ class TensorGroup:
         """Split tokens over the ranks; return the number of each, as equal as possible. Later layers gather as many."""
         self._tokens = tokens
         self._totals.add(tokens)
+        self._uneven = self._uneven or tokens % self.size > 0
         return shares(tokens, self.size)
 
     @property
@@ -123,9 +125,12 @@ class TensorGroup:
 
     def tokens_of_all(self, own: int) -> list[int]:
         """Return the number of tokens of each rank, as split before; raises a UsageError if this rank's differs."""
-        # With several sequence lengths ranks exchange them, because a recomputed block may belong to an earlier pass.
+        # With several sequence lengths a recomputed block may belong to an earlier pass.
         if backward_pass() is not None and len(self._totals) > 1:
-            self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
+            if self._uneven:
+                self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
+            elif own * self.size in self._totals:
+                self._tokens = own * self.size
         found = shares(self._tokens, self.size)
         if found[self.place] != own:
             raise UsageError(
