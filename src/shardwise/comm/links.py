@@ -35,8 +35,16 @@ class Link:
         self._sent: deque[tuple[str, list[Handle], Sequence[torch.Tensor]]] = deque()
 
     def connect(self) -> None:
-        """Create the process group (both ranks call, in one order of links)."""
+        """Create the process group and connect its ranks (both call, in one order of links).
+
+        Because NCCL connects ranks inside the first collective, where the host waits for the peer, a receive that is
+        launched ahead must not be the first.
+        """
         self._comm.connect(self._kind)
+        if not (self._comm.waits_on_host or self._comm.imagined):
+            one = torch.zeros(1, device=self._comm.device)
+            self._comm.broadcast(one, self._source, "connect", self._kind).wait()
+            one.cpu()  # the host waits too
 
     def send(self, tensors: Sequence[torch.Tensor], label: str) -> None:
         """Launch the sending of tensors, which keep their memory until the peer has them."""
