@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm import native
 from shardwise.errors import PeerLostError
-from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, ordered_sum, same_bits, values
+from tests.comm.values import COPIED, OTHERS, RECORD, SIZES, SUMMED, on_group, ordered_sum, same_bits, values
 from tests.harness import RankFailure, on_ranks, run_ranks
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
@@ -33,6 +33,25 @@ def test_small_sums_broadcasts_and_exchanges() -> None:
     backend.all_to_all([(output, given, incoming, outgoing)], RECORD).wait()
     assert total.tolist() == [0.0, 0.0] and word.tolist() == [1.0, 1.0]
     assert output.tolist() == [[10.0, 10.0, 10.0, 20.0], [1.0, 1.0, 21.0], [2.0, 22.0, 22.0]][rank]
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+@on_ranks(2)
+def test_dtypes_that_the_backend_cannot_send_are_copied_as_bytes(dtype: torch.dtype) -> None:
+    rank, backend = dist.get_rank(), on_group()
+    own, scalar, table = values(rank, 5, dtype), values(rank, 1, dtype).view(()), values(rank, 6, dtype).view(2, 3).t()
+    first = values(0, 6, dtype).view(2, 3).t()
+    full, output = torch.zeros(10).to(dtype), torch.zeros(4 if rank else 6).to(dtype)
+    backend.all_gather([(full, own), (torch.empty(0, dtype=dtype), own[:0])], RECORD).wait()
+    backend.broadcast(scalar, 1, RECORD).wait()
+    backend.broadcast(table, 0, RECORD).wait()
+    sizes = [2, 2] if rank else [3, 3], [3, 2]
+    backend.all_to_all([(output, own, *sizes), (own[:0], own[:0], [0, 0], [0, 0])], RECORD).wait()
+    both = [values(peer, 5, dtype) for peer in range(2)]
+    expected = [(one[3:] if rank else one[:3]).float() for one in both]
+    assert torch.equal(full.float(), torch.cat([one.float() for one in both]))
+    assert torch.equal(scalar.float(), values(1, 1, dtype)[0].float()) and torch.equal(table.float(), first.float())
+    assert torch.equal(output.float(), torch.cat(expected))
 
 
 # -- any dtype, size and number of ranks -------------------------------------------------------------------------------

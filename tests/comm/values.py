@@ -22,6 +22,8 @@ def on_group(
 
 
 COPIED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+OTHERS = [torch.int16, torch.uint32, torch.float8_e4m3fn]
+"""Dtypes that neither Gloo nor NCCL, or not every version of it, can send."""
 SUMMED = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SIZES = [0, 1, 3, 17, 1023, 40_001]
 

@@ -187,3 +187,34 @@ def test_gradients_without_the_loss_scale_are_refused_on_every_rank() -> None:
         same, other = (run_ranks(kept_loss, 2, "bf16", 3, dict.fromkeys((0, 1), w))[0] for w in (way, "engine"))
         assert not same[0]
         assert torch.equal(same[1], other[1])
+
+
+# -- frozen integers ---------------------------------------------------------------------------------------------------
+
+
+class Codes(nn.Module):
+    """A frozen layer whose weights are codes of 16 bits."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(-(1 << 15), 1 << 15, (5, 3), generator=generator)
+        self.codes = nn.Parameter(codes.to(torch.int16), requires_grad=False)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x @ self.codes.to(x.dtype).t() / (1 << 15)).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_frozen_parameters_may_have_a_dtype_that_backends_do_not_send(stage: int) -> None:
+    """Ranks build different values; those of rank 0 count."""
+    engine = engine_of(Codes(dist.get_rank()), stage, SGD)
+    engine.backward(engine(torch.ones(2, 3)))
+    engine.step()
+    found = engine.module_state_dict()
+    if stage == 0 or dist.get_rank() == 0:
+        assert torch.equal(found["codes"], Codes(0).codes)
+    with shardwise.zero.GatheredParameters([engine.module.codes]):
+        assert torch.equal(engine.module.codes, Codes(0).codes)

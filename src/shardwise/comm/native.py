@@ -180,7 +180,7 @@ class TorchBackend(Backend):
         self.allocating: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def all_gather(self, pairs: Sequence[Pair], record: Record) -> PendingCollective:
-        pairs = [pair for pair in pairs if pair[0].numel()]
+        pairs = [(sendable(full), sendable(shard)) for full, shard in pairs if full.numel()]
         return Works(launch_together(all_gather_single, pairs, self.groups[record.kind], async_op=not thread.in_order))
 
     def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> PendingCollective:
@@ -242,19 +242,25 @@ class TorchBackend(Backend):
 
     def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> PendingCollective:
         flat, group = tensor.contiguous(), self.groups[record.kind]
-        pairs = [(flat, flat)] if flat.numel() else []
+        pairs = [(sendable(flat), sendable(flat))] if flat.numel() else []
         works = launch_together(
             lambda out, _, **how: dist.broadcast(out, group_src=src, **how), pairs, group, async_op=not thread.in_order
         )
         return Works(works, [] if flat is tensor else [functools.partial(tensor.copy_, flat)])
 
     def all_to_all(self, swaps: Sequence[Swap], record: Record) -> PendingCollective:
-        sizes = iter([(list(received), list(sent)) for _, _, received, sent in swaps])
+        pairs = [(sendable(output), sendable(given)) for output, given, *_ in swaps]
+        widths = [given.itemsize // sent.itemsize for (_, given, *_), (_, sent) in zip(swaps, pairs, strict=True)]
+        sizes = iter(
+            [
+                ([width * size for size in received], [width * size for size in sent])
+                for width, (_, _, received, sent) in zip(widths, swaps, strict=True)
+            ]
+        )
 
         def exchange(output: torch.Tensor, given: torch.Tensor, **how: Any) -> Any:
             return dist.all_to_all_single(output, given, *next(sizes), **how)
 
-        pairs = [(output, given) for output, given, *_ in swaps]
         return Works(launch_together(exchange, pairs, self.groups[record.kind], async_op=not thread.in_order))
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
@@ -270,6 +276,18 @@ class TorchBackend(Backend):
 
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Of one reduction (None: not needed): rows received from all ranks; input in the dtype of the sum; sum to be added."""
+
+
+_OF_BACKENDS = {
+    torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64,
+}  # fmt: skip
+"""Dtypes that Gloo and every version of NCCL send."""
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor, or its bytes if backends do not send its dtype."""
+    return tensor if tensor.dtype in _OF_BACKENDS else tensor.detach().view(-1).view(torch.uint8)
 
 
 CHUNK = 1 << 18
