@@ -61,8 +61,8 @@ def test_a_plan_takes_none(log: list[Any]) -> None:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     made: list[Any] = []
-    monkeypatch.setattr(hostmemory, "pin", lambda address, size: made.append(("pin", size)) or True)
-    monkeypatch.setattr(hostmemory, "unpin", lambda address: made.append("unpin"))
+    monkeypatch.setattr(hostmemory, "pin", lambda device, address, size: made.append(("pin", size)) or True)
+    monkeypatch.setattr(hostmemory, "unpin", lambda device, address: made.append("unpin"))
     yield made
 
 
@@ -88,7 +88,7 @@ def test_it_is_let_go_when_copies_are_made(log: list[Any]) -> None:
 
 
 def test_where_it_cannot_be_locked_it_is_torchs(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hostmemory, "pin", lambda address, size: False)
+    monkeypatch.setattr(hostmemory, "pin", lambda device, address, size: False)
     device = Device(log)
     memory = HostMemory(device, 10)
     memory.used(device.place("first"))

@@ -43,6 +43,8 @@ _state = types.SimpleNamespace(installed=False, sync="default", peak=0)
 _local = threading.local()
 _live: dict[int, weakref.ref[Any]] = {}
 _registered: dict[int, int] = {}
+calls: list[tuple[str, int]] = []
+"""Calls that have pinned memory, unpinned it or waited for an event, with their current device."""
 
 
 def rehearsing() -> bool:
@@ -336,7 +338,8 @@ class Stream:
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device, self.priority = CUDA, priority
+        found = _real(device)
+        self.device, self.priority = CUDA if found is None or found.index is None else found, priority
         self.cuda_stream = self.stream_id = next(self._numbers)
 
     def wait_event(self, event: Event) -> None: ...
@@ -368,7 +371,8 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        calls.append(("wait", current_device()))
 
     def elapsed_time(self, end: Event) -> float:
         return max(1e-6, 1e3 * (end._time - self._time))
@@ -403,10 +407,19 @@ class _Device(contextlib.AbstractContextManager[None]):
     """See `torch.cuda.device`."""
 
     def __init__(self, device: Any) -> None:
-        del device
+        found = _real(device)
+        self._index = current_device() if found is None or found.index is None else found.index
+
+    def __enter__(self) -> None:
+        self._before, _local.device = current_device(), self._index
 
     def __exit__(self, *_: object) -> None:
-        pass
+        _local.device = self._before
+
+
+def current_device() -> int:
+    """See `torch.cuda.current_device`: a thread's own."""
+    return getattr(_local, "device", 0)
 
 
 def _set_sync_debug_mode(mode: Any) -> None:
@@ -415,11 +428,13 @@ def _set_sync_debug_mode(mode: Any) -> None:
 
 def _register(address: int, size: int, flags: int) -> int:
     _registered[address] = size
+    calls.append(("pin", current_device()))
     return 0
 
 
 def _unregister(address: int) -> int:
     _registered.pop(address)
+    calls.append(("unpin", current_device()))
     return 0
 
 
@@ -453,7 +468,7 @@ _CUDA: dict[str, Any] = {
     "_is_in_bad_fork": lambda: False,
     "is_current_stream_capturing": lambda: False,
     "device_count": lambda: 1,
-    "current_device": lambda: 0,
+    "current_device": current_device,
     "get_device_name": lambda device=None: "stand-in",
     "get_device_capability": lambda device=None: (8, 0),
     "get_device_properties": _properties,
@@ -606,7 +621,9 @@ def install() -> None:
         return make_group(ranks, name, timeout, str(_backends(backend)), None, None)
 
     compat.make_group = grouped
-    streams.CudaStreams.make = lambda self, name, **_: streams._CudaStream(Stream())  # type: ignore[method-assign, arg-type]
+    streams.CudaStreams.make = lambda self, name, **_: streams._CudaStream(  # type: ignore[method-assign]
+        Stream(self._device)  # type: ignore[arg-type]
+    )
     threading.Thread._bootstrap_inner = _in_thread(threading.Thread._bootstrap_inner)  # type: ignore[attr-defined]
     _Places().__enter__()
 

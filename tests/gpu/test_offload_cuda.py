@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,9 +12,13 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.compat import has_values
+from shardwise.device.hostmemory import HostMemory
+from shardwise.device.staging import CopyStream
 from shardwise.memory import Tier
 from shardwise.zero.units.flat_param import FlatParamStorage
+from tests.gpu import standin
 from tests.harness.training import DTYPES, engine_of
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload
 
@@ -94,3 +99,26 @@ def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
         away, _ = train({"stage": 3, **offload(place, str(tmp_path))}, "fp32", optimizer)
         for name, values in resident.items():
             torch.testing.assert_close(away[name], values, rtol=1e-3, atol=1e-4)
+
+
+def test_memory_is_pinned_on_the_device_that_copies_it() -> None:
+    """A new thread's current device is device 0, of another rank: no call may create a context there."""
+    if not standin.rehearsing():
+        pytest.skip("needs the second device of the stand-in")
+    device, before = torch.device("cuda", 1), len(standin.calls)
+
+    def work() -> None:
+        copies = CopyStream(device)
+        memory = HostMemory(copies, 5000)
+        memory.used(copies.mark())
+        del memory
+        snapshot = Snapshot(device)
+        snapshot.take({"a": torch.ones(5)})
+        snapshot.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    found = standin.calls[before:]
+    assert [call for call, _ in found] == ["pin", "wait", "unpin", "pin", "wait", "unpin"]
+    assert {current for _, current in found} == {1}

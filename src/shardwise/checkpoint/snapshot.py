@@ -111,7 +111,8 @@ class Snapshot:
             ) from error
         self._resized(size)
         if self._device.type == "cuda":
-            self._pinned = self._bytes.data_ptr() if pin(self._bytes.data_ptr(), size) else 0
+            address = self._bytes.data_ptr()
+            self._pinned = address if pin(self._device, address, size) else 0
             if not self._pinned:
                 logger.warning(
                     "the snapshot of asynchronous saves (%s) cannot be pinned; copying to it is slower (is the "
@@ -135,7 +136,7 @@ class Snapshot:
         """Free the memory."""
         self.settle()
         if self._pinned:
-            unpin(self._pinned)
+            unpin(self._device, self._pinned)
             self._pinned = 0
         if self.size:
             self._resized(-self.size)

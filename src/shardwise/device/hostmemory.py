@@ -23,23 +23,25 @@ HUGE = 2 << 20
 _LARGER = 2  # a pooled block serves a request if it is at most this many times larger
 
 
-def pin(address: int, size: int) -> bool:
+def pin(device: torch.device, address: int, size: int) -> bool:
     """Pin mapped memory of this process (needs CUDA and a sufficient locked-memory limit); return True on success."""
-    return torch.cuda.is_available() and _succeeds(torch.cuda.cudart().cudaHostRegister, address, size, 0)
+    return torch.cuda.is_available() and _succeeds(device, torch.cuda.cudart().cudaHostRegister, address, size, 0)
 
 
-def unpin(address: int) -> None:
+def unpin(device: torch.device, address: int) -> None:
     """Unpin memory before it is unmapped."""
-    _succeeds(torch.cuda.cudart().cudaHostUnregister, address)
+    _succeeds(device, torch.cuda.cudart().cudaHostUnregister, address)
 
 
-def _succeeds(function: Any, *arguments: int) -> bool:
-    with contextlib.suppress(RuntimeError):
-        if int(function(*arguments)) == 0:
-            return True
-    # CUDA keeps the error for the next kernel launch, which would raise it in an unrelated operation.
-    with contextlib.suppress(RuntimeError):
-        torch.empty(1, device="cuda").fill_(0)
+def _succeeds(device: torch.device, function: Any, *arguments: int) -> bool:
+    # A new thread's current device is device 0, where the call would create a context.
+    with torch.cuda.device(device):
+        with contextlib.suppress(RuntimeError):
+            if int(function(*arguments)) == 0:
+                return True
+        # CUDA keeps the error for the next kernel launch, which would raise it in an unrelated operation.
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=device).fill_(0)
     return False
 
 
@@ -64,7 +66,7 @@ class HostMemory:
     """
 
     def __init__(self, copies: CopyStream, size: int, *, locked: bool = True, real: bool = True) -> None:
-        self._address = 0
+        self._address, self._device = 0, copies.device
         self._noting = threading.Lock()
         self._used: list[Copied] = []
         self.size = size
@@ -77,7 +79,7 @@ class HostMemory:
             self.bytes = copies.host_bytes(size)
             return
         self.bytes = mapped(size)
-        if locked and pin(self.bytes.data_ptr(), size):
+        if locked and pin(self._device, self.bytes.data_ptr(), size):
             self._address = self.bytes.data_ptr()
         elif locked:
             self.bytes = copies.host_bytes(size)
@@ -97,7 +99,7 @@ class HostMemory:
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
             self.wait()
-            unpin(self._address)
+            unpin(self._device, self._address)
 
 
 class HostPool:

@@ -141,7 +141,9 @@ class _CudaMark:
         return self._event.query()
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        # Threads that wait have device 0 as their current one, where the call may create a context.
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
 
 
 class _CudaStream:
