@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.device import hostmemory
-from shardwise.device.hostmemory import HostMemory
+from shardwise.device.hostmemory import HostMemory, HostPool
 from shardwise.device.staging import Copied, CopyStream
 from shardwise.offload.host import HostPlace
 
@@ -112,3 +112,23 @@ def test_a_place_on_the_host_keeps_no_more_than_the_values(log: list[Any]) -> No
     assert torch.equal(out, torch.arange(3000.0))
     del kept
     assert log[-1] == "unpin"
+
+
+def test_a_pool_has_no_more_than_was_in_use_at_one_time(log: list[Any]) -> None:
+    pool = HostPool(Device(log))
+
+    def used(*sizes: int) -> list[Any]:
+        """What pinning there is in a pass that takes blocks of these sizes."""
+        log.clear()
+        for memory in [pool.take(size) for size in sizes]:
+            pool.give_back(memory)
+        del memory
+        return list(log)
+
+    assert used(100, 100) == [("pin", 100), ("pin", 100)]
+    assert used(100, 100) == used(60, 60) == used(10, 10) == []  # larger blocks serve, as a new one would be too much
+    assert used(400) == ["unpin", "unpin", ("pin", 400)]
+    assert used(100, 100) == [("pin", 100)]  # one of the blocks is the large one
+    assert used(400, 100) == []
+    pool.close()
+    assert log == ["unpin", "unpin"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from shardwise.device import hostmemory
 from shardwise.memory import Accountant, Category, Tier
 from shardwise.offload import ActivationOffload, offload_activations
 from tests.gpu.standin import rehearsing
@@ -44,6 +46,29 @@ def test_bits_and_memory() -> None:
     (lane,) = offload._lanes.values()
     assert lane.pool._kept and all(memory.bytes.is_pinned() for memory in lane.pool._kept)
     assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] > 0.6 * most  # kept, pinned, for the next pass
+    offload.close()
+    assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] == 0
+
+
+def test_batches_of_varying_lengths_pin_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more than the longest one needs."""
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(6)]
+    model, accountant = nn.Sequential(*layers).cuda(), Accountant()
+    offload = offload_activations(min_bytes=1024, accountant=accountant)
+    pinned: list[int] = []
+    pin = hostmemory.pin
+    monkeypatch.setattr(hostmemory, "pin", lambda *given: pinned.append(given[-1]) or pin(*given))
+    pins, held = [], []
+    for length in (4, 1, 4, 1, 4, 1):
+        before = len(pinned)
+        with offload:
+            loss = model(torch.randn(64 * length, 64, device="cuda")).square().sum()
+        loss.backward()
+        del loss
+        pins.append(len(pinned) - before)
+        held.append(accountant.live_in(Tier.HOST)[Category.ACTIVATIONS])
+    assert pins[0] > 10 and pins[1:] == [0] * 5
+    assert held == [sum(pinned)] * 6
     offload.close()
     assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] == 0
 

@@ -20,7 +20,7 @@ from shardwise.device.staging import Copied, CopyStream
 HUGE = 2 << 20
 """Bytes of a huge page."""
 
-_LARGER = 2  # a pooled block serves a request if it is at most this many times larger
+_LARGER = 2  # a pooled block that is at most this many times larger than a request serves it without need
 
 
 def pin(device: torch.device, address: int, size: int) -> bool:
@@ -70,8 +70,6 @@ class HostMemory:
         self._noting = threading.Lock()
         self._used: list[Copied] = []
         self.size = size
-        self.round = 0
-        """Round of a pool in which the block was last released."""
         if not real:
             self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
             return
@@ -105,12 +103,13 @@ class HostMemory:
 class HostPool:
     """Pool of host memory for the copies of one stream, reused from pass to pass because pinning takes long.
 
-    `keep` keeps released blocks; a CUDA device's are always kept. A block that no pass uses is freed.
+    `keep` keeps released blocks; a CUDA device's are always kept. All blocks together have at most as many bytes as the
+    most that have been in use at one time: passes of varying lengths allocate no more than the longest one.
 
     >>> pool = HostPool(CopyStream(torch.device("cpu")), keep=True)
     >>> memory = pool.take(100)
     >>> pool.give_back(memory)
-    >>> pool.take(60) is memory, pool.take(60).size
+    >>> pool.take(10) is memory, pool.take(60).size
     (True, 60)
     """
 
@@ -118,25 +117,29 @@ class HostPool:
         self._copies = copies
         self.keep = keep or copies.device.type == "cuda"
         self._kept: list[HostMemory] = []  # by size
-        self._out = 0
-        self._round = 0
+        self._used = self._most = 0  # bytes in use, now and at most
 
     def take(self, size: int, *, real: bool = True) -> HostMemory:
-        """Return the smallest kept block of `size` bytes or slightly more, or a new one (not `real`: a dry run)."""
-        if not self._out:  # a new round; the previous round did not use the blocks of earlier ones
-            self._kept = [memory for memory in self._kept if memory.round == self._round]
-            self._round += 1
-        self._out += 1
+        """Return a kept block of `size` bytes or more, or a new one (not `real`: a dry run).
+
+        A much larger block is returned only if a new one would exceed the limit of the pool.
+        """
         place = bisect.bisect_left(self._kept, size, key=_size)
-        if place < len(self._kept) and self._kept[place].size <= _LARGER * size:
-            return self._kept.pop(place)
-        return HostMemory(self._copies, size, real=real)
+        room = self._most - self._used - sum(map(_size, self._kept))
+        if place < len(self._kept) and (self._kept[place].size <= _LARGER * size or size > room):
+            memory = self._kept.pop(place)
+        else:
+            while self._kept and size > room:  # all are smaller
+                room += self._kept.pop(0).size
+            memory = HostMemory(self._copies, size, real=real)
+        self._used += memory.size
+        self._most = max(self._most, self._used)
+        return memory
 
     def give_back(self, memory: HostMemory) -> None:
         """Release a block, which only the recorded copies still use."""
-        self._out -= 1
+        self._used -= memory.size
         if self.keep:
-            memory.round = self._round
             bisect.insort_left(self._kept, memory, key=_size)
 
     def close(self) -> None:
