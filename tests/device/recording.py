@@ -142,6 +142,7 @@ class Recorder(Streams):
         self._local = threading.local()
         self._lock = threading.RLock()
         self._silent = False
+        self._host = threading.get_ident()
         self.kept: set[int] = set()
 
     # -- streams -----------------------------------------------------------------------------------------------------
@@ -188,7 +189,8 @@ class Recorder(Streams):
     def block(self, mark: Mark, limit: timedelta) -> bool:
         del limit
         assert isinstance(mark, _RecordedMark)
-        self.add(Event("block", number=mark.number))
+        if threading.get_ident() == self._host:  # a thread of a disk orders nothing that the host does
+            self.add(Event("block", number=mark.number))
         return True
 
     def keep(self, tensor: torch.Tensor) -> None:

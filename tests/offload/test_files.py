@@ -367,3 +367,30 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_a_device_copies_first_are_written_after_that(file: SwapFile) -> None:
+    """A thread waits for them, and a read waits for the write."""
+    extent, memory, copied = file.reserve(3 * BLOCK), torch.zeros(3 * BLOCK, dtype=torch.uint8), threading.Event()
+
+    def come() -> None:
+        assert copied.wait(60)
+
+    writing = file.write(extent, memory, come)
+    read = torch.zeros(3 * BLOCK, dtype=torch.uint8)
+    reading = file.read(extent, read)
+    other = file.reserve(100)
+    file.write(other, memory[:100]).wait()  # others are not held up
+    assert not writing.done and not reading.done
+    memory.fill_(7)
+    copied.set()
+    reading.wait()
+    assert writing.done and torch.equal(read, memory)
+
+    def fails() -> None:
+        raise RuntimeError("no device")
+
+    with pytest.raises(OffloadError, match=r"writing values at offset 0, which a device copies first: .*no device"):
+        file.write(extent, memory, fails).wait()
+    with pytest.raises(OffloadError, match="nothing has been written"):
+        file.read(extent, read).wait()

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from shardwise.engine import Engine
+from shardwise.memory import Accountant, Category
+from shardwise.memory.places import TieredTensors
+from shardwise.offload.host import HostPlace
 from tests.device import checking
 from tests.device.recorded import record, record_all, recording_now
-from tests.device.recording import COMPUTE, Event, Trace
+from tests.device.recording import COMPUTE, Event, Trace, recording
 from tests.harness import thorough
 from tests.harness.training import Setting
 from tests.models import CASES
-from tests.offload.settings import PLACES, offload, played_device
+from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
 
 
 def problems(directory: Path, stage: int, place: str, *, world: int = 2) -> list[str]:
@@ -30,6 +36,71 @@ def problems(directory: Path, stage: int, place: str, *, world: int = 2) -> list
 @pytest.mark.parametrize("place", [p if p == "some parameters near" else thorough(p) for p in PLACES])
 def test_every_schedule_is_in_order(tmp_path: Path, place: str, world: int) -> None:
     assert problems(tmp_path, 3, place, world=world) == []
+
+
+@pytest.mark.parametrize("place", [p if p == "gradients on disk" else thorough(p) for p in FROM_STAGE_1])
+def test_schedules_of_stage_1_are_in_order(tmp_path: Path, place: str) -> None:
+    assert problems(tmp_path, 1, place) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "stage"),
+    [
+        ("gradients on disk", 3),
+        *(
+            thorough(place, stage)
+            for place in FROM_STAGE_1
+            for stage in (1, 3)
+            if "gradients" not in place or stage == 1
+        ),
+        thorough("parameters on host", 3),
+        thorough("all on host", 3),
+        thorough("all on disk", 3),
+    ],
+)
+def test_the_host_does_not_wait_for_the_device_in_a_backward_pass(tmp_path: Path, place: str, stage: int) -> None:
+    """From the second step on; threads of a disk wait for copies before they write them."""
+    case, begun, ends = CASES["gpt"], [], []
+    zero = tuple(offload(place, str(tmp_path)).items())
+    setting = Setting(stage, clip=1.0, optimizer="AdamW", precision="bf16", accumulation=2, zero=zero)
+    step = Engine.step
+
+    def loss(engine: Any, micro: int, rank: int) -> torch.Tensor:
+        found = case.loss(engine, case.data(micro, 0, rank, torch.bfloat16))
+        begun.append(len(recording_now().trace.events))
+        return found
+
+    def stepped(self: Engine, *given: Any) -> None:
+        ends.append(len(recording_now().trace.events))
+        step(self, *given)
+
+    with played_device(), mock.patch.object(Engine, "step", stepped):
+        trace = record(case, setting, 0, world=2, steps=3, loss=loss)
+    passes = [trace.events[first:last] for first, last in zip(begun, ends, strict=True)][setting.accumulation :]
+    assert len(passes) == 4
+    for events in passes:
+        assert any("copies" in event.stream for event in events) or place.startswith(("optimizer", "parameters"))
+        assert [event for event in events if event.kind in ("block", "read")] == []
+
+
+def test_memory_of_a_tensor_that_leaves_its_tier_is_reused_after_its_readers() -> None:
+    """It belongs to the stream of copies, which brings other tensors there."""
+    with recording() as recorder:
+        home, accountant = HostPlace(torch.device("cpu")), Accountant()
+        first, second = (TieredTensors(home, accountant) for _ in range(2))
+        tensors = [torch.ones(1000), torch.ones(1000)]
+        for tiered, tensor in zip((first, second), tensors, strict=True):
+            tiered.keep(Category.GRADIENTS, tensor)
+        del tensor
+        others = [torch.empty(1000) for _ in range(4)]  # they take the addresses that the tensors had
+        first.acquire()
+        total = tensors[0].sum()
+        first.forget(tensors[0])
+        del tensors[0]
+        second.acquire()
+        total += tensors[0].sum()
+        del others
+    assert checking.check_order(recorder.trace) == []
 
 
 def from_host(trace: Trace) -> Callable[[Event], bool]:

@@ -58,7 +58,7 @@ class CopyStream:
         self.device = device
         self._streams = streams_of(device)
         self._stream = self._streams.make("copies", urgent=False)
-        self._in_use: list[tuple[Mark, torch.Tensor]] = []
+        self._in_use: list[tuple[Copied, torch.Tensor]] = []
 
     def host_bytes(self, size: int) -> torch.Tensor:
         """Return host memory for copies, pinned on CUDA, of undefined content."""
@@ -93,10 +93,10 @@ class CopyStream:
             with self._stream.use():
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def keep_host(self, tensor: torch.Tensor) -> None:
-        """Keep host memory alive until the current stream has run all kernels launched so far."""
-        self._in_use = [(mark, kept) for mark, kept in self._in_use if not mark.reached()]
-        self._in_use.append((self._streams.mark(), tensor))
+    def keep_host(self, tensor: torch.Tensor, until: Copied | None = None) -> None:
+        """Keep host memory alive until an event (None: all kernels launched so far on the current stream)."""
+        self._in_use = [(copied, kept) for copied, kept in self._in_use if not copied.made]
+        self._in_use.append((until or self.mark_current(), tensor))
 
     def current(self) -> Stream:
         """Return the current stream of this thread."""

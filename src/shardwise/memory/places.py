@@ -38,6 +38,9 @@ class Stored(Protocol):
         store the values if `written`.
         """
 
+    def follow(self) -> None:
+        """Order the reuse of the acquired memory, which the tensor keeps for now, after the current stream's work."""
+
     def copy_to(self, target: torch.Tensor) -> None:
         """Copy the stored values into another tensor of the same layout, for the current stream (on any thread)."""
 
@@ -266,6 +269,7 @@ class TieredTensors:
             self._arrived(entry)
             self.accountant.remove(entry.category, tensor.nbytes, self.home.tier)
             if self.acquired:
+                entry.stored.follow()
                 self.accountant.remove(entry.category, tensor.nbytes, self._tier)
 
     def clear(self) -> None:
@@ -360,6 +364,8 @@ class TieredTensors:
             self._coming(entry, entry.stored.staged)
             self._move(written=entry.tensor.nbytes)
         self._unsettled.append(entry)
+        if entry.stored.staged:  # copied to host memory, in the order of a stream
+            self.accountant.remove(entry.category, entry.tensor.nbytes, self._tier)
         with self.accountant.owning(None):
             entry.stored.give_back(written=written)
         entry.fresh = False
@@ -377,7 +383,8 @@ class TieredTensors:
                 spare = self._spare_of(entry)
                 if spare is not None:
                     all_of_them.callback(spare.count)
-                all_of_them.callback(self.accountant.remove, entry.category, entry.tensor.nbytes, self._tier)
+                if not entry.stored.staged:
+                    all_of_them.callback(self.accountant.remove, entry.category, entry.tensor.nbytes, self._tier)
                 all_of_them.callback(self._arrived, entry)
                 all_of_them.callback(entry.stored.settle, *(() if spare is None else (spare.leave,)))
 

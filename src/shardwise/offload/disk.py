@@ -1,8 +1,9 @@
 """Disk tier (NVMe offload): each tensor has an extent of the rank's swap file.
 
 Tensors used on the host are read directly into their memory, and written from it. Tensors used on a device pass through
-page-locked host memory. Reads begin with `start` (or `look_ahead`) and end with `finish`; a released dirty tensor keeps
-its memory until the write ends.
+page-locked host memory, by a copy stream: their device memory is released in the order of that stream, and a thread
+waits for the copy before it writes. Reads begin with `start` (or `look_ahead`) and end with `finish`; a released dirty
+tensor of the host keeps its memory until the write ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from shardwise.device.staging import CopyStream, copy_stream, is_far
+from shardwise.device.staging import Copied, CopyStream, copy_stream, is_far
 from shardwise.memory import Tier
 from shardwise.memory.places import StateHome, Stored
 
@@ -47,7 +48,9 @@ class FakeSwapFile:
         """Return a transfer that has ended."""
         return self
 
-    write = read
+    def write(self, extent: Any, memory: torch.Tensor, ready: Callable[[], None] | None = None) -> FakeSwapFile:
+        """Return a transfer that has ended."""
+        return self
 
     def wait(self) -> None:
         """Return at once."""
@@ -147,6 +150,7 @@ class _Kept(Stored):
         self._size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
         self.staged = self._size if copies is not None else 0
+        self._moved: Copied | None = None  # the copy stream's last event of an acquisition
         self._read: _Pending | None = None
         self._write: _Pending | None = None
         self._extent: Any = None
@@ -162,7 +166,11 @@ class _Kept(Stored):
 
     @override
     def start(self, *, read: bool) -> None:
-        if self._storage.nbytes() != self._size:  # no memory was handed over
+        if self._copies is not None:
+            with self._copies.use():
+                self._storage.resize_(self._size)
+            self._moved = self._copies.mark()
+        elif self._storage.nbytes() != self._size:  # no memory was handed over
             self._storage.resize_(self._size)
         if read:
             self.look_ahead()
@@ -183,20 +191,41 @@ class _Kept(Stored):
 
     @override
     def finish(self) -> None:
+        if self._copies is None:
+            if self._read is not None:
+                self._arrive(self._bytes)
+            return
         if self._read is not None:
-            self._arrive(self._bytes)
+            (reading, memory), self._read = self._read, None
+            reading.wait()
+            self._copies.copy(self._bytes, memory)
+            self._moved = self._copies.mark()
+            self._copies.keep_host(memory, self._moved)
+        if self._moved is not None:
+            self._moved.wait()
 
     @override
     def give_back(self, *, written: bool) -> None:
         self._drop_read()
+        if self._copies is None:
+            if written:
+                self._write = self._file.write(self._extent, self._bytes), self._bytes
+            return
+        self._copies.follow()
         if written:
-            values = self._bytes
-            if self._copies is not None:
-                values = self._host_bytes()
-                self._copies.follow()
-                self._copies.copy(values, self._bytes)
-                self._copies.mark().synchronize()
-            self._write = self._file.write(self._extent, values), values
+            values = self._host_bytes()
+            self._copies.copy(values, self._bytes)
+            # Memory on its first release belongs to another stream, which must not reuse it before the copy.
+            self._copies.keep(self._bytes)
+        with self._copies.use():
+            self._storage.resize_(0)
+        if written:
+            self._write = self._file.write(self._extent, values, self._copies.mark().synchronize), values
+
+    @override
+    def follow(self) -> None:
+        if self._copies is not None:
+            self._copies.follow()
 
     @override
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
@@ -208,7 +237,7 @@ class _Kept(Stored):
             write = None
             if leave is not None:
                 leave(self._storage)
-            else:
+            elif self._copies is None:
                 self._storage.resize_(0)
 
     def in_place(self) -> torch.Tensor:

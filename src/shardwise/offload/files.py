@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,26 +93,29 @@ class SwapFile:
         """
         return self._begin(extent, memory, writes=False)
 
-    def write(self, extent: Extent, memory: torch.Tensor) -> Transfer:
+    def write(self, extent: Extent, memory: torch.Tensor, ready: Callable[[], None] | None = None) -> Transfer:
         """Start a write of memory (uint8, contiguous, on the host, no larger than the extent) into an extent.
 
-        The memory must not change until the transfer has ended. Errors as of `read`.
+        The memory must not change until the transfer has ended. A thread calls `ready`, which blocks it until the
+        memory has the values. Errors as of `read`.
         """
-        return self._begin(extent, memory, writes=True)
+        return self._begin(extent, memory, writes=True, ready=ready)
 
     def close(self) -> None:
         """Release the space and stop all threads; pending transfers fail."""
         self._finalizer.detach()
         self.threads.close()
 
-    def _begin(self, extent: Extent, memory: torch.Tensor, *, writes: bool) -> Transfer:
+    def _begin(
+        self, extent: Extent, memory: torch.Tensor, *, writes: bool, ready: Callable[[], None] | None = None
+    ) -> Transfer:
         if memory.device.type != "cpu" or memory.dtype != torch.uint8 or not memory.is_contiguous():
             raise ValueError(f"expected contiguous bytes of the host, found {memory.dtype} on {memory.device}")
         if memory.numel() > extent.size:
             raise ValueError(f"{memory.numel()} bytes for an extent of {extent.size}")
         if extent.freed:
             raise ValueError("the extent has been freed")
-        return self.threads.begin(extent.values, memory.detach(), writes=writes)
+        return self.threads.begin(extent.values, memory.detach(), writes=writes, ready=ready)
 
     def _reuse(self, room: int) -> int | None:
         if not room:

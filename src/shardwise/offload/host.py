@@ -71,6 +71,10 @@ class _Kept(Stored):
         self._moved = self._copies.mark()
         self._memory.used(self._moved)
 
+    @override
+    def follow(self) -> None:
+        self._copies.follow()
+
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
         pass
 

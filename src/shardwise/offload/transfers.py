@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -38,9 +39,11 @@ class Values:
 
 
 class Transfer:
-    """A pending transfer, created by `Threads.begin`. Its memory must not change before the end."""
+    """A pending transfer, created by `Threads.begin`. Its memory must not change before the end, or before `ready`."""
 
-    def __init__(self, threads: Threads, values: Values, memory: torch.Tensor, writes: bool) -> None:
+    def __init__(
+        self, threads: Threads, values: Values, memory: torch.Tensor, writes: bool, ready: Callable[[], None] | None
+    ) -> None:
         self._label = threads.label
         self._ended = threading.Event()
         self.failure: tuple[str, BaseException | None] | None = None
@@ -50,6 +53,8 @@ class Transfer:
         self._tensor: torch.Tensor | None = memory
         self.memory = bytes_of(memory)
         self.aligned = memory.data_ptr() % threads.file.memory_alignment == 0
+        self.ready = ready
+        """Blocks a thread until the memory has the values to write; None: it has them, or they are read."""
         self.left = 0
         self.next: Transfer | None = None
 
@@ -81,6 +86,7 @@ class Transfer:
 
 
 _Block = tuple[Transfer, int]
+"""A transfer, and the number of the block; -1: wait for `Transfer.ready` before the blocks are queued."""
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
@@ -114,12 +120,16 @@ class Threads:
         self.closed = False
         """True if new transfers are refused and queued blocks are discarded."""
 
-    def begin(self, values: Values, memory: torch.Tensor, *, writes: bool) -> Transfer:
+    def begin(
+        self, values: Values, memory: torch.Tensor, *, writes: bool, ready: Callable[[], None] | None = None
+    ) -> Transfer:
         """Start a transfer of host memory (uint8, contiguous), after the pending one of the same values.
+
+        One thread calls `ready` before the first block.
 
         Raises OffloadError if the file is closed.
         """
-        transfer = Transfer(self, values, memory, writes)
+        transfer = Transfer(self, values, memory, writes, ready)
         with self._lock:
             if self.closed:
                 raise OffloadError(f"{self.label}: it is closed")
@@ -162,6 +172,10 @@ class Threads:
     def _start(self, transfer: Transfer | None) -> None:
         """Queue the blocks of a transfer; end transfers without blocks and continue with the next one."""
         while transfer is not None:
+            if transfer.ready is not None:
+                self._blocks[transfer.writes].append((transfer, -1))
+                self._queue.put(True)
+                return
             values, size = transfer.values, transfer.memory.size
             if self.closed:
                 transfer.fail(_CLOSED)
@@ -218,17 +232,26 @@ class Threads:
             transfer.fail(_CLOSED)
         if transfer.failure is None:
             try:
-                self._move(transfer, number, bounce)
+                if transfer.ready is not None:
+                    transfer.ready()
+                else:
+                    self._move(transfer, number, bounce)
             except Exception as error:
                 what = "writing" if transfer.writes else "reading"
                 reason = (error.strerror or str(error)) if isinstance(error, OSError) else repr(error)
                 transfer.fail(f"{what} {self._where(transfer, number)}: {reason}", error)
         with self._lock:
+            if transfer.ready is not None:
+                transfer.ready = None
+                self._start(transfer)
+                return
             transfer.left -= 1
             if not transfer.left:
                 self._start(self._end(transfer))
 
     def _where(self, transfer: Transfer, number: int) -> str:
+        if number < 0:
+            return f"values at offset {transfer.values.place}, which a device copies first"
         start = number * self.block
         size = min(self.block, transfer.memory.size - start)
         return f"{size} bytes at offset {transfer.values.place + start}"

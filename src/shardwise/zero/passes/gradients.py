@@ -139,6 +139,13 @@ class UnitGradients:
             buffer.free()
         self.buffers = {}
 
+    def prefetch_sums(self) -> None:
+        """Prefetch offloaded accumulators through host memory, because the next reduction adds to them."""
+        adds = self.accumulated and self.level in (0, self.domain.depth)  # else `sums` are added to
+        if adds and self.tiered.home.used_on is None:
+            for section in self.unit.trainable if self._tiered_sums else ():
+                section.tiered_gradient.look_ahead(section.whole_gradient)
+
     def acquire_sums(self) -> None:
         """Bring offloaded accumulators to the device until `release_sums`, because a reduction adds to them."""
         if self._tiered_sums and not self.acquired:

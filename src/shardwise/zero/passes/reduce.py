@@ -396,6 +396,8 @@ class Reducer:
         self.domain.reductions.follow()
         with named("reduce", unit.name), self.domain.reductions.aside(), self.accountant.owning(Category.BUFFERS):
             self._start_reduction(gradients, flats)
+        if self.order.reduced < len(self._queue):
+            self._queue[self.order.reduced].prefetch_sums()
 
     def _in_place(self, gradients: UnitGradients, flats: Sequence[torch.Tensor]) -> bool:
         """Return True if flat gradients are the accumulators, and need no scaling."""
