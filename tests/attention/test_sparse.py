@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from shardwise.attention import (
     SparseSelfAttention,
     SparsityConfig,
     VariableSparsityConfig,
+    blocks,
+    masked,
 )
 from shardwise.attention.blocks import BlockPlan, block_attention
 from shardwise.attention.masked import block_mask, flex
@@ -171,18 +175,52 @@ def test_block_masks_of_flex_attention(name: str) -> None:
         found = flex(q, k, v, plan, causal=causal, bias=bias, padding=padding, compiled=False)
     expected = plain(q, k, v, mask, bias + padding[:, None, None, :])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    blocks = block_mask(plan, tokens, causal, torch.device("cpu"))
+    tiles = block_mask(plan, tokens, causal, torch.device("cpu"))
     for head in range(HEADS):
         for row in range(3):
             tile = mask[head, row * 128 : row * 128 + 128]
             states = [tile[:, column * 128 : column * 128 + 128] for column in range(3)]
-            partial = blocks.kv_indices[0, head, row, : blocks.kv_num_blocks[0, head, row]].tolist()
-            full = blocks.full_kv_indices[0, head, row, : blocks.full_kv_num_blocks[0, head, row]].tolist()
+            partial = tiles.kv_indices[0, head, row, : tiles.kv_num_blocks[0, head, row]].tolist()
+            full = tiles.full_kv_indices[0, head, row, : tiles.full_kv_num_blocks[0, head, row]].tolist()
             assert set(partial).isdisjoint(full)
             assert {j for j, state in enumerate(states) if state.any()} <= {*partial, *full}
             assert all(bool(states[column].all()) for column in full)
     with pytest.raises(UsageError, match='no gradients on a CPU; choose "blocks"'):
         flex(q, k, v, plan)
+
+
+def test_the_block_mask_of_flex_attention_is_built_once() -> None:
+    plan = BlockPlan(LAYOUTS["fixed"].make_layout(64).numpy(), BLOCK)
+    q, k, v, _ = (x.detach() for x in inputs(64, 16, torch.float32))
+    with mock.patch.object(masked, "block_mask", wraps=block_mask) as built:
+        with torch.inference_mode():
+            first = flex(q, k, v, plan, compiled=False)
+        assert torch.equal(flex(q, k, v, plan, compiled=False), first)
+        assert built.call_count == 1
+        flex(q, k, v, plan, causal=True, compiled=False)
+        flex(q[:, :, :61], k[:, :, :61], v[:, :, :61], plan, compiled=False)
+        assert built.call_count == 3
+    assert not any(mask.kv_indices.is_inference() for mask in plan.masks.values())
+    assert not copy.deepcopy(plan).masks
+
+
+def test_a_device_computes_few_chunks_and_keeps_their_indices() -> None:
+    """On the meta device, which has the chunks of devices other than a CPU."""
+    plan = BlockPlan(LAYOUTS["variable"].make_layout(509).numpy(), BLOCK)
+    meta = torch.device("meta")
+    assert len(plan.chunks(64, meta)) * 8 <= len(plan.chunks(64, torch.device("cpu")))
+    q, k, v = (x.to(meta).requires_grad_() for x in inputs(509, 16, torch.float32)[:3])
+    bias = torch.zeros(1, HEADS, 509, 509, device=meta, requires_grad=True)
+    padding = torch.zeros(2, 509, device=meta)
+    uploads = list[int]()
+    for _ in range(2):
+        with mock.patch.object(torch, "from_numpy", wraps=torch.from_numpy) as moved:
+            # torch has no autocast of the meta device, which `block_attention` asks for.
+            setting = blocks.Setting(plan.causal, 509, True, 0.25, 0.0, 0)
+            found = blocks._Attention.apply(setting, q, k, v, bias, padding)
+            torch.autograd.grad(found.sum(), (q, k, v, bias))
+        uploads.append(moved.call_count)
+    assert uploads[0] > 0 and uploads[1] == 0
 
 
 def test_dropout_is_a_mask_that_recomputation_repeats() -> None:

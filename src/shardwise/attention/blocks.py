@@ -9,8 +9,8 @@ blocks, and memory grows with tokens, not with their square.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,8 @@ from shardwise.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_SCORES = 1 << 19  # scores that are computed together: 2 MiB in fp32
+_SCORES = {"cpu": 1 << 19}  # scores that are computed together: in fp32 2 MiB, which a cache holds
+_MORE_SCORES = 1 << 26  # of other devices: 256 MiB, for few launches
 _GATHER = 8  # the cost of gathering a block of keys, in products of two blocks
 
 
@@ -36,12 +37,24 @@ class Chunk:
         tiles: number of each tile in its head, (tiles,).
         columns: gathered blocks of keys of each tile, (tiles, columns).
         seen: True where a row of a tile attends to a gathered block, (tiles, rows, columns).
+        kept: indices and masks on devices, by name and device (`keep`).
     """
 
     heads: Array
     tiles: Array
     columns: Array
     seen: Array
+    kept: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+
+
+def keep(kept: dict[Hashable, Any], key: Hashable, like: torch.Tensor, make: Callable[[], Any]) -> Any:
+    """Return `kept[key]`, made at the first call with it. Fake tensors, those of a dry run, are not kept."""
+    if not has_values(like):
+        return make()
+    if key not in kept:
+        with torch.inference_mode(False):  # because autograd does not save tensors of inference mode
+            kept[key] = make()
+    return kept[key]
 
 
 class BlockPlan:
@@ -53,6 +66,7 @@ class BlockPlan:
 
     Attributes:
         rows: rows of blocks in a tile.
+        masks: block masks of flex attention, by tokens, causality and device (`keep`).
     """
 
     def __init__(self, layout: Array, block: int) -> None:
@@ -61,8 +75,12 @@ class BlockPlan:
         sizes = [size for size in (1, 2, 4, 8, 16) if size == 1 or size * block <= 256]
         costs = [int(self._tiles(size).any(2).sum()) * (size + _GATHER) for size in sizes]
         self.rows = sizes[costs.index(min(costs))]
-        self._chunks: dict[int, list[Chunk]] = {}
+        self.masks: dict[Hashable, Any] = {}
+        self._chunks: dict[tuple[int, int], list[Chunk]] = {}
         self._parts: dict[tuple[int, ...], BlockPlan] = {}
+
+    def __reduce__(self) -> Any:
+        return BlockPlan, (self.layout, self.block)  # because what is kept cannot be pickled
 
     def _tiles(self, rows: int) -> Array:
         padded = np.pad(self.layout, ((0, 0), (0, -self.blocks % rows), (0, 0)))
@@ -81,13 +99,14 @@ class BlockPlan:
             self._parts[heads] = BlockPlan(self.layout[list(heads)], self.block)
         return self._parts[heads]
 
-    def chunks(self, samples: int) -> list[Chunk]:
-        """Return the tiles in chunks, for a number of samples in a batch."""
-        if samples not in self._chunks:
-            self._chunks[samples] = list(self._divided(samples))
-        return self._chunks[samples]
+    def chunks(self, samples: int, device: torch.device) -> list[Chunk]:
+        """Return the tiles in chunks, for a number of samples in a batch, of a size that suits the device."""
+        key = samples, _SCORES.get(device.type, _MORE_SCORES)
+        if key not in self._chunks:
+            self._chunks[key] = list(self._divided(*key))
+        return self._chunks[key]
 
-    def _divided(self, samples: int) -> Iterator[Chunk]:
+    def _divided(self, samples: int, scores: int) -> Iterator[Chunk]:
         tiles = self._tiles(self.rows)
         each = tiles.shape[1]
         tiles = tiles.reshape(-1, self.rows, self.blocks)
@@ -98,7 +117,7 @@ class BlockPlan:
         first = 0
         while first < len(order):
             most = int(counts[order[first]])
-            size = max(1, _SCORES // (samples * self.rows * self.block**2 * most))
+            size = max(1, scores // (samples * self.rows * self.block**2 * most))
             # Tiles with much fewer columns wait for the next chunk, because columns are padded to the most.
             alike = int(np.count_nonzero(counts[order[first : first + size]] * 4 >= most * 3))
             some = order[first : first + alike]
@@ -154,26 +173,40 @@ class _Buffers:
 
 @dataclass
 class _Tile:
-    """Indices and masks of a chunk on the device."""
+    """Indices and masks of a chunk on the device of `like`."""
 
     setting: Setting
     chunk: Chunk
-    device: torch.device
+    like: torch.Tensor
     groups: int
 
-    def _index(self, values: Array) -> torch.Tensor:
-        return torch.from_numpy(np.require(values, requirements=["C", "W"])).to(self.device, non_blocking=True)
+    def index(self, name: str, make: Callable[[], Array]) -> torch.Tensor:
+        """Return an array on the device; a CPU shares its memory, another device keeps its copy."""
+        device = self.like.device
+
+        def there() -> torch.Tensor:
+            # The host waits for the copy, because later calls may use it on other streams.
+            return torch.from_numpy(np.require(make(), requirements=["C", "W"])).to(device)
+
+        return there() if device.type == "cpu" else keep(self.chunk.kept, (name, device), self.like, there)
 
     @cached_property
     def queries(self) -> torch.Tensor:
         """Positions of the tiles among those of all heads."""
-        plan = self.setting.plan
-        return self._index(self.chunk.heads * -(-plan.blocks // plan.rows) + self.chunk.tiles)
+        plan, chunk = self.setting.plan, self.chunk
+        return self.index("queries", lambda: chunk.heads * -(-plan.blocks // plan.rows) + chunk.tiles)
 
     @cached_property
     def keys(self) -> torch.Tensor:
         """Positions of the gathered blocks among those of all key heads."""
-        return self._index((self.chunk.heads // self.groups)[:, None] * self.setting.plan.blocks + self.chunk.columns)
+        blocks, chunk = self.setting.plan.blocks, self.chunk
+        first = f"keys of {self.groups} heads"
+        return self.index(first, lambda: (chunk.heads // self.groups)[:, None] * blocks + chunk.columns)
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """The chunk's columns on the device."""
+        return self.index("columns", lambda: self.chunk.columns)
 
     def hide(self, scores: torch.Tensor, buffers: _Buffers) -> None:
         """Set scores, (samples, tiles, queries, keys), to -inf where a query does not see a key."""
@@ -181,29 +214,35 @@ class _Tile:
         tiles, rows, columns = chunk.seen.shape
         if not chunk.seen.all():
             blocks = scores.view(-1, tiles, rows, plan.block, columns, plan.block)
-            blocks.masked_fill_(self._index(~chunk.seen)[:, :, None, :, None], -math.inf)
+            blocks.masked_fill_(self.index("hidden", lambda: ~chunk.seen)[:, :, None, :, None], -math.inf)
         if not self.setting.causal and tokens % plan.block == 0:
             return
-        inside = torch.arange(plan.block, device=self.device)
-        keys = (self._index(chunk.columns)[:, :, None] * plan.block + inside).flatten(1)[:, None, :]
+        inside = torch.arange(plan.block, device=self.like.device)
+        keys = (self.columns[:, :, None] * plan.block + inside).flatten(1)[:, None, :]
         if not self.setting.causal:
             scores.masked_fill_(keys >= tokens, -math.inf)
             return
         size = rows * plan.block  # a query that exists sees no key after the last one
-        queries = self._index(chunk.tiles)[:, None, None] * size
+        queries = self.index("tiles", lambda: chunk.tiles)[:, None, None] * size
         late = buffers.of("late", scores.shape[1:], torch.bool)
-        torch.gt(keys, queries + torch.arange(size, device=self.device)[None, :, None], out=late)
+        torch.gt(keys, queries + torch.arange(size, device=self.like.device)[None, :, None], out=late)
         scores.masked_fill_(late, -math.inf)
 
     def bias_index(self, heads: int) -> tuple[torch.Tensor, ...]:
         """Return head, row block and column block of each pair of blocks, (tiles, rows, columns)."""
         chunk, plan = self.chunk, self.setting.plan
-        rows = chunk.tiles[:, None] * plan.rows + np.arange(plan.rows)
-        rows = np.minimum(rows, plan.blocks - 1)[:, :, None]  # rows that fill the last tile see nothing
-        head = (chunk.heads if heads > 1 else np.zeros_like(chunk.heads))[:, None, None]
         shape = chunk.seen.shape
-        parts = (head, rows, chunk.columns[:, None, :])
-        return tuple(self._index(np.broadcast_to(part, shape)) for part in parts)
+
+        def rows() -> Array:  # rows that fill the last tile see nothing
+            found = chunk.tiles[:, None] * plan.rows + np.arange(plan.rows)
+            return np.minimum(found, plan.blocks - 1)[:, :, None]
+
+        parts: dict[str, Callable[[], Array]] = {
+            f"head of {heads}": lambda: (chunk.heads if heads > 1 else np.zeros_like(chunk.heads))[:, None, None],
+            "rows": rows,
+            "all columns": lambda: chunk.columns[:, None, :],
+        }
+        return tuple(self.index(name, lambda part=part: np.broadcast_to(part(), shape)) for name, part in parts.items())  # type: ignore[misc]
 
     def kept(self, number: int, scores: torch.Tensor) -> torch.Tensor | None:
         """Return the factors of dropout; the same at each call."""
@@ -246,7 +285,8 @@ class _Call:
         if padding is not None:
             padded = F.pad(padding.to(self.wide), (0, self.columns - padding.shape[1]))
             self.padding = padded.view(len(padded), plan.blocks, plan.block, 1)
-        self.tiles = [_Tile(setting, chunk, q.device, q.shape[1] // k.shape[1]) for chunk in plan.chunks(len(q))]
+        groups = q.shape[1] // k.shape[1]
+        self.tiles = [_Tile(setting, chunk, q, groups) for chunk in plan.chunks(len(q), q.device)]
 
     def by_tile(self, tensor: torch.Tensor) -> torch.Tensor:
         return _in_blocks(tensor, self.queries, self.size)
@@ -273,7 +313,7 @@ class _Call:
             pairs = self.bias[:, heads, rows, columns]  # (samples, tiles, rows, columns, block, block)
             found += pairs.transpose(3, 4).reshape(len(pairs), *found.shape[1:])
         if self.padding is not None:
-            padding = buffers.take("padding", self.padding, tile._index(tile.chunk.columns))
+            padding = buffers.take("padding", self.padding, tile.columns)
             found += padding.squeeze(3).unsqueeze(2)
         tile.hide(found, buffers)
         return found, queries, gathered

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from shardwise.attention.blocks import BlockPlan
+from shardwise.attention.blocks import BlockPlan, keep
 from shardwise.errors import UsageError
 
 _FLEX = 128  # block masks of flex attention have blocks of a multiple of this
@@ -122,12 +122,14 @@ def flex(
     if not training:  # a CPU refuses tensors that could have a gradient
         query, key, value = query.detach(), key.detach(), value.detach()
     run = _compiled() if compiled else flex_attention
+    tokens, device = query.shape[2], query.device
+    mask = keep(plan.masks, (tokens, causal, device), query, lambda: block_mask(plan, tokens, causal, device))
     found: torch.Tensor = run(
         query,
         key,
         value,
         score_mod=None if bias is None and padding is None else score,
-        block_mask=block_mask(plan, query.shape[2], causal, query.device),
+        block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
