@@ -7,6 +7,7 @@ import torch
 
 from shardwise.compression.masks import pack, unpack
 from shardwise.compression.quantize import Scales, quantized, quantized_inputs, straight_through
+from shardwise.optim.rounding import uniform
 
 
 def plain(values: torch.Tensor, bits: int, symmetric: bool) -> torch.Tensor:
@@ -90,6 +91,15 @@ def test_stochastic_rounding_has_the_value_as_its_mean() -> None:
     found = quantized(weight, 3, symmetric=True, scales=Scales(), noise=noise)
     assert len(found[:, 1].unique()) == 2
     assert torch.allclose(found.mean(0), weight[0], atol=0.01)
+
+
+def test_noise_is_uniform_and_independent_of_neighbours_and_steps() -> None:
+    cpu = torch.device("cpu")
+    one, other = (uniform([256, 384], [[(0, 256)], [(0, 384)]], seed=3, step=step, device=cpu) for step in (1, 2))
+    assert float(one.min()) >= 0 and float(one.max()) < 1
+    assert torch.allclose(one.flatten().histc(16, 0, 1) / one.numel(), torch.tensor(1 / 16), atol=3e-3)
+    for a, b in ((one[:, 1:], one[:, :-1]), (one[1:], one[:-1]), (one, other)):
+        assert abs(float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])) < 0.015
 
 
 def test_gradients_pass_straight_and_stop_outside_of_static_bounds() -> None:

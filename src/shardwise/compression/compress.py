@@ -24,6 +24,7 @@ from shardwise.compression.modules import (
 from shardwise.config import resolve
 from shardwise.config.read import read
 from shardwise.config.schema.compression_training import CompressionTraining
+from shardwise.device import numbers_on
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.registry import part_of
 from shardwise.utils.logging import logger, warn_once
@@ -270,7 +271,8 @@ class Compression:
         static = [one for one in self.modules.values() if one.inputs is not None and one.inputs.static]
         if not static:
             return
-        nothing = torch.tensor([float("inf"), float("-inf")], device=static[0].module.get_buffer("input_bounds").device)
+        device = static[0].module.get_buffer("input_bounds").device
+        nothing = numbers_on(device, [float("inf"), float("-inf")], torch.float32)
         own = torch.stack([nothing if (seen := one.inputs.seen) is None else seen for one in static])  # type: ignore[union-attr]
         every = own.unsqueeze(0)
         if ranks is not None and ranks.world > 1:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.boxes import Region, ranges
+from shardwise.boxes import Region, ranges, whole
 from shardwise.compression.masks import Mask
 from shardwise.compression.quantize import Scales, quantized, quantized_inputs, straight_through
 from shardwise.errors import UsageError
+from shardwise.optim.rounding import uniform
 from shardwise.parallel.tensor.layers import stores_inputs_first
 from shardwise.parallel.tensor.mappings import together
-from shardwise.registry import cut, part_of
+from shardwise.registry import part_of
 
 if TYPE_CHECKING:
     from shardwise.config.schema.compression_training import WeightQuantizationParams, WeightQuantizationShared
@@ -103,7 +104,7 @@ class WeightQuantizer:
             return values
         noise = None
         if self.shared.rounding == "stochastic":
-            noise = self._noise(part, step).to(values.device)
+            noise = self._noise(part, step, values.device)
         found = quantized(
             values,
             now[0],
@@ -116,12 +117,11 @@ class WeightQuantizer:
             found = torch.lerp(values.detach(), found, min(1.0, mixed.quantize_change_ratio * (now[1] + 1)))
         return straight_through(values, found)
 
-    def _noise(self, part: _Part, step: int) -> torch.Tensor:
-        """Draw for the whole weight, because all ranks and divisions have to round alike."""
-        seed = int.from_bytes(hashlib.blake2b(f"{self.name} {step}".encode(), digest_size=7).digest(), "big")
-        generator = torch.Generator("cpu").manual_seed(seed)
-        drawn = torch.rand(part.shape, generator=generator, device="cpu")
-        return drawn if part.box is None else cut(drawn, part.box)
+    def _noise(self, part: _Part, step: int, device: torch.device) -> torch.Tensor:
+        """Draw by the position in the whole weight, because all ranks and divisions have to round alike."""
+        seed = int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=7).digest(), "big")
+        region = ranges(whole(part.shape) if part.box is None else part.box)
+        return uniform(part.shape, region, seed=seed, step=step, device=device)
 
     def scales(self, module: nn.Module, part: _Part, device: torch.device) -> Scales:
         """Return the groups of a weight. Raises UsageError if it cannot be divided so."""

@@ -54,14 +54,39 @@ def random_bits(
         first, last = offset // 2, -(-(offset + count) // 2)
         base = key_of(seed, step, stream, tensor) + start // 2 - first
         torch.add(shifted[first:last], _signed(base), out=x[first:last])
+    return _hash(x, shifted, key_of(seed, step, stream)).view(torch.int16)[:numel]
+
+
+def _hash(x: torch.Tensor, shifted: torch.Tensor, key: int) -> torch.Tensor:
+    """Hash int32 counters in place; `shifted` is scratch memory of their size."""
     # Right shifts of signed integers copy the sign bit; the masks clear it.
     x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF))
     x.mul_(_signed(0x7FEB352D))
     x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(0x1FFFF))
-    x.add_(_signed(key_of(seed, step, stream)))
+    x.add_(_signed(key))
     x.mul_(_signed(0x846CA68B))
-    x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF))
-    return x.view(torch.int16)[:numel]
+    return x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF))
+
+
+def uniform(
+    shape: Sequence[int], region: Sequence[Sequence[tuple[int, int]]], *, seed: int, step: int, device: torch.device
+) -> torch.Tensor:
+    """Return fp32 random numbers, uniform in [0, 1), of the elements of a region of a tensor of a shape.
+
+    `region`: ranges of each dimension, whose elements follow each other. A number depends on seed, step and position in
+    the whole tensor, on any device.
+
+    >>> whole = uniform([4, 3], [[(0, 4)], [(0, 3)]], seed=1, step=2, device=torch.device("cpu"))
+    >>> part = uniform([4, 3], [[(0, 1), (3, 4)], [(1, 3)]], seed=1, step=2, device=torch.device("cpu"))
+    >>> bool(whole.min() >= 0), bool(whole.max() < 1), torch.equal(part, whole[[0, 3], 1:])
+    (True, True, True)
+    """
+    x = torch.full((), _signed(key_of(seed, step)), dtype=torch.int32, device=device)
+    for dim, some in enumerate(region):
+        places = torch.cat([torch.arange(first, end, device=device) for first, end in [(0, 0), *some]])
+        x = x.unsqueeze(-1) + places.mul_(math.prod(shape[dim + 1 :])).to(torch.int32)  # modulo 2^32
+    _hash(x, torch.empty_like(x), key_of(step, seed))
+    return x.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF) * 2.0**-24
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
