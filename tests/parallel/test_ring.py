@@ -69,6 +69,36 @@ def test_a_ring_needs_no_heads(
             assert order == [n * own for n in (heads + 2 * keys, heads, heads, heads + 2 * keys)]
 
 
+def backward_events() -> list[str]:
+    """Return the launches and waits of hops of gradients, which are fp32, and the computed blocks."""
+    log: list[str] = []
+
+    class Hop(ring._Hop):
+        def __init__(self, group: Any, sent: torch.Tensor, coming: int, label: str) -> None:
+            super().__init__(group, sent, coming, label)
+            self.name = "gradients" if sent.dtype == torch.float32 else "keys"
+            log.append(f"launch {self.name}")
+
+        def wait(self) -> torch.Tensor:
+            log.append(f"wait for {self.name}")
+            return super().wait()
+
+    class Plain(ring._Plain):
+        def backward(self, *given: Any) -> tuple[torch.Tensor, ...]:
+            log.append("compute")
+            return super().backward(*given)
+
+    with mock.patch.multiple(ring, _Hop=Hop, _Plain=Plain):
+        ringed(2, 1, [4, 4, 4], False, torch.bfloat16, True)
+    return [event for event in log[log.index("compute") - 1 :] if "keys" not in event]
+
+
+def test_gradients_travel_while_the_next_block_is_computed() -> None:
+    turn = ["compute", "wait for gradients", "launch gradients"]
+    for found in run_ranks(backward_events, 3):
+        assert found == ["compute", "launch gradients", *turn, *turn, "wait for gradients"]
+
+
 @pytest.mark.parametrize("lengths", [[8, 8], [6, 6, 6], [5, 4, 4, 4], [1, 9, 2], [1, 0, 1], [40] * 5])
 @pytest.mark.parametrize("balanced", [True, False])
 def test_each_query_sees_each_earlier_key_once(lengths: list[int], balanced: bool) -> None:

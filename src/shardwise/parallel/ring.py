@@ -305,9 +305,10 @@ class _RingAttention(torch.autograd.Function):
         wide = sums.dtype
         of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
         here = torch.stack([k, v])
-        of_here = torch.zeros(here.shape, dtype=wide, device=q.device)
+        summed: _Hop | None = None  # gradients of the last steps on their way, while this step computes its own
         for step in range(group.size):
             hop = None if step + 1 == group.size else _travel(ring, here, step)
+            of_here = torch.zeros(here.shape, dtype=wide, device=q.device)
             for block in ring.blocks(step):
                 queries, keys = block.queries, block.keys
                 seen = ring.seen(block, step, q.device)
@@ -316,11 +317,16 @@ class _RingAttention(torch.autograd.Function):
                 of_q[:, :, queries] += found[0]
                 of_here[0][:, :, keys] += found[1]
                 of_here[1][:, :, keys] += found[2]
+            if summed is not None:
+                of_here += summed.wait().view(here.shape)
+                summed = None  # frees its buffers before those of the next hop are allocated
+            if group.size > 1:
+                summed = _travel(ring, of_here, step)
             shape = (2, *k.shape[:2], ring.order.tokens[ring.source(step + 1)], k.shape[3])
             if hop is not None:
                 here = hop.wait().view(shape)
-            if group.size > 1:
-                of_here = _travel(ring, of_here, step).wait().view(shape)
+        if summed is not None:
+            of_here = summed.wait().view(shape)
         return None, *ring.collect([of_q.to(q.dtype), of_here[0].to(k.dtype), of_here[1].to(v.dtype)])
 
 
