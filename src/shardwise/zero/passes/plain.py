@@ -21,6 +21,9 @@ from shardwise.memory import Accountant, Category
 from shardwise.zero.passes.calls import AtEnd
 from shardwise.zero.units.unit import Unit
 
+Unsure = tuple[torch.Tensor, nn.Parameter, torch.Tensor]
+"""Whether any rank has a new gradient (a flag on the device), a parameter without one on this rank, and the result."""
+
 
 class PlainGradients:
     """Averages (or sums) gradients after backward passes; `paused`: only accumulate, until a pass after the pause."""
@@ -95,42 +98,62 @@ class PlainGradients:
         self._done, self._at_end = True, None
         if self.paused or self._comm.world == 1:
             return
+        unsure: list[Unsure] = []
         with torch.no_grad():
             for name, parameters in self._members:
                 for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-                    self._average_some(name, [parameter for parameter in parameters if parameter.dtype is dtype])
+                    some = [parameter for parameter in parameters if parameter.dtype is dtype]
+                    unsure += self._average_some(name, some)
+            # One read for all units; none where every parameter has a new gradient on this rank.
+            anywhere = torch.cat([flag for flag, *_ in unsure]).tolist() if unsure else []
+            for found, (_, parameter, reduced) in zip(anywhere, unsure, strict=True):
+                if found and parameter.grad is None:
+                    parameter.grad = reduced
+                elif found and parameter.grad is not None:
+                    parameter.grad.detach().copy_(reduced)
 
-    def _average_some(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients of one dtype; gradients that no rank has stay None."""
+    def _average_some(self, name: str, parameters: Sequence[nn.Parameter]) -> list[Unsure]:
+        """Average gradients of one dtype where this rank has new ones; return the other parameters."""
         sizes = [parameter.numel() for parameter in parameters]
         used = sum(sizes) + len(parameters)
         flat = torch.zeros(
             -(-used // self._comm.world) * self._comm.world, dtype=parameters[0].dtype, device=parameters[0].device
         )
         self._accountant.hold(Category.BUFFERS, flat)
-        values, present = flat[: sum(sizes)].split(sizes), flat[sum(sizes) : used]
+        every, present = flat[: sum(sizes)], flat[sum(sizes) : used]
+        values, flags = every.split(sizes), present.split(1)
         before = [self._summed_before(parameter) for parameter in parameters]
-        for number, (parameter, summed) in enumerate(zip(parameters, before, strict=True)):
-            if parameter.grad is not None and summed is not parameter.grad:
-                values[number].copy_(parameter.grad.detach().reshape(-1))
-                present[number] = 1.0
-                if summed is not None:
-                    values[number].sub_(summed.reshape(-1))
+        grads = {
+            number: parameter.grad.detach()
+            for number, (parameter, summed) in enumerate(zip(parameters, before, strict=True))
+            if parameter.grad is not None and summed is not parameter.grad
+        }
+        earlier = {number: summed.reshape(-1) for number, summed in enumerate(before) if summed is not None}
+        added = [number for number in grads if number in earlier]
+        if grads:
+            torch._foreach_copy_([values[number] for number in grads], [grad.reshape(-1) for grad in grads.values()])
+            torch._foreach_add_([flags[number] for number in grads], 1.0)
+        if added:
+            torch._foreach_sub_([values[number] for number in added], [earlier[number] for number in added])
         self._comm.sum_large(flat, f"{name}.grad")
-        for found, parameter, summed, anywhere in zip(values, parameters, before, present.tolist(), strict=True):
+        if self._averages:
+            every.mul_(1.0 / self._comm.world)
+        elif earlier:
+            torch._foreach_add_([values[number] for number in earlier], list(earlier.values()))
+        reduced = [found.view(parameter.shape) for found, parameter in zip(values, parameters, strict=True)]
+        if grads:
+            torch._foreach_copy_(list(grads.values()), [reduced[number] for number in grads])
+        for parameter in parameters:
             self._summed.pop(parameter, None)
             self._last.pop(parameter, None)
-            if not anywhere:
-                continue
-            reduced = found.view(parameter.shape)
-            if self._averages:
-                reduced.mul_(1.0 / self._comm.world)
-            elif summed is not None:
-                reduced.add_(summed)
-            if parameter.grad is None:
-                parameter.grad = reduced.clone()
-            else:
-                parameter.grad.detach().copy_(reduced)
+        if len(grads) == len(parameters):
+            return []
+        anywhere = present.ne(0).split(1)
+        return [
+            (anywhere[number], parameter, reduced[number].clone())
+            for number, parameter in enumerate(parameters)
+            if number not in grads
+        ]
 
     def _summed_before(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the part of a gradient that has been summed before; all of it if no pass has added to it."""
