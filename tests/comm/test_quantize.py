@@ -5,13 +5,18 @@ Reductions of quantised blocks, in one hop and in two, against the same arithmet
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.compression import Feedback, Flat, Hops, QuantizedReduction
+from shardwise.comm.compression import Feedback, Flat, Hops, QuantizedReduction, quantize, quantized
 from shardwise.comm.compression.quantize import SMALLEST, BlockCode
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.machines import groups_of
@@ -188,6 +193,39 @@ def test_nodes_of_ranks_in_turn_have_the_sums_of_ranks_node_by_node() -> None:
                     assert torch.equal(answers[rank][0][3 * step + place], own)
             fulls = [torch.cat([full_of(r, step, 4, "first").chunk(4)[one] for one in order]) for r in order]
             simulation.reduce("first", fulls)
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Rows are coded and added as on a device."""
+    with (
+        mock.patch.object(quantize, "in_parts", lambda device: False),
+        mock.patch.object(quantized, "in_parts", lambda device: False),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_added_at_once_have_the_sum_of_their_values(bits: int) -> None:
+    code, values = BlockCode(bits, 64), torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    with at_once(), mock.patch.object(quantize, "DEVICE_CHUNK", 1500):  # several tiles, and a shorter block at the end
+        messages, back = coded(code, values)
+        total = torch.ones(1000)
+        code.add_up(messages, total, accumulate=True)
+    assert torch.equal(messages, coded(code, values)[0]) and torch.equal(back, coded(code, values)[1])
+    assert torch.allclose(total, 1.0 + back.sum(0), rtol=0, atol=1e-5)
+
+
+def reduced_at_once(*arguments: Any) -> Any:
+    with at_once():
+        return reductions(*arguments)
+
+
+def test_the_nodes_of_a_second_hop_are_coded_at_once_with_the_same_bits() -> None:
+    """With two ranks a node and two nodes every sum has two terms."""
+    expected, found = (run_ranks(run, 4, 2, 4, 0.5, False) for run in (reductions, reduced_at_once))
+    for (ours, sent), (theirs, as_many) in zip(found, expected, strict=True):
+        assert sent == as_many and all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def _ignore(buffer: torch.Tensor) -> None:

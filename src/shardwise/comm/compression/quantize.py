@@ -35,7 +35,7 @@ DEVICE_CHUNK = 1 << 23
 """The same on a device, where launches cost more than memory."""
 
 PARTS = 16
-"""Parts in which fewer values are coded, to keep scratch memory small; a part has at least `LEAST` values."""
+"""Parts in which a CPU codes fewer values, to keep scratch memory small; a part has at least `LEAST` values."""
 LEAST = 1 << 13
 
 SMALLEST = 2.0**-119
@@ -44,9 +44,14 @@ SMALLEST = 2.0**-119
 _SCALE_BYTES = 4
 
 
+def in_parts(device: torch.device) -> bool:
+    """Return True if rows are coded and added one after the other, in parts for a CPU's cache; False: at once."""
+    return device.type == "cpu"
+
+
 def chunk_of(numel: int, device: torch.device) -> int:
     """Return how many of `numel` values are coded at a time."""
-    return min(CHUNK if device.type == "cpu" else DEVICE_CHUNK, max(-(-numel // PARTS), LEAST))
+    return min(CHUNK, max(-(-numel // PARTS), LEAST)) if in_parts(device) else DEVICE_CHUNK
 
 
 @dataclass(frozen=True)
@@ -161,14 +166,21 @@ class BlockCode:
             out[rows, begin:end].copy_(values[:, : end - begin])
 
     def add_up(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
-        """Set (or add to) 1-D `out` the sum over the rows of uint8 `messages`, in fp32 and in order."""
+        """Set (or add to) 1-D `out` the sum over the rows of uint8 `messages`, in fp32.
+
+        A CPU adds in the order of the rows; a device adds all at once, in an order that depends on the shape only.
+        """
         if not out.numel():
             return
         scales, codes = self._parts(messages, out.numel())
-        first, next_ = (self._scratch(1, out.numel(), out.device) for _ in range(2))
-        for _, begin, end, width in self._tiles(out.unsqueeze(0)):
-            total = self._values(first, scales, codes, slice(0, 1), begin, end, width)
-            for term in range(1, messages.shape[0]):
+        together = 1 if in_parts(out.device) else len(messages)
+        first = self._scratch(together, out.numel(), out.device)
+        next_ = self._scratch(1, out.numel(), out.device) if together < len(messages) else first
+        for _, begin, end, width in self._tiles(out.unsqueeze(0), together):
+            total = self._values(first, scales, codes, slice(0, together), begin, end, width)
+            if together > 1:
+                total = total.sum(0, keepdim=True)
+            for term in range(together, len(messages)):
                 total.add_(self._values(next_, scales, codes, slice(term, term + 1), begin, end, width))
             target, total = out[begin:end], total[0, : end - begin]
             if accumulate:
@@ -184,14 +196,15 @@ class BlockCode:
         assert messages.shape[1] == scales + codes + -codes % _SCALE_BYTES, (messages.shape, numel)
         return messages[:, :scales].view(torch.float32), messages[:, scales : scales + codes]
 
-    def _tiles(self, values: torch.Tensor) -> Iterator[tuple[slice, int, int, int]]:
+    def _tiles(self, values: torch.Tensor, terms: int = 1) -> Iterator[tuple[slice, int, int, int]]:
         """Yield rows, first and last column, and values to a block of each tile; the rest of a row is one block.
 
-        In a dry run one tile of each kind represents all, which take the same memory.
+        Each value of a tile has a number of `terms`, which take scratch memory. In a dry run one tile of each kind
+        represents all, which take the same memory.
         """
         (rows, numel), device, all_ = values.shape, values.device, has_values(values)
         whole = numel - numel % self.block
-        most = max(chunk_of(rows * numel, device) // self.block, 1) * self.block
+        most = max(chunk_of(rows * numel, device) // (terms * self.block), 1) * self.block
         for start, stop, width in ((0, whole, self.block), (whole, numel, numel - whole + numel % 2)):
             if start == stop:
                 continue

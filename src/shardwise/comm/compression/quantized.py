@@ -1,7 +1,7 @@
 """Gradient reduction in quantised blocks, in one hop or, between nodes, in two.
 
-Each rank quantises its values for every rank, one all-to-all exchanges the codes, and each owner adds in fp32 and in
-rank order. The owner's own values are quantised, too: all terms are treated alike.
+Each rank quantises its values for every rank, one all-to-all exchanges the codes, and each owner adds in fp32 (a CPU
+in rank order). The owner's own values are quantised, too: all terms are treated alike.
 
 In two hops (qgZ of Wang et al., "ZeRO++: Extremely efficient collective communication for giant model training", 2023,
 arXiv 2306.10209, section 3.3) the first exchange stays within the node. The rank at place p of a node receives the
@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from shardwise.comm.compression.averaging import BlockMean
 from shardwise.comm.compression.base import Compressor, Flat, Running
-from shardwise.comm.compression.quantize import BlockCode
+from shardwise.comm.compression.quantize import BlockCode, in_parts
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -171,14 +171,28 @@ class QuantizedReduction(Compressor):
         """Add up the messages of the node, (places, nodes, bytes), and exchange the sums; return (nodes, bytes)."""
         sent = self.buffer(*received.shape[1:])
         for (flat, place), error in zip(places, errors, strict=True):
-            total = torch.empty(1, flat.own.numel(), device=received.device)
-            for node in range(self.nodes):
-                self.code.add_up(received[:, node, place], total[0])
-                row = slice(node, node + 1)
-                self._encode(total, sent[row, place], None if error is None else error[row])
+            together = 1 if in_parts(received.device) else self.nodes
+            total = torch.empty(together, flat.own.numel(), device=received.device)
+            for node in range(0, self.nodes, together):
+                rows = slice(node, node + together)
+                if together == 1:
+                    self.code.add_up(received[:, node, place], total[0])
+                else:
+                    self.hold(total)
+                    self._add_rows(received[..., place], total)
+                self._encode(total, sent[rows, place], None if error is None else error[rows])
         arrived, handle = self.exchange(sent, label, hops.across)
         handle.wait()
         return arrived
+
+    def _add_rows(self, messages: torch.Tensor, total: torch.Tensor) -> None:
+        """Add up the messages of the node, (places, nodes, bytes), in order of places, for all nodes at once."""
+        self.code.decode(messages[0], total)
+        term = torch.empty_like(total)
+        self.hold(term)
+        for others in messages[1:]:
+            self.code.decode(others, term)
+            total.add_(term)
 
     def _copy(self, own: torch.Tensor, whole: torch.Tensor, label: str) -> None:
         comm = self.comm
