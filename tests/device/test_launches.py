@@ -16,11 +16,15 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.compression import Feedback, Flat, Hops, QuantizedReduction, quantize, quantized
+from shardwise.comm.compression.quantize import BlockCode
 from shardwise.comm.ledger import Ledger
 from shardwise.engine.parallel import SharedSequences
 from shardwise.parallel import DistributedAttention, begin, end
 from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.zero.passes.plain import PlainGradients
+from shardwise.zero.units.gradient_buffers import GradientPlaces
 from shardwise.zero.units.layout import FlatParam
 from tests.device import recording as device
 from tests.device.recorded import imagined, record
@@ -174,6 +178,100 @@ def test_collectives_of_passes_run_on_the_queues_own_streams() -> None:
         ("gathers", False),
         ("reductions", False),
     }
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "_foreach_copy_"), (torch.bfloat16, "_chunk_cat")])
+def test_gradients_of_a_flat_parameter_are_joined_by_one_launch(dtype: torch.dtype, name: str) -> None:
+    """torch's kernel of `_chunk_cat` converts bf16 to fp32 only; it launches a copy for each other tensor."""
+    gradients = [torch.full(shape, value, dtype=dtype) for value, shape in ((0.1, (2, 3)), (0.7, (4,)))]
+    flat = torch.empty(10)
+    with recording() as recorder:
+        GradientPlaces(10, [(0, 6), (6, 4)]).join(list(gradients), flat)
+    assert [event.name for event in recorder.trace.events if event.kind == "kernel"] == [name]
+    assert torch.equal(flat, torch.cat([gradient.reshape(-1) for gradient in gradients]).float())
+
+
+class Weights(nn.Module):
+    """Several weights, and one that is not used."""
+
+    def __init__(self, weights: int) -> None:
+        super().__init__()
+        self.used = [f"weight{n}" for n in range(weights)]
+        for name in (*self.used, "unused"):
+            self.register_parameter(name, nn.Parameter(torch.ones(4, 4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.used:
+            x = x @ getattr(self, name)
+        return x
+
+
+def averaged(layers: int, weights: int) -> tuple[int, list[Event]]:
+    """The number of units, and the events of averaging gradients without an optimizer, after a second pass."""
+    begun: list[int] = []
+    average, tolist = PlainGradients._average, torch.Tensor.tolist
+
+    def noted(self: PlainGradients) -> None:
+        begun.append(len(recorder.trace.events))
+        average(self)
+
+    def read(self: torch.Tensor) -> Any:
+        # torch's function modes, by which the recorder sees reads, do not reach callbacks of a backward pass.
+        recorder.add(Event("read", "tolist", recorder.stream))
+        return tolist(self)
+
+    with (
+        imagined(8, 0),
+        recording() as recorder,
+        mock.patch.object(PlainGradients, "_average", noted),
+        mock.patch.object(torch.Tensor, "tolist", read),
+    ):
+        config = config_of(0, rows=1, zero={"reduce_bucket_size": 16 * (weights + 1)}, stall_limit=0)
+        model = nn.Sequential(*(Weights(weights) for _ in range(layers)))
+        engine = shardwise.initialize(model=model, config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 4)).sum())
+        events = recorder.trace.events[begun[-1] :]
+        units = len(engine.sharded.units)
+        with recorder.silent(), mock.patch.object(Communicator, "barrier"):
+            engine.destroy()
+    return units, events
+
+
+def test_gradients_without_an_optimizer_have_as_many_launches_for_any_number_of_parameters() -> None:
+    (few, three), (units, many) = averaged(2, 3), averaged(2, 9)
+    assert units == few and kernels(many) <= kernels(three), Counter(e.name for e in many if e.kind == "kernel")
+
+
+def test_the_host_reads_at_most_once_after_a_pass_without_an_optimizer() -> None:
+    units, events = averaged(6, 2)
+    assert units > 3 and len([event for event in events if event.kind == "read"]) == 1
+
+
+def quantized_sums(world: int, hops: bool) -> list[Event]:
+    """A reduction of quantised blocks, coded as on a device; in two hops with 8 ranks a node."""
+
+    def run() -> None:
+        comm = Communicator(None, Ledger(), CPU)
+        nodes = [list(range(first, first + 8)) for first in range(0, world, 8)]
+        method = QuantizedReduction(
+            comm, BlockCode(4), lambda _: None, hops=Hops.of(comm, nodes) if hops else None, feedback=Feedback(0.5)
+        )
+        flat = Flat("a", torch.ones(world * 600), torch.zeros(600), None, ())
+        method.reduce([flat], "a", accumulate=False, scale=1.0, wire_dtype=None).wait()
+        comm.destroy()
+
+    with (
+        mock.patch.object(quantize, "in_parts", lambda device: False),
+        mock.patch.object(quantized, "in_parts", lambda device: False),
+    ):
+        return recorded(world, run)
+
+
+@pytest.mark.parametrize("hops", [False, True])
+def test_reductions_of_quantised_blocks_have_as_many_launches_for_any_number_of_ranks(hops: bool) -> None:
+    few, many = (quantized_sums(world, hops) for world in (16, 1024))
+    assert kernels(many) <= kernels(few), Counter(event.name for event in many if event.kind == "kernel")
 
 
 # -- whole tensors -----------------------------------------------------------------------------------------------------
