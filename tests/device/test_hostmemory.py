@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.device import hostmemory
 from shardwise.device.hostmemory import HostMemory, HostPool
 from shardwise.device.staging import Copied, CopyStream
@@ -132,3 +133,14 @@ def test_a_pool_has_no_more_than_was_in_use_at_one_time(log: list[Any]) -> None:
     assert used(400, 100) == []
     pool.close()
     assert log == ["unpin", "unpin"]
+
+
+def test_a_snapshot_that_is_dropped_is_not_pinned_any_more(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.checkpoint.snapshot.copy_stream", lambda device: Device(log))
+    snapshot = Snapshot(torch.device("cuda", 0))
+    copies = snapshot.take({"a": torch.ones(3)})
+    (pinned,) = log
+    assert pinned[0] == "pin" and pinned[1] >= 12
+    del snapshot
+    assert log[-1] == "unpin"
+    assert torch.equal(copies["a"], torch.ones(3))  # a thread may still read them

@@ -16,7 +16,7 @@ import torch
 from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.safetensors_writer import file_order
-from shardwise.device.hostmemory import pin, unpin
+from shardwise.device.hostmemory import HostMemory
 from shardwise.device.staging import Copied, CopyStream, copy_stream, is_far
 from shardwise.errors import CheckpointError
 from shardwise.memory import memory_limit
@@ -41,7 +41,7 @@ class Snapshot:
         self._local_ranks = local_ranks
         self._resized = resized or (lambda change: None)
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._pinned = 0
+        self._memory: HostMemory | None = None
         self.copied: Copied | None = None
         self._stream: CopyStream | None = None
 
@@ -59,6 +59,8 @@ class Snapshot:
         `fetch` makes offloaded tensors readable.
         """
         self.settle()
+        if is_far(self._device):
+            self._stream = self._stream or copy_stream(self._device)
         order = file_order({name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
         self._reserve(sum(tensor.nbytes for tensor in tensors.values()))
         copies: dict[str, torch.Tensor] = {}
@@ -66,8 +68,6 @@ class Snapshot:
         for name in order:
             source, begin, end = tensors[name], end, end + tensors[name].nbytes
             copies[name] = self._bytes[begin:end].view(source.dtype).view(source.shape)
-        if is_far(self._device):
-            self._stream = self._stream or copy_stream(self._device)
 
         def copy(names: Sequence[str]) -> None:
             if self._stream is not None:
@@ -86,6 +86,8 @@ class Snapshot:
                 fetch([(name, tensors[name]) for name in names], copy)
                 if self._stream is not None:
                     self.copied = self._stream.mark()
+                    if self._memory is not None:
+                        self._memory.used(self.copied)
                     if not after:
                         self.copied.wait()
         return copies
@@ -103,22 +105,28 @@ class Snapshot:
         self._check_room(size - self.size)
         self.close()
         try:
-            self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
-        except RuntimeError as error:
+            self._bytes = self._allocated(size)
+        except (RuntimeError, OSError) as error:
             raise CheckpointError(
                 f"the snapshot of an asynchronous save needs {format_size(size)} of host memory, which the system "
                 f"refuses: {error}. Set checkpoint.async_save to false, or free memory"
             ) from error
         self._resized(size)
-        if self._device.type == "cuda":
-            address = self._bytes.data_ptr()
-            self._pinned = address if pin(self._device, address, size) else 0
-            if not self._pinned:
-                logger.warning(
-                    "the snapshot of asynchronous saves (%s) cannot be pinned; copying to it is slower (is the "
-                    "limit of locked memory, ulimit -l, that low?)",
-                    format_size(size),
-                )
+
+    def _allocated(self, size: int) -> torch.Tensor:
+        if self._stream is None or self._device.type != "cuda":
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+        try:
+            self._memory = HostMemory(self._stream, size)
+        except RuntimeError as error:
+            logger.warning(
+                "the snapshot of asynchronous saves (%s) cannot be pinned; copying to it is slower (is the limit of "
+                "locked memory, ulimit -l, that low?): %s",
+                format_size(size),
+                error,
+            )
+            self._memory = HostMemory(self._stream, size, locked=False)
+        return self._memory.bytes
 
     def _check_room(self, more: int) -> None:
         limit = memory_limit(torch.device("cpu"), self._local_ranks)
@@ -135,9 +143,6 @@ class Snapshot:
     def close(self) -> None:
         """Free the memory."""
         self.settle()
-        if self._pinned:
-            unpin(self._device, self._pinned)
-            self._pinned = 0
         if self.size:
             self._resized(-self.size)
-        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._bytes, self._memory = torch.empty(0, dtype=torch.uint8, device="cpu"), None
