@@ -382,7 +382,7 @@ def test_groups_in_half_of_the_ranks() -> None:
 def test_meshes_that_cannot_be() -> None:
     groups = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        ((2, 3), {}, r"2 x 3 ranks.*there are 4"),
+        ((2, 3), {}, r"2 x 3 ranks.*the number of ranks is 4"),
         (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), {}, r"\('pp', 'dp'\)"),
         (DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard")), {}, r"ascend.*\[3, 2\]"),
         (groups, {"mics_shard_size": 4}, "mics_shard_size over 4"),
