@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,20 @@ def test_a_machine_whose_connection_broke_may_come_again_before_that_is_noticed(
     _, err = job.output()
     assert job.process.returncode == 0, err
     assert "machine m1 (rank 1) is lost: it has come again" in err
+
+
+def test_a_launcher_that_is_too_busy_to_answer_is_asked_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = int(busy.getsockname()[1])
+        threading.Thread(target=lambda: busy.accept()[0].close()).start()
+        asked = threading.Thread(target=lambda: answers.append(wire.connect("127.0.0.1", port, KEY, 30.0)))
+        answers: list[Any] = []
+        asked.start()
+        wire._handshake(wire._connection(busy.accept()[0]), KEY, first=True)
+        asked.join(30)
+        assert len(answers) == 1
+        threading.Thread(
+            target=lambda: wire.authenticated(socket.create_connection(("127.0.0.1", port)), b"other")
+        ).start()
+        with pytest.raises(AuthenticationError):
+            wire._handshake(wire._connection(busy.accept()[0]), KEY, first=True)

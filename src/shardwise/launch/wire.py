@@ -113,8 +113,9 @@ class Listener:
 
     def _admit(self, accepted: socket.socket, peer: str) -> None:
         connection = _connection(accepted)
-        if _handshake(connection, self._secret, first=True):
-            self.arrived.put((connection, peer))
+        with contextlib.suppress(AuthenticationError):
+            if _handshake(connection, self._secret, first=True):
+                self.arrived.put((connection, peer))
 
 
 def connect(address: str, port: int, secret: bytes, limit: float) -> tuple[Connection, str]:
@@ -126,26 +127,29 @@ def connect(address: str, port: int, secret: bytes, limit: float) -> tuple[Conne
     while True:
         try:
             made = socket.create_connection((address, port), timeout=5.0)
-            break
+            own, connection = str(made.getsockname()[0]), _connection(made)
+            if _handshake(connection, secret, first=False):
+                return connection, own
+            reason = "the process there does not answer"  # perhaps not yet: many machines join it
+        except AuthenticationError as error:
+            raise LaunchError(f"{address}:{port}: the process there does not know the secret of this job.") from error
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"this machine ({socket.gethostname()}) cannot reach the launcher at {address}:{port}: "
-                    f"{error.strerror or error}. Open that way for the machines of the job, or start the job on a "
-                    "machine that they reach."
-                ) from error
-            time.sleep(0.2)
-    own = str(made.getsockname()[0])
-    connection = authenticated(made, secret)
-    if connection is None:
-        raise LaunchError(f"{address}:{port}: the process there does not know the secret of this job.")
-    return connection, own
+            reason = str(error.strerror or error)
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"this machine ({socket.gethostname()}) cannot reach the launcher at {address}:{port}: {reason}. Open "
+                "that way for the machines of the job, or start the job on a machine that they reach."
+            )
+        time.sleep(0.2)
 
 
 def authenticated(made: socket.socket, secret: bytes) -> Connection | None:
-    """Return the connection to a listener, or None if the process there does not know the secret."""
+    """Return the connection to a listener, or None if the process there does not know the secret or does not answer."""
     connection = _connection(made)
-    return connection if _handshake(connection, secret, first=False) else None
+    with contextlib.suppress(AuthenticationError):
+        if _handshake(connection, secret, first=False):
+            return connection
+    return None
 
 
 def near_address(host: str) -> str:
@@ -181,14 +185,21 @@ def _connection(made: socket.socket) -> Connection:
 
 
 def _handshake(connection: Connection, secret: bytes, *, first: bool) -> bool:
-    """Prove and check the secret; closes the connection and returns False if that fails, or takes too long."""
+    """Prove and check the secret, or close the connection and return False: the other end is gone, or takes too long.
+
+    Raises AuthenticationError if the other end has another secret, or none.
+    """
     late = threading.Timer(_HANDSHAKE_S, connection.close)
     late.start()
     try:
         for step in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):
             step(connection, secret)
         return True
-    except (AuthenticationError, EOFError, OSError, AssertionError, ValueError):
+    except (AuthenticationError, AssertionError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            connection.close()
+        raise AuthenticationError("another secret") from error
+    except (EOFError, OSError):
         with contextlib.suppress(OSError):
             connection.close()
         return False
