@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shardwise.errors import PeerLostError, UsageError
 from shardwise.pipe import LayerSpec, PipelineModule, TiedLayerSpec, make_schedule
 from shardwise.pipeline.idle import text_of
 from shardwise.pipeline.lowering import with_communication
+from shardwise.pipeline.messages import Receiver
 from shardwise.profile.trace import merge, read, summarize
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.garbage import tensors_in_cycles
@@ -35,8 +37,10 @@ from tests.pipeline.training import (
     engine_of,
     head,
     layers,
+    loss_of,
     train,
     untied,
+    whole_of,
 )
 
 SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v"]
@@ -83,6 +87,51 @@ def test_shapes_may_change_between_micro_batches_and_steps() -> None:
     """NVIDIA-NeMo/Automodel#3530: another length inside of a step dropped accumulated gradients."""
     settings = [Setting(2, schedule, 1, steps=5, batches=of_many_lengths) for schedule in ("1f1b", "zbv")]
     compare_training(settings, 4)
+
+
+LENGTHS = (5, 5, 7, 7, (8, 16, 8, 12), 7, 7)
+"""Of the micro-batches of several evaluations."""
+
+
+def of_lengths(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return micro-batches of an evaluation, or of training with the length of the last one."""
+    lengths = LENGTHS[min(step, len(LENGTHS) - 1)]
+    length = lengths if isinstance(lengths, int) else lengths[micro_batch]
+    ids = torch.randint(0, WORDS, (ROWS, length), generator=torch.Generator().manual_seed(10 * step + micro_batch))
+    return ids, ids
+
+
+def evaluate(setting: Setting) -> tuple[list[int], list[float]]:
+    """Evaluate, train twice, and evaluate again; return the forms that this rank waits for by batch, and losses."""
+    engine, receive = engine_of(setting), Receiver._receive_form
+    received: list[int] = []
+    losses: list[float] = []
+
+    def counted(self: Receiver) -> Any:
+        received[-1] += 1
+        return receive(self)
+
+    with mock.patch.object(Receiver, "_receive_form", counted):
+        for step in range(len(LENGTHS) + 3):
+            received.append(0)
+            trains = len(LENGTHS) <= step < len(LENGTHS) + 2
+            losses.append(float((engine.train_batch if trains else engine.eval_batch)(data(setting, step))))
+    engine.destroy()
+    return received, losses
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", (0, 1)), thorough("interleaved", (1, 2))])
+def test_equal_micro_batches_wait_for_one_form_of_each_stage(schedule: str, stages: tuple[int, ...]) -> None:
+    """Also in evaluation, and for none after a batch of the same: the host waits for the device to read a form."""
+    setting = Setting(2, schedule, batches=of_lengths, made=untied)
+    model = whole_of(setting)
+    expected = []
+    for step in range(len(LENGTHS)):
+        batches = [of_lengths(step, number, 0) for number in range(setting.micro_batches)]
+        expected.append(sum(float(loss_of(model(inputs), labels)) for inputs, labels in batches) / len(batches))
+    for number, (received, losses) in zip(stages, run_ranks(evaluate, 2, setting), strict=True):
+        assert received == [number * forms for forms in (1, 0, 1, 0, setting.micro_batches, 1, 0, 1, 0, 1)]
+        torch.testing.assert_close(losses[: len(expected)], expected, rtol=1e-6, atol=1e-6)
 
 
 class Dropping(nn.Module):
