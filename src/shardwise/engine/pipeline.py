@@ -26,6 +26,7 @@ from shardwise.pipeline.messages import form_of
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.runtime import Runtime
 from shardwise.pipeline.schedules import make_schedule
+from shardwise.trees import map_tensors
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._last_form = ""
+        self._broken_off = False
         self._checked_stages: set[int] = set()
         self._shared_buffers = SharedBuffers(self._model, place.rank_of)
         if self.training_dataloader is not None:
@@ -136,6 +138,9 @@ class PipelineEngine(Engine):
         Raises:
             PipelineError: the data iterators of some ranks have ended, or a loss is missing.
         """
+        if self._broken_off:  # an error has ended the last batch, whose gradients are of some micro-batches
+            self.sharded.hooks.settle()
+            self._step.begin_again()
         left = self._batches.steps - (self._step.micro_steps - self._step.window_began)
         count = left if num_micro_batches is None else num_micro_batches
         if not 1 <= count <= left:
@@ -145,12 +150,16 @@ class PipelineEngine(Engine):
             )
         schedule = self._made(self._schedule, count)
         with self.accountant.owning(None):  # because memory plans leave the inputs out
-            batches = [self._curricula.truncated(batch) for batch in self._fetch(data_iter, count, "train_batch()")]
+            batches = self._fetch(data_iter, count, "train_batch()", trains=True)
+        self._shared_buffers.begin()
         self._step.begin_batch(single=self._batches.steps == 1 and not schedule.has(WEIGHT_GRADIENTS))
         completes = count == left
         with torch.enable_grad():
-            work = _Work(self, batches, count, trains=True, completes=completes)
-            self._runtime.run(schedule, work, fixed=self._agree(batches, count, "train_batch()"))
+            work = _Work(self, batches, count, trains=True, computes_loss=True, completes=completes)
+            fixed = self._agree(batches, count, "train_batch()")
+            self._broken_off = True
+            self._runtime.run(schedule, work, fixed=fixed)
+            self._broken_off = False
         if not completes:
             return None
         report = self.last_step
@@ -180,21 +189,22 @@ class PipelineEngine(Engine):
             raise UsageError(f"eval_batch(reduce_output={reduce_output!r}): expected 'avg' or None")
         count = self._batches.steps if num_micro_batches is None else num_micro_batches
         schedule = self._made("inference", count)
-        batches = self._fetch(data_iter, count, "eval_batch()")
-        was_training = self.module.training
+        batches = self._fetch(data_iter, count, "eval_batch()", trains=False)
+        modes = {
+            module: module.training for part in (self._model, *self._model.built_stages) for module in part.modules()
+        }
         self.module.eval()
         try:
             with torch.no_grad():
-                work = _Work(self, batches, count, trains=False)
+                work = _Work(self, batches, count, trains=False, computes_loss=compute_loss, keeps=return_logits)
                 found = self._runtime.run(schedule, work, fixed=self._agree(batches, count, "eval_batch()"))
         finally:
-            self.module.train(was_training)
-        outputs = [found[number] for number in sorted(found)]
+            for module, mode in modes.items():
+                module.training = mode
+        losses, kept = ([by[number] for number in sorted(by)] for by in (found, work.outputs))
+        outputs = kept if return_logits else losses
         if not compute_loss:
             return outputs or None
-        losses = [self._loss(output, batches[number][1]) for number, output in enumerate(outputs)]
-        for number, loss in enumerate(losses):
-            check_loss(f"eval_batch(), micro-batch {number}", loss, trains=False)
         average = self._mean_loss if reduce_output == "avg" else self._all_losses
         reduced = average(losses, count)
         loss = reduced if bcast_loss or self.is_last_stage() else None
@@ -218,8 +228,11 @@ class PipelineEngine(Engine):
             self._schedules[name, count] = with_sharding(with_communication(made), self._unsharded_for)
         return self._schedules[name, count]
 
-    def _fetch(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[Any]:
-        """Return (inputs, labels) of all micro-batches, fewer at the end of the data; [] on ranks that read none."""
+    def _fetch(self, data_iter: Iterator[Any] | None, count: int, call: str, *, trains: bool) -> list[Any]:
+        """Return (inputs, labels) of all micro-batches, fewer at the end of the data; [] on ranks that read none.
+
+        What this rank computes with is on its device.
+        """
         if not self._reads_data:
             return []
         iterator = data_iter if data_iter is not None else self._iterator
@@ -237,8 +250,13 @@ class PipelineEngine(Engine):
                     f"{call}: the data iterator has given a {type(batch).__name__}; expected a pair (inputs, labels). "
                     "Set a function that makes pairs with engine.set_batch_fn()"
                 )
-            found.append(batch)
+            inputs, labels = self._curricula.truncated(batch) if trains else batch
+            inputs = self._on_device(inputs) if self.is_first_stage() else inputs
+            found.append((inputs, self._on_device(labels) if self.is_last_stage() else labels))
         return found
+
+    def _on_device(self, values: Any) -> Any:
+        return map_tensors(values, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def _agree(self, batches: Sequence[Any], count: int, call: str) -> bool:
         """Check on all ranks of the pipeline that all data is there; return True if all micro-batches have equal forms.
@@ -282,7 +300,12 @@ class PipelineEngine(Engine):
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for loss in losses:
             value, weight = loss if isinstance(loss, tuple) else (loss, 1.0)
-            total[0] += value.double() * weight
+            part = value.double() * weight
+            if isinstance(weight, torch.Tensor):
+                part = torch.where(weight == 0.0, 0.0, part)  # the mean over no tokens may be NaN
+            elif not weight:
+                continue
+            total[0] += part
             total[1] += weight
         self.job.all_reduce(total, "eval_loss").wait()
         return (total[0] / total[1]).float()
@@ -411,10 +434,15 @@ class _Work(StagePasses):
         count: int,
         *,
         trains: bool,
+        computes_loss: bool,
         completes: bool = True,
+        keeps: bool = False,
     ) -> None:
         super().__init__(engine.sharded, engine._step, engine._place.stages, completes=completes)
         self._engine, self._batches, self._micro_batches, self._trains = engine, batches, count, trains
+        self._computes_loss = computes_loss
+        self._keeps = keeps
+        self.outputs: dict[int, Any] = {}
 
     @override
     def around(self) -> contextlib.AbstractContextManager[None]:
@@ -425,7 +453,7 @@ class _Work(StagePasses):
         return self._batches[micro_batch][0]
 
     def forward(self, stage: int, micro_batch: int, value: Any) -> Any:
-        """Return the outputs of a stage; in training the loss of the last one."""
+        """Return the outputs of a stage, or the loss of the last one."""
         engine = self._engine
         self.select(stage, micro_batch)
         try:
@@ -434,9 +462,12 @@ class _Work(StagePasses):
             if layer := layer_of(error):
                 logger.error("%s, micro-batch %d: %s", engine._stage_name(stage), micro_batch, layer)
             raise
-        if self._trains and stage == len(engine._place.rank_of) - 1:
-            output = engine._loss(output, self._batches[micro_batch][1])
-            check_loss(f"{engine._stage_name(stage)}, micro-batch {micro_batch}", output, trains=True)
+        if stage == len(engine._place.rank_of) - 1:
+            if self._keeps:
+                self.outputs[micro_batch] = output
+            if self._computes_loss:
+                output = engine._loss(output, self._batches[micro_batch][1])
+                check_loss(f"{engine._stage_name(stage)}, micro-batch {micro_batch}", output, trains=self._trains)
         if self._trains:
             engine.check_stage(stage, value, output)
         return output

@@ -109,11 +109,20 @@ class SharedBuffers:
 
     def __init__(self, model: PipelineModule, rank_of: Iterable[int]) -> None:
         places = list(rank_of)
+        self._modules: list[tuple[str, nn.Module]] = []
         self._buffers: list[tuple[str, str, torch.Tensor, int]] = []
         for name, stages in model.shared_modules().items():
             if len({places[stage] for stage in stages}) > 1 and (module := _module(model, name)) is not None:
                 where = f"{name} ({type(module).__name__}) is a layer of the stages {', '.join(map(str, stages))}"
-                self._buffers += [(where, own, buffer, buffer._version) for own, buffer in module.named_buffers()]
+                self._modules.append((where, module))
+
+    def begin(self) -> None:
+        """Note the buffers at the beginning of a batch."""
+        self._buffers = [
+            (where, name, buffer, buffer._version)
+            for where, module in self._modules
+            for name, buffer in module.named_buffers()
+        ]
 
     def check(self) -> None:
         """Raise a UsageError if a forward pass has changed a buffer: the copies would differ."""
