@@ -350,6 +350,34 @@ def test_two_engines_train_against_each_other() -> None:
         engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_critic_may_be_frozen_before_its_first_backward_pass(stage: int) -> None:
+    torch.manual_seed(5)
+    generator, critic = (
+        engine_of(model, stage, make_optimizer("momentum", model.parameters(), 0.1))
+        for model in (network(4, 9, 5), network(5, 7, 1))
+    )
+    z, real = noise(0, dist.get_rank())
+    critic.module.requires_grad_(False)
+    generator.backward(-critic(generator(z)).mean())
+    generator.step()
+    critic.module.requires_grad_(True)
+    critic.backward(critic(real).mean())
+    critic.step()
+    torch.manual_seed(5)
+    plain = network(4, 9, 5), network(5, 7, 1)
+    batches = [noise(0, rank) for rank in range(2)]
+    sum(-plain[1](plain[0](z)).mean() / 2 for z, _ in batches).backward()
+    make_optimizer("momentum", plain[0].parameters(), 0.1).step()
+    plain[1].zero_grad()
+    sum(plain[1](real).mean() / 2 for _, real in batches).backward()
+    make_optimizer("momentum", plain[1].parameters(), 0.1).step()
+    for engine, expected in zip((generator, critic), plain, strict=True):
+        assert_close(masters(engine.module), {n: p.detach() for n, p in expected.named_parameters()}, 2e-6)
+        engine.destroy()
+
+
 def plain_adversarial() -> list[Tensors]:
     torch.manual_seed(5)
     generator, critic = network(4, 9, 5), network(5, 7, 1)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.compat import number_of_pass, will_run, without_overrides
 from shardwise.memory import Accountant, Category
@@ -53,6 +51,7 @@ class UnitGradients:
         }
         self._calls = calls
         self._accountant = accountant
+        self._nodes: dict[int, Node] = {}
         self.tiered = TieredTensors(unit.trainable[0].tiered_gradient.home, accountant, unit.name)
         self.acquired: Sequence[TieredTensors] = ()
         self._tiered_sums = [section.tiered_gradient for section in unit.trainable if self.tiered.away]
@@ -71,20 +70,21 @@ class UnitGradients:
         self.reduced = False
         self.accumulated = False
 
-    @cached_property
-    def _nodes(self) -> list[tuple[int, Any]]:
-        """Each parameter's node of the graph, created in the first backward pass.
+    @property
+    def nodes(self) -> Mapping[int, Node]:
+        """The graph's node of each parameter that has required a gradient in a backward pass, created in the first.
 
         Because hooks run on the CUDA stream on which the node was created, it must be the stream of the script's
         passes, which may differ from that of `initialize()`.
         """
-        # The graph node needs no values of resharded parameters.
-        with without_overrides():
-            return [
-                (slot.index, get_gradient_edge(self.unit.registry.parameters[slot.index]).node)
-                for section in self.unit.trainable
-                for slot in section.layout.slots
-            ]
+        if len(self._nodes) < self.parameters:
+            # The graph node needs no values of resharded parameters.
+            with without_overrides():
+                for index in (slot.index for section in self.unit.trainable for slot in section.layout.slots):
+                    parameter = self.unit.registry.parameters[index]
+                    if index not in self._nodes and parameter.requires_grad:
+                        self._nodes[index] = get_gradient_edge(parameter).node
+        return self._nodes
 
     def begin(self, *, used: bool, outside: bool) -> None:
         """Find the gradients that the backward pass which has just begun will produce.
@@ -105,7 +105,7 @@ class UnitGradients:
         task = number_of_pass()
         if task not in self._tasks:
             self._tasks.add(task)
-            self.expected |= {index for index, node in self._nodes if will_run(node)}
+            self.expected |= {index for index, node in self.nodes.items() if will_run(node)}
 
     def keep(self, buffer: torch.Tensor) -> None:
         """Place a buffer in which micro-batches are added on the tier of gradients."""
