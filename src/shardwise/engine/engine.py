@@ -226,6 +226,9 @@ class Engine(StateGetters):
             self._generation.release()
             self._step.forward_begins((inputs, kwargs))
             self.sharded.places.check()
+        scaled = own and self._step.scales_outputs
+        if scaled:
+            inputs, kwargs = scale_gradients_of((inputs, kwargs), self._step.input_scale)
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         if own:
@@ -258,7 +261,7 @@ class Engine(StateGetters):
             if named is None:
                 raise
             raise named from error
-        if self._step.loss_scaler is not None and own:
+        if scaled:
             outputs = scale_gradients_of(outputs, self._step.output_scale)
         return outputs
 

@@ -1,8 +1,9 @@
 """Loss scaling, by `engine.backward(loss)` or at the model's outputs for a plain `loss.backward()`; gradient scales.
 
-For a plain `loss.backward()` the model returns its outputs as aliases with a scaling backward. Gradients between
-outputs inside the model do not pass through the aliases, so they are not scaled twice. If no alias has run in a pass,
-its loss was not scaled, and stepping raises.
+For a plain `loss.backward()` the model returns its outputs as aliases with a scaling backward, and takes its inputs as
+aliases that undo it, so that what computed the inputs (another engine, an earlier call) gets unscaled gradients.
+Gradients between outputs inside the model do not pass through the aliases, so they are not scaled twice. If no alias
+has run in a pass, its loss was not scaled, and stepping raises.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from shardwise.compat import never_compiled
+from shardwise.compat import never_compiled, will_run
 from shardwise.precision.autocast import autocast_dtype
 from shardwise.trees import map_tensors
 
@@ -23,24 +24,29 @@ if TYPE_CHECKING:
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: Callable[[], float]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, leaf: torch.Tensor, factor: Callable[[bool], float]) -> torch.Tensor:
         ctx.factor = factor
-        return tensor.view_as(tensor)
+        return tensor.detach()  # autograd lets scripts change it in place, as it would not a view
 
     @staticmethod
     @never_compiled
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor(), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # A pass for some tensors (torch.autograd.grad) does not run the node of the leaf.
+        return gradient * ctx.factor(will_run(ctx.next_functions[1][0])), None, None
 
 
 @never_compiled  # the factor changes at every backward pass
-def scale_gradients_of(outputs: Any, factor: Callable[[], float]) -> Any:
-    """Return `outputs` with differentiable tensors replaced by aliases that scale gradients by `factor()`."""
+def scale_gradients_of(values: Any, factor: Callable[[bool], float]) -> Any:
+    """Return `values` with differentiable tensors replaced by aliases that scale gradients by `factor(whole)`.
+
+    `whole`: the backward pass accumulates into all leaves, and is not one for some tensors.
+    """
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
 
     def alias(value: torch.Tensor) -> torch.Tensor:
-        return _Scale.apply(value, factor) if value.requires_grad else value
+        return _Scale.apply(value, leaf, factor) if value.requires_grad else value
 
-    return map_tensors(outputs, alias)
+    return map_tensors(values, alias)
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _AHEAD, _LOSS = FACTS + 2, FACTS + 3
 """Indices in the step's all-reduce: units needed far ahead of reductions, and the first number of the loss."""
 
+_SCALES: list[float] = []
+"""Loss scales of the running `passing` blocks of all engines of this process: a loss has the last one."""
 
 _FEW, _MANY = 4, 64
 """Micro-batches without a step before a warning: with gradient accumulation, and without (scripts may add up losses).
@@ -209,10 +211,25 @@ class TrainStep:
                 f"after each of them: it counts micro-batches, and updates after {steps} (gradient_accumulation_steps)"
             )
 
-    def output_scale(self) -> float:
-        """Return the factor of gradients at the model's outputs."""
+    @property
+    def scales_outputs(self) -> bool:
+        """Whether gradients may get the loss scale at the model's outputs."""
+        return self.loss_scaler is not None and self._sharded.reducer is not None
+
+    def output_scale(self, whole: bool) -> float:
+        """Return the factor of gradients at the model's outputs; `whole`: see `scale_gradients_of`."""
+        if _SCALES:  # the loss has the scale of the engine whose `backward` runs
+            self._scale_entered |= _SCALES[-1] == self.scale
+            return 1.0
+        assert self._sharded.reducer is not None
+        if not whole and not self._sharded.reducer.will_accumulate():
+            return 1.0
         self._scale_entered = True
-        return 1.0 if self._loss_is_scaled else self.scale
+        return self.scale
+
+    def input_scale(self, whole: bool) -> float:
+        """Return the factor of gradients at the model's inputs, which undoes that at its outputs."""
+        return 1.0 / self.output_scale(whole)
 
     @contextlib.contextmanager
     def passing(
@@ -241,9 +258,11 @@ class TrainStep:
         handles = ignore_nonfinite(scaled, absent) if zero or absent is not None else []
         self._loss_is_scaled = self._scale_entered = True
         self._pass_weight = counted
+        _SCALES.append(self.scale)
         try:
             yield [] if zero and not self.exchanges else [scaled]
         finally:
+            _SCALES.pop()
             for handle in handles:
                 handle.remove()
             self._loss_is_scaled = False
@@ -262,9 +281,11 @@ class TrainStep:
         """Run a backward pass of scaled gradients that come from other ranks, which count the micro-batch."""
         self._sharded.hooks.settle()
         self._loss_is_scaled = self._scale_entered = self._continues = True
+        _SCALES.append(self.scale)
         try:
             yield
         finally:
+            _SCALES.pop()
             self._loss_is_scaled = self._continues = False
 
     def _weight_of(self, weight: Any, scale_wrt_gas: bool) -> Weight:
@@ -296,8 +317,9 @@ class TrainStep:
             self._window.brought += brought
         elif brought or self._loss_is_scaled:  # not torch.autograd.grad, which accumulates nothing
             self.new_micro_batch = True
-            self._window.count(self._pass_weight, brought=brought)
-            self._warn_of_missing_step()
+            if self._sharded.reducer is not None:  # else no step ends the window
+                self._window.count(self._pass_weight, brought=brought)
+                self._warn_of_missing_step()
         self._unscaled |= brought and not self._scale_entered and self.scale != 1.0
         self._scale_entered = False
 
@@ -400,12 +422,17 @@ class TrainStep:
         return self._single and self._managed and self.micro_steps == self.window_began
 
     def _new_window(self) -> Window:
-        window = Window(
-            losses=None if self._non_finite.policy == "ignore" else [], shown=[] if self._shows_loss else None
-        )
+        kept = self._sharded.reducer is not None  # else no step ends the window
+        watched = kept and self._non_finite.policy != "ignore"
+        window = Window(losses=[] if watched else None, shown=[] if kept and self._shows_loss else None)
         if self._non_finite.tracer.handles:
             self._non_finite.tracer.begin_window(window, self.global_steps)
         return window
+
+    def begin_again(self) -> None:
+        """Drop accumulated gradients, and count the micro-batches of the window again."""
+        self.drop_gradients()
+        self.micro_steps = self.window_began
 
     def drop_gradients(self) -> None:
         """Drop accumulated gradients; the window starts again."""
@@ -559,8 +586,7 @@ class TrainStep:
         if overflow is not None:
             self.anomalies.note_quietly(Anomaly.of_overflow(step, overflow, "stop"))
             kind = NonFiniteError
-        self.drop_gradients()
-        self.micro_steps = self.window_began
+        self.begin_again()
         raise kind(
             f"step {step}: {cause}. `{key}` is {why}. Parameters and optimizer state are as they were before this step"
         )
@@ -768,9 +794,10 @@ class TrainStep:
         if unscaled:
             raise UsageError(
                 f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
-                f"{self.scale:g}), so they would be that many times too small: loss.backward() was called on a "
-                "loss that was not computed from what the engine returned (from engine.module(...), or from a value "
-                "kept inside of the model). Call engine.zero_grad(), and use engine.backward(loss) on such losses"
+                f"{self.scale:g}): loss.backward() was called on a loss that was not computed from what the engine "
+                "returned (from engine.module(...), or from a value kept inside of the model), or another engine's "
+                "backward(loss) has applied its own scale. Call engine.zero_grad() after such a pass, or use "
+                "engine.backward(loss) on such losses; engines that step on one loss need one fp16.loss_scale"
             )
         missing = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(gathered) if names)
         raise UsageError(

@@ -27,7 +27,7 @@ from shardwise.comm.collective_queue import Launch, Work, WorkChain
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor, Flat
 from shardwise.comm.domain import Domain
-from shardwise.compat import number_of_pass
+from shardwise.compat import number_of_pass, will_run
 from shardwise.device.ranges import Stretches, named, watched
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
@@ -143,6 +143,10 @@ class Reducer:
         }
         self.select(0)
         self.find_separate()
+
+    def will_accumulate(self) -> bool:
+        """Return whether the running backward pass accumulates into a parameter (nested passes are not looked into)."""
+        return any(will_run(node) for one in self._all for node in one.nodes.values())
 
     def select(self, chunk: int) -> None:
         """Choose the chunk of the next pass, by number."""
