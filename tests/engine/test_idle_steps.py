@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,4 +119,37 @@ def test_a_closure_is_refused() -> None:
     engine = build(0, {}, False)
     with pytest.raises(UsageError, match=r"has got <function .*run the forward pass and engine.backward\(\) before"):
         engine.step(lambda: engine(torch.ones(2, 4)).mean())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("how", ["weights", "module only"])
+@on_ranks(2)
+def test_a_load_in_the_middle_of_a_window_begins_it_again(how: str, tmp_path: Path) -> None:
+    """Otherwise the mean of the rest would be divided by the number of all."""
+    torch.manual_seed(0)
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = engine_of(nn.Linear(3, 1), 1, optimizer, gradient_accumulation_steps=4)
+    engine.save_checkpoint(tmp_path)
+    steps = []
+    for number in range(8):
+        if number == 2:
+            if how == "weights":
+                engine.load_weights(tmp_path)
+            else:
+                engine.load_checkpoint(tmp_path, load_module_only=True)
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        engine.step()
+        steps.append(engine.global_steps)
+    assert steps == [0, 0, 0, 0, 0, 1, 1, 1]
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_passes_without_an_optimizer_are_not_kept_for_a_step() -> None:
+    engine = engine_of(nn.Linear(3, 1), 0, None, steps_per_print=1)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 3)).sum())
+    window = engine._step._window
+    assert not window.losses and not window.shown and not window.passes
+    engine._step.check_between_windows("here")
     engine.destroy()

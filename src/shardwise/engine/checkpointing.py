@@ -301,7 +301,8 @@ class Checkpoints:
             loaded = read(self._sharded.state, saved, matched, options)
             if custom_load_fn is not None:
                 load_custom(self._sharded, self._job, custom_load_fn, saved.module_values())
-        self._step.drop_gradients()
+        self._step.read_pending()
+        self._step.begin_again()
         self.numbers.loaded()
         self.numbers.see(loaded.manifest.sequence)
         if self._sharded.compressor is not None:

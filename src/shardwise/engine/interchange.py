@@ -128,7 +128,7 @@ class Interchange:
         self._sharded.check_there("engine.load_weights()")
         self._sharded.hooks.settle()
         found = load_weights(self._sharded.state, path, tag=tag, strict=strict, rename=rename)
-        self._step.drop_gradients()
+        self._step.begin_again()
         if self._sharded.compressor is not None:
             self._sharded.compressor.clear()  # its residuals belong to gradients at other weights
         module = self._sharded.module

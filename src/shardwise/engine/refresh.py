@@ -78,6 +78,7 @@ def refresh(
     """Rebuild the units of a model; see `Engine.refresh`. `parallel` names the ways in which layers are divided."""
     sharded.check_there("engine.refresh()")
     sharded.hooks.settle()
+    step.read_pending()
     with collective_step(job, "engine.refresh()") as agreed:
         _check(sharded)
         check_lazy(sharded.module)

@@ -95,7 +95,6 @@ class Following(StepObserver):
             return
         self._steps += 1
         self._last = clock = time.perf_counter()
-        self._waits.fold()
         at = self._step.global_steps
         if self.log is not None and at % self._every == 0:
             self._write(report, clock)
@@ -197,10 +196,10 @@ class _Waits:
         self._heard: list[Record] = []
         self._by_op: dict[str, float] = {}
         self._by_unit: dict[str, float] = {}
-        self.heard = self._heard.append
-        """Called after each wait for a collective; only appends."""
 
-    def fold(self) -> None:
+    def heard(self, record: Record) -> None:
+        """Note a collective that has been waited for."""
+        self._heard.append(record)
         if len(self._heard) > self._MOST:
             self._add_up()
 
