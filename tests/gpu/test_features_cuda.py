@@ -183,10 +183,13 @@ def test_changes_of_a_model_are_watched_from_the_next_step_on() -> None:
     watch = {"enabled": True, "grad_norm_spike": "warn"}
     with late_collectives():
         engine = start(anomaly_watch=watch)
-        train(engine, 2)
-        engine.module.extra = nn.Linear(8, 8, device="cuda", dtype=torch.bfloat16)
-        engine.refresh(param_groups=[{"params": list(engine.module.extra.parameters())}])
-        train(engine, 3)
+        for step in range(5):
+            if step == 2:
+                engine.module.extra = nn.Linear(8, 8, device="cuda", dtype=torch.bfloat16)
+                engine.refresh()
+            engine.backward(CASE.loss(engine, batch(step)))
+            engine.step()
+        assert engine.global_steps == 5
         engine.destroy()
 
 
