@@ -67,6 +67,8 @@ def test_the_script_has_the_options_of_the_job_and_the_users_last() -> None:
     assert words[:5] == ["exec", sys.executable, "-m", "shardwise.launch", "run"]
     assert words[-3:] == ["train.py", "--name", "it's $HOME"] and "--slurm" in words
     assert not {"--time", "--sbatch-args", "--dry-run"} & set(words)
+    elastic = slurm.script(dataclasses.replace(SLURM, nodes="2:4")).splitlines()
+    assert elastic[2:4] == ["#SBATCH --nodes=2-4", "#SBATCH --no-kill"] and "--nnodes 2:4" in elastic[-1]
     plain = slurm.script(SLURM)
     assert "--nodes=1\n" in plain and "B:TERM@90" in plain and "--time" not in plain and "cpus" not in plain
 
@@ -104,7 +106,7 @@ def test_a_job_becomes_the_command_line_that_makes_it(monkeypatch: pytest.Monkey
         ({"node_rank": 0}, "--node-rank 0: with --slurm"),
         ({"nproc": 0}, "--nproc 0"),
         ({"launcher": "pdsh"}, "--launcher pdsh: with --slurm srun starts the ranks"),
-        ({"nodes": "2:4"}, "--nnodes 2:4: .*Give one number"),
+        ({"nodes": "2:"}, "--nnodes 2:: sbatch needs the largest number of nodes too"),
         ({"sbatch_args": "--comment 'a"}, "--sbatch-args --comment 'a: No closing quotation"),
         ({"sbatch_args": "-p a\nrm"}, "--sbatch-args: expected one line"),
         ({"time": "soon"}, "--time soon: expected MINUTES"),
@@ -151,6 +153,7 @@ def test_inside_an_allocation_its_nodes_are_used(monkeypatch: pytest.MonkeyPatch
     program("scontrol", 'test "$*" = "show hostnames n[1-2]" && printf "n1\\nn2\\n"')
     assert slurm.allocated(SLURM) == [Host("n1", ()), Host("n2", ())]
     assert slurm.allocated(dataclasses.replace(SLURM, nodes="1")) == [Host("n1", ())]
+    assert slurm.allocated(dataclasses.replace(SLURM, nodes="1:3")) == [Host("n1", ()), Host("n2", ())]
     with pytest.raises(CommandLineError, match="--nnodes 3: the allocation has only 2 nodes: n1, n2"):
         slurm.allocated(dataclasses.replace(SLURM, nodes="3"))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")

@@ -28,6 +28,16 @@ time.sleep(60)
 """
 
 
+WAITS = """
+import os, pathlib, sys, time
+rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
+print("place", rank, "of", count, flush=True)
+while not pathlib.Path(sys.argv[0]).with_name("go").exists():
+    time.sleep(0.2)
+print("over", rank, flush=True)
+"""
+
+
 class Cluster:
     """Slurm on the machines of the lab."""
 
@@ -56,6 +66,13 @@ class Cluster:
             assert time.monotonic() < deadline, path.read_text() if path.exists() else self.do("squeue", "-l")
             time.sleep(0.1)
         return path.read_text()
+
+    def nodes(self, state: str, count: int = 1) -> None:
+        """Wait until some nodes are in a state."""
+        deadline = time.monotonic() + 90
+        while int(self.do("sinfo", "-h", "-t", state, "-o", "%D")[1].strip() or 0) < count:
+            assert time.monotonic() < deadline, self.do("sinfo", "-l")[1]
+            time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +108,26 @@ def test_the_signal_before_the_time_limit_lets_all_ranks_save(lab: Lab, cluster:
         assert time.monotonic() < deadline, shown + output.read_text()
         time.sleep(0.1)
     assert "Requeue=1" in shown and nothing_left(lab)
+
+
+def test_a_job_goes_on_without_a_lost_node(lab: Lab, cluster: Cluster) -> None:
+    """It still runs when Slurm has noticed the loss, which would end a job without --no-kill."""
+    script = lab.folder / "waits.py"
+    script.write_text(WAITS)
+    _, number, output, _ = cluster.submit("--nnodes", "2:3", "--nproc", "1", "--max-restarts", "1", str(script))
+    cluster.until(output, "place 2 of 3")
+    lab.link(3, False)
+    try:
+        text = cluster.until(output, "place 1 of 2")
+        assert "machine m3 (rank 2) is lost: no message for 6 s; starting all 2 processes again on 2 machines" in text
+        cluster.nodes("down")
+        assert "JobState=RUNNING" in cluster.do("scontrol", "show", "job", number)[1]
+        (lab.folder / "go").touch()
+        cluster.until(output, "over 1")
+    finally:
+        lab.link(3, True)
+        cluster.nodes("idle", lab.count)
+    assert "JobState=COMPLETED" in cluster.do("scontrol", "show", "job", number)[1] and nothing_left(lab)
 
 
 def test_what_slurm_refuses_is_one_message(lab: Lab, cluster: Cluster) -> None:

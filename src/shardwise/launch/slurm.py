@@ -50,10 +50,8 @@ def check(job: Job) -> None:
     check_resources(job.resources)
     if job.launcher not in ("ssh", "slurm"):
         raise CommandLineError(f"--launcher {job.launcher}: with --slurm srun starts the ranks. Leave it out.")
-    if job.machines is not None and job.machines[0] != job.machines[1]:
-        raise CommandLineError(
-            f"--nnodes {job.nodes}: Slurm ends or requeues a job that loses a node. Give one number of nodes."
-        )
+    if job.machines is not None and job.machines[1] is None:
+        raise CommandLineError(f"--nnodes {job.nodes}: sbatch needs the largest number of nodes too: MIN:MAX.")
     if any(not one.isprintable() for one in job.sbatch_args):
         raise CommandLineError("--sbatch-args: expected one line of printable characters.")
     split_arguments(job.sbatch_args, "--sbatch-args")
@@ -90,9 +88,11 @@ def seconds_of(time: str) -> int:
 def script(job: Job) -> str:
     """Return the batch script of a job; in the allocation it runs the command again, which then starts the ranks."""
     name = job.script if job.module else Path(job.script).stem
+    least, most = job.machines or (1, 1)
     options = [
         f"--job-name={name}",
-        f"--nodes={job.machines[0] if job.machines else 1}",
+        f"--nodes={least}" if least == most else f"--nodes={least}-{most}",
+        *([] if least == most else ["--no-kill"]),  # the allocation outlives a lost node
         "--ntasks-per-node=1",  # the agent, which starts the ranks
         *([] if job.nproc is None else [f"--cpus-per-task={job.nproc}"]),
         *([] if job.time is None else [f"--time={job.time}"]),
@@ -143,7 +143,8 @@ def submit(job: Job) -> int:
 
 
 def allocated(job: Job) -> list[Host] | None:
-    """Return the nodes of the allocation that this command is in, without slots; None outside of one.
+    """Return the nodes of the allocation that this command is in, at most the largest number that the job can use,
+    without slots; None outside of one.
 
     Raises:
         CommandLineError: srun has started this command several times, or there are fewer nodes than requested.
@@ -158,10 +159,10 @@ def allocated(job: Job) -> list[Host] | None:
             "Start it once, without srun; or start the script itself by srun."
         )
     names = _ask("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
-    count = job.machines[0] if job.machines else len(names)
-    if count > len(names):
-        raise CommandLineError(f"--nnodes {count}: the allocation has only {len(names)} nodes: {', '.join(names)}.")
-    return [Host(name, ()) for name in names[:count]]
+    least, most = job.machines or (1, None)
+    if least > len(names):
+        raise CommandLineError(f"--nnodes {job.nodes}: the allocation has only {len(names)} nodes: {', '.join(names)}.")
+    return [Host(name, ()) for name in names[:most]]
 
 
 def _lead(job: Job) -> int:

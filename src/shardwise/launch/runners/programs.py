@@ -36,7 +36,9 @@ def _srun(command: AgentCommand, machines: Sequence[str], line: str) -> list[str
     count = str(len(machines))
     return [
         *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(machines)),
-        *("--export", "ALL", "--kill-on-bad-exit=0", *command.args, "sh", "-c", _shell(command)),
+        # Agents go on if another one or its node is lost: the launcher decides what follows.
+        *("--export", "ALL", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"),
+        *(*command.args, "sh", "-c", _shell(command)),
     ]
 
 
