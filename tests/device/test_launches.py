@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.comm import native
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Feedback, Flat, Hops, QuantizedReduction, quantize, quantized
 from shardwise.comm.compression.quantize import BlockCode
@@ -272,6 +273,21 @@ def quantized_sums(world: int, hops: bool) -> list[Event]:
 def test_reductions_of_quantised_blocks_have_as_many_launches_for_any_number_of_ranks(hops: bool) -> None:
     few, many = (quantized_sums(world, hops) for world in (16, 1024))
     assert kernels(many) <= kernels(few), Counter(event.name for event in many if event.kind == "kernel")
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_in_rank_order_takes_a_kernel_for_each_rank(dtype: torch.dtype, accumulate: bool) -> None:
+    """As `deterministic_reduce` says: the order is promised, and a tree of sums would form others."""
+    values = [1e8, 1.0, -1e8, 1.0, 3.0]
+    rows, out = torch.tensor(values).to(dtype).repeat_interleave(4).view(-1, 4), torch.full((4,), 2.0)
+    with recording() as recorder:
+        native.sum_rows(out, rows, accumulate=accumulate)
+    assert kernels(recorder.trace.events) <= len(values) + accumulate
+    total = torch.zeros(())
+    for value in values:
+        total = total + torch.tensor(value).to(dtype).float()
+    assert torch.equal(out, (total + 2.0 * accumulate).expand(4))
 
 
 # -- whole tensors -----------------------------------------------------------------------------------------------------

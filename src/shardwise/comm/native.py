@@ -295,7 +295,10 @@ CHUNK = 1 << 18
 
 
 def sum_rows(out: torch.Tensor, rows: torch.Tensor, *, accumulate: bool) -> None:
-    """Sum 2-D `rows` from first to last into (or add to) 1-D `out`, in its dtype; may overwrite the first row."""
+    """Sum 2-D `rows` from first to last into (or add to) 1-D `out`, in its dtype; may overwrite the first row.
+
+    A device gets one kernel for each row, because the sum in rank order is promised to users: Gloo forms the same.
+    """
     size = CHUNK if out.device.type == "cpu" else max(1, out.numel())
     for start in range(0, out.numel(), size):
         target = out[start : start + size]

@@ -108,7 +108,9 @@ class Config(ConfigSection):
     gradient_predivide_factor: float = key(1.0, "Divide by this before summing over ranks and by the rest after.", gt=0)
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "Combine gradients of ranks by mean or sum.")
     deterministic_reduce: bool = key(
-        False, "Sum gradients in rank order on NCCL too, which makes runs repeatable bit by bit."
+        False,
+        "Sum gradients in rank order on NCCL too, which makes runs repeatable bit by bit. A sum over N ranks takes N "
+        "kernels.",
     )
     strict_sync: bool = key(
         False,
