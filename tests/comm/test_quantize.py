@@ -6,7 +6,7 @@ Reductions of quantised blocks, in one hop and in two, against the same arithmet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from shardwise.comm.compression import Feedback, Flat, Hops, QuantizedReduction,
 from shardwise.comm.compression.quantize import SMALLEST, BlockCode
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.machines import groups_of
+from shardwise.memory import Accountant, Category
 from tests.comm.blocks import Simulation, rounded
 from tests.harness import run_ranks
 
@@ -214,6 +215,31 @@ def test_rows_added_at_once_have_the_sum_of_their_values(bits: int) -> None:
         code.add_up(messages, total, accumulate=True)
     assert torch.equal(messages, coded(code, values)[0]) and torch.equal(back, coded(code, values)[1])
     assert torch.allclose(total, 1.0 + back.sum(0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scratch_memory_is_counted(bits: int) -> None:
+    """Of a device, where a tile has up to 32 MiB of fp32 values."""
+    accountant, size = Accountant(), 4 * 1000
+    code, values = BlockCode(bits, 50, lambda tensor: accountant.hold(Category.BUFFERS, tensor)), torch.randn(5, 1000)
+    messages, errors, total = (
+        torch.empty(5, code.nbytes(1000), dtype=torch.uint8),
+        torch.zeros(5, 1000),
+        torch.ones(1000),
+    )
+    chance = torch.Generator().manual_seed(0)
+    calls: list[tuple[int, Callable[[], object]]] = [
+        (1, lambda: code.encode(values, messages)),
+        (2, lambda: code.encode(values, messages, error=errors)),
+        (3, lambda: code.encode(values.half(), messages, generator=chance)),
+        (1, lambda: code.decode(messages, errors)),
+        (1, lambda: code.add_up(messages, total)),
+    ]
+    with at_once(), mock.patch.object(quantize, "DEVICE_CHUNK", 1000):
+        for number, call in calls:
+            accountant.reset_peak()
+            call()
+            assert accountant.peak_total == number * size and accountant.total == 0
 
 
 def reduced_at_once(*arguments: Any) -> Any:

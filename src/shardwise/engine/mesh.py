@@ -534,7 +534,7 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
         hops.across.connect("reduce")
     loco = zero.zeropp_loco_param
     feedback = Feedback(loco.err_beta, int(loco.reset_T)) if loco is not None else None
-    return QuantizedReduction(comm, BlockCode(4), hold, hops=hops, feedback=feedback)
+    return QuantizedReduction(comm, BlockCode(4, hold=hold), hold, hops=hops, feedback=feedback)
 
 
 def _configured_node_size(

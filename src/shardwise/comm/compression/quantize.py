@@ -16,8 +16,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -54,9 +54,15 @@ def chunk_of(numel: int, device: torch.device) -> int:
     return min(CHUNK, max(-(-numel // PARTS), LEAST)) if in_parts(device) else DEVICE_CHUNK
 
 
+def _uncounted(scratch: torch.Tensor) -> None:
+    """Count nothing."""
+
+
 @dataclass(frozen=True)
 class BlockCode:
     """A code of values in 8 or 4 `bits`, with an even number of values to a scale (`block`).
+
+    `hold` counts scratch memory until it is freed: up to 64 MiB on a device, 96 MiB to round stochastically.
 
     Raises:
         ValueError: another number of bits, or a block that is not even and positive.
@@ -73,6 +79,7 @@ class BlockCode:
 
     bits: int = 8
     block: int = BLOCK
+    hold: Callable[[torch.Tensor], None] = field(default=_uncounted, compare=False)
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -144,7 +151,9 @@ class BlockCode:
                 work.round_()
             else:
                 noise = torch.rand(work.shape, generator=generator, device=work.device)
+                self.hold(noise)
                 work.add_(noise).floor_().clamp_(-self.levels, self.levels)
+                del noise  # before that of the next tile
             places, range_ = self._places(begin, end, width)
             scales[rows, places] = scale.squeeze(2)
             self._pack(work, codes[rows, range_])
@@ -225,7 +234,9 @@ class BlockCode:
 
     def _scratch(self, rows: int, numel: int, device: torch.device) -> torch.Tensor:
         # Made once for all tiles, because the system zeroes new memory each time.
-        return torch.empty(self.scratch_bytes(rows, numel, device) // 8, device=device)
+        scratch = torch.empty(self.scratch_bytes(rows, numel, device) // 8, device=device)
+        self.hold(scratch)
+        return scratch
 
     def _values(
         self,

@@ -173,12 +173,12 @@ class QuantizedReduction(Compressor):
         for (flat, place), error in zip(places, errors, strict=True):
             together = 1 if in_parts(received.device) else self.nodes
             total = torch.empty(together, flat.own.numel(), device=received.device)
+            self.hold(total)
             for node in range(0, self.nodes, together):
                 rows = slice(node, node + together)
                 if together == 1:
                     self.code.add_up(received[:, node, place], total[0])
                 else:
-                    self.hold(total)
                     self._add_rows(received[..., place], total)
                 self._encode(total, sent[rows, place], None if error is None else error[rows])
         arrived, handle = self.exchange(sent, label, hops.across)
@@ -259,6 +259,7 @@ class QuantizedMean(BlockMean):
         yield received, sent
         handle.wait()
         mean = torch.empty(1, shard, dtype=torch.float32, device=values.device)
+        code.hold(mean)
         code.add_up(received, mean[0])
         mean.div_(comm.world)
         received = torch.zeros_like(sent)
@@ -278,7 +279,7 @@ def in_blocks(
     feedback = Feedback(parameters.err_beta, int(parameters.reset_T or 0)) if parameters.use_error_feedback else None
     return QuantizedReduction(
         comm,
-        BlockCode(bits, int(parameters.block_size)),
+        BlockCode(bits, int(parameters.block_size), hold),
         hold,
         start=int(parameters.start_compressing_after_step),
         feedback=feedback,

@@ -10,6 +10,7 @@ parameters of integers and of fp64 are sent exactly.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import FlatParam, round_up
 from shardwise.zero.units.sources import GatherSource
 
-CODE = BlockCode(8)
 CODED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that are quantised."""
 
@@ -106,6 +106,8 @@ class UnitCodes(GatherSource):
         self._comm = ranks = sections[0].domain.dimensions[0]
         self._rank, self._world = ranks.rank, ranks.world
         self._registry, self._accountant = registry, accountant
+        self._hold = functools.partial(accountant.hold, Category.BUFFERS)
+        self._code = BlockCode(8, hold=self._hold)
         self._parts: list[_Part] = []
         self._messages: torch.Tensor | None = None
         end = 0
@@ -131,7 +133,7 @@ class UnitCodes(GatherSource):
         first = self._parts[0].memory
         with first.domain.allocating():
             messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=first.device)
-        self._accountant.hold(Category.BUFFERS, messages)
+        self._hold(messages)
         own = messages[self._rank : self._rank + 1]
         for part in self._parts:
             self._encode(part, part.memory.tiered_shard.read(part.memory.shard), own, self._rank)
@@ -182,14 +184,15 @@ class UnitCodes(GatherSource):
         return travels_exactly(self._registry[index].shape)
 
     def _nbytes(self, count: int) -> int:
-        return CODE.nbytes(count)
+        return self._code.nbytes(count)
 
     def _encode_codes(self, part: _Part, values: torch.Tensor, codes: torch.Tensor, rank: int) -> None:
         assert part.exact_part is not None
         if part.exact_part.runs[rank]:
             values = values.clone()
+            self._hold(values)
             torch._foreach_zero_(part.exact_part.of_range(values, rank))
-        CODE.encode(values.unsqueeze(0), codes)
+        self._code.encode(values.unsqueeze(0), codes)
 
     def _decode_codes(self, part: _Part, codes: torch.Tensor, rows: torch.Tensor) -> None:
-        CODE.decode(codes, rows)
+        self._code.decode(codes, rows)

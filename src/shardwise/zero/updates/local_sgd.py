@@ -140,7 +140,7 @@ class LocalSgdUpdate(Update):
         numel = size + -size % across.world
         if bits is None or across.world == 1:
             return ExactMean(across, name), numel
-        return QuantizedMean(across, numel, BlockCode(bits), name, device), numel
+        return QuantizedMean(across, numel, BlockCode(bits, hold=self._hold), name, device), numel
 
     # -- exchange ----------------------------------------------------------------------------------------------------
 
