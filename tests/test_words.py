@@ -59,7 +59,6 @@ REMAINING = {
 """Words that packages and pages still have; they are removed here as these are rewritten."""
 
 _WORD = {word: field for words, field in WORDS.items() for word in words.split(", ")}
-_FIND = re.compile(rf"\b({'|'.join(_WORD)})\b", re.IGNORECASE)
 _NAMES = ("name", "id", "attr", "arg", "asname")
 
 
@@ -79,7 +78,8 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 def found(text: str) -> Iterator[str]:
     """Yield the private words of a text; names are split into their words."""
-    yield from (match.lower() for match in _FIND.findall(re.sub(r"_|(?<=[a-z])(?=[A-Z])", " ", text)))
+    words = re.findall(r"\w+", re.sub(r"_|(?<=[a-z])(?=[A-Z])", " ", text).lower())
+    yield from (word for word in words if word in _WORD)
 
 
 def pages() -> Iterator[tuple[str, str, list[tuple[int, str]]]]:

@@ -21,6 +21,7 @@ from shardwise.errors import CheckpointError
 from tests.checkpoint import hostile
 from tests.checkpoint.job import Run, as_ranks, config, differences, on_ranks
 from tests.checkpoint.test_codec import same
+from tests.harness import thorough
 
 randoms = st.integers(0, 2**32 - 1).map(random.Random)
 CLIENT = {
@@ -53,7 +54,7 @@ def files(saved: Path) -> hostile.Files:
     return hostile.read_files(saved / "second")
 
 
-MANY = settings(max_examples=6 * settings().max_examples)
+MANY = settings(max_examples=3 * settings().max_examples)
 """More than of other tests, also with `make exhaustive`."""
 
 
@@ -194,7 +195,9 @@ def test_headers_that_the_format_forbids_are_refused(header: str, message: str, 
 
 
 @pytest.mark.limit(400)
-@pytest.mark.parametrize(("kind", "count"), [("damage", 40), ("malice", 80)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("damage", 15), ("malice", 30), thorough("damage", 40), thorough("malice", 80)]
+)
 @as_ranks(2)
 def test_engines_survive_damaged_and_hostile_checkpoints(kind: str, count: int, saved: Path, tmp_path: Path) -> None:
     """Damaged ones are refused without a change of the engine, and the newest complete one is loaded instead."""

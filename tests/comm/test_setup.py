@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ from shardwise.comm.setup import destroy, init_distributed, is_initialized, loca
 from shardwise.device import choose_device
 from shardwise.errors import LaunchError
 from tests.harness import run_ranks
+from tests.harness.jobs import free_port
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -62,11 +62,6 @@ def test_single_process_without_a_launcher(alone) -> None:
     init_distributed()  # again: nothing happens
     init_distributed(rank=0, world_size=1)
     assert dist.group.WORLD is group
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _adopt() -> tuple[float, str]:
@@ -112,7 +107,7 @@ def test_torchrun_variables_without_an_agent() -> None:
         "RANK": "{rank}",
         "WORLD_SIZE": "{world}",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     assert run_ranks(_start_anew, 2, env, {}) == [([3.0, 3.0], "gloo")] * 2
 
@@ -120,7 +115,7 @@ def test_torchrun_variables_without_an_agent() -> None:
 def test_mpi_variables_and_the_port_argument() -> None:
     names = {"RANK": "{rank}", "SIZE": "{world}", "LOCAL_RANK": "{rank}", "LOCAL_SIZE": "{world}"}
     env = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
-    arguments = {"distributed_port": _free_port(), "timeout": timedelta(seconds=30)}
+    arguments = {"distributed_port": free_port(), "timeout": timedelta(seconds=30)}
     assert run_ranks(_start_anew, 2, env, arguments) == [([3.0, 3.0], "gloo")] * 2
 
 
@@ -150,7 +145,7 @@ def test_without_a_launcher_the_rank_is_the_number_on_the_machine() -> None:
 
 
 def test_init_method(tmp_path) -> None:
-    for url in (f"file://{tmp_path}/store", f"tcp://127.0.0.1:{_free_port()}"):
+    for url in (f"file://{tmp_path}/store", f"tcp://127.0.0.1:{free_port()}"):
         assert run_ranks(_start_anew, 2, {}, {"init_method": url})[0][0] == [3.0, 3.0]
 
 

@@ -15,10 +15,8 @@ from torch import nn
 import shardwise
 from shardwise.config import accept, resolve
 from shardwise.errors import (
-    BatchSizeError,
     ConfigError,
     ConflictError,
-    NotBuiltError,
     NotScalarError,
     PipelineError,
     ReleasedParameterError,
@@ -36,11 +34,15 @@ ELSEWHERE = {
     "node-local": "dropin/test_shapes.py",
     "auto": "config/test_resolve.py",
     "buckets": "memory/test_monotone.py",
+    "contradictions": "config/test_errors.py",
+    "quoted-numbers": "config/test_errors.py config/test_resolve.py",
+    "warmup-type": "config/test_errors.py",
     "persistence": "config/test_resolve.py",
     "hjson": "config/test_load.py",
     "sparse-attention": "attention/test_sparse.py",
     "loss-scale": "zero/test_overflow.py",
     "same-bits": "zero/test_numerics.py",
+    "accumulation-dtype": "zero/test_windows.py",
     "branches": "engine/test_engine.py",
     "idle-step": "engine/test_idle_steps.py",
     "coalesce": "dropin/test_inventory.py",
@@ -63,6 +65,7 @@ ELSEWHERE = {
     "trap-13": "client-state",
     "trap-17": "zero-init",
     "trap-18": "loss-scale",
+    "trap-21": "config/test_resolve.py",
     "trap-23": "dropin/test_commands.py",
     "trap-24": "save-16bit",
     "trap-26": "old-keys",
@@ -131,54 +134,14 @@ def test_keys_that_only_the_drop_in_ignores(config: dict[str, Any], ignored: lis
 
 
 @by_row(
-    "config, error, message",
-    ("unknown-keys", {"gradient_clipp1ng": 1.0}, ConfigError, "did you mean `gradient_clipping`"),
-    ("not-built", {"aio": {"use_gds": True}}, NotBuiltError, "GPUDirect Storage"),
-    (
-        "fewer-exclusions",
-        {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 2}},
-        ConflictError,
-        "stage",
-    ),
-    (
-        "contradictions",
-        {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 4},
-        ConflictError,
-        "managed_gradient_accumulation",
-    ),
-    (
-        "contradictions",
-        {"gradient_allreduce_op": "sum", "prescale_gradients": True},
-        ConflictError,
-        "gradient_allreduce_op",
-    ),
-    ("quoted-numbers", {"optimizer": {"type": "AdamW", "params": {"lr": "0.001"}}}, ConfigError, r"0\.001"),
-    ("warmup-type", {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "x"}}}, ConfigError, "warmup_type"),
-    ("exceptions", {"zero_optimization": {"stage": 4}, "fp61": {}}, ValueError, "2 problems"),
-    ("exceptions", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, AssertionError, "both true"),
-    ("exceptions", {"train_micro_batch_size_per_gpu": 3}, AssertionError, "batch related parameters"),
-)
-def test_refused(config: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        accepted(**config)
-
-
-@by_row(
     "config, path, value",
     ("clipping-default", {}, "gradient_clipping", 0),
     ("overflow-default", {"bf16": {"enabled": True}}, "bf16.check_grad_overflow", False),
     ("overlap", {"zero_optimization": {"stage": 1}}, "zero_optimization.overlap_comm", True),
     ("old-keys", {"optimizer": {"type": "OneBitLamb", "params": {"lr": 0.1}}}, "optimizer.type", "onebitlamb"),
-    (
-        "quoted-numbers",
-        {"zero_optimization": {"reduce_bucket_size": "5e8"}},
-        "zero_optimization.reduce_bucket_size",
-        5e8,
-    ),
     ("no-warmup", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "scheduler.type", "WarmupLR"),
     ("trap-2", {}, "steps_per_print", None),
     ("trap-12", {"steps_per_print": float("inf")}, "steps_per_print", float("inf")),
-    ("trap-21", {"aio": {"thread_count": 4}}, "aio.intra_op_parallelism", 4),
     ("trap-22", {"elasticity": {"prefer_large_batch": True}}, "elasticity.prefer_larger_batch", True),
 )
 def test_values(config: dict[str, Any], path: str, value: Any) -> None:
@@ -209,7 +172,7 @@ def test_keys_without_effect(kind: str, config: dict[str, Any], paths: list[str]
     assert sorted(note.path for note in notes) == paths and all(note.reason for note in notes)
 
 
-@covers("old-keys", "prints-less", "trap-12", "trap-21", "trap-22")
+@covers("old-keys", "prints-less", "trap-12", "trap-22")
 def test_warnings() -> None:
     off = {name: {"enabled": False} for name in ("amp", "elasticity", "curriculum_learning", "nebula", "eigenvalue")}
     zero = {"stage": 3, "grad_hooks": True, "offload_param": {"device": "none", "nvme_path": None}}
@@ -342,31 +305,6 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert len(saved) == 1  # names depend on no stage
 
 
-@covers("accumulation-dtype")
-@pytest.mark.parametrize(("stage", "dtype", "expected"), [(0, None, 1.123046875), (2, "bf16", 1.0)])
-@on_ranks(2)
-@drop_in()
-def test_accumulation(stage: int, dtype: str | None, expected: float) -> None:
-    """A gradient of 1 and 63 of 2^-9, added up in 64 micro-batches of a bf16 model."""
-    model = Slope()
-    engine = engine_of(
-        model,
-        "SGD",
-        gradient_accumulation_steps=64,
-        bf16={"enabled": True},
-        zero_optimization={"stage": stage},
-        data_types={"grad_accum_dtype": dtype},
-    )
-    for step in range(64):
-        value = 1.0 if step == 0 else 2.0**-9
-        engine.backward(engine(torch.full((4,), value, dtype=torch.bfloat16)).float() * 64)
-        if step < 63:
-            engine.step()
-    gradient = shardwise.utils.safe_get_full_grad(model.weight)
-    assert gradient is not None and float(gradient[0]) == expected
-    engine.destroy()
-
-
 @covers("full-grad", "trap-15")
 @on_ranks(2)
 @drop_in()
@@ -449,7 +387,9 @@ def test_building() -> None:
 
 @covers("exceptions", "trap-20")
 def test_classes_of_errors() -> None:
-    assert issubclass(ConflictError, AssertionError) and issubclass(BatchSizeError, AssertionError)
+    assert issubclass(ConflictError, AssertionError)
+    with pytest.raises(AssertionError, match="batch related parameters"):
+        accepted(train_micro_batch_size_per_gpu=3)
     assert issubclass(ConfigError, shardwise.errors.ShardwiseError) and issubclass(UsageError, RuntimeError)
     for call in ("forward", "backward", "step"):
         with pytest.raises(PipelineError, match=r"engine\.train_batch\(\)"):

@@ -8,19 +8,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import UsageError
-from shardwise.launch import tuning
 from shardwise_deepspeed.launcher import job_of
-from tests.harness.tuning import calls, candidate, describe, pretended_launcher
+from tests.harness.tuning import calls, candidate, describe
+from tests.launch.test_tuning import place
+
+__all__ = ["place"]
 
 ARGS = argparse.Namespace(user_script="train.py", user_args=["--deepspeed_config", "ds.json"], autotuning="tune")
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a script and a configuration, and a launcher that only pretends."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tuning, "LAUNCH", pretended_launcher(tmp_path))
-    return tmp_path
 
 
 def test_the_option_of_the_command() -> None:

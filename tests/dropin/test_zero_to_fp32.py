@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from shardwise_deepspeed.zero_to_fp32 import (
     get_model_state_file,
     get_optim_files,
     load_state_dict_from_zero_checkpoint,
+    main,
 )
 from tests.checkpoint import deepspeed_files
 from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
@@ -77,7 +76,9 @@ def test_a_module_takes_a_checkpoint(
         load_state_dict_from_zero_checkpoint(model, path)
 
 
-def test_files_and_script(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_files_and_script(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, expected = saved
     convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path / "a", tag="first")
     back = torch.load(tmp_path / "a" / "pytorch_model.bin", weights_only=True)
@@ -86,16 +87,17 @@ def test_files_and_script(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path:
     names = sorted(file.name for file in (tmp_path / "a").iterdir())
     assert names[0] == "pytorch_model-00001-of-00004.bin" and names[-1] == "pytorch_model.bin.index.json"
     assert len(names) == 5  # and not the file from before
-    script = [sys.executable, "-m", "shardwise_deepspeed.zero_to_fp32"]
     options = ["-t", "first", "--safe_serialization", "--exclude_frozen_parameters", "-d"]
-    done = subprocess.run([*script, path, tmp_path / "b", *options], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "embedding.weight [13, 11] torch.float32 head.weight" in done.stdout
+    with pytest.raises(SystemExit) as end:
+        main([str(path), str(tmp_path / "b"), *options])
+    shown = capsys.readouterr()
+    assert not end.value.code, shown.err
+    assert "embedding.weight [13, 11] torch.float32 head.weight" in shown.out
     once = load_file(tmp_path / "b" / "model.safetensors")
     assert set(expected) - set(once) == {*FROZEN, "head.weight"}
-    done = subprocess.run([*script, path / "never", tmp_path / "b"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "no such file or directory" in done.stderr
+    with pytest.raises(SystemExit) as end:
+        main([str(path / "never"), str(tmp_path / "b")])
+    assert end.value.code == 1 and "no such file or directory" in capsys.readouterr().err
 
 
 def test_files_of_states_are_made_of_our_checkpoint(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -19,7 +19,6 @@ import pickle
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.harness import worker
+from tests.harness.jobs import free_port
 from tests.harness.worker import Failure, Task
 
 GRACE_S = 5.0
@@ -83,7 +83,7 @@ class Pool:
         """Run `fn(*args, **kwargs)` on ranks 0..world-1; see `run_ranks`."""
         call = pickle.dumps((fn, args, kwargs))
         self._grow(max(world, 2))
-        port = self._store.port if init else _free_port()
+        port = self._store.port if init else free_port()
         number = next(self._numbers)
         try:
             for rank in range(world):
@@ -222,12 +222,6 @@ def _rank_env(rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 _pool: Pool | None = None

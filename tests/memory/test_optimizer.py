@@ -36,7 +36,7 @@ shape = st.one_of(st.tuples(st.integers(1, 90)), st.tuples(st.integers(1, 40), s
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-@settings(max_examples=8)
+@settings(max_examples=3)
 @given(shapes=st.lists(shape, min_size=1, max_size=4))
 def test_state_is_exact(name: str, shapes: list[tuple[int, ...]]) -> None:
     lists = [torch.nn.ParameterList([torch.ones(s)]) for s in shapes]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +11,8 @@ from unittest import mock
 import pytest
 
 from shardwise.errors import ConfigError, OffloadError
-from tests.harness import on_ranks, run_ranks
+from shardwise.offload.files import SwapFile
+from tests.harness import RankFailure, on_ranks, run_ranks
 from tests.harness.training import Setting, bits, start, take_steps
 from tests.models import CASES
 from tests.offload.settings import offload
@@ -95,34 +94,25 @@ def test_checkpoints_go_from_any_place_into_any_other(
     assert moved == whole
 
 
-KILLED = """
-import os, signal, sys
-import torch
-from tests.offload import test_faults as faults
-from shardwise.offload.files import SwapFile
+def step_by_step(swap: str, directory: str, kill: bool = False) -> str:
+    """Train, from the checkpoint if there is one, and save after each step; `kill` in the third, at the sixth write."""
+    engine, write, writes = made(offload("all on disk", swap)), SwapFile.write, 0
 
-directory, swap, kill = sys.argv[1:]
-engine = faults.made(faults.offload("all on disk", swap))
-if os.path.exists(directory):
-    engine.load_checkpoint(directory)
-write, count = SwapFile.write, 0
+    def counting(*given: Any) -> Any:
+        nonlocal writes
+        writes += engine.global_steps == 2
+        transfer = write(*given)
+        if writes > 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return transfer
 
-def counting(self, extent, memory):
-    global count
-    count += 1
-    transfer = write(self, extent, memory)
-    if engine.global_steps == 2 and count > 5 and kill == "yes":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return transfer
-
-SwapFile.write = counting
-while engine.global_steps < 4:
-    count = 0
-    faults.steps(engine, engine.global_steps, engine.global_steps + 1)
-    engine.save_checkpoint(directory)
-print("digest", faults.bits(engine))
-engine.destroy()
-"""
+    if os.path.exists(directory):
+        engine.load_checkpoint(directory)
+    with mock.patch.object(SwapFile, "write", counting if kill else write):
+        while engine.global_steps < 4:
+            steps(engine, engine.global_steps, engine.global_steps + 1)
+            engine.save_checkpoint(directory)
+    return bits(engine)
 
 
 def undisturbed(place: str, directory: str) -> str:
@@ -133,16 +123,9 @@ def undisturbed(place: str, directory: str) -> str:
     return found
 
 
-def run_until(directory: Path, swap: Path, kill: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", KILLED, str(directory), str(swap), kill]
-    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_killed_in_the_middle_of_a_swap_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    swap = tmp_path / "swap"
-    killed = run_until(tmp_path / "killed", swap, "yes")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not list(swap.iterdir())
-    resumed = run_until(tmp_path / "killed", swap, "no")
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.split("digest ")[1].strip() == run_ranks(undisturbed, 1, "all on disk", str(swap))[0]
+    swap, saved = str(tmp_path / "swap"), str(tmp_path / "saved")
+    with pytest.raises(RankFailure, match=f"exit code -{signal.SIGKILL.value}"):
+        run_ranks(step_by_step, 1, swap, saved, kill=True)
+    assert not os.listdir(swap) and len(os.listdir(saved)) == 3  # of two steps, and `latest`
+    assert run_ranks(step_by_step, 1, swap, saved) == run_ranks(undisturbed, 1, "all on disk", swap)

@@ -38,18 +38,11 @@ def spans(name: str, ranks: int, micro_batches: int) -> list[Span]:
     return [span for spans in simulate(schedule).spans for span in spans]
 
 
-def test_text_of_1f1b() -> None:
-    assert text_chart(spans("1f1b", 2, 3)) == (
-        "rank 0 F0 F1 ......B0--- F2 B1--- ...B2---\n"  #
-        "rank 1 ...F0 B0--- F1 B1--- F2 B2---\n"
-    )
-
-
-def test_text_of_a_schedule_with_two_stages_on_a_rank() -> None:
-    assert text_chart(spans("zbv", 2, 1)) == (
-        "rank 0 F0 ......f0 i0 w0 ...B0---\n"  #
-        "rank 1 ...F0 f0 ......i0 I0 w0 W0\n"
-    )
+def test_text_of_one_stage_on_a_rank_and_of_two() -> None:
+    first, second = "F0 F1 ......B0--- F2 B1--- ...B2---", "...F0 B0--- F1 B1--- F2 B2---"
+    assert text_chart(spans("1f1b", 2, 3)) == f"rank 0 {first}\nrank 1 {second}\n"
+    first, second = "F0 ......f0 i0 w0 ...B0---", "...F0 f0 ......i0 I0 w0 W0"
+    assert text_chart(spans("zbv", 2, 1)) == f"rank 0 {first}\nrank 1 {second}\n"
 
 
 def test_text_of_measured_times_has_the_given_width() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
@@ -106,7 +106,6 @@ NUMBERS = st.tuples(st.integers(1, 400), st.integers(1, 100), st.floats(0.1, 10)
     objective=st.sampled_from(["throughput", "latency", "cost", "ranks"]),
     batch=st.sampled_from([None, 8]),
 )
-@settings(deadline=None, max_examples=60)
 def test_the_best_is_that_of_trying_all(
     numbers: list[tuple[int, int, float, float]], size: int, objective: Objective, batch: int | None
 ) -> None:
