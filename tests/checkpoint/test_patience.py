@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import async_save, slow_io, verify
+from shardwise.checkpoint import async_save, directory, slow_io, verify
 from shardwise.checkpoint import save as saving
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, as_ranks, config
@@ -45,6 +45,47 @@ def test_a_disk_that_hangs_is_given_up_and_the_next_save_works(tmp_path: Path) -
     torch.distributed.barrier()
     names = {name for name in os.listdir(tmp_path) if not name.startswith(".")}
     assert names == {"c", "first", "latest"}
+
+
+@pytest.mark.parametrize("where", ["before the parts", "before the rename", "after the rename"])
+@as_ranks(2)
+def test_a_save_that_rank_0_gave_up_does_not_undo_a_later_one(tmp_path: Path, where: str) -> None:
+    settings = config(2, checkpoint={"async_save": True, "keep_last": 1})
+    run, answers, late = started(str(tmp_path), settings), threading.Event(), list[threading.Thread]()
+    engine, saver = run.engine, run.engine._checkpoints.background.saving
+    module, name = (async_save, "write_part") if where == "before the parts" else (directory, "sync_directory")
+    real = getattr(module, name)
+
+    def hanging(path: str, *args: Any, **more: Any) -> Any:
+        done = real(path, *args, **more)
+        here = ".partial" in path if where == "before the rename" else path == str(tmp_path)
+        if not late and (here or module is async_save):  # the first call only
+            late.append(threading.current_thread())
+            answers.wait(60.0)
+        return done
+
+    saver._limit = 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "SLOWEST", 1e12)
+        patch.setattr(async_save, "_LOOK_S", 0.1)
+        if torch.distributed.get_rank() == 0:
+            patch.setattr(module, name, hanging)
+        engine.save_checkpoint(tmp_path, tag="global_step1")
+        with pytest.raises(CheckpointError, match="failed on rank 0: its part is not written after"):
+            engine.wait_for_checkpoint()
+        saver._limit = 60.0
+        run.step()
+        engine.save_checkpoint(tmp_path, tag="global_step2")
+        assert engine.wait_for_checkpoint() == f"{tmp_path}/global_step2"
+        answers.set()
+        for thread in late:
+            thread.join(60.0)
+    torch.distributed.barrier()
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    names = {name for name in os.listdir(tmp_path) if not name.startswith(".")}
+    assert names == {"first", "global_step2", "latest"}
+    verify(f"{tmp_path}/global_step2")
+    engine.destroy()
 
 
 @as_ranks(2)

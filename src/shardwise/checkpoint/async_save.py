@@ -264,6 +264,8 @@ class AsyncSaver:
                 return job.report
         if seconds < left:
             return None
+        if job.made.draft is not None:
+            job.made.draft.given_up = True
         self._snapshot, self._job = Snapshot(*self._memory), None  # the thread may still read the old one
         error = f"its part is not written after {job.limit:.0f} s (the limit follows SHARDWISE_TIMEOUT). It is given up"
         self.report = replace(job.report, error=error, origin=job.rank)

@@ -74,7 +74,8 @@ def check_directory(path: Any, argument: str) -> str:
 class StagingDirectory:
     """A checkpoint that is being written: rank 0 makes it, all ranks write into `path`.
     `parent` is created if needed. `tidy` removes leftovers of killed writers of all tags, not only of this one.
-    `published` is True once the checkpoint exists under its tag.
+    `published` is True once the checkpoint exists under its tag. `given_up`, set by another thread, prevents what the
+    writer has not done yet.
     """
 
     def __init__(self, parent: str, tag: str, *, tidy: bool = True) -> None:
@@ -82,7 +83,7 @@ class StagingDirectory:
         self.target = os.path.join(parent, tag)
         self.token = secrets.token_hex(4)
         self.path = os.path.join(parent, f".{tag}.{self.token}{PARTIAL}")
-        self.published = False
+        self.published = self.given_up = False
         self._moved: list[str] = []
         os.makedirs(parent, exist_ok=True)
         remove_leftovers(parent, None if tidy else tag)
@@ -100,11 +101,19 @@ class StagingDirectory:
         os.write(lock, _MARK)
         return lock
 
+    def check(self) -> None:
+        """Raise CheckpointError if this save was given up: a newer one may have been published since."""
+        if self.given_up:
+            end = "complete, but older than others" if self.published else "not published"
+            raise CheckpointError(f"{self.target}: this save was given up, because it took too long; it is {end}")
+
     def publish(self, *, replace: bool = True) -> None:
         """Publish the checkpoint under its tag, or without `replace` under a new one; the manifest is in `path`
-        already. Raises OSError if publication failed; the previous state remains unless `published` is set.
+        already. Raises OSError if publication failed, and CheckpointError if it was given up; the previous state
+        remains unless `published` is set.
         """
         sync_directory(self.path)
+        self.check()
         if not replace or not os.path.lexists(self.target):
             os.rename(self.path, self.target)
             self.published = True

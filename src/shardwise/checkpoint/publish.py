@@ -114,12 +114,13 @@ def publish(draft: directory.StagingDirectory, made: Manifest, *, latest: bool =
     """Write the manifest of a complete staging directory, publish the checkpoint, and let `latest` name it.
 
     Raises:
-        CheckpointError: the checkpoint is published, and `latest` could not be written.
+        CheckpointError: the checkpoint is published, and `latest` could not be written; or the save was given up.
         OSError: the checkpoint could not be published.
     """
     directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(made))
     try:
         draft.publish()
+        draft.check()
         if latest:
             CheckpointDirectory(draft.parent).set_latest(made.tag)
     except OSError as error:

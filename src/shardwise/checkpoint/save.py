@@ -178,6 +178,7 @@ def finish(
         )
     made = joined(draft, header)
     publish(draft, made, latest=latest)
+    draft.check()
     there = CheckpointDirectory(request.directory)
     for note in there.prune(made.tag, made.counters, request.keep_last, request.keep_every, finite=made.finite):
         logger.info("%s", note)
