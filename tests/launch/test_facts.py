@@ -25,6 +25,7 @@ def test_variables_by_rule_from_files_and_by_name(folder: Path) -> None:
     (folder / "home" / ".deepspeed_env").write_text("# of the cluster\nFROM_HOME=1\nexport BOTH='home'\n")
     (folder / ".deepspeed_env").write_text("BOTH=here\n\n")
     env = {"NCCL_DEBUG": "INFO", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "3", "MINE": "4", "PYTHONPATH": "/a"}
+    env["SHARDWISE_MACHINE"] = "here"  # names one machine, as CUDA_VISIBLE_DEVICES does
     assert exported(["MINE", "GIVEN=a=b"], env) == {
         "NCCL_DEBUG": "INFO",
         "PYTHONPATH": "/a",
@@ -60,3 +61,18 @@ def test_differences_between_machines_are_named_with_the_fix(folder: Path) -> No
     assert "b: ds.json is missing, in " in found(files={"train.py": here.files["train.py"]})[0]
     (line,) = found(variables={"NCCL_DEBUG": "other", "OMP_NUM_THREADS": "more"})
     assert "b: the environment differs from that of a: NCCL_DEBUG, OMP_NUM_THREADS." in line and "--export" in line
+
+
+def test_of_a_large_file_the_size_and_both_ends_are_compared_and_of_an_unchecked_job_none(folder: Path) -> None:
+    size = 300 << 30  # bytes, sparse: not read whole
+    with (folder / "data.bin").open("wb") as file:
+        file.truncate(size)
+    job, digests = Job("train.py", ("--data=data.bin",)), set[str]()
+    for offset in (None, 0, size - 1, size):  # as it is; another first byte; another last byte; one byte more
+        if offset is not None:
+            with (folder / "data.bin").open("r+b") as file:
+                file.seek(offset)
+                file.write(b"x")
+        digests.add(facts_of(job, {}).files["data.bin"])
+    assert len(digests) == 4 and "" not in digests
+    assert facts_of(replace(job, unchecked=True), {}).files == {}

@@ -27,9 +27,17 @@ EXPORTED = (
 )
 """Beginnings of the names of variables that the launcher passes on to other machines."""
 
-_OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "SHARDWISE_MEMORY_DIRECTORY", "SHARDWISE_RECOVERY_FILE")
+_OF_ONE_MACHINE = (
+    "CUDA_VISIBLE_DEVICES",
+    "SHARDWISE_MACHINE",
+    "SHARDWISE_MEMORY_DIRECTORY",
+    "SHARDWISE_RECOVERY_FILE",
+)
 _FILES = (".shardwise_env", os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
 """Files of further variables, in the current directory and the home directory."""
+
+_WHOLE, _EDGE = 16 << 20, 1 << 20
+"""Bytes up to which all of a file is compared; of a larger one its size, and this much at its beginning and its end."""
 
 MOST_CLOCK_S = 60.0
 """Seconds between two clocks from which on they are reported: certificates and times of checkpoints go wrong."""
@@ -74,8 +82,9 @@ def _read(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of one machine; files and variables by digest. `port` is open for other machines of the job before the
-    start; `speed` is that of the interface, in bytes per second, if the driver knows.
+    """Facts of one machine; variables by digest, and files, too (none if the job is not checked). `port` is open for
+    other machines of the job before the start; `speed` is that of the interface, in bytes per second, if the driver
+    knows.
     """
 
     host: str
@@ -101,6 +110,7 @@ def facts_of(job: Job, env: Mapping[str, str], **more: Any) -> Facts:
 
     named = [] if job.module else [job.script]
     named += [part for arg in job.args for part in (arg, arg.partition("=")[2]) if part and os.path.isfile(part)]
+    named = [] if job.unchecked else named
     return Facts(
         host=platform.node(),
         clock=time.time(),
@@ -156,6 +166,13 @@ def _digest(data: bytes) -> str:
 
 def _digest_of_file(name: str) -> str:
     try:
-        return _digest(Path(name).read_bytes())
+        with open(name, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if size <= _WHOLE:
+                return _digest(file.read(_WHOLE))
+            first = file.read(_EDGE)
+            file.seek(size - _EDGE)
+            return _digest(str(size).encode() + first + file.read(_EDGE))
     except OSError:
         return ""
