@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig
 
 import shardwise
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.inference.generation import generate, numbers_of_first
 from tests.harness import RankFailure, run_ranks, thorough
 from tests.inference.models import ARGUMENTS, FAMILIES, answers, expected, generating, prompts
 
@@ -42,17 +46,58 @@ def test_64_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path)
         assert share < 0.75
 
 
-def sampled(size: int) -> Any:
-    engine = shardwise.init_inference(generating("llama"), dtype="fp32", mp_size=size)
-    torch.manual_seed(5 + size * dist.get_rank())
+def sampled(size: int, zero: dict[str, Any]) -> Any:
+    engine = shardwise.init_inference(generating("llama"), dtype="fp32", mp_size=size, zero=zero)
+    assert size == 1 or dist.get_process_group_ranks(engine.mp_group) == [0, 1]
+    torch.manual_seed(5 + dist.get_rank())
     out = engine.generate(**prompts(2, "left"), max_new_tokens=12, do_sample=True, pad_token_id=0, eos_token_id=7)
     engine.destroy()
     return out.tolist(), torch.rand(1).item()
 
 
-def test_ranks_that_share_a_model_draw_the_first_rank_s_numbers() -> None:
-    single = run_ranks(sampled, 1, 1)[0]
-    assert run_ranks(sampled, 2, 2) == [(single[0], pytest.approx(single[1]))] * 2
+@pytest.mark.parametrize("zero", [{}, {"stage": 3, "stage3_param_persistence_threshold": 0}])
+def test_ranks_that_share_a_model_draw_the_first_rank_s_numbers(zero: dict[str, Any]) -> None:
+    tokens, following = run_ranks(sampled, 1, 1, {})[0]
+    own = torch.rand(1, generator=torch.Generator().manual_seed(6)).item()
+    assert run_ranks(sampled, 2, 2, zero) == [(tokens, following), (tokens, own)]
+
+
+def drawn(step: int) -> tuple[float, float]:
+    comm = Communicator(None, Ledger(), torch.device("cpu"))
+    torch.manual_seed(1 + step * dist.get_rank())
+    with numbers_of_first(comm):
+        inside = torch.rand(1).item()
+    comm.destroy()
+    return inside, torch.rand(1).item()
+
+
+def test_ranks_with_other_random_numbers_keep_them() -> None:
+    first, other = (torch.rand(2, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 2))
+    assert run_ranks(drawn, 2, 1) == [tuple(first), (first[0], other[0])]
+    assert run_ranks(drawn, 2, 0) == [tuple(first)] * 2
+
+
+def stopped() -> list[int]:
+    """Return the lengths of answers of which each rank would stop at another length."""
+    engine = shardwise.init_inference(generating("llama"), dtype="fp32", mp_size=2)
+    first = dist.get_rank() == 0
+
+    def length(**more: Any) -> int:
+        out = engine.generate(**prompts(1, "left"), max_new_tokens=4, **ARGUMENTS, **more)
+        return int(out.shape[1]) - 6
+
+    def two(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(ids),), ids.shape[1] >= (8 if first else 7))
+
+    never, now = 1e6, 1e-9
+    found = [length(max_time=now if first else never), length(max_time=never if first else now)]
+    found.append(length(stopping_criteria=[two]))
+    engine.destroy()
+    return found
+
+
+def test_ranks_that_share_a_model_stop_when_the_first_does() -> None:
+    assert run_ranks(stopped, 2) == [[1, 4, 2]] * 2
 
 
 def different() -> None:
@@ -95,6 +140,16 @@ def test_limits_and_times() -> None:
         engine(torch.ones(1, 3, dtype=torch.long))
 
 
+def test_the_length_that_transformers_takes_by_itself_is_limited() -> None:
+    model = generating("llama")
+    with pytest.raises(UsageError, match="6 tokens of the prompt and 20 new ones exceed max_out_tokens = 22"):
+        generate(model, (), {**prompts(1, "left"), **ARGUMENTS}, limit=22)
+    for given in ({"max_length": 10}, {"generation_config": GenerationConfig(max_length=10, pad_token_id=0)}):
+        assert generate(model, (), {**prompts(1, "left"), **given}, limit=10).shape[1] <= 10
+    # The prompt of an encoder is no part of the answer.
+    assert generate(generating("t5"), (), {**prompts(1, "left"), "max_new_tokens": 4}, limit=4).shape[1] <= 5
+
+
 @pytest.mark.thorough
 def test_compiled_blocks_generate_the_same() -> None:
     engine = shardwise.init_inference(generating("llama"), dtype="fp32")
@@ -125,14 +180,31 @@ def test_models_without_values_need_a_checkpoint_that_fits(tmp_path: Path) -> No
 def by_policy() -> Any:
     """Divide by names of layers alone."""
     policy = {torch.nn.Module: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}
-    engine = shardwise.init_inference(generating("t5"), dtype="fp32", mp_size=2, injection_policy=policy)
+    model = generating("t5")
+    model.register_buffer("seen", torch.full((2,), dist.get_rank() > 0))
+    engine = shardwise.init_inference(model, dtype="fp32", mp_size=2, injection_policy=policy)
     found = answers(engine, 3, "right", 12)
+    assert model.seen.tolist() == [False, False]  # the first rank's
     engine.destroy()
     return found
 
 
 def test_policies_name_the_layers_that_are_divided() -> None:
     assert run_ranks(by_policy, 2) == [expected(generating("t5"), 3, 12)] * 2
+
+
+def undivided() -> None:
+    section = {"enabled": False, "tp_group": dist.group.WORLD}
+    engine = shardwise.init_inference(generating("llama"), dtype="fp32", tensor_parallel=section)
+    assert engine.mp_group is None
+    assert sum(p.numel() for p in engine.module.parameters()) == sum(
+        p.numel() for p in generating("llama").parameters()
+    )
+    engine.destroy()
+
+
+def test_a_group_that_is_not_enabled_divides_nothing() -> None:
+    run_ranks(undivided, 2)
 
 
 def alone() -> None:

@@ -16,11 +16,14 @@ from shardwise.inference.division import InferenceRanks, divide_for_inference
 from shardwise.inference.generation import generate
 from shardwise.inference.loading import check_has_values, load_parts, materialize_model, paths_of
 from shardwise.inference.quantization import quantize_weights
+from shardwise.parallel.tensor.entry import copy_first, divided_over, written_buffers
 from shardwise.parallel.tensor.watch import begin_pass
 from shardwise.registry import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from shardwise.comm.communicator import Communicator
 
 
 class InferenceEngine(nn.Module):
@@ -49,7 +52,6 @@ class InferenceEngine(nn.Module):
         self.module = model
         self.device = device
         self._ranks: InferenceRanks | None = None
-        self.mp_group: dist.ProcessGroup | None = None
         if streamed is None:
             self._ranks = _ranks_of(config, device)
             try:
@@ -57,6 +59,8 @@ class InferenceEngine(nn.Module):
             except BaseException:
                 self._ranks.close()
                 raise
+        shared = self._shared
+        self.mp_group: dist.ProcessGroup | None = None if shared is None else shared.process_group
         model.eval()
         if config.replace_with_kernel_inject:
             self.compile()
@@ -67,6 +71,8 @@ class InferenceEngine(nn.Module):
         checkpoint = checkpoint_of(config)
         meta = check_has_values(model, checkpoint)
         cast(model, config.torch_dtype)
+        if ranks.tensor is not None and checkpoint is None and divided_over(model) is None:
+            copy_first(written_buffers(model), ranks.everybody)
         divide_for_inference(model, ranks, rows_of(config), config.tensor_parallel.tp_grain_size)
         if meta:
             materialize_model(model, device)
@@ -74,9 +80,9 @@ class InferenceEngine(nn.Module):
             load_parts(model, paths_of(checkpoint, directory_of(config)), ranks.everybody)
         group = ranks.tensor
         if group is not None:
-            self.mp_group = group.comm.process_group
-            if checkpoint is None:
-                _take_first(model, ranks)
+            if checkpoint is None:  # parts were copied when they were divided
+                own = ((name, one) for name, one in model.named_parameters() if part_of(one).ranks is None)
+                copy_first(own, ranks.everybody)
             self._hooks += [
                 model.register_forward_pre_hook(lambda module, _: begin_pass(module)),
                 model.register_forward_hook(group.end_pass),
@@ -84,6 +90,16 @@ class InferenceEngine(nn.Module):
         model.to(device)
         if config.bits is not None:
             quantize_weights(model, config.bits, device)
+
+    @property
+    def _shared(self) -> Communicator | None:
+        """Ranks that share each layer; None: every rank has whole layers."""
+        if self._ranks is not None:
+            group = self._ranks.tensor
+        else:
+            tensors = self._streamed._tensors
+            group = None if tensors is None else tensors.group
+        return None if group is None else group.comm
 
     if not TYPE_CHECKING:
 
@@ -109,20 +125,19 @@ class InferenceEngine(nn.Module):
         """Call the model's `generate` with its arguments, and return what it returns.
 
         Right-padded prompts of decoders become left-padded, by `attention_mask`. Ranks that share the model give the
-        same prompts, draw the first rank's random numbers, and return the same tokens. Where weights are streamed, all
-        ranks run as many passes as the longest answer needs.
+        same prompts, draw the first rank's random numbers, end when its criteria say, and return the same tokens. Where
+        weights are streamed, all ranks run as many passes as the longest answer needs.
 
         Raises:
             UsageError: the model has no `generate`, or `max_out_tokens` would be exceeded.
             DesyncError: ranks that share the model have other prompts, or have chosen other tokens.
         """
         self._check_open("generate()")
-        shared = None if self._ranks is None else self._ranks.tensor
         return generate(
             self.module,
             inputs,
             kwargs,
-            ranks=None if shared is None else shared.comm,
+            ranks=self._shared,
             streams=self._streamed is not None,
             limit=self._inference_config.max_out_tokens,
         )
@@ -198,7 +213,9 @@ class InferenceEngine(nn.Module):
 
 def _ranks_of(config: InferenceConfig, device: torch.device) -> InferenceRanks:
     section = config.tensor_parallel
-    group, size = section.group, section.tp_size if section.enabled else 1
+    group, size = section.group, section.tp_size
+    if not section.enabled:
+        return InferenceRanks(1, device, group)
     if group is not None and size not in (1, dist.get_world_size(group)):
         raise ConflictError(
             f"tensor_parallel: tp_size is {size}, and tp_group has {dist.get_world_size(group)} ranks. Leave one of "
@@ -224,13 +241,6 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(wanted)
-
-
-def _take_first(model: nn.Module, ranks: InferenceRanks) -> None:
-    """Copy undivided parameters and buffers of the first rank; divided ones were copied when they were divided."""
-    for name, parameter in model.named_parameters():
-        if part_of(parameter).ranks is None:
-            ranks.everybody.broadcast(parameter.data, 0, name).wait()
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

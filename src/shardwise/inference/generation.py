@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ def generate(
     Args:
         module: a model of transformers, or another with `generate`.
         args, kwargs: of `generate`.
-        ranks: ranks that share each layer. They get the same prompts, draw random numbers as the first rank does, and
-            compare tokens after each step, so that all end together.
+        ranks: ranks that share each layer. They get the same prompts, draw random numbers as the first rank does,
+            compare tokens after each step, and stop when the first rank's criteria do.
         streams: passes of ranks have to be equal in number, because weights are gathered in them (`synced_gpus`).
         limit: most tokens of prompt and answer, which the configuration has under `key`.
 
@@ -56,46 +57,76 @@ def generate(
             f"generate(): ranks {list(ranks.members)} share a model, and their prompts differ: {gathered}. Give "
             "them the same"
         )
-    from transformers import StoppingCriteriaList
-
-    criteria = StoppingCriteriaList([*(given.pop("stopping_criteria", None) or ()), EqualTokens(ranks)])
     with numbers_of_first(ranks):
-        return module.generate(*args, **given, stopping_criteria=criteria)  # type: ignore[operator]
+        return module.generate(*args, **_of_first(module, given, ranks))  # type: ignore[operator]
+
+
+def _of_first(module: nn.Module, kwargs: dict[str, Any], ranks: Communicator) -> dict[str, Any]:
+    """Return arguments whose criteria stop where the first rank's do, because clocks and scripts of ranks differ."""
+    from transformers.generation import stopping_criteria as known
+
+    given = list(kwargs.get("stopping_criteria") or ())
+    # Criteria of tokens alone agree, and replace those of their class that generate() makes itself.
+    of_tokens = (known.MaxLengthCriteria, known.StopStringCriteria, known.EosTokenCriteria)
+    others = [one for one in given if not isinstance(one, of_tokens)]
+    seconds = _setting(module, kwargs, "max_time")
+    if seconds is not None:
+        others.append(known.MaxTimeCriteria(seconds))
+        kwargs = {**kwargs, "max_time": math.inf}
+    criteria = known.StoppingCriteriaList(one for one in given if isinstance(one, of_tokens))
+    criteria.append(EqualTokens(ranks, known.StoppingCriteriaList(others)))
+    return {**kwargs, "stopping_criteria": criteria}
 
 
 class EqualTokens:
-    """Stopping criterion that never stops: raises a DesyncError if ranks have chosen different tokens."""
+    """Stopping criterion of ranks that share a model: stops the rows that `criteria` stop on the first rank.
 
-    def __init__(self, ranks: Communicator) -> None:
-        self._ranks = ranks
+    Raises a DesyncError if ranks have chosen different tokens.
+    """
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Compare the last tokens; return False for each row."""
-        own = input_ids[:, -1].contiguous().to(self._ranks.device)
+    def __init__(self, ranks: Communicator, criteria: Callable[..., torch.Tensor]) -> None:
+        self._ranks, self._criteria = ranks, criteria
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Compare the last tokens; return the first rank's decision for each row, (rows,)."""
+        stops = self._criteria(input_ids, scores, **kwargs)
+        own = torch.cat([input_ids[:, -1], stops.to(input_ids.dtype)]).to(self._ranks.device)
         every = own.new_empty(self._ranks.world * own.numel())
         mine = every[self._ranks.rank * own.numel() :][: own.numel()]
         mine.copy_(own)
         self._ranks.all_gather([(every, mine)], "tokens", kind="explicit").wait()
-        if not bool((every.view(self._ranks.world, -1) == own).all()):
+        tokens, decisions = every.view(self._ranks.world, 2, -1).unbind(1)
+        if not bool((tokens == tokens[0]).all()):
             raise DesyncError(
                 f"generate(): ranks {list(self._ranks.members)} share a model and have chosen different tokens: "
-                f"{every.view(self._ranks.world, -1).tolist()}. Their devices or libraries compute differently"
+                f"{tokens.tolist()}. Their devices or libraries compute differently"
             )
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return decisions[0].bool().to(input_ids.device)
 
 
 @contextlib.contextmanager
 def numbers_of_first(ranks: Communicator) -> Iterator[None]:
-    """Draw random numbers from the first rank's generators inside the block, which ends as on that rank."""
-    cuda = ranks.device.type == "cuda"
-    for state, put in (
-        (torch.get_rng_state(), torch.set_rng_state),
-        *([(torch.cuda.get_rng_state(ranks.device), torch.cuda.set_rng_state)] if cuda else []),
-    ):
-        values = state.to(ranks.device)
+    """Draw random numbers from the first rank's generators inside the block.
+
+    Ranks whose generators had other states have these again afterwards: they may train on other data. Equal ones stay
+    equal.
+    """
+    own: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
+    states: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = [(torch.get_rng_state(), torch.set_rng_state)]
+    if ranks.device.type == "cuda":
+        states.append((torch.cuda.get_rng_state(ranks.device), torch.cuda.set_rng_state))
+    for state, put in states:
+        values = state.to(ranks.device, copy=True)
         ranks.broadcast(values, 0, "random_numbers").wait()
-        put(values.cpu())
-    yield
+        first = values.cpu()
+        put(first)
+        if not torch.equal(first, state):
+            own.append((state, put))
+    try:
+        yield
+    finally:
+        for state, put in own:
+            put(state)
 
 
 def _left_padded(
@@ -123,13 +154,25 @@ def _prompt(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | 
     return next((one for one in given if torch.is_tensor(one)), None)
 
 
+def _setting(module: nn.Module, kwargs: Mapping[str, Any], name: str) -> Any:
+    """Return an argument of `generate`, or the value of a generation configuration; None: neither has it."""
+    configs = kwargs.get("generation_config"), getattr(module, "generation_config", None)
+    values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((value for value in values if value is not None), None)
+
+
 def _check_length(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int, key: str) -> None:
-    config = kwargs.get("generation_config") or getattr(module, "generation_config", None)
+    own, config = getattr(module, "generation_config", None), getattr(module, "config", None)
     given = _prompt(args, kwargs)
     prompt = 0 if given is None or getattr(config, "is_encoder_decoder", False) else given.shape[1]
-    new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
-    longest = kwargs.get("max_length", getattr(config, "max_length", None))
-    total = prompt + new if new is not None else max(longest or 20, prompt)
+    new, longest = (_setting(module, kwargs, name) for name in ("max_new_tokens", "max_length"))
+    default = None if own is None else type(own)().max_length  # 20 in versions 4 of transformers
+    if new is not None:
+        total = prompt + new
+    elif longest != default or kwargs.get("max_length") is not None:
+        total = max(longest, prompt)
+    else:  # transformers takes 20 tokens, as far as the model has positions
+        total = max(min(prompt + 20, getattr(config, "max_position_embeddings", None) or prompt + 20), prompt)
     if total > limit:
         raise UsageError(
             f"generate(): {prompt} tokens of the prompt and {total - prompt} new ones exceed {key} = {limit}. Raise "

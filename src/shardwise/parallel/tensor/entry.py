@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,9 +55,8 @@ def divide_model(
         division = replace(division, layers=tokens.cuts)
     if not everybody.imagined:
         check_agreement(everybody, facts_of(division))
-    for name, parameter in huggingface.divided_parameters(model, division):
-        if part_of(parameter).ranks is None and not everybody.imagined and _plain(parameter):
-            everybody.broadcast(parameter.data, 0, name).wait()
+        divided = huggingface.divided_parameters(model, division)
+        copy_first(((name, one) for name, one in divided if part_of(one).ranks is None and _plain(one)), everybody)
     remember = snapshot(model)
     huggingface.divide_model(model, division, group)
     remember()
@@ -65,6 +65,24 @@ def divide_model(
     if section.check_division:
         watch_division(model)
     return []
+
+
+def copy_first(tensors: Iterable[tuple[str, torch.Tensor]], ranks: Communicator) -> None:
+    """Copy the first rank's values into named tensors in place (all ranks call).
+
+    Because NCCL takes tensors of its device only, and contiguous ones, others are copied there and back.
+    """
+    for name, tensor in tensors:
+        values = tensor.data
+        sent = values.to(ranks.device).contiguous()
+        ranks.broadcast(sent.view(-1).view(torch.uint8), 0, name).wait()
+        if sent is not values:
+            values.copy_(sent)
+
+
+def written_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return a model's buffers that have values, each in memory of its own (expanded ones cannot be written)."""
+    return [(name, one) for name, one in model.named_buffers() if not one.is_meta and 0 not in one.stride()]
 
 
 def facts_of(division: TensorParallelPlan) -> dict[str, str]:
@@ -226,10 +244,11 @@ def tp_model_init(
         model.to(dtype)
     if tp_size > 1:
         everybody = _everybody(group)
+        if before is None:
+            copy_first(written_buffers(model), everybody)
         divide_model(model, group, section, everybody)
-        for name, parameter in model.named_parameters():
-            if part_of(parameter).ranks is None and _plain(parameter):
-                everybody.broadcast(parameter.data, 0, name).wait()
+        own = ((name, one) for name, one in model.named_parameters() if part_of(one).ranks is None and _plain(one))
+        copy_first(own, everybody)
     return model
 
 
