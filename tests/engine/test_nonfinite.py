@@ -60,10 +60,14 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
                 engine.step()
             except NonFiniteError as error:
                 seen.append(str(error))
+            else:
+                assert engine.optimizer.overflow is not engine.was_step_applied()
             values = [v for runs in engine.sharded.state.value_runs().values() for _, _, v in runs]
             finite = all(bool(torch.isfinite(value).all()) for value in values)
             seen.append((engine.was_step_applied(), engine.skipped_steps, finite, same(before, known(engine)[:3])))
+        optimizer = engine.optimizer
         engine.destroy()
+        assert "overflow" not in vars(optimizer)
     return [line for line in kept.lines if "finite" in line or "overflow" in line], seen
 
 

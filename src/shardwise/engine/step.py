@@ -627,15 +627,15 @@ class TrainStep:
                 group["lr"] = rate
 
     def _set_overflow(self, overflow: bool) -> None:
-        """Set `optimizer.overflow`, because frameworks read it there."""
+        """Set `optimizer.overflow`, because frameworks read there whether a step was skipped, for any reason."""
         optimizer = self._optimizer
-        if optimizer is not None and self.loss_scaler is not None and not hasattr(type(optimizer), "overflow"):
+        if optimizer is not None and not hasattr(type(optimizer), "overflow"):
             optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Remove the hooks from the model and `overflow` from the optimizer."""
         self._non_finite.tracer.remove()
-        if self._optimizer is not None and self.loss_scaler is not None:
+        if self._optimizer is not None:
             vars(self._optimizer).pop("overflow", None)
 
     def _prepare(self) -> _Prepared | None:
