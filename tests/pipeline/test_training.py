@@ -38,6 +38,7 @@ from tests.pipeline.training import (
     head,
     layers,
     loss_of,
+    model_of,
     train,
     untied,
     whole_of,
@@ -73,6 +74,32 @@ def test_every_schedule_is_equal_to_one_process(made: Any, stages: int, places: 
         for run in runs:
             for reference in by_setting[0] if made is untied else ():
                 equal(run, reference)
+
+
+def zero(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
+def of_a_tutorial(setting: Setting) -> dict[str, Any]:
+    """Return a model that has been initialized, and its parameters, which a script reads before the engine."""
+    model = model_of(setting.stages, setting.made)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.apply(zero)
+    assert state and not any(parameter.any() for parameter in model.parameters())
+    model.load_state_dict(state)
+    return {"model": model, "model_parameters": [p for p in model.parameters() if p.requires_grad]}
+
+
+def test_scripts_may_read_parameters_before_the_engine_builds_stages() -> None:
+    compare_training([Setting(2, zero=1, steps=2, given=of_a_tutorial)], 4)
+
+
+@on_ranks(2)
+def test_parameters_of_other_stages_than_the_engine_builds_are_refused() -> None:
+    setting = Setting(2, "interleaved", given=of_a_tutorial)
+    with pytest.raises(UsageError, match=r"has a parameter of shape .* that is not in the model"):
+        engine_of(setting)
 
 
 def of_many_lengths(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,7 +45,8 @@ class PipelineModule(nn.Module):
     ranks must make this draw from the same state. Building layers does not change torch's generators.
 
     One process has all stages from the start; the module is then an ordinary model. On several ranks the stages are
-    built by `build`, which the engine calls.
+    built by `build`, which the engine calls, or when parameters are needed before: all ranks of the process group are
+    then taken for ranks of the pipeline, with one of `num_stages` stages each.
 
     Args:
         layers: `LayerSpec`s, modules and functions in order, an nn.Sequential, or `to_layers` of a Hugging Face model.
@@ -272,17 +273,35 @@ class PipelineModule(nn.Module):
         self._require_stages("parameters")
         return super().named_parameters(*args, **kwargs)
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> PipelineModule:
+        """Call a function with each module of the stages of this rank."""
+        self._require_stages("modules")
+        return super().apply(fn)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the stages of this rank, under the names of the whole model."""
         self._require_stages("state")
         return super().state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the state of the stages of this rank."""
+        self._require_stages("state")
+        return super().load_state_dict(*args, **kwargs)
+
     def _require_stages(self, thing: str) -> None:
-        if self.boundaries is None:
-            raise UsageError(
-                f"PipelineModule: the {thing} of this rank are unknown before its stages are built. Call "
-                "shardwise.initialize first (an optimizer can be a function of the parameters), or build()"
-            )
+        """Build the stages that `initialize` will give this rank, if the number of ranks tells which."""
+        if self.boundaries is not None:
+            return
+        count, ranks = self.num_stages, _ranks()
+        if count is not None and ranks % count == 0 and not self.measures and torch.distributed.is_initialized():
+            # Ranks of one stage are consecutive. With several stages on a rank, the engine refuses this optimizer.
+            self.build([torch.distributed.get_rank() * count // ranks], count)
+            return
+        raise UsageError(
+            f"PipelineModule: the {thing} of this rank are unknown before its stages are built. Call "
+            "shardwise.initialize first (an optimizer can be a function of the parameters), or build(); or pass "
+            "num_stages, call init_distributed first, and divide the layers without measured times"
+        )
 
 
 def _requested(num_stages: int | None, topology: ProcessTopology | None) -> int | None:
