@@ -4,8 +4,11 @@ refused.
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +20,12 @@ from torch import nn
 from shardwise.errors import PeerLostError, UsageError
 from shardwise.parallel import DistributedAttention, share_attention
 from shardwise.pipe import LayerSpec
+from shardwise.runfiles import steps_file
 from tests.harness import run_ranks, thorough
+from tests.harness.logs import logged
 from tests.pipeline.families import called_with_inputs, model_of
 from tests.pipeline.gradients import close, gradients, gradients_alone
-from tests.pipeline.training import Setting
+from tests.pipeline.training import Setting, data, engine_of
 
 WIDTH, HEADS, WORDS, TOKENS, SIZE = 16, 4, 32, 8, 2
 
@@ -105,6 +110,26 @@ def check(setting: Setting, ranks: int) -> None:
     assert {name for own in found for name in own} == set(expected)
     for own in found:
         close(own, expected, bound=1e-5)
+
+
+def tokens_of(setting: Setting, path: Path) -> list[str]:
+    """Train for two steps with a run log; return the lines about throughput."""
+    log = {"enabled": True, "path": str(path), "plan": False}
+    engine = engine_of(replace(setting, config={**setting.config, "run_log": log, "steps_per_print": 2}))
+    with logged() as kept:
+        for step in range(2):
+            engine.train_batch(data(setting, step))
+    engine.destroy()
+    return [line for line in kept.lines if "throughput" in line]
+
+
+def test_tokens_of_stages_and_parts_of_sequences_are_counted_once(tmp_path: Path) -> None:
+    (line,), *others = run_ranks(tokens_of, 4, replace(SETTING, made=partial(layers, True, True)), tmp_path)
+    assert others == [[]] * 3
+    rows = [json.loads(row) for row in (tmp_path / steps_file(0)).read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [SETTING.micro_batches * 2 * TOKENS] * 2
+    samples, tokens = (float(re.findall(rf"([\d.e+]+) {what}", line)[0]) for what in ("samples/s", "tokens/s"))
+    assert tokens == pytest.approx(samples * TOKENS, rel=1e-2)
 
 
 def refusal(setting: Setting) -> str:

@@ -410,8 +410,10 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     log, ranks = log_of(settings, job, step) or (None, [])
     display, limit = display_of(settings, job.rank), device_limit(settings, device)
     events = StepEvents(monitor, step)
-    profiling = Profiling(sharded, settings, job, batches, step, events)
-    following = Following(sharded, step, job.ledger, job.world, log, settings.run_log.every, display, limit)
+    # Tensor-parallel ranks and the stages of a pipeline have the same tokens.
+    readers = batches.ranks * sequences.group.size
+    profiling = Profiling(sharded, settings, job, readers, batches, step, events)
+    following = Following(sharded, step, job.ledger, readers, log, settings.run_log.every, display, limit)
     if sharded.local is not None and replicas is not None and settings.unequal_batches.enabled:
         sharded.local.share = functools.partial(part_of_replica, batches, replicas)
     dividing = UnequalBatches(settings, batches, step, job, device)

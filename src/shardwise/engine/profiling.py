@@ -42,11 +42,13 @@ _AFTER = {FORWARD: phases.FORWARD, BACKWARD: phases.BACKWARD, STEP: phases.STEP}
 class Profiling(StepObserver):
     """Serves the sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
     `profile`: of the profiled step, or None. `count`: its FLOP counter; modules are then called by `counted`.
+    `_readers`: number of ranks with tokens of their own.
     """
 
     _sharded: ShardedModel
     _config: Config
     _job: Communicator
+    _readers: int
     _batches: Batches
     _steps: TrainStep
     _events: StepEvents
@@ -75,7 +77,7 @@ class Profiling(StepObserver):
             if self._cuda:
                 dtype = autocast_dtype(config) or sharded.policy.compute_dtype or torch.float32
                 peak = peak_of(torch.cuda.get_device_name(sharded.device), dtype)
-            self._rates = Rates(job.world, config.timers.throughput.synchronized, sharded.device, peak)
+            self._rates = Rates(self._readers, config.timers.throughput.synchronized, sharded.device, peak)
         self._held: MemoryPhases | None = None
         if self._interval and config.memory_breakdown:
             self._held = MemoryPhases(sharded.accountant, sharded.device)

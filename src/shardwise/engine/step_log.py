@@ -44,12 +44,14 @@ _UNITS = 8
 
 @dataclass(eq=False, repr=False)
 class Following(StepObserver):
-    """Records each step for the run log (every `_every` steps) and the progress display (`_limit`: of device bytes)."""
+    """Records each step for the run log (every `_every` steps) and the progress display (`_limit`: of device bytes).
+    `_readers`: number of ranks with tokens of their own.
+    """
 
     _sharded: ShardedModel
     _step: TrainStep
     _ledger: Ledger
-    _ranks: int
+    _readers: int
     log: RunLog | None
     _every: int
     display: Progress | None
@@ -130,7 +132,7 @@ class Following(StepObserver):
             seconds = max(clock - self._ended, 1e-9)
             values |= {"seconds": seconds, "samples_per_second": (samples - self._before[0]) / seconds}
             if tokens:
-                values["tokens"] = (tokens - self._before[1]) * self._ranks
+                values["tokens"] = (tokens - self._before[1]) * self._readers
                 values["tokens_per_second"] = values["tokens"] / seconds
         self._ended, self._before, self._steps = clock, (samples, tokens or 0), 0
         pending = Pending(
@@ -182,7 +184,7 @@ class Following(StepObserver):
             step=step.global_steps,
             clock=clock,
             samples=step.global_samples,
-            tokens=None if self._tokens is None else self._tokens * self._ranks,
+            tokens=None if self._tokens is None else self._tokens * self._readers,
             loss=None if report.loss is None else Pending([("loss", report.loss, step.global_steps)]),
             memory=held,
         )

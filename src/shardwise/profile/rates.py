@@ -36,12 +36,12 @@ class Rates:
     """Throughput over wall-clock time between two reports.
 
     The first step is excluded because of its one-time allocations. Waiting for data, evaluation and saving count. Each
-    of `ranks` has as many tokens as this one. `synchronized` waits for the device before the clock is read, because the
-    host runs ahead of the device.
+    of `readers` ranks has as many tokens of its own as this one. `synchronized` waits for the device before the clock
+    is read, because the host runs ahead of the device.
     """
 
-    def __init__(self, ranks: int, synchronized: bool, device: torch.device, peak: Peak | None) -> None:
-        self._ranks = ranks
+    def __init__(self, readers: int, synchronized: bool, device: torch.device, peak: Peak | None) -> None:
+        self._readers = readers
         self._waits = synchronized and device.type == "cuda"
         self._device = device
         self._peak = peak
@@ -79,7 +79,7 @@ class Rates:
         seconds = self._now() - self._since
         rates = [f"{self._samples / seconds:.4g} samples/s"]
         if self._tokens:
-            rates.append(f"{self._tokens * self._ranks / seconds:.4g} tokens/s")
+            rates.append(f"{self._tokens * self._readers / seconds:.4g} tokens/s")
         if flops:
             speed = flops * self._steps / seconds / 1e12
             rates.append(f"{speed:.4g} TFLOP/s on each device")
