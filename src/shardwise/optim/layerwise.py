@@ -103,7 +103,7 @@ class Layerwise(Optimizer):
         parameter: torch.Tensor, direction: torch.Tensor, coefficients: torch.Tensor, norms: TensorNorms
     ) -> None:
         # A single product rounds alike in any kernel and from any first element.
-        own = coefficients[norms.numbers(parameter)].to(direction.dtype)
+        own = coefficients[norms.numbers(parameter)].to(direction.device, direction.dtype)
         runs = [run.of(direction) for run in norms.runs(parameter)]
         if runs:
             torch._foreach_mul_(runs, list(own.unbind()))

@@ -41,6 +41,7 @@ class TensorNorms:
         counted: the runs of which this rank contributes squares; over all ranks each element counts once.
         count: number of tensors; None: as many as `groups` have.
         wide: numbers of the tensors with fp64 norms; other norms are rounded to fp32.
+        device: device of the norms; the parameters may be on several (a part of the optimizer is offloaded).
         add: in-place sum of a small fp64 tensor over ranks.
         overwrites: True if the step may overwrite gradients.
 
@@ -66,8 +67,14 @@ class TensorNorms:
         self.count = known if count is None else count
         self.overwrites = overwrites
         self._runs = {parameter: tuple(found) for parameter, found in runs.items()}
-        self._counted = list(counted)
-        self._squares = Squares([(run.tensor, run.stop - run.start) for _, run in counted], self.count, device)
+        self._device = device
+        by_device: dict[torch.device, list[tuple[torch.Tensor, TensorRun]]] = {}
+        for parameter, run in counted:
+            by_device.setdefault(parameter.device, []).append((parameter, run))
+        self._counted = [
+            (found, Squares([(run.tensor, run.stop - run.start) for _, run in found], self.count, place))
+            for place, found in by_device.items()
+        ]
         self._add = add
         # Allocated on the device once, because copying indices in every step would wait for it.
         self._members = [_indices(numbers, device) for numbers in groups]
@@ -114,12 +121,7 @@ class TensorNorms:
 
         Every rank calls this once a step with all its quantities, because each call is one all-reduce.
         """
-        sums = torch.stack(
-            [
-                self._squares.sums([run.of(values[parameter]) for parameter, run in self._counted])
-                for values in quantities
-            ]
-        )
+        sums = torch.stack([self._sums_of_squares(values) for values in quantities])
         if self._add is not None:
             self._add(sums)
         norms = sums.sqrt()
@@ -128,6 +130,12 @@ class TensorNorms:
         if self._wide is not None:
             rounded[:, self._wide] = norms[:, self._wide]
         return list(rounded)
+
+    def _sums_of_squares(self, values: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(self.count, dtype=torch.float64, device=self._device)
+        for counted, squares in self._counted:
+            total += squares.sums([run.of(values[parameter]) for parameter, run in counted]).to(self._device)
+        return total
 
 
 def _indices(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

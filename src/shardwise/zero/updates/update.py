@@ -432,6 +432,10 @@ def equal_values(first: Any, second: Any) -> bool:
 
 
 def take_changes(master: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrite the elements of `master` that do not round to `values`; the others keep their digits."""
+    """Overwrite the elements of `master` that do not round to `values`; the others keep their digits.
+
+    `master` may be offloaded, with `values` on another device.
+    """
+    values = values.to(master.device)
     changed = master.to(values.dtype) != values
     master.copy_(torch.where(changed, values.to(master.dtype), master))
