@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, UsageError
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.parallel.tensor.layers import ShardSpec, divide, runs_of
+from shardwise.parallel.tensor.loss import words_cross_entropy
 from shardwise.utils import safe_get_full_grad
 from tests.families import FAMILIES, ROWS, batch, build
 from tests.harness import on_ranks, run_ranks, thorough
@@ -306,6 +309,33 @@ def test_hooks_and_gradients_of_a_script_have_nothing_of_the_comparison() -> Non
     made = gradients(model, config(), torch.ones(2, 4))
     assert (len(model.outputs), len(model.inputs)) == (2, 2)
     assert differing(*made, (loss, {name: grad for name, grad in grads.items() if "gain" not in name})) == []
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def words_of(place: int, **how: Any) -> tuple[TensorGroup, nn.Embedding]:
+    """Return an unconnected group of two ranks, and the words of one of them."""
+    group, layer = TensorGroup(None, [[0], [1]], place), nn.Embedding(6, 4, **how)
+    divide(layer, ShardSpec("words", runs_of(6, 2)), group, "words")
+    return group, layer
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("wrong", [-1, 6, 9])
+def test_words_of_no_rank_are_errors_on_every_rank(place: int, wrong: int) -> None:
+    group, words = words_of(place)
+    with pytest.raises(IndexError, match="out of range"):
+        words(torch.tensor([0, wrong]))
+    with pytest.raises(RuntimeError, match=f"index {wrong - 3 * place} is out of bounds"):
+        words_cross_entropy(torch.zeros(3, 3), torch.tensor([0, -100, wrong]), group, [3, 3])
+
+
+def test_embeddings_that_count_or_change_words_stay_undivided() -> None:
+    with pytest.raises(UsageError, match="words has scale_grad_by_freq"):
+        words_of(0, scale_grad_by_freq=True)
+    with pytest.raises(UsageError, match="words has max_norm"):
+        words_of(0, max_norm=1.0)
 
 
 # -- real families -----------------------------------------------------------------------------------------------------

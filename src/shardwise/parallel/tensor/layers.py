@@ -123,14 +123,17 @@ class RowParallel(Parallel):
 
 
 class VocabParallelEmbedding(Parallel):
-    """Vocabulary-parallel embedding: missing words are 0, outputs are all-reduced. `padding_idx` counts all words."""
+    """Vocabulary-parallel embedding: other ranks' words are 0, outputs are all-reduced. `padding_idx` counts all words.
+
+    Because a word of no rank stays out of range, every rank raises the error of one process.
+    """
 
     padding_idx: int | None
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all words."""
         ((first, end),) = self.cut.runs[self.group.place]
-        elsewhere = (words < first) | (words >= end)
+        elsewhere = ((words >= 0) & (words < first)) | ((words >= end) & (words < len_of(self.cut.runs)))
         here = (words - first).masked_fill(elsewhere, 0)
         padding = self.padding_idx
         self.padding_idx = None if padding is None or not first <= padding < end else padding - first
@@ -244,6 +247,11 @@ def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> N
         raise UsageError(
             f"tensor parallelism: the embedding {path} has max_norm, which changes vectors in the forward pass. Leave "
             "it undivided"
+        )
+    if isinstance(layer, nn.Embedding) and layer.scale_grad_by_freq and cut.kind == "words":
+        raise UsageError(
+            f"tensor parallelism: the embedding {path} has scale_grad_by_freq, and the ranks would count other ranks' "
+            "words as their first. Divide its width (partition_type row), or leave it undivided"
         )
     inputs_first = linear and stores_inputs_first(layer)
     bias = layer._parameters.get("bias")

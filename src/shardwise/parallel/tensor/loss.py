@@ -35,6 +35,7 @@ def words_cross_entropy(
 
     Raises:
         UsageError: shapes do not fit.
+        RuntimeError: a label is no word (on a GPU the device stops, as in `torch.nn.functional.cross_entropy`).
     """
     if logits.shape[:-1] != labels.shape or logits.shape[-1] != sizes[group.place]:
         raise UsageError(
@@ -42,7 +43,7 @@ def words_cross_entropy(
             f"labels of {list(labels.shape)}"
         )
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    losses = _CrossEntropy.apply(flat, wanted, group, sum(sizes[: group.place]), ignore_index)
+    losses = _CrossEntropy.apply(flat, wanted, group, sum(sizes[: group.place]), sum(sizes), ignore_index)
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() if reduction == "sum" else losses.sum() / (wanted != ignore_index).sum()
@@ -51,12 +52,15 @@ def words_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: TensorGroup, first: int, ignore: int
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: TensorGroup, first: int, total: int, ignore: int
     ) -> torch.Tensor:
         tokens, words = logits.shape
         told = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
-        here = (labels >= first) & (labels < first + words)
-        places = (labels - first).masked_fill(~here, 0).unsqueeze(-1)
+        counted = labels != ignore
+        here = counted & (labels >= first) & (labels < first + words)
+        # A label that no rank has stays out of range: `gather` raises on every rank, as in one process.
+        nowhere = counted & ((labels < 0) | (labels >= total))
+        places = (labels - first).masked_fill(~(here | nowhere), 0).unsqueeze(-1)
         for begin in range(0, tokens, _ROWS):
             rows = slice(begin, begin + _ROWS)
             wide = logits[rows].to(torch.float32, copy=True)  # a copy, because the logits are shared
@@ -71,13 +75,12 @@ class _CrossEntropy(torch.autograd.Function):
             group.comm.all_gather([(everybody.view(-1), told.view(-1))], "words_cross_entropy", kind="explicit").wait()
         most = everybody[:, 0].amax(0)
         normaliser = most + (everybody[:, 1] * (everybody[:, 0] - most).exp()).sum(0).log()
-        counted = labels != ignore
-        ctx.save_for_backward(logits, places, here & counted, normaliser)
+        ctx.save_for_backward(logits, places, here, normaliser)
         ctx.counted = counted
         return (normaliser - everybody[:, 2].sum(0)).masked_fill(~counted, 0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, places, here, normaliser = ctx.saved_tensors
         factor = gradient.float().masked_fill(~ctx.counted, 0).unsqueeze(-1)
         found = torch.empty_like(logits)
@@ -86,4 +89,4 @@ class _CrossEntropy(torch.autograd.Function):
             wide = logits[rows].to(torch.float32, copy=True).sub_(normaliser[rows].unsqueeze(-1)).exp_()
             wide.scatter_add_(-1, places[rows], -here[rows].unsqueeze(-1).float())
             found[rows] = wide.mul_(factor[rows])
-        return found, None, None, None, None
+        return found, None, None, None, None, None
