@@ -227,5 +227,7 @@ def test_backward_passes_exchange_no_numbers_if_each_rank_knows_the_total(monkey
     assert (group.tokens_of_all(6), group.tokens, comm.count) == ([6, 6], 12, 0)
     with pytest.raises(UsageError, match="has got 5 tokens"):
         group.tokens_of_all(5)
+    group.begin_tokens(5)
+    assert (group.tokens_of_all(3), group.tokens, comm.count) == ([3, 2], 5, 0)
     group.begin_tokens(7)  # the ranks have 4 and 3, and 4 is also half of 8
     assert (group.tokens_of_all(4), group.tokens, comm.count) == ([4, 3], 7, 1)

@@ -59,7 +59,6 @@ class TensorGroup:
         self.compared = 0
         self._tokens = 0
         self._totals: set[int] = set()  # equal on all ranks
-        self._uneven = False  # if a total gave the ranks different numbers, this rank's does not tell the total
         self._entered: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
@@ -115,7 +114,6 @@ class TensorGroup:
         """Split tokens over the ranks; return the number of each, as equal as possible. Later layers gather as many."""
         self._tokens = tokens
         self._totals.add(tokens)
-        self._uneven = self._uneven or tokens % self.size > 0
         return shares(tokens, self.size)
 
     @property
@@ -127,10 +125,14 @@ class TensorGroup:
         """Return the number of tokens of each rank, as split before; raises a UsageError if this rank's differs."""
         # With several sequence lengths a recomputed block may belong to an earlier pass.
         if backward_pass() is not None and len(self._totals) > 1:
-            if self._uneven:
-                self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
-            elif own * self.size in self._totals:
-                self._tokens = own * self.size
+            # This rank has `own` tokens of `size` consecutive totals. If the known totals are that far apart, every
+            # rank knows which it is; otherwise all ranks exchange their numbers.
+            least = (own - 1) * self.size + self.place + 1
+            fitting = self._totals.intersection(range(least, least + self.size))
+            if fitting:
+                total = fitting.pop()
+                near = self._totals.intersection(range(total - self.size + 1, total + self.size))
+                self._tokens = total if len(near) == 1 else sum(self.comm.exchange(own, "tensor_tokens"))
         found = shares(self._tokens, self.size)
         if found[self.place] != own:
             raise UsageError(
