@@ -212,6 +212,19 @@ def test_saved_and_copied_optimizers_go_on_exactly(rounding: str) -> None:
     assert torch.equal(run(both[0], both[1], gradients[3:]), expected)
 
 
+def test_step_counts_that_are_numbers_go_on() -> None:
+    start, gradients = some(100, 5)
+    weight = start.requires_grad_()
+    optimizer = AdamW([weight], lr=1e-3)
+    run(optimizer, weight, gradients[:3])
+    again, saved = weight.detach().clone().requires_grad_(), copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = 3  # as old versions of torch save it
+    loaded = AdamW([again], lr=1e-3)
+    loaded.load_state_dict(saved)
+    assert torch.equal(run(loaded, again, gradients[3:]), run(optimizer, weight, gradients[3:]))
+    assert float(loaded.state[again]["step"]) == 5
+
+
 # -- 16-bit parameters -------------------------------------------------------------------------------------------------
 
 

@@ -208,8 +208,8 @@ class ElementwiseOptimizer(Optimizer):
         if not parameter.is_contiguous():
             tensors["original"] = parameter.detach()  # a copy is updated
         state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        if not isinstance(state.setdefault("step", 0), torch.Tensor):  # a number in states of old versions of torch
+            state["step"] = torch.full((), float(state["step"]), dtype=torch.float32, device="cpu")
         kinds = self._states_of(parameter.dtype)
         if COMPENSATION in state and COMPENSATION not in kinds:
             # A run with compensation was loaded: the compensation is part of the value.
