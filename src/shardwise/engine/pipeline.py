@@ -467,7 +467,8 @@ class _Work(StagePasses):
                 self.outputs[micro_batch] = output
             if self._computes_loss:
                 output = engine._loss(output, self._batches[micro_batch][1])
-                check_loss(f"{engine._stage_name(stage)}, micro-batch {micro_batch}", output, trains=self._trains)
+                where = engine._stage_name(stage) if self._trains else "eval_batch()"
+                check_loss(f"{where}, micro-batch {micro_batch}", output, trains=self._trains)
         if self._trains:
             engine.check_stage(stage, value, output)
         return output

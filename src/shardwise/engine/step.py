@@ -213,8 +213,8 @@ class TrainStep:
 
     @property
     def scales_outputs(self) -> bool:
-        """Whether gradients may get the loss scale at the model's outputs."""
-        return self.loss_scaler is not None and self._sharded.reducer is not None
+        """Whether gradients may get the loss scale at the model's outputs; those of pipelines have it already."""
+        return self.loss_scaler is not None and self._sharded.reducer is not None and not self._in_batch
 
     def output_scale(self, whole: bool) -> float:
         """Return the factor of gradients at the model's outputs; `whole`: see `scale_gradients_of`."""
