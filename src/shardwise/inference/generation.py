@@ -66,7 +66,7 @@ def _of_first(module: nn.Module, kwargs: dict[str, Any], ranks: Communicator) ->
     from transformers.generation import stopping_criteria as known
 
     given = list(kwargs.get("stopping_criteria") or ())
-    # Criteria of tokens alone agree, and replace those of their class that generate() makes itself.
+    # Criteria that depend on tokens only agree, and replace those of their class that generate() makes itself.
     of_tokens = (known.MaxLengthCriteria, known.StopStringCriteria, known.EosTokenCriteria)
     others = [one for one in given if not isinstance(one, of_tokens)]
     seconds = _setting(module, kwargs, "max_time")
