@@ -97,6 +97,12 @@ def test_momentum_of_sgd_and_of_tensors() -> None:
         seen.append(sgd.param_groups[0]["momentum"])
         schedule.step()
     assert seen == pytest.approx([0.9, 0.85, 0.8])
+    schedule = OneCycle(sgd, 0.0, 1.0, cycle_first_step_size=1, cycle_min_mom=0.0)
+    seen = []
+    for _ in range(3):
+        seen.append(sgd.param_groups[0]["momentum"])
+        schedule.step()
+    assert seen == pytest.approx([0.9, 0.0, 0.9])
     beta, rate = torch.tensor(0.5), torch.tensor(1.0)
     tensors = torch.optim.AdamW(groups_of(1), lr=rate, betas=(beta, torch.tensor(0.99)), foreach=False)
     schedule = OneCycle(tensors, 0.0, 1.0, cycle_first_step_size=2)
@@ -105,7 +111,10 @@ def test_momentum_of_sgd_and_of_tensors() -> None:
     assert (beta.item(), rate.item()) == pytest.approx((0.85, 0.5))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.Rprop])
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SGD, torch.optim.RMSprop],
+)
 def test_an_optimizer_without_momentum_keeps_its_settings(
     optimizer: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,7 +122,7 @@ def test_an_optimizer_without_momentum_keeps_its_settings(
     before = {key: value for key, value in made.param_groups[0].items() if key != "lr"}
     with caplog.at_level(logging.WARNING, "shardwise"):
         schedule = OneCycle(made, 0.1, 0.5, cycle_first_step_size=2)
-    assert f"cycle_momentum: {optimizer.__name__} has neither `betas` nor `momentum`" in caplog.text
+    assert f"cycle_momentum: {optimizer.__name__} has neither `betas` nor a `momentum` above 0" in caplog.text
     schedule.step(1)
     group = dict(made.param_groups[0])
     assert group.pop("lr") == 0.5

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.config.argument_models import called
 from shardwise.config.schema import schedules as schema
-from shardwise.schedules.base import ARGUMENT, Rates, StepSchedule, has_momentum
+from shardwise.schedules.base import ARGUMENT, Rates, StepSchedule
 
 _log = logging.getLogger("shardwise")
 
@@ -132,8 +132,8 @@ class LRRangeTest(StepSchedule):
 class OneCycle(StepSchedule):
     """One cycle from a low rate to a high rate and back, with opposite momentum, then decay.
 
-    The momentum is `betas[0]` of Adam-like and `momentum` of SGD-like optimizers. A group with neither has no momentum
-    to cycle, with a warning. Rates and momenta are one for all groups or one each.
+    The momentum is `betas[0]` of Adam-like and `momentum` of SGD-like optimizers. A group built with neither, or with a
+    `momentum` of 0, has no momentum to cycle, with a warning. Rates and momenta are one for all groups or one each.
 
     Args:
         optimizer: its groups receive the rates and momenta.
@@ -185,12 +185,15 @@ class OneCycle(StepSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._given = called(schema.OneCycleArguments, locals(), ARGUMENT)
-        if self._given.cycle_momentum and not all(map(has_momentum, optimizer.param_groups)):
+        groups = optimizer.param_groups
+        # Decided once, because the cycle may reach a momentum of 0.
+        self._without = {i for i, group in enumerate(groups) if not (group.get("betas") or group.get("momentum"))}
+        if self._given.cycle_momentum and self._without:
             _log.warning(
-                "scheduler.params.cycle_momentum: %s has neither `betas` nor `momentum`%s, so there is no momentum to "
-                "cycle; only the learning rate is. Set it to false",
+                "scheduler.params.cycle_momentum: %s has neither `betas` nor a `momentum` above 0%s, so there is no "
+                "momentum to cycle; only the learning rate is. Set it to false",
                 type(optimizer).__name__,
-                " in some parameter groups" if any(map(has_momentum, optimizer.param_groups)) else "",
+                " in some parameter groups" if len(self._without) < len(groups) else "",
             )
         if not self._given.decay_step_size and (self._given.decay_lr_rate or self._given.decay_mom_rate):
             _log.warning(
@@ -231,7 +234,7 @@ class OneCycle(StepSchedule):
 
     def group_momentum(self, step: int, index: int) -> float | None:
         """Return the momentum of the cycle or of the decay; None if not cycled."""
-        if not self._given.cycle_momentum or not has_momentum(self.optimizer.param_groups[index]):
+        if not self._given.cycle_momentum or index in self._without:
             return None
         least, most = self._value("cycle_min_mom", index), self._value("cycle_max_mom", index)
         grown = _between(most, least, self.fraction(step)) * self._decay(step, self._given.decay_mom_rate)
