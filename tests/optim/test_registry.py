@@ -72,6 +72,8 @@ def test_options_of_torch_alone_build_torch() -> None:
 
 def test_torch_adam_and_explicit_choices_are_kept() -> None:
     assert make("adamw", {"torch_adam": True}).defaults["fused"] is None
+    for options, decay in [({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.0}, 0.0), ({}, 0.0)]:
+        assert make("adamw", options).defaults["weight_decay"] == decay
     assert make("adamw", {"fused": False}).defaults["fused"] is False
     optimizer = make("adamw", {"foreach": True})
     assert (optimizer.defaults["foreach"], optimizer.defaults["fused"]) == (True, None)

@@ -107,7 +107,9 @@ def _elementwise(
     if not plain:
         cls = getattr(torch.optim, cls.__name__)
     # Options that the class lacks have no effect, or have already decided the class.
-    options = {"weight_decay": 0.0, **{key: given[key] for key in given if key in inspect.signature(cls).parameters}}
+    options = {key: given[key] for key in given if key in inspect.signature(cls).parameters}
+    if not given.get("torch_adam"):  # which has torch's default
+        options.setdefault("weight_decay", 0.0)
     if plain and not found.fp32_optimizer_states:
         options["state_dtype"] = _narrow_states(params, parameter_dtype)
     if not plain and isinstance(found, schema.AdamArguments) and found.allows_fused():

@@ -64,7 +64,7 @@ class AdamArguments(Elementwise):
     eps: NotNegative = key(1e-8, _EPS)
     bias_correction: Flag = key(True, _CORRECTION)
     amsgrad: Flag = key(False, "Divide by the largest average of squares so far; torch's class.")
-    torch_adam: Flag = key(False, "torch's class, with the implementation that torch picks.")
+    torch_adam: Flag = key(False, "torch's class and its weight_decay, with the implementation that torch picks.")
     adam_w_mode: Flag = key(
         True, "true: parameters shrink by lr x weight_decay; false: decay is added to the gradient."
     )
