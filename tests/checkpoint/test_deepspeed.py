@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,21 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> files.Content:
     path = tmp_path_factory.mktemp("ours")
     on_ranks(train, 1, str(path), 1, "bf16", "AdamW")
     return files.content_of(str(path / "a"))
+
+
+@as_ranks(1)
+def test_schedules_go_on_after_the_last_step(held: files.Content, tmp_path: Path) -> None:
+    """OneCycle and LRRangeTest take the last finished step, and apply the rate of the next."""
+    cycle = {"cycle_min_lr": 0.0, "cycle_max_lr": 0.8, "cycle_first_step_size": 8}
+    for kind, params, steps in [("WarmupLR", {}, [3, 0]), ("OneCycle", cycle, [4, 0])]:
+        engine = Run(config(1, "bf16", scheduler={"type": kind, "params": params}), seed=2, noise=False).engine
+        for last, step in zip([3, -1], steps, strict=True):
+            files.write(
+                str(tmp_path / f"{kind}{step}"), "x", replace(held, scheduler={"last_batch_iteration": last}), 1, 1
+            )
+            engine.load_checkpoint(str(tmp_path / f"{kind}{step}"))
+            assert engine.lr_scheduler.last_batch_iteration == step
+            assert engine.get_lr() == engine.lr_scheduler.lr(step)
 
 
 class Malicious:

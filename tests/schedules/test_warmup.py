@@ -118,6 +118,16 @@ def test_what_a_schedule_is_made_of_can_be_read() -> None:
     assert cosine.get_last_lr() == [0.5 * cosine.get_lr_ratio()] == [pytest.approx(0.1)]
 
 
+def test_a_loaded_optimizer_does_not_replace_the_own_rates() -> None:
+    saved, resumed = optimizer_of(0.5), optimizer_of(0.25)
+    first, second = (WarmupCosineLR(each, 20, warmup_num_steps=4, warmup_type="linear") for each in (saved, resumed))
+    first.step(3)
+    resumed.load_state_dict(saved.state_dict())
+    second.load_state_dict(first.state_dict())
+    assert (first.get_last_lr(), second.get_last_lr(), second.base_lrs) == ([0.375], [0.1875], [0.25])
+    assert resumed.param_groups[0]["initial_lr"] == 0.25
+
+
 def test_it_is_a_torch_scheduler() -> None:
     schedule = WarmupLR(optimizer_of(0.5), warmup_num_steps=4, warmup_type="linear")
     assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)

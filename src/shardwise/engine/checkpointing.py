@@ -26,6 +26,7 @@ from shardwise.engine.facts import check_loaded
 from shardwise.engine.interchange import CustomLoad, check_schedule, load_custom, opener, schedule_name
 from shardwise.engine.scaling import on_non_finite
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
+from shardwise.schedules.base import StepSchedule
 from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
@@ -218,8 +219,8 @@ class Checkpoints:
 
         Args:
             load_dir: directory of the run's checkpoints.
-            tag: name of the checkpoint. None: the newest complete one, which is the one that `latest` names, unless a
-                later one was completed. Skipped checkpoints are logged with the reason.
+            tag: name of the checkpoint. None: the one that `latest` names; if it is incomplete, damaged or not finite,
+                the newest other one. Skipped checkpoints are logged with the reason.
             load_module_strict: require equal names in model and checkpoint, and a match for each pattern and rule.
                 False: load the names that both have. Shapes must match in any case.
             load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
@@ -438,7 +439,9 @@ class Checkpoints:
     def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool, going_back: bool) -> None:
         path, world = loaded.path, self._job.world
         if with_scheduler and self._step.lr_scheduler is not None:
-            self._step.lr_scheduler.load_state_dict(loaded.scheduler)
+            scheduler = self._step.lr_scheduler
+            of_deepspeed = loaded.manifest.layout.get("library") == "deepspeed" and isinstance(scheduler, StepSchedule)
+            (scheduler.load_finished if of_deepspeed else scheduler.load_state_dict)(loaded.scheduler)
         elif with_scheduler and loaded.scheduler is not None:
             self._log(f"{path}: holds the state of a learning-rate scheduler, and this engine has none")
         if options.optimizer and self._step.loss_scaler is not None and loaded.scaler is not None:

@@ -25,7 +25,8 @@ class StepSchedule(LRScheduler):
     """Base class of schedules that compute each group's learning rate from the step number only.
 
     A subclass stores its arguments, calls `super().__init__` last, and defines `group_lr`, optionally `group_momentum`.
-    As in torch, a group's rate when the first schedule is built is its own rate, stored as `group["initial_lr"]`.
+    As in torch, a group's rate when the first schedule is built is its own rate, stored as `group["initial_lr"]`. A
+    loaded checkpoint does not replace it, so that a run resumes with a newly configured rate.
 
     Args:
         optimizer: its `param_groups` receive the rates.
@@ -40,6 +41,7 @@ class StepSchedule(LRScheduler):
         # torch's constructor is not called, because it replaces optimizer.step to check the call order and counts one
         # step.
         self.optimizer = optimizer
+        self._own: list[float] = []
         self._step_count = 0  # code that adjusts torch schedulers increments it
         self._apply(_integer(last_batch_iteration, ARGUMENT.format("last_batch_iteration"), -1) + 1)
 
@@ -92,6 +94,11 @@ class StepSchedule(LRScheduler):
             )
         self._apply(step)
 
+    def load_finished(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state of DeepSpeed, which has the argument of its last `step`; -1 before the first."""
+        step = state_dict["last_batch_iteration"]
+        self.load_state_dict({**state_dict, "last_batch_iteration": max(0, step + self._after)})
+
     def _value(self, name: str, index: int) -> float:
         found = getattr(self._given, name)
         if not isinstance(found, list):
@@ -108,12 +115,15 @@ class StepSchedule(LRScheduler):
         return [self._value(name, index) for index in range(len(self.optimizer.param_groups))]
 
     def _own_lrs(self) -> list[float]:
-        groups = self.optimizer.param_groups
-        return [float(group.setdefault("initial_lr", float(group["lr"]))) for group in groups]
+        for group in self.optimizer.param_groups[len(self._own) :]:
+            self._own.append(float(group.setdefault("initial_lr", float(group["lr"]))))
+        return [*self._own]
 
     def _apply(self, step: int) -> None:
         self.last_epoch = step
         self.base_lrs = [*self._own_lrs()]
+        for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
+            group["initial_lr"] = own
         rates = self.lr(step)
         momenta = self.momentum(step)
         for group, rate, momentum in zip(self.optimizer.param_groups, rates, momenta, strict=True):

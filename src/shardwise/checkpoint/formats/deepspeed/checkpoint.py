@@ -209,7 +209,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             files={name: FileFacts(file.size, ()) for name, file in opened.items()},
             tensors=list(content.tensors.values()),
             optimizer=optimizer,
-            scheduler=trainer_state.schedule_state(model.get("lr_scheduler")),
+            scheduler=model.get("lr_scheduler"),
             scaler=trainer_state.scaler_state(scaler),
             counters=trainer_state.counters(model, content.world),
             ranks=[dict(_OF_A_RANK) for _ in range(content.world)],

@@ -97,13 +97,6 @@ def scaler_state(scaler: Any) -> dict[str, Any] | None:
     }
 
 
-def schedule_state(state: Any) -> Any:
-    """Return a schedule's state in shardwise's form: DeepSpeed counts -1 before step 0, with the rate of step 0."""
-    if isinstance(state, Mapping) and state.get("last_batch_iteration") == -1:
-        return {**state, "last_batch_iteration": 0}
-    return state
-
-
 def counters(model: Mapping[str, Any], world: int) -> dict[str, int]:
     """Return the counters; the configuration has the accumulation window. Raises CheckpointError if one is missing."""
     found = {}
