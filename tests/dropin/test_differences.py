@@ -133,6 +133,17 @@ def test_keys_that_only_the_drop_in_ignores(config: dict[str, Any], ignored: lis
     assert all(problem.path.startswith(tuple(ignored)) for problem in error.value.problems)
 
 
+def test_a_rate_that_deepspeed_has_by_default() -> None:
+    """0.001 is documented for WarmupDecayLR; our own configurations take the optimizer's."""
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+    found = as_deepspeed(scheduler=schedule)
+    assert found.config.scheduler.params == {"total_num_steps": 9, "warmup_max_lr": 1e-3}
+    assert [note.path for note in found.ignored] == ["scheduler.params.warmup_max_lr"]
+    assert schedule["params"] == accepted(scheduler=schedule).config.scheduler.params == {"total_num_steps": 9}
+    given = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_max_lr": None}}
+    assert as_deepspeed(scheduler=given).config.scheduler.params["warmup_max_lr"] is None
+
+
 @by_row(
     "config, path, value",
     ("clipping-default", {}, "gradient_clipping", 0),

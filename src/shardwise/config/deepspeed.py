@@ -31,8 +31,8 @@ _SIMILAR = 0.75
 def accept(source: Any) -> Document:
     """Read a configuration as DeepSpeed does: remove the keys that it ignores.
 
-    `Document.written` is the original configuration; `Document.ignored` lists removed or reinterpreted keys, with the
-    reason. Raises ConfigError if the source cannot be read.
+    `Document.written` is the original configuration; `Document.ignored` lists removed, reinterpreted and added keys,
+    with the reason. Raises ConfigError if the source cannot be read.
 
     >>> document = accept({"train_batch_size": 8, "seed": 1})
     >>> document.data, document.ignored[0].path
@@ -46,6 +46,7 @@ def accept(source: Any) -> Document:
     _read_values(data, ignored)
     _drop_other_stages(data, ignored)
     _drop_without_type(data, ignored)
+    _give_defaults(data, ignored)
     ignored.sort(key=lambda note: note.path)
     return replace(document, data=data, written=document.data, ignored=tuple(ignored))
 
@@ -253,3 +254,15 @@ def _drop_without_type(data: dict[str, Any], ignored: list[Note]) -> None:
         if isinstance(section, dict) and section.get("type") is None and section.get("params"):
             reason = f"`{name}.type` is not given, so no {name} is built"
             ignored.append(Note(f"{name}.params", section.pop("params"), reason))
+
+
+def _give_defaults(data: dict[str, Any], ignored: list[Note]) -> None:
+    """Add the key whose default in DeepSpeed is a rate, and here the optimizer's."""
+    section = data.get("scheduler")
+    if not isinstance(section, dict) or section.get("type") != "WarmupDecayLR":
+        return
+    params = section.get("params") or {}
+    if isinstance(params, dict) and "warmup_max_lr" not in params:
+        section["params"] = {**params, "warmup_max_lr": 1e-3}
+        reason = "it is not given, and DeepSpeed's default is 0.001; write null for the optimizer's lr"
+        ignored.append(Note("scheduler.params.warmup_max_lr", None, reason))
