@@ -15,8 +15,10 @@ from torch import nn
 import shardwise
 from shardwise.comm.environment import PROGRESS
 from shardwise.config.export import MASK
+from shardwise.report.rows import Row
 from shardwise.runfiles import RUN, events_file, steps_file
 from shardwise.utils.logging import logger
+from tests.engine.test_tracing import BadGradient
 from tests.harness import run_ranks
 from tests.harness.logs import logged
 
@@ -134,6 +136,29 @@ def test_rows_of_several_steps_and_a_second_start(tmp_path: Path) -> None:
     assert rows[1]["communication"]["all_reduce"][0] == 2  # the norm of each step
     about = json.loads((tmp_path / RUN).read_text())
     assert about["plan"] is None and [start["step"] for start in about["starts"]] == [0, 0]
+
+
+def test_rows_of_several_steps_have_the_loss_norm_and_skips_of_all(tmp_path: Path) -> None:
+    """The first step has the largest norm; the third is skipped."""
+    engine = build(tmp_path, run_log={"every": 2, "plan": False}, non_finite="skip")
+    losses, norms = [], []
+    for number in range(4):
+        output = engine(torch.arange(number, number + 6).view(2, 3))
+        if number == 2:
+            output = BadGradient.apply(output, float("nan"))
+        loss = output.square().mean() * (100.0 if number == 0 else 1.0)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        norms.append(float(engine.last_step.grad_norm))
+    engine.destroy()
+    first, second = rows_of(tmp_path / steps_file(0))
+    assert [first["loss"], second["loss"]] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2])
+    assert first["grad_norm"] == pytest.approx(norms[0]) and norms[0] > norms[1]
+    assert second["grad_norm"] == "nan"
+    assert [(row["applied"], row["skipped"], row["steps"]) for row in (first, second)] == [(True, 0, 2), (True, 1, 2)]
+    found = Row.of(second)
+    assert found is not None and found.skipped == 1
 
 
 def test_what_is_moved_and_what_other_tiers_hold(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ class Following(StepObserver):
         self._cuda = self._sharded.device.type == "cuda"
         self._tokens: int | None = 0  # of this rank since the beginning
         self._steps = 0  # since the last row
+        self._skipped = 0  # of them
+        self._losses: tuple[torch.Tensor, int] | None = None  # sum, and number of terms
+        self._norm: torch.Tensor | None = None  # the largest
         self._last = 0.0  # end of the last step
         self._ended: float | None = None  # of the last row, or the beginning of the first step
         self._before = (0, 0)  # samples and tokens at the last row
@@ -98,8 +101,10 @@ class Following(StepObserver):
         self._steps += 1
         self._last = clock = time.perf_counter()
         at = self._step.global_steps
-        if self.log is not None and at % self._every == 0:
-            self._write(report, clock)
+        if self.log is not None:
+            self._add(report)
+            if at % self._every == 0:
+                self._write(report, clock)
         if self.display is not None and self.display.due(at, clock):
             self.display.show(self._state(report, clock))
 
@@ -115,6 +120,14 @@ class Following(StepObserver):
 
     # -- the run log -------------------------------------------------------------------------------------------------
 
+    def _add(self, report: StepReport) -> None:
+        self._skipped += not report.applied
+        if report.loss is not None:
+            total, terms = self._losses or (None, 0)
+            self._losses = report.loss if total is None else total + report.loss, terms + 1
+        if report.grad_norm is not None:
+            self._norm = report.grad_norm if self._norm is None else torch.maximum(self._norm, report.grad_norm)
+
     def _write(self, report: StepReport, clock: float) -> None:
         step = self._step
         samples, tokens = step.global_samples, self._tokens
@@ -125,6 +138,7 @@ class Following(StepObserver):
             "steps": self._steps,
             "lr": report.lr,
             "applied": report.applied,
+            "skipped": self._skipped,
         }
         if step.loss_scaler is not None:
             values["loss_scale"] = report.loss_scale
@@ -134,12 +148,14 @@ class Following(StepObserver):
             if tokens:
                 values["tokens"] = (tokens - self._before[1]) * self._readers
                 values["tokens_per_second"] = values["tokens"] / seconds
-        self._ended, self._before, self._steps = clock, (samples, tokens or 0), 0
+        loss = None if self._losses is None else self._losses[0] / self._losses[1]
         pending = Pending(
             (name, value, step.global_steps)
-            for name, value in (("loss", report.loss), ("grad_norm", report.grad_norm))
+            for name, value in (("loss", loss), ("grad_norm", self._norm))
             if value is not None
         )
+        self._ended, self._before, self._steps, self._skipped = clock, (samples, tokens or 0), 0, 0
+        self._losses = self._norm = None
         assert self.log is not None
         self.log.write_step(values, pending, self._rest())
 

@@ -110,6 +110,9 @@ class Row:
         if not isinstance(step, int) or not 0 <= step < 1 << 53:
             return None
         steps = steps if isinstance(steps, int) and 1 <= steps <= max(step, 1) else 1
+        skipped = found.get("skipped")
+        if not isinstance(skipped, int) or not 0 <= skipped <= steps:
+            skipped = int(found.get("applied") is False)
         memory = {}
         for tier, held in found["memory"].items() if isinstance(found.get("memory"), Mapping) else ():
             if isinstance(held, Mapping):
@@ -126,7 +129,7 @@ class Row:
             lr=_finite(rates[0]) if isinstance(rates, list) and rates else None,
             grad_norm=number(found.get("grad_norm")),
             loss_scale=_finite(found.get("loss_scale")),
-            skipped=int(found.get("applied") is False),
+            skipped=skipped,
             seconds=seconds,
             samples=(_finite(found.get("samples_per_second")) or 0.0) * (seconds or 0.0),
             tokens=_finite(found.get("tokens")) or 0.0,
