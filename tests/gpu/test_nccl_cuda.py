@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from shardwise.comm import api, groups, native
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger, follow_devices
 from shardwise.comm.rank_status import Here, oldest_under_way
+from shardwise.parallel.tensor.entry import copy_first
 from tests.comm.values import RECORD, on_group
 from tests.gpu.forced import start_group
 from tests.gpu.standin import rehearsing
@@ -146,3 +148,24 @@ def test_a_communicator_of_one_rank_that_sends(monkeypatch: pytest.MonkeyPatch) 
     comm.barrier()
     assert torch.equal(flat, values(64, BF16))
     comm.destroy()
+
+
+def test_values_of_the_first_rank_reach_tensors_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_group()
+    monkeypatch.setattr(Communicator, "sends", True)
+    comm = Communicator(None, Ledger(), torch.device("cuda", torch.cuda.current_device()))
+    send = comm.broadcast
+
+    def of_first(tensor: torch.Tensor, *rest: Any) -> Any:
+        assert tensor.device.type == "cuda"
+        return send(tensor.zero_(), *rest)
+
+    monkeypatch.setattr(comm, "broadcast", of_first)
+    weight = torch.nn.Parameter(torch.ones(2, 3, device="cpu").t())
+    mask, here = torch.ones(2, dtype=torch.bool, device="cpu"), torch.ones((), device="cuda")
+    try:
+        copy_first([("weight", weight), ("mask", mask), ("here", here)], comm)
+    finally:
+        comm.destroy()
+    assert weight.device.type == mask.device.type == "cpu"
+    assert not weight.any() and not mask.any() and not here.any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,15 @@ def test_native_checkpoints_are_read_in_parts(tmp_path: Path) -> None:
         blank = type(model)(model.config)
     served = shardwise.init_inference(blank, dtype="fp32", checkpoint=str(tmp_path))
     assert answers(served, 1, "left", 6) == wanted
+
+
+def test_streamed_weights_of_another_dtype_are_cast() -> None:
+    model = generating("llama").bfloat16()
+    ids = torch.arange(3, 9).view(1, 6)
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).float()(ids).logits
+    engine = shardwise.init_inference(model, dtype="fp32", zero=on("cpu", ""))
+    found = engine(ids).logits
+    engine.destroy()
+    assert found.dtype is torch.float32
+    assert torch.allclose(found, wanted, atol=1e-5)

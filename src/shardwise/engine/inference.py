@@ -58,7 +58,7 @@ def _streamed(model: nn.Module, settings: InferenceConfig) -> InferenceEngine:
             "weights, or leave zero out"
         )
     section = settings.tensor_parallel
-    if section.group is not None:
+    if section.enabled and section.group is not None:
         raise ConfigError("tensor_parallel.tp_group: streamed weights (zero) take adjacent ranks. Write tp_size")
     precision = {"fp16": {"fp16": {"enabled": True}}, "bf16": {"bf16": {"enabled": True}}}.get(settings.dtype, {})
     training = {
@@ -72,9 +72,11 @@ def _streamed(model: nn.Module, settings: InferenceConfig) -> InferenceEngine:
         **precision,
     }
     checkpoint = checkpoint_of(settings)
-    if check_has_values(model, checkpoint):
-        # Memory that nothing is written to takes no room: weights are read into the parts that ranks keep.
+    meta = check_has_values(model, checkpoint)
+    if meta or not precision:  # without a section of a precision the engine computes in the model's own
         cast(model, settings.torch_dtype)
+    if meta:
+        # Memory that nothing is written to takes no room: weights are read into the parts that ranks keep.
         materialize_model(model, torch.device("cpu"))
     engine = build(EngineArguments(model=model, config=training))[0]
     try:

@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
 from shardwise.parallel import current_tensors, end_tensors
+from shardwise.parallel.tensor.entry import copy_first
 from shardwise_deepspeed import groups
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.training import config_of
@@ -89,6 +92,19 @@ def test_a_model_is_divided_at_once() -> None:
     assert again == pytest.approx(again[:1] * 4, rel=1e-6)
     end_tensors()
     assert groups.get_model_parallel_group() is None
+
+
+@on_ranks(2)
+def test_values_of_the_first_rank_are_copied_whatever_their_strides_and_dtypes() -> None:
+    def of(rank: int) -> list[torch.Tensor]:
+        own = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(rank))
+        return [own[:, :2].permute(2, 0, 1), own[0, 0, 0] > 0, torch.view_as_complex(own).clone(), own.half()[:0]]
+
+    own = of(dist.get_rank())
+    job = Communicator(None, Ledger(), torch.device("cpu"))
+    copy_first([(str(number), one) for number, one in enumerate(own)], job)
+    job.destroy()
+    assert all(torch.equal(one, first) for one, first in zip(own, of(0), strict=True))
 
 
 # -- models that are not built plainly: no rank makes more of a divided tensor than its part ---------------------------
