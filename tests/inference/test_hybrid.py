@@ -115,24 +115,57 @@ def test_models_divided_in_training_answer() -> None:
         assert found == wanted
 
 
-def loaded() -> Any:
-    """Answer by copies before and after weights are loaded."""
+def loaded(stage: int, optimizer: Any) -> Any:
+    """Answer by copies before and after weights are loaded, and changed as data."""
     section = {"enabled": True, "inference_tp_size": 2}
     engine, *_ = shardwise.initialize(
-        model=generating("llama"), config=config_of(3, SGD, rows=2, hybrid_engine=section)
+        model=generating("llama"), config=config_of(stage, optimizer, rows=2, hybrid_engine=section)
     )
     engine.eval()
     found = [answers(engine, 1, "left", NEW)]
     other = generating("llama", seed=5)
     engine.load_module_state_dict(other.state_dict())
     found += [answers(engine, 1, "left", NEW), expected(other, 1, NEW)]
+    weight = engine.module.lm_head.weight
+    with shardwise.zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data.copy_(weight.data.flip(0))
+    with torch.no_grad():
+        other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
+    found += [answers(engine, 1, "left", NEW), expected(other, 1, NEW)]
     engine.destroy()
     return found
 
 
-def test_copies_follow_loaded_weights() -> None:
-    for before, after, wanted in run_ranks(loaded, 2):
+@pytest.mark.parametrize("optimizer", [SGD, None])
+def test_copies_follow_weights_that_are_loaded_or_changed(optimizer: Any) -> None:
+    for before, after, wanted, changed, flipped in run_ranks(loaded, 2, 3, optimizer):
         assert before != after == wanted
+        assert wanted != changed == flipped
+
+
+def refreshed(stage: int, section: dict[str, Any]) -> Any:
+    """Answer before and after a refresh; return answers with those of plain models, and the collectives of the last."""
+    config = config_of(stage, SGD, rows=2, hybrid_engine={"enabled": True, **section})
+    engine, *_ = shardwise.initialize(model=generating("llama"), config=config)
+    engine.eval()
+    answers(engine, 1, "left", NEW)
+    engine.module.model.layers[0].requires_grad_(False)
+    assert any(engine.refresh())
+    found = [answers(engine, 1, "left", NEW), expected(whole(engine, False), 1, NEW)]
+    launched = sum(engine.job.launched())
+    found.append(answers(engine, 1, "left", NEW))
+    launched = sum(engine.job.launched()) - launched
+    engine.train()
+    step(engine, 0)
+    engine.destroy()
+    return found, launched
+
+
+@pytest.mark.parametrize(("stage", "section"), [(1, {"inference_tp_size": 2}), (3, {})])
+def test_answers_follow_a_refresh(stage: int, section: dict[str, Any]) -> None:
+    for (first, wanted, second), launched in run_ranks(refreshed, 2, stage, section):
+        assert first == wanted == second
+        assert launched == 0 or section  # gathered once
 
 
 def streamed(stage: int) -> Any:

@@ -113,6 +113,30 @@ def test_trainer_ranks_send_weights_to_ranks_that_generate(stage: int, offload: 
     assert not torch.equal(whole_0[0]["lm_head.weight"], whole_0[1]["lm_head.weight"])
 
 
+def changing() -> None:
+    """Send to a receiver with other strides, which is then cast, from an engine that is then refreshed."""
+    rollout = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    assert not rollout.weight.is_contiguous()
+    torch.manual_seed(1)
+    config = config_of(1, {"type": "SGD", "params": {"lr": 0.1}}, rows=2)
+    engine, *_ = shardwise.initialize(model=torch.nn.Conv2d(2, 3, 3), config=config)
+    sync = WeightSync(trainer=engine, rollout=rollout)
+    for change in (lambda: None, rollout.bfloat16, lambda: engine.module.bias.requires_grad_(False)):
+        change()
+        engine.refresh()
+        engine.backward(engine(torch.ones(2, 2, 3, 3)).sum())
+        engine.step()
+        sync()
+        for name, value in engine.module_state_dict().items():
+            assert torch.equal(rollout.get_parameter(name), value.to(rollout.weight.dtype)), name
+    sync.close()
+    engine.destroy()
+
+
+def test_receivers_and_engines_may_change() -> None:
+    run_ranks(changing, 2)
+
+
 def other_model() -> None:
     rollout = shardwise.init_inference(torch.nn.Linear(3, 3), dtype="fp32")
     config = config_of(0, {"type": "SGD", "params": {"lr": 0.1}}, rows=2)

@@ -563,6 +563,7 @@ class Engine(StateGetters):
             "tensor parallelism": self._tensors is not None,
             "expert parallelism": bool(self._expert_groups),
         }
+        self._generation.release()
         found = refresh(
             self.sharded,
             self._resolution,
@@ -574,6 +575,7 @@ class Engine(StateGetters):
             [way for way, used in ways.items() if used],
         )
         if any(found):
+            self._generation.close()
             self._faults.update_copy()  # because earlier copies are of another model
         return found
 

@@ -37,7 +37,7 @@ class Generation:
         self.device = sharded.device
         self._held: contextlib.ExitStack | None = None
         self._shared: tuple[nn.Module, InferenceRanks, WeightSync] | None = None
-        self._sent = -1
+        self._sent: tuple[int, int] | None = None
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` with its arguments, and return what it returns (all ranks call).
@@ -102,8 +102,9 @@ class Generation:
         if self._shared is None:
             self._shared = self._copy()
         module, ranks, sync = self._shared
-        # Version counters grow with every change, of the engine's and of scripts.
-        versions = sum(parameter._version for parameter in self.sharded.registry.parameters)
+        # Version counters grow with changes by scripts and steps, and `values_version` with all of the engine's.
+        changes = sum(parameter._version for parameter in self.sharded.registry.parameters)
+        versions = changes, self.sharded.values_version
         if any(self._job.exchange(versions != self._sent or not self._section.pin_parameters, "copies_are_old")):
             sync()
             self._sent = versions
@@ -159,4 +160,4 @@ class Generation:
         self.release()
         if self._shared is not None:
             self._shared[1].close()
-            self._shared = None
+            self._shared = self._sent = None

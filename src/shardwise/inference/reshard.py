@@ -286,22 +286,25 @@ class WeightSync:
         group: dist.ProcessGroup | Communicator | None = None,
         rename: Callable[[str], str | None] | None = None,
     ) -> None:
-        module = getattr(rollout, "module", rollout)
+        self._module: nn.Module | None = getattr(rollout, "module", rollout)
         self._rename = rename
         self._trainer = trainer
-        self._targets = {} if module is None else _targets(module)
+        targets, _, self._planned = self._tensors()
         if isinstance(group, Communicator):
             self._comm, self._owns = group, False
         else:
             if trainer is not None:
                 device = trainer.device
             else:
-                device = next((one.values.device for one in self._targets.values()), torch.device("cpu"))
+                device = next((one.values.device for one in targets.values()), torch.device("cpu"))
             self._comm, self._owns = Communicator(group, Ledger(), device, name="weight_sync"), True
-        holdings = [one.holding for one in self._targets.values()]
-        if trainer is not None:
-            holdings += list(self._sources())
-        self.plan = reshard_plan(self._comm, holdings)
+        self.plan = reshard_plan(self._comm, self._planned)
+
+    def _tensors(self) -> tuple[Mapping[str, _Target], Mapping[Holding, int | str], list[Holding]]:
+        """Return what this rank receives and sends now, and both as holdings."""
+        targets = {} if self._module is None else _targets(self._module)
+        sources = {} if self._trainer is None else self._sources()
+        return targets, sources, [*(one.holding for one in targets.values()), *sources]
 
     def _sources(self) -> dict[Holding, int | str]:
         """Return what this rank sends: the number of a parameter, or the name of a buffer."""
@@ -326,22 +329,35 @@ class WeightSync:
         return found
 
     def __call__(self) -> int:
-        """Send the current weights (all ranks of the group call); return the bytes that this rank has received."""
+        """Send the current weights (all ranks of the group call); return the bytes that this rank has received.
+
+        If a model has other tensors or dtypes than before, the plan is found again.
+        """
+        if self._trainer is not None:
+            self._trainer.sharded.state.finish_gathers()
+        targets, sources, own = self._tensors()
+        if any(self._comm.exchange(own != self._planned, "weights_changed")):
+            self.plan, self._planned = reshard_plan(self._comm, own), own
         read = None
         if self._trainer is not None:
             state: CheckpointedModel = self._trainer.sharded.state
-            state.finish_gathers()
-            read = _Values(state, self._sources(), state.value_runs(), _saved_buffers(state.module))
+            read = _Values(state, sources, state.value_runs(), _saved_buffers(state.module))
         received = 0
         first = ""
         for last in self.plan.rounds:
             out = [one for one in self.plan.sends if first < one.name <= last]
             into = [one for one in self.plan.receives if first < one.name <= last]
-            received += self._round(out, into, read)
+            received += self._round(out, into, read, targets)
             first = last
         return received
 
-    def _round(self, out: Sequence[Transfer], into: Sequence[Transfer], read: _Values | None) -> int:
+    def _round(
+        self,
+        out: Sequence[Transfer],
+        into: Sequence[Transfer],
+        read: _Values | None,
+        targets: Mapping[str, _Target],
+    ) -> int:
         comm = self._comm
         out, into = (sorted(some, key=lambda one: one.peer) for some in (out, into))
         going, coming = _places(out, comm.world), _places(into, comm.world)
@@ -352,12 +368,15 @@ class WeightSync:
         comm.all_to_all(arrived, given, coming[1], going[1], "weights").wait()
         with torch.no_grad():
             for one, place in zip(into, coming[0], strict=True):
-                values = self._targets[one.name].values
+                values = targets[one.name].values
+                flat = values.contiguous().view(-1)  # patches count elements in the order of dimensions
                 some = arrived[place : place + one.nbytes].view(dtype_of(one.target.dtype))
                 for patch in one.patches():
-                    part = values.as_strided(patch.shape, patch.target_strides, values.storage_offset() + patch.target)
+                    part = flat.as_strided(patch.shape, patch.target_strides, flat.storage_offset() + patch.target)
                     part.copy_(some[: patch.numel].view(patch.shape))
                     some = some[patch.numel :]
+                if not values.is_contiguous():
+                    values.copy_(flat.view(values.shape))
         return arrived.numel()
 
     def close(self) -> None:

@@ -140,12 +140,14 @@ class ShardedModel:
         owners: part of `update` that steps unsharded tensors; None if there is none.
         copied: event after running copies of master weights and optimizer state; None: no copies run.
         wholes: assembles tensors of which ranks have parts.
+        values_version: how often the engine has written parameters.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, sharding: Sharding) -> None:
         self.module = module
         self.optimizer = optimizer
         self.stepped = False
+        self.values_version = 0
         self._driver: Driver = Alone()
         self.build(sharding)
 
@@ -558,6 +560,7 @@ class ShardedModel:
         """Increment the version counters of parameters that the engine has written, for autograd's checks."""
         for unit in self.units:
             unit.second_valid = False
+        self.values_version += 1
         torch.autograd.graph.increment_version(self._trainable)
         self.guards.note()
 

@@ -260,6 +260,7 @@ class ShardedState:
                         if self._model.sharding.replicas is not None:
                             self._model.sharding.replicas[0].spread(section.full, src, f"{unit.name}.modified")
                     unit.store_shard()
+                    self._model.values_version += 1
                     if self._model.update is not None:
                         self._model.take_over(unit)
                 if self._model.update is not None:
