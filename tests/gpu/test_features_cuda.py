@@ -12,10 +12,13 @@ from torch.profiler import ProfilerActivity
 
 import shardwise
 from shardwise import utils
+from shardwise.pipe import PipelineModule
 from shardwise.trees import map_tensors
 from tests.gpu.forced import MODELS, assert_equal, late_collectives, masters_on_host, start_group
 from tests.gpu.standin import rehearsing
 from tests.models import GPT
+from tests.pipeline.training import batch as of_pipeline
+from tests.pipeline.training import loss_of, untied
 
 CASE = MODELS["gpt"]
 CONFIG: dict[str, Any] = {
@@ -183,6 +186,36 @@ def test_gradients_are_read_and_set() -> None:
                 assert torch.equal(utils.safe_get_full_grad(parameter), gradient * 2)
             engine.step()
             engine.destroy()
+
+
+def test_pipelines_take_batches_of_the_host() -> None:
+    """As a data loader gives them."""
+    start_group()
+    with late_collectives():
+        engine, *_ = shardwise.initialize(
+            model=PipelineModule(untied(), num_stages=1, loss_fn=loss_of),
+            config={**config(0), "gradient_accumulation_steps": 2},
+        )
+        batches = [of_pipeline(0, number, 0) for number in range(2)]
+        assert all(tensor.device.type == "cpu" for pair in batches for tensor in pair)
+        for call in (engine.train_batch, engine.eval_batch):
+            assert torch.isfinite(call(iter(batches))) and call(iter(batches)).device.type == "cuda"
+        engine.destroy()
+
+
+def test_changes_of_a_model_are_watched_from_the_next_step_on() -> None:
+    """The numbers of the step before are read late, and are those of the parameters of that time."""
+    watch = {"enabled": True, "grad_norm_spike": "warn"}
+    with late_collectives():
+        engine = start(anomaly_watch=watch)
+        for step in range(5):
+            if step == 2:
+                engine.module.extra = nn.Linear(8, 8, device="cuda", dtype=torch.bfloat16)
+                engine.refresh()
+            engine.backward(CASE.loss(engine, batch(step)))
+            engine.step()
+        assert engine.global_steps == 5
+        engine.destroy()
 
 
 # -- activations, profiles ---------------------------------------------------------------------------------------------
