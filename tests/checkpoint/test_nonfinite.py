@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint import Checkpoint, peer_replicas
+from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.listing import CheckpointDirectory
 from tests.checkpoint.job import Run, as_ranks, config
 from tests.checkpoint.test_retention import left, make
@@ -82,6 +83,24 @@ def test_no_copy_of_them_is_made_in_memory(tmp_path: Path) -> None:
             run.step()
     assert run.engine.last_memory_copy.steps == 1
     assert sum("no copy is made in memory" in line for line in told.lines) == (torch.distributed.get_rank() == 0)
+
+
+@as_ranks(2)
+def test_each_rank_sends_few_names_of_a_diverged_model(tmp_path: Path) -> None:
+    run = Run(config(1, checkpoint={"memory_copies": {"every": 1, "directory": f"{tmp_path}/memory"}}), seed=1)
+    run.step()
+    for runs in run.engine.sharded.state.value_runs().values():
+        for part in runs:
+            part[2].fill_(float("nan"))
+    with logged() as told, pytest.MonkeyPatch.context() as patch:
+        for module in (saving, peer_replicas):
+            patch.setattr(module, "MOST_NAMES", 1)
+        run.step()
+        run.engine.save_checkpoint(tmp_path)
+    lines = [line for line in told.lines if "infinite or NaN: " in line]
+    assert len(lines) == (2 if torch.distributed.get_rank() == 0 else 0)
+    for line in lines:  # one name of each rank
+        assert len(line.partition("NaN: ")[2].partition(". The")[0].split(", ")) <= 2
 
 
 def test_retention_counts_every_kind_of_checkpoint(tmp_path: Path) -> None:

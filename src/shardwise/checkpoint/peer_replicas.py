@@ -44,7 +44,7 @@ from shardwise.checkpoint.publish import (
     write_part,
 )
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.save import SaveRequest, collected, header_of
+from shardwise.checkpoint.save import MOST_NAMES, SaveRequest, collected, header_of
 from shardwise.checkpoint.transfer import FileTransfer, Hold, exchange_files
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
@@ -219,7 +219,7 @@ class InMemoryCheckpoints:
             with collective_step(comm, what) as written:
                 add()
                 request = SaveRequest(self.path, name, latest=False, numbers=self._numbers, **header)
-                written.local = [self._write(part, draft, request), part.not_finite]
+                written.local = [self._write(part, draft, request), part.not_finite[:MOST_NAMES]]
             self._check_finite([name for entry in written.gathered for name in entry[1]])
             sizes: dict[int, list[int]] = {rank: entry[0] for rank, entry in enumerate(written.gathered)}
             transfers = self._spread(draft, {rank: {node} for rank, node in self._home.items()}, sizes, what)

@@ -109,7 +109,7 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
             made.add_replicated()
             part = made.part
             write_part(made.path, part.file, part.tensors, part.to_json(), fetch=part.fetch, direct=request.direct)
-            written.local = part.not_finite
+            written.local = part.not_finite[:MOST_NAMES]
         with collective_step(comm, what):
             if made.draft is not None:
                 with warn_if_slow(f"{what}: the checkpoint is published"):
