@@ -211,6 +211,8 @@ def test_a_plan_is_made_of_a_measured_machine(measured: bool, tmp_path: Path) ->
     assert "stage 3 sends " in done.output and "all_gather (data_parallel)" in done.output
     assert "rates measured here" in done.output and "of the computing is estimated" not in done.output
     machine.host_name = "elsewhere"
+    for flops in (0, 100):  # to estimate from
+        machine.operators[str(flops)] = OperatorTime(name="one", seconds=1e-6, flops=flops, moved=100)
     machine.save(file)
     done = CliRunner().invoke(app, ["plan", "tests.models:GPT", *options])
     assert "measured on elsewhere" in done.output
@@ -232,3 +234,21 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     offloaded["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
     with pytest.raises(UsageError, match="give --disk-speed"):
         plan_times(GPT(), offloaded, machine, ranks=2, stages=[1], batch=batch())
+
+
+def test_rates_of_a_gpu_say_nothing_about_the_host() -> None:
+    add = OperatorTime(name="aten.add.Tensor", seconds=1e-6, flops=0, moved=1000)
+    product = OperatorTime(name="aten.mm.default", seconds=1e-6, flops=1000, moved=1000)
+    machine = of_this_machine(torch.device("cpu")).model_copy(update={"device": "a GPU", "operators": {"a": add}})
+    given: dict[str, Any] = {"ranks": 1, "stages": [1], "batch": batch(), "limit": 5.0}
+    with pytest.raises(UsageError, match="was not measured, nor any other with FLOPs"):
+        plan_times(GPT(), config_of(1), machine, **given)
+    machine.operators["b"] = product
+    (plan,) = plan_times(GPT(), config_of(1), machine, **given)
+    assert list(machine.operators) == ["a", "b"]  # none was measured on the CPU
+    assert plan.estimated == pytest.approx(1.0) and plan.time.flops
+    for keys in ({"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}, "stage": 3}):
+        offloaded = config_of(1)
+        offloaded["zero_optimization"] |= keys
+        with pytest.raises(UsageError, match="the time of offloaded state was not measured"):
+            plan_times(GPT(), offloaded, machine, ranks=1, stages=[3], batch=batch())

@@ -56,7 +56,7 @@ class Rates(Protocol):
 
     @property
     def host_link(self) -> float | None:
-        """Bytes/s between a rank's device and the host; None: the device's memory is the host's."""
+        """Bytes/s between a rank's device and the host; None: it is the host's memory, or not measured."""
 
 
 def _zeros() -> dict[Any, float]:

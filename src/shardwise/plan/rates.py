@@ -115,14 +115,15 @@ class Machine(BaseModel):
         return f"rates measured {here}, {self.when}"
 
     def complete(self, recorder: Recorder, ranks: int, limit: float) -> None:
-        """Measure operators that lack, if this is the machine, in up to `limit` seconds.
+        """Measure operators that lack, if this is the machine and has the device, in up to `limit` seconds.
 
         Raises UsageError if a collective was not measured with so many ranks.
         """
         missing = {e.signature: e for e in recorder.of(Operator) if e.signature not in self.operators}
-        if limit and missing and self.is_here():
+        device = _device_of(self.device) if limit and missing and self.is_here() else None
+        if device is not None:
             calls = {signature: recorder.calls[signature] for signature in missing}
-            self.operators |= measure_operators(calls, missing, torch.device("cpu"), limit)
+            self.operators |= measure_operators(calls, missing, device, limit)
         unknown = {(e.op, e.ranks) for e in recorder.of(Launch)} - {(one.op, one.ranks) for one in self.collectives}
         if unknown:
             op, count = min(unknown)
@@ -152,7 +153,7 @@ class Machine(BaseModel):
 
     @property
     def host_link(self) -> None:
-        """None, because the host's memory is that of the ranks."""
+        """None: on the CPU the host's memory is that of the ranks; from a GPU it is not measured."""
 
     def joined(self, shared: Machine) -> Machine:
         """Return these rates with what several ranks have measured."""
@@ -171,30 +172,42 @@ class Machine(BaseModel):
         return Crowd(ranks=ranks, computing=nearest.computing * more, moving=nearest.moving * more)
 
 
+def _device_of(name: str) -> torch.device | None:
+    """Return the device that `Machine.device` names, or None if it is not here."""
+    if name == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda") if torch.cuda.is_available() and torch.cuda.get_device_name() == name else None
+
+
 class Operators:
     """Seconds of operators: measured, or estimated from measured ones of the same name, then of all names."""
 
     def __init__(self, measured: Mapping[str, OperatorTime], crowd: Crowd) -> None:
         self._measured, self._crowd = measured, crowd
         self._by_name: dict[str, list[tuple[float, float]]] = {}
-        everything = []
+        self._moving: list[tuple[float, float]] = []
+        self._computing: list[tuple[float, float]] = []
         for one in measured.values():
             amount = float(one.flops or one.moved)
             if amount:
                 self._by_name.setdefault(one.name, []).append((amount, one.seconds))
-            if one.moved and not one.flops:
-                everything.append((float(one.moved), one.seconds))
-        for points in self._by_name.values():
+                (self._computing if one.flops else self._moving).append((amount, one.seconds))
+        for points in (*self._by_name.values(), self._moving, self._computing):
             points.sort()
-        self._moving = sorted(everything)
 
     def seconds(self, operator: Operator) -> float:
-        """Return the seconds of an operator."""
+        """Return the seconds of an operator. Raises UsageError if nothing was measured that it is estimated from."""
         if not operator.moved:
             return 0.0  # a view
         known = self._measured.get(operator.signature)
         if known is None:
-            points = self._by_name.get(operator.name) or ([] if operator.flops else self._moving)
+            points = self._by_name.get(operator.name) or (self._computing if operator.flops else self._moving)
+            if not points:
+                kind = "with" if operator.flops else "without"
+                raise UsageError(
+                    f"{operator.name} was not measured, nor any other {kind} FLOPs. Run `shardwise bench machine` on "
+                    "the machine"
+                )
             seconds = interpolated(points, float(operator.flops or operator.moved))
         else:
             seconds = known.seconds
@@ -289,7 +302,7 @@ def _flush(device: torch.device) -> None:
 
 @functools.cache
 def _other(device: torch.device) -> torch.Tensor:
-    return torch.zeros(_CACHE // 4, device=device)
+    return torch.zeros(_CACHE // 4, dtype=torch.float32, device=device)
 
 
 def _floats(value: Any) -> bool:

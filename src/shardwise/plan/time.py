@@ -147,6 +147,12 @@ def _planned(
     if "nvme" in offload.devices and disk is None:
         raise UsageError("how fast the disk is was not measured: give --disk-speed, as `shardwise bench disk` finds it")
     ranks = setting.ranks * setting.pipeline
+    if rates.host_link is None and set(offload.devices) != {"none"} and rates.costs(ranks).asynchronous:
+        raise UsageError(
+            "the time of offloaded state was not measured: `shardwise bench machine` on a GPU measures neither the "
+            "host nor its link to the GPU. Plan from data sheets (--card), or without offload_optimizer and "
+            "offload_param"
+        )
     recorders, planned = recorders or [Recorder(by_unit=True) for _ in planners], []
     for planner, recorder in zip(planners, recorders, strict=True):
         planned.append(planner.plan(setting, rooms, recorder))
