@@ -1,8 +1,9 @@
-"""`torch.set_default_device` has no say: what the library makes is where it is used."""
+"""`torch.set_default_device` and `torch.set_default_dtype` have no say: the library names device and dtype itself."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,16 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.checkpoint.load import _set_group
+from shardwise.comm.compression.quantize import BlockCode
 from shardwise.device.staging import CopyStream
 from shardwise.memory import Category
 from shardwise.memory.places import TieredTensors
 from shardwise.offload.host import HostPlace
 from shardwise.optim.rounding import random_bits
 from shardwise.precision.norms import SMALL, Runs
+from tests.checkpoint.job import Run, as_ranks, config
+from tests.checkpoint.test_async import content
 
 CPU = torch.device("cpu")
 ROOT = Path(shardwise.__file__).parent
@@ -34,6 +39,16 @@ def elsewhere() -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @functools.cache
@@ -84,3 +99,36 @@ def test_memory_of_the_host_is_there(pinned: bool) -> None:
     assert tiered.in_place(tensor).tolist() == [0, 1, 2, 3]
     with tiered.use(written=False):
         assert tensor.tolist() == [0, 1, 2, 3]
+
+
+OTHERS = [torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_quantised_messages_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    code, values = BlockCode(bits=8, block=32), torch.randn(3, 77, generator=torch.Generator().manual_seed(1))
+    messages, errors = [], []
+    for default in (torch.float32, dtype):
+        with default_dtype(default):
+            messages.append(torch.zeros(3, code.nbytes(77), dtype=torch.uint8))
+            errors.append(torch.full((3, 77), 0.01, dtype=torch.float32))
+            code.encode(values, messages[-1], error=errors[-1], generator=torch.Generator().manual_seed(2))
+    assert torch.equal(*messages) and torch.equal(*errors)
+
+
+def test_a_tensor_setting_of_a_group_is_restored_exactly() -> None:
+    group: dict[str, Any] = {"lr": torch.zeros((), dtype=torch.float64)}
+    with default_dtype(torch.bfloat16):
+        _set_group(group, {"lr": 0.1})
+    assert group["lr"].item() == 0.1
+
+
+@as_ranks(2)
+def test_a_checkpoint_does_not_depend_on_the_default_dtype(tmp_path: Path) -> None:
+    run = Run(config(1), seed=1)
+    run.engine.save_checkpoint(tmp_path, tag="a")
+    for dtype in OTHERS:
+        with default_dtype(dtype):
+            run.engine.save_checkpoint(tmp_path, tag="b")
+        torch.distributed.barrier()
+        assert content(f"{tmp_path}/b") == content(f"{tmp_path}/a")

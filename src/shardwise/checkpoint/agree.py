@@ -83,6 +83,6 @@ def held_by_any(comm: Communicator, names: Sequence[str], held: Collection[str],
     if not names:
         return set()
     flags = [float(name in held) for name in names] + [0.0] * (-len(names) % comm.world)
-    counts = torch.tensor(flags, device=comm.device)
+    counts = torch.tensor(flags, dtype=torch.float32, device=comm.device)
     comm.sum_large(counts, label).wait()
     return {name for name, count in zip(names, counts.tolist(), strict=False) if count}

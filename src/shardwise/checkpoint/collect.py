@@ -248,7 +248,7 @@ def own_buffers(model: CheckpointedModel, inventories: Sequence[dict[str, Any]])
     rank, first = model.comm.rank, first_holders(inventories, "buffers")
     here = {name: _digest(buffer) if model.comm.sends else (0, 0) for name, buffer in buffers(model.module)}
     sent = [float(part) for name in first for part in (here[name] if first[name] == rank else (0, 0))]
-    sums = torch.tensor(sent + [0.0] * (-len(sent) % model.comm.world), device=model.device)
+    sums = torch.tensor(sent + [0.0] * (-len(sent) % model.comm.world), dtype=torch.float32, device=model.device)
     if sent:
         model.comm.sum_large(sums, "checkpoint").wait()
     numbers = sums.tolist()

@@ -437,7 +437,7 @@ def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
         current = group.get(name)
         if isinstance(current, torch.Tensor) and value is not None:
             # Filled in place, because compiled and graph-captured steps read that tensor.
-            current.detach().copy_(torch.as_tensor(value, device=current.device))
+            current.detach().copy_(torch.as_tensor(value, dtype=current.dtype, device=current.device))
         elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
             group[name] = value.item()
         else:

@@ -221,7 +221,7 @@ class _MasterWeights:
         flat, outer, place = arrived.view(tensor.dtype), boxes.whole(tensor.shape), 0
         every = [run for some in runs for run in some]
         if not every and tensor.shape:  # a copy of a tensor that another group delivers first
-            return torch.full(tensor.shape, torch.nan, device=device).to(tensor.dtype)
+            return torch.full(tensor.shape, torch.nan, dtype=torch.float32, device=device).to(tensor.dtype)
         if [start for _, start, _ in every] == [0, *(stop for *_, stop in every[:-1])] and all(
             box is None for box, *_ in every
         ):

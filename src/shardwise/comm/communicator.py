@@ -444,7 +444,7 @@ class Communicator:
 
     def barrier(self, label: str = "barrier") -> None:
         """Block until all ranks of the group have called."""
-        sign = torch.zeros(1, device=self.device)
+        sign = torch.zeros(1, dtype=torch.float32, device=self.device)
         self.all_reduce(sign, label).wait()
         sign.cpu()  # on CUDA only the stream has waited so far
 

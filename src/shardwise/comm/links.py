@@ -42,7 +42,7 @@ class Link:
         """
         self._comm.connect(self._kind)
         if not (self._comm.waits_on_host or self._comm.imagined):
-            one = torch.zeros(1, device=self._comm.device)
+            one = torch.zeros(1, dtype=torch.float32, device=self._comm.device)
             self._comm.broadcast(one, self._source, "connect", self._kind).wait()
             one.cpu()  # the host waits too
 

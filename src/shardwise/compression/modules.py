@@ -160,7 +160,8 @@ class InputQuantizer:
         """Add the buffer of static bounds; NaN: unknown."""
         if self.static:
             weight = module.get_parameter("weight")
-            bounds = torch.full((2,), float("nan"), device="cpu" if weight.is_meta else weight.device)
+            device = torch.device("cpu") if weight.is_meta else weight.device
+            bounds = torch.full((2,), float("nan"), dtype=torch.float32, device=device)
             module.register_buffer("input_bounds", bounds)
 
     def __call__(self, module: nn.Module, inputs: torch.Tensor, step: int, *, note: bool) -> torch.Tensor:

@@ -186,7 +186,8 @@ class TokenDropper:
         seed = self._draws.seed_of(number) if count < length else None
         if seed is None:
             return None
-        values = torch.rand(rows, length, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+        generator = torch.Generator("cpu").manual_seed(seed)
+        values = torch.rand(rows, length, generator=generator, dtype=torch.float32, device="cpu")
         return values.topk(count, dim=1).indices.sort(dim=1).values.to(hidden.device, non_blocking=True)
 
     def _part(self, name: str, value: Any, chosen: torch.Tensor, length: int) -> Any:

@@ -161,7 +161,7 @@ class Batches:
         """
         for batch in itertools.chain(loader, [_END]):
             if self.data.world > 1:
-                ended = torch.tensor([float(batch is _END)], device=self._device)
+                ended = torch.tensor([float(batch is _END)], dtype=torch.float32, device=self._device)
                 self.data.all_reduce(ended, "loader_end").wait()
                 if Later(ended).read()[0]:
                     return

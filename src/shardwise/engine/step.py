@@ -531,7 +531,7 @@ class TrainStep:
         job = self._sharded.sharding.replicas[0].job
         told = self._signals.facts(job.rank)
         if told:
-            sums = torch.tensor(told, device=self._sharded.device)
+            sums = torch.tensor(told, dtype=torch.float32, device=self._sharded.device)
             job.all_reduce(sums, "signals").wait()
             self._signals.hear(Later(sums).read())
 

@@ -91,7 +91,7 @@ def route(
     capacity = capacity_of(tokens, count, k, capacity_factor, min_capacity)
     before = None
     if k == 1 and use_rts:
-        before = torch.argsort(torch.rand(tokens, device=logits.device))
+        before = torch.argsort(torch.rand(tokens, dtype=torch.float32, device=logits.device))
     elif k > 2:
         before = torch.argsort(weights.detach().reshape(-1), descending=True, stable=True)
     number, sizes = ranked(experts, count, before)

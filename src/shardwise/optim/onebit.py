@@ -228,12 +228,12 @@ class OnebitLamb(_Onebit, Lamb):
         kept, device = self.param_groups[0], momenta[0].device
         if kept["momentum_scale"] is None:
             views = [view for block, momentum in zip(blocks, momenta, strict=True) for view in _views(momentum, block)]
-            counts = torch.tensor([view.numel() for view in views], device=device)
+            counts = torch.tensor([view.numel() for view in views], dtype=torch.float32, device=device)
             roots = torch.stack(torch._foreach_norm(views)).float() / counts.clamp(min=1).sqrt()
             moving = roots > 0
             united = roots.sum() / moving.sum().clamp(min=1)
             numbers = torch.tensor([number for block in blocks for number, _, _ in block.tensors], device=device)
-            known = torch.ones(len(kept["coefficient"]), device=device)
+            known = torch.ones(len(kept["coefficient"]), dtype=torch.float32, device=device)
             kept["momentum_scale"] = known.index_copy_(0, numbers, torch.where(moving, united / roots, 1.0))
         single = kept["momentum_scale"].to(device).unbind()
         return [[single[number] for number, _, _ in block.tensors] for block in blocks]

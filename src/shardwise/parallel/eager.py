@@ -153,7 +153,8 @@ class SharedXglm(SharedScores):
         return owner.out_proj(found), None
 
     def _masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return torch.max(scores + mask, torch.full((), torch.finfo(scores.dtype).min, device=scores.device))
+        least = torch.full((), torch.finfo(scores.dtype).min, dtype=scores.dtype, device=scores.device)
+        return torch.max(scores + mask, least)
 
 
 class SharedMethod(SharedScores):

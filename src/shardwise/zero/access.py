@@ -175,7 +175,8 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
     with _acquired(model, index):
         runs = model.update.state_pieces(index, optim_state_key)
         # Ranks without state need the dtype, too.
-        known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
+        held = [float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS]
+        known = torch.tensor(held, dtype=torch.float32, device=model.device)
         # Ranks with an empty part need it, too.
         ranks = model.comm if model.wholes.divided(index) else model.unit_of(index).domain.ranks
         ranks.all_reduce(known, "optimizer_state.known").wait()

@@ -125,7 +125,8 @@ class BlockCode:
             return
         scales, codes = self._parts(messages, values.shape[1])
         copied = error is not None or values.dtype != torch.float32
-        scratch, wide = self._scratch(len(values), values.shape[1], values.device), torch.empty(0, device=values.device)
+        scratch = self._scratch(len(values), values.shape[1], values.device)
+        wide = scratch[:0]
         for rows, begin, end, width in self._tiles(values):
             wanted = values[rows, begin:end]
             missing = -(end - begin) % width
@@ -150,7 +151,7 @@ class BlockCode:
             if generator is None:
                 work.round_()
             else:
-                noise = torch.rand(work.shape, generator=generator, device=work.device)
+                noise = torch.rand(work.shape, generator=generator, dtype=work.dtype, device=work.device)
                 self.hold(noise)
                 work.add_(noise).floor_().clamp_(-self.levels, self.levels)
                 del noise  # before that of the next tile
@@ -234,7 +235,7 @@ class BlockCode:
 
     def _scratch(self, rows: int, numel: int, device: torch.device) -> torch.Tensor:
         # Made once for all tiles, because the system zeroes new memory each time.
-        scratch = torch.empty(self.scratch_bytes(rows, numel, device) // 8, device=device)
+        scratch = torch.empty(self.scratch_bytes(rows, numel, device) // 8, dtype=torch.float32, device=device)
         self.hold(scratch)
         return scratch
 

@@ -172,7 +172,7 @@ class QuantizedReduction(Compressor):
         sent = self.buffer(*received.shape[1:])
         for (flat, place), error in zip(places, errors, strict=True):
             together = 1 if in_parts(received.device) else self.nodes
-            total = torch.empty(together, flat.own.numel(), device=received.device)
+            total = torch.empty(together, flat.own.numel(), dtype=torch.float32, device=received.device)
             self.hold(total)
             for node in range(0, self.nodes, together):
                 rows = slice(node, node + together)

@@ -239,7 +239,7 @@ class SplitTensors:
     def agreed(self, *kinds: set[int]) -> list[set[int]]:
         """Return the places of sets of indices, each united over all ranks (a small all-reduce)."""
         number = {place: n for n, place in enumerate(self.known)}
-        flags = torch.zeros(len(kinds), len(self.known), device="cpu")
+        flags = torch.zeros(len(kinds), len(self.known), dtype=torch.float32, device="cpu")
         for row, indices in enumerate(kinds):
             for place in {self.places[index] for index in indices}.intersection(number):  # others have no elements
                 flags[row, number[place]] = 1.0
