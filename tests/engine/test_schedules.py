@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.errors import UsageError
 from shardwise.schedules import OneCycle, names
 from tests.harness import on_ranks, thorough
-from tests.harness.training import engine_of
+from tests.harness.training import SGD, config_of, engine_of
 
 PARAMS: dict[str, dict[str, Any]] = {
     "LRRangeTest": {"lr_range_test_step_size": 3},
@@ -127,3 +128,39 @@ def test_a_skipped_update_changes_neither_rate_nor_momentum() -> None:
         seen.append((*in_force(engine.optimizer.param_groups[0]), engine.lr_scheduler.last_batch_iteration))
     assert [step for _, _, step in seen] == [1, 1, 1, 2] and seen[0] == seen[1] == seen[2]
     assert seen[3][1][0] == pytest.approx(0.9 - 0.1 * 2 / 3)
+
+
+class ByAmount(torch.optim.lr_scheduler.LRScheduler):
+    """Counts what its `step` is given, as Megatron's schedule counts samples."""
+
+    count = 0
+
+    def step(self, increment: int) -> None:
+        self.count += increment
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+@on_ranks(1)
+def test_arguments_of_a_schedule_are_checked_before_the_update() -> None:
+    engine = shardwise.initialize(model=nn.Linear(5, 3), config=config_of(0, SGD), lr_scheduler=ByAmount)[0]
+    engine.backward(engine(batch(0, 0)).square().mean())
+    before = engine.module.weight.detach().clone()
+    for wrong in (None, {"epoch": 1}, {"increment": 1, "epoch": 1}):
+        with pytest.raises(UsageError, match=r"ByAmount.step\(\): .*argument.*engine.step\(lr_kwargs="):
+            engine.step(wrong)
+    assert engine.global_steps == 0 and torch.equal(engine.module.weight, before)
+    engine.step({"increment": 3})
+    assert engine.global_steps == 1 and not torch.equal(engine.module.weight, before)
+    assert engine.lr_scheduler.count == 3
+
+
+@on_ranks(2)
+def test_a_pipeline_steps_schedules_by_samples() -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+    config = config_of(0, SGD, pipeline={"stages": 2}, gradient_accumulation_steps=2)
+    engine = shardwise.initialize(model=model, loss_fn=nn.MSELoss(), config=config, lr_scheduler=ByAmount)[0]
+    for step in range(2):
+        engine.train_batch(iter([(batch(step, micro), torch.ones(2, 3)) for micro in range(2)]))
+    assert engine.lr_scheduler.count == engine.global_samples == 2 * 2 * 2

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -497,6 +498,7 @@ class TrainStep:
             samples, scale = prepared.dynamic
         report = replace(prepared.report, lr=tuple(scale * rate for rate in self._rates()), samples=samples)
         overflow = report.overflow
+        arguments = self._schedule_arguments(lr_kwargs or {}, samples)
         self._decide(report)
         if report.applied:
             with self._scaled_rates(scale):
@@ -517,7 +519,7 @@ class TrainStep:
         if not report.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self._step_schedule(lr_kwargs or {})
+            self._step_schedule(arguments)
         self._exchange_replicas(self.global_steps)
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0 and self._job.rank == 0:
@@ -554,7 +556,25 @@ class TrainStep:
             self._sharded.hooks.settle()
             self._exchange_replicas(None)
 
-    def _step_schedule(self, arguments: dict[str, Any]) -> None:
+    def _schedule_arguments(self, given: Mapping[str, Any], samples: int) -> Mapping[str, Any]:
+        """Return the arguments of the schedule's `step`; a UsageError before the update if it cannot take them."""
+        if self.lr_scheduler is None:
+            return {}
+        signature = inspect.signature(self.lr_scheduler.step)
+        increment = signature.parameters.get("increment")
+        if self._in_batch and increment is not None and increment.default is increment.empty:
+            given = {**given, "increment": samples}  # Megatron's schedules count samples
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise UsageError(
+                f"{type(self.lr_scheduler).__name__}.step(): {error}. Pass its arguments with "
+                "engine.step(lr_kwargs={...}); with engine.train_batch(), set engine.lr_scheduler to None and step the "
+                "schedule in the script"
+            ) from error
+        return given
+
+    def _step_schedule(self, arguments: Mapping[str, Any]) -> None:
         last = getattr(self.lr_scheduler, "last_epoch", None)
         self._own_schedule_steps = self._own_schedule_steps + 1 if last == self._scheduled else 0
         if self._own_schedule_steps == _FEW and self._job.rank == 0:
