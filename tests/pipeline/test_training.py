@@ -148,16 +148,17 @@ def evaluate(setting: Setting) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", (0, 1)), thorough("interleaved", (1, 2))])
-def test_equal_micro_batches_wait_for_one_form_of_each_stage(schedule: str, stages: tuple[int, ...]) -> None:
-    """Also in evaluation, and for none after a batch of the same: the host waits for the device to read a form."""
+def test_no_rank_waits_for_forms_after_a_batch_of_the_same(schedule: str, stages: tuple[int, ...]) -> None:
+    """Also in evaluation: the host waits for the device to read a form."""
     setting = Setting(2, schedule, batches=of_lengths, made=untied)
     model = whole_of(setting)
     expected = []
     for step in range(len(LENGTHS)):
         batches = [of_lengths(step, number, 0) for number in range(setting.micro_batches)]
-        expected.append(sum(float(loss_of(model(inputs), labels)) for inputs, labels in batches) / len(batches))
+        expected.append(sum(loss_of(model(inputs), labels).item() for inputs, labels in batches) / len(batches))
     for number, (received, losses) in zip(stages, run_ranks(evaluate, 2, setting), strict=True):
-        assert received == [number * forms for forms in (1, 0, 1, 0, setting.micro_batches, 1, 0, 1, 0, 1)]
+        every = number * setting.micro_batches
+        assert received == [every, 0, every, 0, every, every, 0, every, 0, every]
         torch.testing.assert_close(losses[: len(expected)], expected, rtol=1e-6, atol=1e-6)
 
 

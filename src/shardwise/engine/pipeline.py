@@ -259,25 +259,25 @@ class PipelineEngine(Engine):
         return map_tensors(values, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def _agree(self, batches: Sequence[Any], count: int, call: str) -> bool:
-        """Check on all ranks of the pipeline that all data is there; return True if all micro-batches have equal forms.
+        """Check on all ranks of the pipeline that all data is there; return True if messages have the forms of before.
 
-        One small exchange for a batch. Ranks then forget the forms of messages, unless the batch before had the same
-        inputs and was of the same kind (training or evaluation).
+        One small exchange for a batch. They have, if all micro-batches of this batch and of the one before have inputs
+        of one form, and both batches train, or both evaluate.
         """
         form = ""
         if self.is_first_stage() and not self._dynamic:
             texts = {f"{form_of(inputs, 'the data iterator')[0]}" for inputs, _ in batches}
             form = f"{torch.is_grad_enabled()} {texts.pop()}" if len(texts) == 1 else ""
-        equal, same = bool(form), bool(form) and form == self._last_form
+        same = bool(form) and form == self._last_form
         self._last_form = form
-        own = [len(batches) if self._reads_data else -1, equal, same, f"{call} of {count} micro-batches"]
+        own = [len(batches) if self._reads_data else -1, same, f"{call} of {count} micro-batches"]
         gathered = self._pipe.exchange(own, "pipeline_batch")
-        calls = list(dict.fromkeys(entry[3] for entry in gathered))
+        calls = list(dict.fromkeys(entry[2] for entry in gathered))
         if len(calls) > 1:
-            first = next(place for place, entry in enumerate(gathered) if entry[3] != calls[0])
+            first = next(place for place, entry in enumerate(gathered) if entry[2] != calls[0])
             raise PipelineError(
                 f"rank {self._place.ranks[0]} is in {calls[0]}, and rank {self._place.ranks[first]} in "
-                f"{gathered[first][3]}. All ranks of a pipeline make the same calls"
+                f"{gathered[first][2]}. All ranks of a pipeline make the same calls"
             )
         counts = [(self._place.ranks[place], had) for place, (had, *_) in enumerate(gathered)]
         missing = [(rank, had) for rank, had in counts if 0 <= had < max(1, count)]
@@ -288,10 +288,7 @@ class PipelineEngine(Engine):
                 "needs a data iterator of the same length: initialize(training_data=...), engine.set_dataloader() or "
                 "data_iter="
             )
-        fixed, same = (any(entry[place] for entry in gathered) for place in (1, 2))
-        if fixed and not same:
-            self._runtime.forget_forms()
-        return fixed
+        return any(entry[1] for entry in gathered)
 
     def _loss(self, output: Any, labels: Any) -> Any:
         return output if self._model.loss_fn is None else self._model.loss_fn(output, labels)

@@ -2,8 +2,8 @@
 
 A value may be nested containers of tensors, None, numbers, booleans and strings. Its `Form` has the structure, and of
 each tensor shape, dtype and whether a gradient comes back. A receiver of activations gets the form first, for which its
-host waits. In a batch of equal micro-batches only the first message of a stage brings a form, and none does after a
-batch of the same. A receiver of gradients knows the form: gradients have the shapes of the outputs that it has sent.
+host waits, unless all micro-batches are known to have the form of the message before. A receiver of gradients knows the
+form: gradients have the shapes of the outputs that it has sent.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Sender:
 
     Attributes:
         forms: form of the last message, by the stage that has computed the value.
-        fixed: set for a batch: every message has the form of the stage's message before, if there is one in `forms`.
+        fixed: set for a batch: every message has the form of the stage's message before.
     """
 
     def __init__(self, link: Link, device: torch.device) -> None:
@@ -114,7 +114,7 @@ class Sender:
         """Send a value; return its tensors to which gradients come back. `key`: stage and micro-batch."""
         form, tensors = form_of(value, where, grad=grad)
         last, label = self.forms.get(key[0]), f"{key}"
-        if self.fixed and last is not None:
+        if self.fixed:
             if form != last:
                 raise UsageError(
                     f"{where} has returned {_shown(form)}, and {_shown(last)} for inputs of the same shapes. Set "

@@ -147,16 +147,10 @@ class Runtime:
             if what == "activations" and not isinstance(end, Link):
                 end.forms[stage] = forms[stage]
 
-    def forget_forms(self) -> None:
-        """Send the forms of the outputs of stages again in the next batch (all ranks call)."""
-        for end in (*self._senders.values(), *self._receivers.values()):
-            if not isinstance(end, Link):
-                end.forms.clear()
-
     def run(self, schedule: Schedule, work: StageWork, *, fixed: bool) -> dict[int, Any]:
         """Execute a schedule; return the outputs of the last stage by micro-batch, on the rank that has this stage.
 
-        `fixed`: all micro-batches have the same forms, and those of the last one before unless these are forgotten.
+        `fixed`: all micro-batches have the forms of the last one before.
         """
         self._begin(schedule, fixed)
         actions = schedule.actions[self._position]
