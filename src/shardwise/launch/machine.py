@@ -26,7 +26,7 @@ from shardwise.launch.interrupts import Interrupts
 from shardwise.launch.job import Job, check_script
 from shardwise.launch.output import standard_screens
 from shardwise.launch.placement import Host, find_devices, place
-from shardwise.launch.runners import ASSIGNMENT, NUMBERS
+from shardwise.launch.runners import ASSIGNMENT, NODE, NUMBERS
 from shardwise.launch.workers import worker_environment
 
 POLL_S = 0.05
@@ -46,8 +46,10 @@ def main() -> None:
     except (ValueError, KeyError, TypeError):
         sys.exit("shardwise agent: this command is for `shardwise run`, which starts it on each machine.")
     try:
-        here = machines[_number([machine["name"] for machine in machines])]
+        here = machines[_number([machine["name"] for machine in machines], given["job"]["launcher"])]
         number = here["number"]
+        os.environ.update(given["variables"])
+        prepare()
         connection, own = wire.connect(here["address"], here["port"], secret, CONNECT_S)
     except ShardwiseError as error:
         sys.exit(f"shardwise agent: {error}")
@@ -63,10 +65,18 @@ def main() -> None:
         sys.exit(1)
 
 
-def _number(names: Sequence[str]) -> int:
+def prepare() -> None:
+    """Import torch and look for devices. Call it before the connection is made: both can hold the GIL for seconds, in
+    which no beat is sent, and the other end would count this one as lost.
+    """
+    local.import_torch()
+    find_devices()
+
+
+def _number(names: Sequence[str], launcher: str) -> int:
     """Return the number of this machine: that of the runner, or by name."""
-    own = os.environ.pop(NUMBERS[0], "")  # not for the ranks
-    for number in (own, *(os.environ.get(variable, "") for variable in NUMBERS[1:])):
+    own = os.environ.pop(NODE, "")  # not for the ranks
+    for number in (own, os.environ.get(NUMBERS.get(launcher, ""), "")):
         if number.isdigit():
             return int(number)
     here = [number for number, name in enumerate(names) if is_this_machine(name)]
@@ -101,9 +111,7 @@ def serve(
     }
     # Some runners give one of their processes a terminal.
     wanted = Job(**{**fields, "tags": "always" if fields["tags"] == "auto" else fields["tags"]})
-    os.environ.update(given["variables"])
     check_script(wanted)
-    local.import_torch()
     placement = place(wanted.resources, find_devices(), host)
     cores = local.cores_of(wanted, placement)
     known = interfaces()
@@ -131,9 +139,19 @@ def serve(
         def tell(kind: str, content: Any = None) -> None:
             channel.send({"event": kind, "content": content})
 
+        def received(message: dict[str, Any]) -> None:
+            if message["do"] == "skip_grace_period":
+                agent.skip_grace_period()  # at once, because the main thread may be in a grace period
+            else:
+                messages.put(message)
+
+        channel.on_message = received
+        leaving: list[signal.Signals] = []
         try:
-            with Interrupts(lambda sig: tell("leaving", int(sig)), agent.skip_grace_period, agent.forward):
+            with Interrupts(leaving.append, agent.skip_grace_period, agent.forward):
                 while True:
+                    while leaving:
+                        tell("leaving", int(leaving.pop()))
                     try:
                         message = messages.get(timeout=POLL_S)
                     except queue.Empty:
@@ -167,8 +185,6 @@ def _obey(message: dict[str, Any], agent: Agent, tell: Any) -> None:
         tell("stopped", _plain(agent.stop(signal.Signals(message["signal"]), message["grace"])))
     elif kind == "note_ended":
         agent.note_ended(message["attempt"], message["rank"], message["how"])
-    elif kind == "skip_grace_period":
-        agent.skip_grace_period()
     elif kind == "forward":
         agent.forward(signal.Signals(message["signal"]))
 

@@ -125,6 +125,7 @@ class Launcher:
         self._run_id = uuid.uuid4().hex
         self._started: list[tuple[Started, list[int]]] = []
         self._stopping: signal.Signals | None = None
+        self._noted: list[dict[str, Any]] = []
         self._outcome: Outcome | None = None
 
     # -- the start ---------------------------------------------------------------------------------------------------
@@ -430,25 +431,30 @@ class Launcher:
             if self._stopping is not None:
                 sig, self._stopping = self._stopping, None
                 coordinator.signalled(sig)
+            while self._noted:
+                self._send_all(self._noted.pop(0))
             self._retry()
             coordinator.look()
         self._outcome = coordinator.outcome
         return coordinator.outcome
 
-    def send_all(self, message: Mapping[str, Any]) -> None:
-        """Send a message to all agents."""
+    def _send_all(self, message: dict[str, Any]) -> None:
         for machine in self.machines:
             if machine.channel is not None:
-                machine.channel.send(dict(message))
+                machine.channel.send(message)
 
     def stop(self, sig: signal.Signals) -> None:
         """Note that a signal ends the job; safe in a signal handler."""
         self._stopping = sig
 
+    def note(self, message: dict[str, Any]) -> None:
+        """Note a message for all agents while the job runs; safe in a signal handler."""
+        self._noted.append(message)
+
     def close(self) -> None:
         """End all agents, and show the rest of their output."""
         how = self._outcome or Outcome(1, "the job is not started; the first machine says why.")
-        self.send_all({"do": "end", "message": how.message, "exit_code": how.exit_code})
+        self._send_all({"do": "end", "message": how.message, "exit_code": how.exit_code})
         deadline = time.monotonic() + _END_S
         for started, numbers in self._started:
             while len(started.ended()) < len(numbers) and time.monotonic() < deadline:
@@ -470,8 +476,8 @@ def run_on_machines(job: Job, hosts: Sequence[Host], meeting: tuple[str, int, by
     launcher = Launcher(job, hosts, out, err, meeting)
     interrupts = Interrupts(
         launcher.stop,
-        functools.partial(launcher.send_all, {"do": "skip_grace_period"}),
-        lambda sig: launcher.send_all({"do": "forward", "signal": int(sig)}),
+        functools.partial(launcher.note, {"do": "skip_grace_period"}),
+        lambda sig: launcher.note({"do": "forward", "signal": int(sig)}),
     )
     with interrupts, contextlib.ExitStack() as stack:
         try:

@@ -89,6 +89,7 @@ def _join(job: Job, host: Host, port: int, secret: bytes) -> dict[str, Any] | No
     """Join the job; return the last message of the launcher, or None if it is lost."""
     assert job.master_addr is not None
     where = f"{job.master_addr}:{port}"
+    machine.prepare()
     notice = threading.Timer(NOTICE_S, _say, [f"waiting for the launcher at {where}, which is not there yet"])
     notice.daemon = True
     notice.start()

@@ -33,12 +33,12 @@ Message = dict[str, Any]
 
 class Channel:
     """One authenticated connection. `on_message` is called by a thread for each message, `on_end` once with the reason
-    when the other end is lost.
+    when the other end is lost. Not for signal handlers: they may interrupt a message that is being sent.
     """
 
     def __init__(self, connection: Connection, on_message: Callable[[Message], None], on_end: Callable[[str], None]):
         self._connection = connection
-        self._on_message, self._on_end = on_message, on_end
+        self.on_message, self._on_end = on_message, on_end
         self._sending = threading.Lock()
         self._closed = threading.Event()
 
@@ -71,7 +71,7 @@ class Channel:
                     break
                 message = json.loads(self._connection.recv_bytes(_LONGEST))
                 if message:
-                    self._on_message(message)
+                    self.on_message(message)
         except (EOFError, OSError, ValueError):
             pass
         if not self._closed.is_set():

@@ -17,8 +17,17 @@ MODULE = "shardwise.launch.machine"
 ASSIGNMENT = "SHARDWISE_AGENT"
 """Variable with the line of `Runner.start`, where a runner passes on no standard input (pdsh)."""
 
-NUMBERS = ("SHARDWISE_NODE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-"""Variables with the number of an agent's machine, by runner; without them its name counts."""
+NODE = "SHARDWISE_NODE"
+"""Variable with the number of an agent's machine, where each one is started by itself (ssh)."""
+
+NUMBERS = {
+    "slurm": "SLURM_PROCID",
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "mpich": "PMI_RANK",
+    "impi": "PMI_RANK",
+}
+"""Variables with this number by `--launcher`; without one the machine's name counts. No others are read, because a job
+of Slurm has SLURM_PROCID also where mpirun starts the agents."""
 
 
 class Started(Protocol):

@@ -34,18 +34,23 @@ def _pdsh(command: AgentCommand, machines: Sequence[str], line: str) -> list[str
 
 def _srun(command: AgentCommand, machines: Sequence[str], line: str) -> list[str]:
     count = str(len(machines))
+    # Since Slurm 22.05 srun does not take the cores of a task from the batch job; the launcher deals them to the ranks.
+    cores = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    each = ["--cpus-per-task", cores] if cores else []
     return [
         *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(machines)),
         # Agents go on if another one or its node is lost: the launcher decides what follows.
         *("--export", "ALL", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"),
-        *(*command.args, "sh", "-c", _shell(command)),
+        *(*each, "--cpu-bind=none", *command.args, "sh", "-c", _shell(command)),
     ]
 
 
 def _openmpi(command: AgentCommand, machines: Sequence[str], line: str) -> list[str]:
     hosts = ",".join(f"{name}:1" for name in machines)
+    # Without this mpirun binds an agent, and with it all ranks of the machine, to one core.
+    binding = [] if "--bind-to" in command.args else ["--bind-to", "none"]
     return [
-        *("mpirun", "-np", str(len(machines)), "--host", hosts, "--stdin", "all", *command.args),
+        *("mpirun", "-np", str(len(machines)), "--host", hosts, "--stdin", "all", *binding, *command.args),
         *("sh", "-c", _shell(command)),
     ]
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from shardwise.errors import LaunchError
 from shardwise.launch.hosts import is_this_machine
-from shardwise.launch.runners import NUMBERS, AgentCommand, Runner, Show, Started
+from shardwise.launch.runners import NODE, AgentCommand, Runner, Show, Started
 
 CONNECT_S = 10
 _MEANINGS = {
@@ -80,11 +80,13 @@ class SshRunner(Runner):
         remote = [f"cd {shlex.quote(command.directory)}"]
         if command.setup is not None:
             remote.append(f". {shlex.quote(command.setup)}")
-        variables = map(shlex.quote, (f"{NUMBERS[0]}={number}", *command.variables))
+        variables = map(shlex.quote, (f"{NODE}={number}", *command.variables))
         remote.append(" ".join(["exec env", *variables, *map(shlex.quote, command.argv)]))
         folder = Path.home() / ".ssh"
         shared = ("ControlMaster=auto", f"ControlPath={folder}/shardwise-%C", "ControlPersist=60")
-        settings = shared if folder.is_dir() else ()
+        # A longer path is an error of ssh: 107 bytes with the 40 of %C and 17 that ssh adds.
+        fits = len(os.fsencode(f"{folder}/shardwise-")) + 40 + 17 <= 107
+        settings = shared if fits and folder.is_dir() else ()
         return client(host, " && ".join(remote), command.port, command.args, settings)
 
     @override
@@ -93,7 +95,7 @@ class SshRunner(Runner):
             need("ssh")
         processes = []
         for number, name in enumerate(machines):
-            variables = {NUMBERS[0]: str(number), **dict(entry.split("=", 1) for entry in self._command.variables)}
+            variables = {NODE: str(number), **dict(entry.split("=", 1) for entry in self._command.variables)}
             processes.append(started(self.argv(name, number), variables, line, number, show))
         return _Connections(processes)
 
