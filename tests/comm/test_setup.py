@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from datetime import timedelta
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import setup
+from shardwise.comm import rendezvous, setup
 from shardwise.comm.api import get_local_rank
 from shardwise.comm.environment import RankPlace
 from shardwise.comm.rendezvous import serve
@@ -49,6 +50,17 @@ def _sum() -> float:
     x = torch.tensor([float(dist.get_rank() + 1)])
     dist.all_reduce(x)
     return x.item()
+
+
+def test_attempts_with_other_numbers_of_machines_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, found = dist.HashStore(), []
+    for restarts, machines in (("1", "2"), ("1", "3"), ("2", "3"), ("1", "2")):
+        monkeypatch.setattr(rendezvous, "_groups_opened", itertools.count())  # as in a new process
+        env = {"TORCHELASTIC_RESTART_COUNT": restarts, "WORLD_SIZE": machines, "GROUP_WORLD_SIZE": machines}
+        own = rendezvous.private_keys(store, env)
+        found.append(own.check(["address"]))
+        own.set("address", restarts + machines)
+    assert found == [False, False, False, True]
 
 
 def test_single_process_without_a_launcher(alone) -> None:

@@ -134,8 +134,13 @@ def _await_server(host: str, port: int, timeout: timedelta) -> None:
 
 
 def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """Return `store` under a prefix for this attempt and process group; all ranks call it equally often."""
+    """Return `store` under a prefix for this attempt and process group; all ranks call it equally often.
+
+    The attempt's sizes are in the prefix because torchrun does not count a restart after which machines have come.
+    """
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if "GROUP_WORLD_SIZE" in env:
+        attempt += f"of{env.get('WORLD_SIZE')}on{env['GROUP_WORLD_SIZE']}"
     return dist.PrefixStore(f"shardwise/attempt{attempt}/group{next(_groups_opened)}", store)
 
 
