@@ -27,7 +27,7 @@ from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.unit import Unit
-from shardwise.zero.updates.tp_split import SplitTensors
+from shardwise.zero.updates.tp_split import Finish, SplitTensors
 from shardwise.zero.updates.update import (
     StateKind,
     Stepping,
@@ -40,8 +40,6 @@ from shardwise.zero.updates.update import (
     take_changes,
     tensors_of,
 )
-
-_Finish = Callable[[], None]
 
 
 class _Route(NamedTuple):
@@ -155,7 +153,7 @@ class WholeUpdate(UpdatePart):
         """Copy the master weights of owned tensors (views, if nothing is sharded and the dtype fits)."""
         if self._parts is not None:
             dtype_of = self._policy.master_dtype
-            for index, values in self._gather(unit, self._parts, _initial, dtype_of, f"{unit.name}.masters"):
+            for index, values in self._gather(unit, self._parts, _initial, dtype_of, f"{unit.name}.masters")().items():
                 self._own(index, values)
         for section in _uncut(unit):
             for slot in section.layout.slots:
@@ -183,8 +181,11 @@ class WholeUpdate(UpdatePart):
         dtype_of: Callable[[torch.dtype], torch.dtype],
         label: str,
         category: Category | None = None,
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Gather the parts of a unit at their owners; yield indices and values of tensors that are complete now."""
+    ) -> Callable[[], dict[int, torch.Tensor]]:
+        """Launch the gathering of a unit's parts at their owners.
+
+        The returned function waits, and returns the values of tensors that are complete then, by index.
+        """
 
         def into(index: int) -> torch.Tensor:
             found = self._arriving.get(index)
@@ -196,9 +197,14 @@ class WholeUpdate(UpdatePart):
                     self._accountant.hold(category, found)
             return found
 
-        parts.gather(unit, read, into, dtype_of, label)
-        for index in parts.completed_by(unit):
-            yield index, self._arriving.pop(index)
+        pending = parts.gather(unit, read, into, dtype_of, label)
+
+        def complete() -> dict[int, torch.Tensor]:
+            while pending:
+                pending.pop(0)()  # nothing else refers to its messages
+            return {index: self._arriving.pop(index) for index in parts.completed_by(unit)}
+
+        return complete
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
         """Add the owned master weights to the members of each group, with the old state of their parameters.
@@ -309,7 +315,8 @@ class WholeUpdate(UpdatePart):
         with acquiring([*self.acquisitions(), *acquisitions] if units else []):
             for unit in units:
                 label = f"{unit.name}.changes"
-                for index, values in self._gather(unit, self._parts, _own_values, _as_it_is, label, Category.BUFFERS):
+                complete = self._gather(unit, self._parts, _own_values, _as_it_is, label, Category.BUFFERS)
+                for index, values in complete().items():
                     place, master = self._parts.places[index], _flat(self.masters[index].detach())
                     if place in loaded:
                         master.copy_(values)
@@ -317,20 +324,20 @@ class WholeUpdate(UpdatePart):
                         take_changes(master, values)
         self._arriving.clear()  # parts of unchanged tensors, received along with the others
 
-    def _one_ahead(self, begin: Callable[[Unit], list[_Finish]]) -> None:
+    def _one_ahead(self, begin: Callable[[Unit], list[Finish]]) -> None:
         """Exchange values of all units; each exchange runs while the next unit's is prepared."""
-        pending: list[_Finish] = []
+        pending: list[Finish] = []
         for unit in self.units:
             following = begin(unit)
-            while pending:
+            while pending and following:
                 pending.pop(0)()  # nothing else refers to its messages
-            pending = following
+            pending += following
         while pending:
             pending.pop(0)()
 
-    def _collect(self, unit: Unit, factor: float | torch.Tensor) -> list[_Finish]:
+    def _collect(self, unit: Unit, factor: float | torch.Tensor) -> list[Finish]:
         """Send gradients of a unit to their owners; the returned functions give them to the optimizer."""
-        found: list[_Finish] = []
+        found: list[Finish] = []
         for section in _uncut(unit):
             if self.replicated:
                 whole_gradient = self.scaled(section, section.whole_gradient, factor)
@@ -350,9 +357,10 @@ class WholeUpdate(UpdatePart):
             label = f"{unit.name}.gradients"
             found.append(self._exchange(section, section.own_gradient, whole, label, to_owners=True))
             found.append(functools.partial(self._give, whole, factor))
-        if self._parts is not None:
+        if self._parts is not None and self._parts.has(unit):
             dtype_of, label = self._policy.accumulation_dtype, f"{unit.name}.gradients"
-            self._give(dict(self._gather(unit, self._parts, _gradient, dtype_of, label, Category.GRADIENTS)), factor)
+            complete = self._gather(unit, self._parts, _gradient, dtype_of, label, Category.GRADIENTS)
+            found.append(lambda: self._give(complete(), factor))
         return found
 
     def _give(self, gradients: Mapping[int, torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -360,9 +368,9 @@ class WholeUpdate(UpdatePart):
             master = self.masters[index]
             master.grad = as_gradient(gradient.view(master.shape), master, self._accountant).mul_(factor)
 
-    def _distribute(self, unit: Unit) -> list[_Finish]:
+    def _distribute(self, unit: Unit) -> list[Finish]:
         """Send new values of a unit's tensors from their owners; the returned functions write them."""
-        found: list[_Finish] = []
+        found: list[Finish] = []
         for section in _uncut(unit):
             if self.replicated:
                 section.publish()
@@ -371,7 +379,7 @@ class WholeUpdate(UpdatePart):
             found.append(self._exchange(section, section.own_values, values, f"{unit.name}.updates", to_owners=False))
         if self._parts is not None:
             values = self._rounded(self._parts.owned_of(unit))
-            self._parts.spread(unit, values.__getitem__, _own_values, f"{unit.name}.updates")
+            found += self._parts.spread(unit, values.__getitem__, _own_values, f"{unit.name}.updates")
         return found
 
     def _rounded(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
@@ -392,7 +400,7 @@ class WholeUpdate(UpdatePart):
         label: str,
         *,
         to_owners: bool,
-    ) -> _Finish:
+    ) -> Finish:
         """Launch the exchange between this rank's range and the owned tensors of a flat parameter.
 
         The returned function waits for the exchange, and writes what has come.

@@ -33,6 +33,9 @@ from shardwise.zero.units.layout import FlatParam
 from shardwise.zero.units.partition import UnitSpec
 from shardwise.zero.units.unit import Unit
 
+Finish = Callable[[], None]
+"""Waits for an exchange that has been launched, and writes what has come."""
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -171,6 +174,10 @@ class SplitTensors:
     def _counts(self, slot: _Slot, ranks: Sequence[int]) -> bool:
         return self.job.imagined or self._numbering.counted_by(slot.place, slot.box, [*ranks])
 
+    def has(self, unit: Unit) -> bool:
+        """Return True if any rank has parts of tensors in a unit."""
+        return bool(self._kinds(unit))
+
     def completed_by(self, unit: Unit) -> list[int]:
         """Return the indices of owned tensors that are complete with this unit and the units before it."""
         return self._complete.get(unit.index, [])
@@ -188,24 +195,38 @@ class SplitTensors:
         into: Callable[[int], torch.Tensor],
         dtype_of: Callable[[torch.dtype], torch.dtype],
         label: str,
-    ) -> None:
-        """Send the parts of a unit to the owners, in `dtype_of` the parameters' dtype (all ranks call).
+    ) -> list[Finish]:
+        """Launch the sending of a unit's parts to the owners, in `dtype_of` the parameters' dtype (all ranks call).
 
-        `read` returns the values of this rank's range of a flat parameter, `into` the memory of an owned tensor.
+        The returned functions wait, and write what has come. `read` returns the values of this rank's range of a flat
+        parameter, `into` the memory of an owned tensor.
         """
-        for kind in self._kinds(unit):
-            dtype = dtype_of(getattr(torch, kind))
-            sent: list[list[torch.Tensor]] = [[] for _ in range(self.job.world)]
-            for run, values in self._own(unit, kind, read):
-                if run.counts:
-                    sent[self._owner[run.place]].append(values.to(dtype))
-            arriving = self._owned_runs(unit, kind, counted=True)
-            received = self._exchange([sum(run.numel for run in runs) for runs in arriving], sent, dtype, label)
+        return [self._gather(unit, kind, read, into, dtype_of, label) for kind in self._kinds(unit)]
+
+    def _gather(
+        self,
+        unit: Unit,
+        kind: str,
+        read: Callable[[FlatParamStorage], torch.Tensor],
+        into: Callable[[int], torch.Tensor],
+        dtype_of: Callable[[torch.dtype], torch.dtype],
+        label: str,
+    ) -> Finish:
+        dtype = dtype_of(getattr(torch, kind))
+        sent: list[list[torch.Tensor]] = [[] for _ in range(self.job.world)]
+        for run, values in self._own(unit, kind, read):
+            if run.counts:
+                sent[self._owner[run.place]].append(values.to(dtype))
+        arriving = self._owned_runs(unit, kind, counted=True)
+
+        def write(received: Sequence[torch.Tensor]) -> None:
             for runs, part in zip(arriving, received, strict=True):
                 for run, values in zip(runs, part.split([run.numel for run in runs]), strict=True):
                     whole_values = into(self._index[run.place])
                     for patch in self._patches_of(run):
                         _inside(patch, whole_values).copy_(_outside(patch, values))
+
+        return self._exchange([sum(run.numel for run in runs) for runs in arriving], sent, dtype, label, write)
 
     def spread(
         self,
@@ -213,28 +234,41 @@ class SplitTensors:
         values_of: Callable[[int], torch.Tensor],
         write: Callable[[FlatParamStorage], torch.Tensor],
         label: str,
-    ) -> None:
-        """Send owned tensors of a unit to all ranks that have a part (all ranks call).
+    ) -> list[Finish]:
+        """Launch the sending of owned tensors of a unit to all ranks that have a part (all ranks call).
 
-        `values_of` returns an owned tensor in the dtype of its parameter, `write` the memory of this rank's range.
+        The returned functions wait, and write what has come. `values_of` returns an owned tensor in the dtype of its
+        parameter, `write` the memory of this rank's range.
         """
-        for kind in self._kinds(unit):
-            sent: list[list[torch.Tensor]] = []
-            for runs in self._owned_runs(unit, kind, counted=False):
-                sent.append([])
-                for run in runs:
-                    part = torch.empty(run.numel, dtype=getattr(torch, kind), device=self.job.device)
-                    for patch in self._patches_of(run):
-                        _outside(patch, part).copy_(_inside(patch, values_of(self._index[run.place])))
-                    sent[-1].append(part)
-            targets: list[list[torch.Tensor]] = [[] for _ in range(self.job.world)]
-            for run, memory in self._own(unit, kind, write):
-                targets[self._owner[run.place]].append(memory)
-            sizes = [sum(map(torch.numel, some)) for some in targets]
-            received = self._exchange(sizes, sent, getattr(torch, kind), label)
+        return [self._spread(unit, kind, values_of, write, label) for kind in self._kinds(unit)]
+
+    def _spread(
+        self,
+        unit: Unit,
+        kind: str,
+        values_of: Callable[[int], torch.Tensor],
+        write: Callable[[FlatParamStorage], torch.Tensor],
+        label: str,
+    ) -> Finish:
+        sent: list[list[torch.Tensor]] = []
+        for runs in self._owned_runs(unit, kind, counted=False):
+            sent.append([])
+            for run in runs:
+                part = torch.empty(run.numel, dtype=getattr(torch, kind), device=self.job.device)
+                for patch in self._patches_of(run):
+                    _outside(patch, part).copy_(_inside(patch, values_of(self._index[run.place])))
+                sent[-1].append(part)
+        targets: list[list[torch.Tensor]] = [[] for _ in range(self.job.world)]
+        for run, memory in self._own(unit, kind, write):
+            targets[self._owner[run.place]].append(memory)
+        sizes = [sum(map(torch.numel, some)) for some in targets]
+
+        def write_parts(received: Sequence[torch.Tensor]) -> None:
             for some, part in zip(targets, received, strict=True):
                 for memory, values in zip(some, part.split([memory.numel() for memory in some]), strict=True):
                     memory.copy_(values)
+
+        return self._exchange(sizes, sent, getattr(torch, kind), label, write_parts)
 
     def agreed(self, *kinds: set[int]) -> list[set[int]]:
         """Return the places of sets of indices, each united over all ranks (a small all-reduce)."""
@@ -285,8 +319,14 @@ class SplitTensors:
         return found
 
     def _exchange(
-        self, sizes: Sequence[int], sent: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype, label: str
-    ) -> list[torch.Tensor]:
+        self,
+        sizes: Sequence[int],
+        sent: Sequence[Sequence[torch.Tensor]],
+        dtype: torch.dtype,
+        label: str,
+        write: Callable[[Sequence[torch.Tensor]], None],
+    ) -> Finish:
+        """Launch an exchange of `sizes` elements from each rank, which `write` gets when the returned one is called."""
         given = [run for runs in sent for run in runs]
         message = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=self.job.device)
         received = torch.empty(sum(sizes), dtype=dtype, device=self.job.device)
@@ -294,9 +334,14 @@ class SplitTensors:
             self._accountant.hold(Category.BUFFERS, buffer)
         sizes_out = [sum(map(torch.numel, runs)) for runs in sent]
         users = users_of(received, message)
-        self.job.all_to_all(received, message, sizes, sizes_out, label).wait()
-        await_release(users)  # because threads of Gloo may keep them for a while
-        return list(received.split(list(sizes)))
+        handle = self.job.all_to_all(received, message, sizes, sizes_out, label)
+
+        def finish() -> None:
+            handle.wait()
+            await_release(users)  # because threads of Gloo may keep them for a while
+            write(received.split(list(sizes)))
+
+        return finish
 
 
 def _slots(section: FlatParam, registry: Registry, numbering: GlobalTensorIds) -> list[list[Any]]:
