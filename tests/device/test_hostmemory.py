@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,9 @@ from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.device import hostmemory
 from shardwise.device.hostmemory import HostMemory, HostPool
 from shardwise.device.staging import Copied, CopyStream
+from shardwise.memory import Accountant, Category, Tier
+from shardwise.memory.places import TieredTensors, in_turn
+from shardwise.offload import DiskPlace, Disks
 from shardwise.offload.host import HostPlace
 
 
@@ -133,6 +139,70 @@ def test_a_pool_has_no_more_than_was_in_use_at_one_time(log: list[Any]) -> None:
     assert used(400, 100) == []
     pool.close()
     assert log == ["unpin", "unpin"]
+
+
+class Gated(Device):
+    """Copies that end when `gate` is set."""
+
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__(log)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def mark_current(self) -> Copied:
+        return self.place("a copy", there=self.gate.is_set())
+
+    def block(self, mark: Mark, limit: Any) -> bool:
+        return mark.there or self.gate.wait(30)
+
+
+@contextlib.contextmanager
+def on_disk(device: Device, directory: Path, accountant: Accountant) -> Iterator[DiskPlace]:
+    """A disk tier of tensors that are used on a device."""
+    with (
+        mock.patch("shardwise.offload.disk.copy_stream", lambda _: device),
+        mock.patch("shardwise.offload.disk.is_far", lambda _: True),
+    ):
+        home = Disks(accountant=accountant).place(directory, torch.device("cpu"), None)
+    yield home
+    home.close()
+
+
+def test_tensors_between_a_device_and_a_disk_pass_through_what_is_counted(log: list[Any], tmp_path: Path) -> None:
+    """torch's own memory would be 16384 bytes each time, and would stay with torch."""
+    accountant, device = Accountant(), Device(log)
+    with on_disk(device, tmp_path, accountant) as home:
+        parts = [(TieredTensors(home, accountant), torch.full((3000,), float(number))) for number in range(5)]
+        for tiered, tensor in parts:
+            tiered.keep(Category.OPTIMIZER, tensor)
+        for _ in range(3):
+            in_turn([(part, [(part[0], True)]) for part in parts], lambda part: part[1].add_(1))
+            pinned = 12000 * (log.count(("pin", 12000)) - log.count("unpin"))
+            assert accountant.live_in(Tier.HOST)[Category.BUFFERS] == pinned
+        assert set(log) == {("pin", 12000)} and len(log) <= 4  # the next is read while two are written
+        assert [float(tiered.read(tensor)[-1]) for tiered, tensor in parts] == [3, 4, 5, 6, 7]
+        for tiered, _ in parts:
+            tiered.clear()
+    assert accountant.live_in(Tier.HOST)[Category.BUFFERS] == 0
+
+
+def test_a_disk_is_not_read_into_memory_that_a_device_still_copies(log: list[Any], tmp_path: Path) -> None:
+    device, out = Gated(log), torch.zeros(3000)
+    with on_disk(device, tmp_path, Accountant()) as home:
+        tensors = [torch.full((3000,), float(number)) for number in (1, 2)]
+        first, second = (home.keep(tensor) for tensor in tensors)
+        for kept in (first, second):
+            kept.give_back(written=True)
+            kept.settle()
+        device.gate.clear()
+        first.look_ahead()
+        first.copy_to(out)
+        second.look_ahead()  # into the same memory
+        assert second._read is not None
+        assert log.count(("pin", 12000)) == 1 and not second._read.transfer._ended.wait(0.2)
+        device.gate.set()
+        second.copy_to(out)
+        assert out.tolist() == [2.0] * 3000
 
 
 def test_a_snapshot_that_is_dropped_is_not_pinned_any_more(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,9 @@ def test_bits_and_memory() -> None:
         assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
         assert rehearsing() or held < 0.25 * most
     (lane,) = offload._lanes.values()
-    assert lane.pool._kept and all(memory.bytes.is_pinned() for memory in lane.pool._kept)
+    kept = [memory for _, memory in lane.pool._returned]
+    assert kept and all(memory is not None and memory.bytes.is_pinned() for memory in kept)
+    del kept
     assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] > 0.6 * most  # kept, pinned, for the next pass
     offload.close()
     assert accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
+from shardwise.device.hostmemory import HostMemory, HostPool
 from shardwise.engine import Engine
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import TieredTensors
+from shardwise.offload import Disks, disk
 from shardwise.offload.host import HostPlace
 from tests.device import checking
 from tests.device.recorded import record, record_all, recording_now
@@ -41,6 +44,28 @@ def test_every_schedule_is_in_order(tmp_path: Path, place: str, world: int) -> N
 @pytest.mark.parametrize("place", [p if p == "gradients on disk" else thorough(p) for p in FROM_STAGE_1])
 def test_schedules_of_stage_1_are_in_order(tmp_path: Path, place: str) -> None:
     assert problems(tmp_path, 1, place) == []
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_memory_that_another_stream_copies_from_is_copied_to_after_that(tmp_path: Path, ordered: bool) -> None:
+    """Shards are gathered by one stream, and stored by another one, through the same host memory."""
+    kept = mock.patch.object(disk, "HostPool", functools.partial(HostPool, keep=True))  # as on a CUDA device
+    precede = HostMemory.precede if ordered else lambda *_: None
+    with recording() as recorder, played_device(), kept, mock.patch.object(HostMemory, "precede", precede):
+        home, out = Disks().place(tmp_path, torch.device("cpu"), None), torch.empty(1000)
+        tensors = [torch.ones(1000), torch.ones(1000)]
+        first, second = (home.keep(tensor) for tensor in tensors)
+        with recorder.silent():  # a thread of the disk waits for this copy, which the trace does not show
+            first.give_back(written=True)
+            first.settle()
+        first.look_ahead()
+        with recorder.using("gathers"):
+            first.copy_to(out)
+        second.give_back(written=True)
+        second.settle()
+        problems = [str(problem) for problem in checking.check_order(recorder.trace)]
+        home.close()
+    assert any("'gathers' reads" in problem for problem in problems) == (not ordered), problems
 
 
 @pytest.mark.parametrize(

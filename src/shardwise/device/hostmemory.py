@@ -11,6 +11,8 @@ import contextlib
 import mmap
 import sys
 import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,6 +96,13 @@ class HostMemory:
         for copied in used:
             copied.synchronize()
 
+    def precede(self, copies: CopyStream) -> None:
+        """Make later copies of a stream wait for all recorded copies, of any stream."""
+        with self._noting:
+            used = self._used
+        for copied in used:
+            copies.come_behind(copied)
+
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
             self.wait()
@@ -104,7 +113,8 @@ class HostPool:
     """Pool of host memory for the copies of one stream, reused from pass to pass because pinning takes long.
 
     `keep` keeps released blocks; a CUDA device's are always kept. All blocks together have at most as many bytes as the
-    most that have been in use at one time: passes of varying lengths allocate no more than the longest one.
+    most that have been in use at one time: passes of varying lengths allocate no more than the longest one. `hold`
+    counts the memory of each new block until it is freed. Any thread may call.
 
     >>> pool = HostPool(CopyStream(torch.device("cpu")), keep=True)
     >>> memory = pool.take(100)
@@ -113,10 +123,15 @@ class HostPool:
     (True, 60)
     """
 
-    def __init__(self, copies: CopyStream, keep: bool | None = None) -> None:
+    def __init__(
+        self, copies: CopyStream, keep: bool | None = None, hold: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
         self._copies = copies
         self.keep = keep or copies.device.type == "cuda"
+        self._hold = hold
+        self._lock = threading.Lock()
         self._kept: list[HostMemory] = []  # by size
+        self._returned: deque[tuple[int, HostMemory | None]] = deque()  # sizes, and blocks to be kept
         self._used = self._most = 0  # bytes in use, now and at most
 
     def take(self, size: int, *, real: bool = True) -> HostMemory:
@@ -124,27 +139,46 @@ class HostPool:
 
         A much larger block is returned only if a new one would exceed the limit of the pool.
         """
-        place = bisect.bisect_left(self._kept, size, key=_size)
-        room = self._most - self._used - sum(map(_size, self._kept))
-        if place < len(self._kept) and (self._kept[place].size <= _LARGER * size or size > room):
-            memory = self._kept.pop(place)
-        else:
-            while self._kept and size > room:  # all are smaller
-                room += self._kept.pop(0).size
+        memory: HostMemory | None = None
+        evicted: list[HostMemory] = []
+        with self._lock:
+            self._take_back()
+            place = bisect.bisect_left(self._kept, size, key=_size)
+            room = self._most - self._used - sum(map(_size, self._kept))
+            if place < len(self._kept) and (self._kept[place].size <= _LARGER * size or size > room):
+                memory = self._kept.pop(place)
+            while memory is None and self._kept and size > room:  # all are smaller
+                evicted.append(self._kept.pop(0))
+                room += evicted[-1].size
+            self._used += size if memory is None else memory.size
+            self._most = max(self._most, self._used)
+        if memory is None:
+            evicted.clear()  # before others are allocated; it waits for their copies, while other threads may call
             memory = HostMemory(self._copies, size, real=real)
-        self._used += memory.size
-        self._most = max(self._most, self._used)
+            if self._hold is not None:
+                self._hold(memory.bytes)
         return memory
 
     def give_back(self, memory: HostMemory) -> None:
-        """Release a block, which only the recorded copies still use."""
-        self._used -= memory.size
-        if self.keep:
-            bisect.insort_left(self._kept, memory, key=_size)
+        """Release a block, which only the recorded copies still use.
+
+        Because a finalizer may call it anywhere, it takes no lock.
+        """
+        self._returned.append((memory.size, memory if self.keep else None))
+
+    def _take_back(self) -> None:
+        while self._returned:
+            size, memory = self._returned.popleft()
+            self._used -= size
+            if memory is not None:  # behind others of its size, whose copies have more likely ended
+                bisect.insort_right(self._kept, memory, key=_size)
 
     def close(self) -> None:
         """Free all kept blocks."""
-        self._kept.clear()
+        with self._lock:
+            self._take_back()
+            kept, self._kept = self._kept, []
+        del kept  # which waits for copies
 
 
 def _size(memory: HostMemory) -> int:

@@ -359,7 +359,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 prescale=prescale_of(settings, domain.world),
                 compressor=reduction(settings, domain.ranks, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
                 leaves=[*leaves_of(model, settings.zero_optimization.leaf_module), *modules_with(model, copies)],
-                homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
+                homes=homes_of(plan.where, device, Disks.of(settings, job.rank, accountant=accountant)),
                 wires=wire_dtypes(model, settings),
                 plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
                 norm_group=together,

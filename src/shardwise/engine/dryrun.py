@@ -161,7 +161,7 @@ class DryRunEngine:
             divide_experts(twin, config, comm, lines)
             policy = policy_from_config(config)
             plan = Plan.of(config.zero_optimization, domain, float8=config.float8)
-            self._disks = Disks.of(config, comm.rank, imagined=True)
+            self._disks = Disks.of(config, comm.rank, imagined=True, accountant=accountant)
             place_buffers(twin, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
             self.sharded = ShardedModel(
                 twin,

@@ -23,9 +23,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Stored(Protocol):
-    """The stored values of one tensor, which starts out acquired; `staged`: bytes of host staging memory."""
+    """The stored values of one tensor, which starts out acquired.
 
-    staged: int
+    `staged`: they pass through host memory, which the tier counts, in the order of a stream.
+    """
+
+    staged: bool
 
     def start(self, *, read: bool) -> None:
         """Allocate the tensor's memory and start to fetch the values; its content is undefined unless `read`."""
@@ -142,14 +145,18 @@ ALL_AT_HAND = Homes()
 
 @dataclass
 class _Tiered:
-    """A tensor stored in a tier. `fresh`: before its first store. `given`: the current memory was allocated here."""
+    """A tensor stored in a tier.
+
+    `fresh`: before its first store. `given`: the current memory was allocated here. `ahead`: bytes of other host memory
+    into which values are prefetched.
+    """
 
     tensor: torch.Tensor
     stored: Stored
     category: Category
     fresh: bool = True
     view: torch.Tensor | None = None
-    staged: int = 0
+    ahead: int = 0
     given: bool = False
 
 
@@ -306,8 +313,6 @@ class TieredTensors:
             spare.give(entry.tensor.untyped_storage(), entry.tensor.nbytes)
         self.accountant.add(entry.category, entry.tensor.nbytes, self._tier)
         undo.callback(self._return, entry, written=False)
-        if read:
-            self._coming(entry, entry.stored.staged)
         with self.accountant.owning(None):
             entry.stored.start(read=read)
         if read:
@@ -361,7 +366,6 @@ class TieredTensors:
     def _return(self, entry: _Tiered, *, written: bool) -> None:
         self._arrived(entry)
         if written:
-            self._coming(entry, entry.stored.staged)
             self._move(written=entry.tensor.nbytes)
         self._unsettled.append(entry)
         if entry.stored.staged:  # copied to host memory, in the order of a stream
@@ -433,7 +437,6 @@ class TieredTensors:
             return tensor if into is None else into.copy_(tensor)
         target = torch.empty_like(tensor) if into is None else into
         self._move(read=tensor.nbytes)
-        self._coming(entry, entry.stored.staged)
         with named("copy", self._label, tensor.nbytes), self.accountant.owning(None):
             entry.stored.copy_to(target)
         self._arrived(entry)
@@ -442,8 +445,10 @@ class TieredTensors:
     def look_ahead(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
         """Prefetch a tensor for the next `read` (into the same memory), if fetching takes time."""
         entry = self._kept.get(id(tensor.untyped_storage()))
-        if entry is not None and self.home.lags and not (self.acquired or entry.staged):
-            self._coming(entry, entry.stored.staged if into is not None else tensor.nbytes)
+        if entry is not None and self.home.lags and not (self.acquired or entry.ahead):
+            if into is None and not entry.stored.staged:
+                entry.ahead = tensor.nbytes
+                self.accountant.add(Category.BUFFERS, entry.ahead, Tier.HOST)
             with self.accountant.owning(None):
                 entry.stored.look_ahead(into)
 
@@ -452,15 +457,10 @@ class TieredTensors:
         if self.home.tier is Tier.DISK and self.home.used_on is None:
             self.accountant.move(Tier.HOST, read=read, written=written)  # through host memory
 
-    def _coming(self, entry: _Tiered, staged: int) -> None:
-        if staged and not entry.staged:
-            entry.staged = staged
-            self.accountant.add(Category.BUFFERS, staged, Tier.HOST)
-
     def _arrived(self, entry: _Tiered) -> None:
-        if entry.staged:
-            self.accountant.remove(Category.BUFFERS, entry.staged, Tier.HOST)
-            entry.staged = 0
+        if entry.ahead:
+            self.accountant.remove(Category.BUFFERS, entry.ahead, Tier.HOST)
+            entry.ahead = 0
 
 
 Acquisition = tuple[TieredTensors, bool | None]

@@ -1,23 +1,26 @@
 """Disk tier (NVMe offload): each tensor has an extent of the rank's swap file.
 
 Tensors used on the host are read directly into their memory, and written from it. Tensors used on a device pass through
-page-locked host memory, by a copy stream: their device memory is released in the order of that stream, and a thread
-waits for the copy before it writes. Reads begin with `start` (or `look_ahead`) and end with `finish`; a released dirty
-tensor of the host keeps its memory until the write ends.
+a pool of page-locked host memory, by a copy stream: their device memory is released in the order of that stream, and a
+thread waits for the copy before it writes the memory, or reads into it again. Reads begin with `start` (or
+`look_ahead`) and end with `finish`; a released dirty tensor of the host keeps its memory until the write ends.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
+from shardwise.compat import has_values
+from shardwise.device.hostmemory import HostMemory, HostPool
 from shardwise.device.staging import Copied, CopyStream, copy_stream, is_far
-from shardwise.memory import Tier
+from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import StateHome, Stored
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ class FakeSwapFile:
         self._taken += room
         self.size = max(self.size, self._taken)
 
-    def read(self, extent: Any, memory: torch.Tensor) -> FakeSwapFile:
+    def read(self, extent: Any, memory: torch.Tensor, ready: Callable[[], None] | None = None) -> FakeSwapFile:
         """Return a transfer that has ended."""
         return self
 
@@ -72,7 +75,7 @@ class Disks:
     """The disk tiers of one engine; tiers in one directory share a file.
 
     `optimizer` and `parameters` are directories (None: not on disk). `label` names the files in errors. `imagined`: a
-    dry run, which stores nothing.
+    dry run, which stores nothing. `accountant` counts host memory through which tensors of a device pass.
     """
 
     optimizer: Path | None = None
@@ -80,12 +83,13 @@ class Disks:
     options: DiskOptions | None = None
     label: str = "the swap file"
     imagined: bool = False
+    accountant: Accountant | None = None
 
     def __post_init__(self) -> None:
         self.files: dict[Path, SwapFile | FakeSwapFile] = {}
 
     @classmethod
-    def of(cls, config: Config, rank: int, *, imagined: bool = False) -> Disks:
+    def of(cls, config: Config, rank: int, *, imagined: bool = False, accountant: Accountant | None = None) -> Disks:
         """Return the disks of a configuration, for one rank."""
         zero, aio = config.zero_optimization, config.aio
         optimizer, parameters = (
@@ -97,7 +101,7 @@ class Disks:
             from shardwise.offload.files import DiskOptions
 
             options = DiskOptions(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
-        return cls(optimizer, parameters, options, f"rank {rank}'s swap file", imagined)
+        return cls(optimizer, parameters, options, f"rank {rank}'s swap file", imagined, accountant)
 
     @property
     def sizes(self) -> dict[Path, int]:
@@ -114,7 +118,7 @@ class Disks:
             from shardwise.offload.files import DiskOptions, SwapFile
 
             self.files[directory] = SwapFile(directory, self.options or DiskOptions(), label=self.label)
-        return DiskPlace(self.files[directory], device, used_on)
+        return DiskPlace(self.files[directory], device, used_on, self.accountant)
 
 
 class DiskPlace(StateHome):
@@ -124,32 +128,58 @@ class DiskPlace(StateHome):
     at_hand = False
     lags = True
 
-    def __init__(self, file: SwapFile | FakeSwapFile, device: torch.device, used_on: torch.device | None) -> None:
+    def __init__(
+        self,
+        file: SwapFile | FakeSwapFile,
+        device: torch.device,
+        used_on: torch.device | None,
+        accountant: Accountant | None = None,
+    ) -> None:
         super().__init__(Tier.DISK, used_on)
         self._file = file
-        self._copies = copy_stream(device) if used_on is None and is_far(device) else None
+        self._way: _Way | None = None
+        if used_on is None and is_far(device):
+            copies = copy_stream(device)
+            hold = None
+            if accountant is not None:
+                hold = functools.partial(accountant.hold, Category.BUFFERS, tier=Tier.HOST)
+            self._way = _Way(copies, HostPool(copies, hold=hold))
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
         """Store a tensor's values on the disk. Raises OffloadError if it has too little space."""
-        return _Kept(self._file, self._copies, tensor)
+        return _Kept(self._file, self._way, tensor)
 
     @override
     def close(self) -> None:
         self._file.close()
+        if self._way is not None:
+            self._way.pool.close()
 
 
-_Pending = tuple["Transfer | FakeSwapFile", torch.Tensor]
-"""A transfer and its memory, which must stay allocated until the end."""
+class _Way(NamedTuple):
+    """Between a device and the disk: a copy stream and host memory."""
+
+    copies: CopyStream
+    pool: HostPool
+
+
+class _Pending(NamedTuple):
+    """A transfer and its memory, which must stay allocated until the end; `block`: of the pool."""
+
+    transfer: Transfer | FakeSwapFile
+    memory: torch.Tensor
+    block: HostMemory | None = None
 
 
 class _Kept(Stored):
-    def __init__(self, file: SwapFile | FakeSwapFile, copies: CopyStream | None, tensor: torch.Tensor) -> None:
+    def __init__(self, file: SwapFile | FakeSwapFile, way: _Way | None, tensor: torch.Tensor) -> None:
         self._file = file
-        self._copies = copies
+        self._copies = None if way is None else way.copies
+        self._pool = None if way is None else way.pool
         self._storage = tensor.untyped_storage()
         self._size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
-        self.staged = self._size if copies is not None else 0
+        self.staged = way is not None
         self._moved: Copied | None = None  # the copy stream's last event of an acquisition
         self._read: _Pending | None = None
         self._write: _Pending | None = None
@@ -160,7 +190,8 @@ class _Kept(Stored):
         # Memory in use by threads must not be freed. At interpreter exit, modules may be gone already.
         for pending in (self._read, self._write):
             if pending is not None:
-                pending[0].settle()
+                pending.transfer.settle()
+                self._let_go(pending)
         if self._extent is not None:  # space was reserved
             self._extent.free()
 
@@ -181,13 +212,17 @@ class _Kept(Stored):
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
         if self._read is not None:
             return
-        if self._copies is None and target is not None:
+        if self._copies is not None:
+            block, memory = self._take()
+            self._read = _Pending(self._file.read(self._extent, memory, block.wait), memory, block)
+            return
+        if target is not None:
             memory = target.view(-1).view(torch.uint8)
-        elif self._copies is None and self._storage.nbytes() == self._size:
+        elif self._storage.nbytes() == self._size:
             memory = self._bytes
         else:
-            memory = self._host_bytes()
-        self._read = self._file.read(self._extent, memory), memory
+            memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+        self._read = _Pending(self._file.read(self._extent, memory), memory)
 
     @override
     def finish(self) -> None:
@@ -196,11 +231,9 @@ class _Kept(Stored):
                 self._arrive(self._bytes)
             return
         if self._read is not None:
-            (reading, memory), self._read = self._read, None
-            reading.wait()
-            self._copies.copy(self._bytes, memory)
+            with self._copies.use():
+                self._arrive(self._bytes)
             self._moved = self._copies.mark()
-            self._copies.keep_host(memory, self._moved)
         if self._moved is not None:
             self._moved.wait()
 
@@ -209,18 +242,21 @@ class _Kept(Stored):
         self._drop_read()
         if self._copies is None:
             if written:
-                self._write = self._file.write(self._extent, self._bytes), self._bytes
+                self._write = _Pending(self._file.write(self._extent, self._bytes), self._bytes)
             return
         self._copies.follow()
         if written:
-            values = self._host_bytes()
+            block, values = self._take()
+            block.precede(self._copies)
             self._copies.copy(values, self._bytes)
             # Memory on its first release belongs to another stream, which must not reuse it before the copy.
             self._copies.keep(self._bytes)
         with self._copies.use():
             self._storage.resize_(0)
         if written:
-            self._write = self._file.write(self._extent, values, self._copies.mark().synchronize), values
+            copied = self._copies.mark()
+            block.used(copied)
+            self._write = _Pending(self._file.write(self._extent, values, copied.synchronize), values, block)
 
     @override
     def follow(self) -> None:
@@ -232,8 +268,10 @@ class _Kept(Stored):
         write, self._write = self._write, None
         try:
             if write is not None:
-                write[0].wait()
+                write.transfer.wait()
         finally:
+            if write is not None:
+                self._let_go(write)
             write = None
             if leave is not None:
                 leave(self._storage)
@@ -257,20 +295,29 @@ class _Kept(Stored):
     def _arrive(self, target: torch.Tensor) -> None:
         """End the pending read and copy its values into `target`, unless it has read them there."""
         assert self._read is not None
-        (reading, memory), self._read = self._read, None
-        reading.wait()
-        if memory.untyped_storage()._cdata != target.untyped_storage()._cdata:
-            target.copy_(memory, non_blocking=True)
-            if self._copies is not None:
-                self._copies.keep_host(memory)
+        read, self._read = self._read, None
+        try:
+            read.transfer.wait()
+            if read.memory.untyped_storage()._cdata != target.untyped_storage()._cdata:
+                target.copy_(read.memory, non_blocking=True)
+                if self._copies is not None and read.block is not None:
+                    read.block.used(self._copies.mark_current())
+        finally:
+            self._let_go(read)
 
     def _drop_read(self) -> None:
         """Wait for the end of the pending read, whose values are not needed."""
         if self._read is not None:
-            self._read[0].settle()
-            self._read = None
+            read, self._read = self._read, None
+            read.transfer.settle()
+            self._let_go(read)
 
-    def _host_bytes(self) -> torch.Tensor:
-        if self._copies is not None:
-            return self._copies.host_bytes(self._size)
-        return torch.empty(self._size, dtype=torch.uint8, device="cpu")
+    def _take(self) -> tuple[HostMemory, torch.Tensor]:
+        """Return a block of the pool, which earlier copies may still use, and as many bytes of it as the tensor has."""
+        assert self._pool is not None
+        block = self._pool.take(self._size, real=has_values(self._bytes))
+        return block, block.bytes[: self._size]
+
+    def _let_go(self, ended: _Pending) -> None:
+        if self._pool is not None and ended.block is not None:
+            self._pool.give_back(ended.block)

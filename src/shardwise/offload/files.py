@@ -85,13 +85,13 @@ class SwapFile:
                 self.size = place + room
         return Extent(self, place, size)
 
-    def read(self, extent: Extent, memory: torch.Tensor) -> Transfer:
+    def read(self, extent: Extent, memory: torch.Tensor, ready: Callable[[], None] | None = None) -> Transfer:
         """Start a read of an extent into memory as large as the last write: uint8, contiguous, on the host.
 
-        The content is undefined until the transfer has succeeded. Raises OffloadError if the file is closed;
-        `Transfer.wait` raises other errors.
+        A thread calls `ready`, which blocks it until the memory may change. The content is undefined until the transfer
+        has succeeded. Raises OffloadError if the file is closed; `Transfer.wait` raises other errors.
         """
-        return self._begin(extent, memory, writes=False)
+        return self._begin(extent, memory, writes=False, ready=ready)
 
     def write(self, extent: Extent, memory: torch.Tensor, ready: Callable[[], None] | None = None) -> Transfer:
         """Start a write of memory (uint8, contiguous, on the host, no larger than the extent) into an extent.

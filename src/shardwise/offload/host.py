@@ -34,7 +34,7 @@ class HostPlace(StateHome):
 
 
 class _Kept(Stored):
-    staged = 0
+    staged = False
 
     def __init__(self, copies: CopyStream, tensor: torch.Tensor, *, pinned: bool) -> None:
         self._copies = copies

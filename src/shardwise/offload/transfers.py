@@ -54,7 +54,7 @@ class Transfer:
         self.memory = bytes_of(memory)
         self.aligned = memory.data_ptr() % threads.file.memory_alignment == 0
         self.ready = ready
-        """Blocks a thread until the memory has the values to write; None: it has them, or they are read."""
+        """Blocks a thread until the memory has the values to write, or may be read into; None: it does at once."""
         self.left = 0
         self.next: Transfer | None = None
 
