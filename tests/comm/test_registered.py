@@ -9,12 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import registered
 from shardwise.errors import UsageError
-from tests.harness import on_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.training import ADAMW, engine_of
 
 KEYS = {"registered_buffers": True}
@@ -53,9 +54,9 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_buffers_are_in_the_pool_until_the_end(stage: int) -> None:
+@contextlib.contextmanager
+def registering() -> Iterator[tuple[dict[Any, Backend], Sizes]]:
+    """Let backends of all groups register memory; yields them, and the sizes that are made in pools."""
     backends: dict[Any, Backend] = {}
     sizes = Sizes()
     sizes.found = []
@@ -75,6 +76,13 @@ def test_buffers_are_in_the_pool_until_the_end(stage: int) -> None:
         mock.patch.object(torch.cuda, "MemPool", Pool),
         mock.patch.object(torch.cuda, "use_mem_pool", use),
     ):
+        yield backends, sizes
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_buffers_are_in_the_pool_until_the_end(stage: int) -> None:
+    with registering() as (backends, sizes):
         zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 5000}
         engine = engine_of(model(), stage, ADAMW, zero=zero, **KEYS)
         assert backends and all(len(backend.pools) == 1 for backend in backends.values())
@@ -89,6 +97,36 @@ def test_buffers_are_in_the_pool_until_the_end(stage: int) -> None:
         assert sum(count.values()) >= 2 * len(units)
         engine.destroy()
         assert not any(backend.pools for backend in backends.values())
+
+
+def replicated(registers: bool) -> list[Any]:
+    """Train two replicas, whose exchange is under way in the end; return losses and parameters of this rank."""
+    local = {"enabled": True, "replica_size": 2, "sync_every": 2, "overlap_steps": 1}
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 5000}
+    found: list[Any] = []
+    with registering() as (backends, sizes):
+        engine = engine_of(model(), 3, ADAMW, zero=zero, local_sgd=local, registered_buffers=registers)
+        for step in range(6):
+            loss = engine(torch.full((2, 64), 1.0 + step + dist.get_rank())).square().mean()
+            engine.backward(loss)
+            sizes.found.clear()  # an exchange allocates in steps
+            engine.step()
+            assert sizes.found == []
+            found.append(loss.item())
+        assert engine.sharded.update._exchange is not None
+        assert bool(backends) == registers
+        for group in backends:
+            assert dist.get_process_group_ranks(group) == engine.sharded.comm.members  # not of the replicas
+        found += [values.tolist() for values in engine.module_state_dict().values()]
+        engine.destroy()
+        assert not any(backend.pools for backend in backends.values())
+    return found
+
+
+def test_replicas_exchange_through_other_memory_while_they_train() -> None:
+    """An exchange runs from one step to another, and beyond the end of the pool."""
+    plain, pooled = (run_ranks(replicated, 4, registers) for registers in (False, True))
+    assert plain == pooled
 
 
 @on_ranks(2)

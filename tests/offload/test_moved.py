@@ -9,8 +9,9 @@ import pytest
 
 from shardwise.memory import Category, Tier
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.offload.settings import offload
-from tests.offload.test_faults import made, steps
+from tests.harness.training import Setting, start
+from tests.offload.settings import offload, played_device
+from tests.offload.test_faults import CASE, made, steps
 from tests.offload.test_interrupted import backward
 
 
@@ -47,6 +48,24 @@ def stepped(directory: str) -> None:
     engine.destroy()
     assert state > 0 and shards > 0
     assert (after[0] - before[0], after[1] - before[1]) == (state, state + shards)
+
+
+@on_ranks(1)
+def test_sums_of_gradients_in_16_bits_are_half_as_many_bytes_to_the_host() -> None:
+    """By `data_types.grad_accum_dtype`; sums are in fp32 otherwise."""
+    sent = []
+    zero = tuple(offload("optimizer on host", "").items())
+    for sums in ("fp32", "bf16"):
+        extra = (("data_types", {"grad_accum_dtype": sums}),)
+        with played_device():
+            engine = start(CASE, Setting(2, precision="bf16", optimizer="own AdamW", zero=zero, extra=extra))
+            steps(engine, 0, 1)
+            before = engine.accountant.moved(Tier.HOST).written
+            backward(engine, 1)
+            sent.append(engine.accountant.moved(Tier.HOST).written - before)
+            engine.step()
+            engine.destroy()
+    assert sent[0] == 2 * sent[1] >= 4 * sum(parameter.numel() for parameter in CASE.make().parameters())
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])

@@ -125,7 +125,8 @@ class DataTypes(ConfigSection):
 
     grad_accum_dtype: DType | None = key(
         None,
-        "Type of gradient sums; null: fp32.",
+        "Type of gradient sums; null: fp32. bf16 halves the bytes of gradients that go to the host or a disk, and of "
+        "the sums that stage 0 gathers.",
         default_note="the model's type in DeepSpeed",
     )
     param_dtype: DType | None = key(None, "Must agree with fp16 / bf16.")
