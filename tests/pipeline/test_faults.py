@@ -150,7 +150,7 @@ def with_loss(name: str, evaluates: bool) -> str:
 )
 def test_a_loss_that_is_no_number_is_refused_with_stage_and_micro_batch(name: str, evaluates: bool) -> None:
     first, second = run_ranks(with_loss, 2, name, evaluates)
-    assert "stage 1 of 2 (layers" in second
+    assert ("eval_batch(), " if evaluates else "stage 1 of 2 (layers") in second
     assert "micro-batch 0: " in second and LOSSES[name][1] in second
     assert "Correct loss_fn" in second and "lost rank 1" in first
 
