@@ -47,19 +47,22 @@ def test_a_disk_that_hangs_is_given_up_and_the_next_save_works(tmp_path: Path) -
     assert names == {"c", "first", "latest"}
 
 
-@pytest.mark.parametrize("where", ["before the parts", "before the rename", "after the rename"])
+@pytest.mark.parametrize("where", ["before the parts", "before the rename", "before latest"])
 @as_ranks(2)
 def test_a_save_that_rank_0_gave_up_does_not_undo_a_later_one(tmp_path: Path, where: str) -> None:
     settings = config(2, checkpoint={"async_save": True, "keep_last": 1})
     run, answers, late = started(str(tmp_path), settings), threading.Event(), list[threading.Thread]()
     engine, saver = run.engine, run.engine._checkpoints.background.saving
-    module, name = (async_save, "write_part") if where == "before the parts" else (directory, "sync_directory")
+    module, name = {
+        "before the parts": (async_save, "write_part"),
+        "before the rename": (directory, "sync_directory"),
+        "before latest": (directory, "write_file"),
+    }[where]
     real = getattr(module, name)
 
     def hanging(path: str, *args: Any, **more: Any) -> Any:
         done = real(path, *args, **more)
-        here = ".partial" in path if where == "before the rename" else path == str(tmp_path)
-        if not late and (here or module is async_save):  # the first call only
+        if not late and (where != "before latest" or path.endswith("/latest")):  # the first call only
             late.append(threading.current_thread())
             answers.wait(60.0)
         return done

@@ -265,12 +265,13 @@ def write_file(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(parent: str, name: str, data: bytes) -> None:
-    """Write a small file, new or in place of another, by one rename."""
+def replace_file(parent: str, name: str, data: bytes, check: Callable[[], None] = lambda: None) -> None:
+    """Write a small file, new or in place of another, by one rename. `check` may prevent the rename by an exception."""
     draft = StagingDirectory(parent, name, tidy=False)
     try:
         new = os.path.join(draft.path, name)
         write_file(new, data)
+        check()
         os.replace(new, os.path.join(parent, name))
     finally:
         draft.discard()

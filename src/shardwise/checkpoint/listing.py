@@ -16,7 +16,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,9 +112,9 @@ class CheckpointDirectory:
         except CheckpointPathError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from error
 
-    def set_latest(self, tag: str, name: str = LATEST) -> None:
-        """Let `latest` name another checkpoint, by one rename."""
-        replace_file(self.path, name, tag.encode())
+    def set_latest(self, tag: str, name: str = LATEST, check: Callable[[], None] = lambda: None) -> None:
+        """Let `latest` name another checkpoint, by one rename, which `check` may prevent by an exception."""
+        replace_file(self.path, name, tag.encode(), check)
 
     def head(self, tag: str) -> Head:
         """Return the ordering keys of a checkpoint, from the first lines of its manifest."""

@@ -120,9 +120,8 @@ def publish(draft: directory.StagingDirectory, made: Manifest, *, latest: bool =
     directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(made))
     try:
         draft.publish()
-        draft.check()
         if latest:
-            CheckpointDirectory(draft.parent).set_latest(made.tag)
+            CheckpointDirectory(draft.parent).set_latest(made.tag, check=draft.check)
     except OSError as error:
         if not draft.published:
             raise
