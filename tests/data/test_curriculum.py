@@ -142,6 +142,19 @@ def test_positions_resume_on_any_ranks(stop: int, other: tuple[int, int, int], t
     assert seen + flat(again) == whole or stop == 60
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_position_after_an_epoch_keeps_the_difficulty(workers: int, tmp_path: Path) -> None:
+    given = both(tmp_path)
+    of = loaders(given, 2, 2, workers=workers)
+    flat(of)
+    state = of[0].state_dict()
+    assert state["curriculum"]["step"] == 4 * COUNT // 8
+    assert state["curriculum"]["current_difficulties"] == {"rarity": 100, "shape": 9}
+    (again,) = loaders(given, 1, 4)
+    again.load_state_dict(state)
+    assert flat([again], 12) == flat(of, 12)
+
+
 @pytest.mark.parametrize("stop", [0, 1, 3, 4])
 def test_batches_that_workers_have_prepared_are_not_lost(stop: int, tmp_path: Path) -> None:
     given = both(tmp_path)

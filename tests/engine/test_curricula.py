@@ -198,6 +198,7 @@ def test_masks_are_truncated_with_their_tokens() -> None:
 
         def forward(self, *tensors: torch.Tensor, **named: torch.Tensor) -> Any:
             self.shapes = [tuple(one.shape) for one in (*tensors, *named.values())]
+            self.dense = all(one.is_contiguous() for one in (*tensors, *named.values()))
             return self.weight * 1
 
     engine = engine_of(Taking(), curriculum_learning=SHORT)
@@ -207,6 +208,7 @@ def test_masks_are_truncated_with_their_tokens() -> None:
         ids, ids.float(), torch.ones(2, LENGTH, 7), float_mask, ids[:, None].expand(2, LENGTH, LENGTH), torch.ones(2)
     )
     assert engine.module.shapes == [(2, 6), (2, 6), (2, 6, 7), (2, 1, 6, 6), (2, 6, 6), (2,)]
+    assert engine.module.dense
     engine(ids, short=ids[:, :3])
     assert engine.module.shapes == [(2, 6), (2, 3)]
     with pytest.raises(UsageError, match="may be a mask or embeddings"):

@@ -309,7 +309,11 @@ class CurriculumSource(SampleSource):
         if not any(start):
             self.sampler.begin_epoch()
         self._epoch, self._begun = epoch, self.sampler.number
-        return iter(self._loader)
+        return self._whole_epoch(iter(self._loader))
+
+    def _whole_epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        self.sampler.begin_epoch()  # a state saved from now on is of the next epoch's beginning
 
     def __iter__(self) -> Iterator[Indices]:
         """Yield the batches of indices of the started iteration, for torch's loader."""

@@ -181,4 +181,4 @@ def _narrowed(tensor: torch.Tensor, length: int, most: int) -> torch.Tensor:
     dims = [dim for dim in ((-2, -1) if mask else (1,)) if tensor.dim() > 1 and shape[dim] == length]
     for dim in dims:
         tensor = tensor.narrow(dim, 0, most)
-    return tensor
+    return tensor.contiguous() if dims else tensor  # models call view() on labels
