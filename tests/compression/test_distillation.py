@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.compression import Distillation
@@ -114,3 +115,21 @@ def test_mistakes_are_refused() -> None:
     distillation(student(ids), None, ids)
     with pytest.raises(UsageError, match="'norm' has not been called since the last loss"):
         distillation(torch.zeros(2, 9, 31), None, ids)
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self[1], self[0](x), use_reentrant=self.training)
+
+
+def test_hidden_states_without_gradients_are_refused() -> None:
+    student, teacher, x = Recomputed(nn.Linear(4, 4), nn.Linear(4, 3)), nn.Linear(4, 3), torch.ones(2, 4)
+    distillation = Distillation(teacher, weight=1.0, student=student, hidden={"1": ""}, hidden_weight=2.0)
+    with pytest.raises(UsageError, match=r"'1' has run without gradients, .*Pass use_reentrant=False"):
+        distillation(student(x), None, x)
+    student.eval()
+    with torch.no_grad():
+        assert not distillation(student(x), None, x).requires_grad
+    loss = distillation(student(x), None, x)
+    wanted = Distillation(teacher, weight=1.0)(student(x), None, x) + 2 * F.mse_loss(student(x), teacher(x))
+    assert torch.allclose(loss, wanted)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardwise.compression.masks import pack, unpack
+from shardwise.compression.modules import InputQuantizer
 from shardwise.compression.quantize import Scales, quantized, quantized_inputs, straight_through
 from shardwise.optim.rounding import uniform
 
@@ -52,6 +53,8 @@ def test_zeros_stay_zeros_and_scales_of_nothing_are_no_numbers() -> None:
         for bits in (1, 2, 4):
             found = quantized(torch.zeros(2, 3), bits, symmetric=symmetric, scales=Scales(2))
             assert torch.equal(found, torch.zeros(2, 3))
+    binary = quantized(torch.tensor([[0.0, 2.0], [-4.0, 0.0]]), 1, symmetric=True, scales=Scales())
+    assert binary.tolist() == [[0.0, 3.0], [-3.0, 0.0]]
     pruned = torch.tensor([[0.0, 0.7, 3.1]])
     assert quantized(pruned, 4, symmetric=False, scales=Scales())[0, 0] == 0
 
@@ -122,6 +125,16 @@ def test_dynamic_bounds_are_those_of_a_token_or_an_image() -> None:
     assert torch.allclose(tokens[0, 1], tokens[0, 0] * 100, rtol=1e-5)
     image = quantized_inputs(values.view(1, 1, 2, 2), 4, symmetric=True, dim=1)
     assert image[0, 0, 0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_inputs_without_elements_pass(static: bool) -> None:
+    quantizer, layer = InputQuantizer(8, False, static, 0, False), torch.nn.Linear(3, 2)
+    quantizer.attach(layer)
+    for shape in ((0, 3), (3, 0)):
+        nothing = torch.empty(shape)
+        assert quantizer(layer, nothing, 0, note=True) is nothing
+    assert quantizer.seen is None
 
 
 def test_bits_of_a_mask_come_back() -> None:

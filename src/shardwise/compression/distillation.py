@@ -91,6 +91,12 @@ class Distillation:
         elif self.weight < 1:
             raise UsageError(f"Distillation: the student's own loss has the weight {1 - self.weight:g}. Pass it")
         for own, of in self._states:
+            if total.requires_grad and not own.with_gradient:
+                raise UsageError(
+                    f"Distillation(hidden=...): {own.name!r} has run without gradients, as inside of activation "
+                    "checkpointing with use_reentrant=True, so the student would not learn its hidden states. Pass "
+                    "use_reentrant=False, or name a module that is not inside of a checkpointed one"
+                )
             total = total + self.hidden_weight * _distance(own.take(), of.take(), own.name)
         return total
 
@@ -122,12 +128,14 @@ class _State:
             raise UsageError(f"Distillation(hidden=...): {type(root).__name__} has no module {name!r}")
         self.name = name
         self._value: torch.Tensor | None = None
+        self.with_gradient = False
         self.handle = known[name].register_forward_hook(self._keep)
 
     def _keep(self, module: nn.Module, args: Any, outputs: Any) -> None:
         # A recomputed forward pass happens in the backward pass, after the value was taken.
         if backward_pass() is None:
             self._value = outputs[0] if isinstance(outputs, tuple) else outputs
+            self.with_gradient = torch.is_grad_enabled()
 
     def take(self) -> torch.Tensor:
         value, self._value = self._value, None

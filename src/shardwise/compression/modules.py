@@ -169,6 +169,8 @@ class InputQuantizer:
 
         `note`: the bounds follow the inputs of this call.
         """
+        if not inputs.numel():  # of an expert without tokens, or a rank without a part of the sequence
+            return inputs
         bounds = None
         if self.static:
             here = torch.stack(torch.aminmax(inputs.detach())).float()

@@ -75,8 +75,9 @@ def quantized(
 
     Args:
         values: weight, or this rank's part.
-        bits: at least 1. Symmetric weights of 1 bit have the signs times the mean size, those of 2 bits are ternary,
-            others have 2^bits - 1 levels around 0. Asymmetric weights have 2^bits levels, of which one is 0.
+        bits: at least 1. Symmetric weights of 1 bit have the signs times the mean size of those other than 0, those of
+            2 bits are ternary, others have 2^bits - 1 levels around 0. Asymmetric weights have 2^bits levels, of which
+            one is 0.
         symmetric: the kind of levels.
         scales: groups with a scale each.
         noise: uniform in [0, 1), in the shape of `values`: round up with the probability of the remainder.
@@ -85,12 +86,11 @@ def quantized(
     units = scales.units(values.detach().to(wide))
     if symmetric and bits <= 2:
         size = units.abs()
-        count = scales.sum(torch.ones_like(size))
-        if bits == 1:
-            found = torch.where(units < 0, -1.0, 1.0) * (scales.sum(size) / count)
-        else:
-            kept = size > TERNARY_THRESHOLD * scales.sum(size) / count
-            found = units.sign() * kept * (scales.sum(size * kept) / scales.sum(kept.to(wide)).clamp(min=1))
+        least: torch.Tensor | float = 0.0  # pruned weights stay 0
+        if bits == 2:
+            least = TERNARY_THRESHOLD * scales.sum(size) / scales.sum(torch.ones_like(size))
+        kept = size > least
+        found = units.sign() * kept * (scales.sum(size * kept) / scales.sum(kept.to(wide)).clamp(min=1))
         return found.to(values.dtype).view_as(values)
     draw = None if noise is None else scales.units(noise.to(wide))
     if symmetric:
