@@ -341,6 +341,12 @@ def _check(config: InferenceConfig) -> None:
     directory = config.checkpoint_config.checkpoint_dir
     if directory is not None and config.checkpoint is not None:
         raise _twice("checkpoint", config.checkpoint, directory)
+    if config.zero.keys() - {"stage"} and not config.zero.get("stage", 0):
+        raise ConfigError(
+            f'zero: without "stage": 3, {", ".join(config.zero)} would do nothing. Add it, or remove zero'
+        )
+    if config.aio and not config.zero.get("stage", 0):
+        raise ConfigError('aio: is of the engine that streams weights. Add zero with "stage": 3, or remove aio')
     if config.zero and config.bits is not None:
         raise ConflictError("zero: streamed weights cannot be quantised; remove quant (or dtype int8), or zero")
     if config.injection_policy is not None and config.injection_policy_tuple is not None:
