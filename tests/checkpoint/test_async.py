@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import async_save, snapshot, verify
+from shardwise.checkpoint import async_save, verify
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
@@ -204,7 +204,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Pa
     told = "are free for it" if rank() == 1 else "failed on rank 1"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match=told):
         if rank() == 1:
-            patch.setattr(snapshot, "memory_limit", lambda device, n: MemoryLimit("the test", 1000, 900, 900, n))
+            patch.setattr(async_save, "memory_limit", lambda device, n: MemoryLimit("the test", 1000, 900, 900, n))
         engine.save_checkpoint(tmp_path, asynchronous=True)
     with pytest.raises(CheckpointError, match=r"client_state\['x'\]"):
         engine.save_checkpoint(tmp_path, asynchronous=True, client_state={"x": print})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint import publish as module
+from shardwise.checkpoint import save as module
 from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.engine import faults

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from shardwise.checkpoint import Checkpoint, verify
-from shardwise.checkpoint.file_writer import FileWriter
 from shardwise.checkpoint.listing import CheckpointDirectory
+from shardwise.checkpoint.safetensors_writer import FileWriter
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.harness import thorough
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint import file_writer, publish
-from shardwise.checkpoint.file_writer import FileWriter
+from shardwise.checkpoint import safetensors_writer, save
+from shardwise.checkpoint.safetensors_writer import FileWriter
 from shardwise.config import resolve
 from tests.checkpoint.job import Run, as_ranks, config
 
@@ -20,8 +20,8 @@ BUFFER = 8192
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_writer, "_BUFFER", BUFFER)
-    monkeypatch.setattr(file_writer, "LARGE", 1)
+    monkeypatch.setattr(safetensors_writer, "_BUFFER", BUFFER)
+    monkeypatch.setattr(safetensors_writer, "LARGE", 1)
 
 
 def write(path: Path, data: bytes, step: int) -> FileWriter:
@@ -74,14 +74,14 @@ def test_the_key_or_the_kind_of_save_decides(writer: dict[str, Any] | None, expe
 @as_ranks(1)
 def test_saves_in_the_background_are_direct(tmp_path: Path) -> None:
     seen: list[bool] = []
-    original = publish.write_tensors
+    original = save.write_tensors
 
     def noted(*args: Any, direct: bool = False, **more: Any) -> Any:
         seen.append(direct)
         return original(*args, direct=direct, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publish, "write_tensors", noted)
+        patch.setattr(save, "write_tensors", noted)
         engine = Run(config(1), seed=1).engine
         engine.save_checkpoint(tmp_path, tag="a")
         engine.save_checkpoint(tmp_path, tag="b", asynchronous=True)

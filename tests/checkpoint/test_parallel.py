@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint import Checkpoint, parallel
+from shardwise.checkpoint import Checkpoint, reader
 from shardwise.errors import CheckpointError
 from tests.checkpoint.weights import save_by_hand
 
@@ -16,12 +16,12 @@ def test_threads_are_this_ranks_part_of_the_cores(monkeypatch: pytest.MonkeyPatc
     found = []
     for ranks in ("1", "2", "4", "8", "x", ""):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        found.append(parallel.workers())
+        found.append(reader.workers())
     assert found == [4, 3, 1, 1, 4, 4]
 
 
 def test_threads_read_and_verify_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "workers", lambda: 4)
+    monkeypatch.setattr(reader, "workers", lambda: 4)
     tensors = {str(n): torch.randn((1 << 20) + n) for n in range(5)}
     path = tmp_path / "c"
     save_by_hand(str(path), tensors, cuts=3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import async_save, directory, slow_io, verify
+from shardwise.checkpoint import agree, async_save, directory, verify
 from shardwise.checkpoint import save as saving
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, as_ranks, config
@@ -95,7 +95,7 @@ def test_a_save_that_rank_0_gave_up_does_not_undo_a_later_one(tmp_path: Path, wh
 def test_a_slow_disk_is_said_while_everybody_waits(tmp_path: Path) -> None:
     run, write = Run(config(1), seed=1), saving.write_part
     with logged() as told, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slow_io, "WARN_AFTER_S", 0.1)
+        patch.setattr(agree, "WARN_AFTER_S", 0.1)
         if torch.distributed.get_rank() == 1:
             patch.setattr(saving, "write_part", lambda *args, **more: (time.sleep(0.7), write(*args, **more))[1])
         run.engine.save_checkpoint(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import Checkpoint, Manifest, directory, listing, manifestfile
+from shardwise.checkpoint import Checkpoint, Manifest, directory, manifestfile
 from shardwise.checkpoint.checksums import FileFacts
 from shardwise.checkpoint.listing import CheckpointDirectory
 from tests.checkpoint.job import Run, config, on_ranks
@@ -136,7 +136,7 @@ def test_what_cannot_be_removed_is_told_and_a_killed_removal_is_finished_later(
         (note,) = CheckpointDirectory(str(tmp_path)).prune("2", {"global_steps": 2}, 1, None)
         assert "/1: cannot be removed: Read-only file system (errno 30)" in note
     with monkeypatch.context() as patch:
-        patch.setattr(listing, "remove_hidden", lambda path: None)  # as if killed before it
+        patch.setattr(directory, "remove_hidden", lambda path: None)  # as if killed before it
         CheckpointDirectory(str(tmp_path)).prune("2", {"global_steps": 2}, 1, None)
     assert CheckpointDirectory(str(tmp_path)).tags() == ["2"] and len(left(tmp_path)) == 2
     directory.remove_leftovers(str(tmp_path))

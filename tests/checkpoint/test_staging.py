@@ -12,9 +12,9 @@ import torch
 
 import shardwise
 from shardwise.checkpoint import safetensors_reader
+from shardwise.checkpoint.async_save import Snapshot
 from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.checkpoint.safetensors_writer import write_tensors
-from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.device import staging
 from tests.checkpoint.job import Run, as_ranks, config, differences
 from tests.checkpoint.test_async import content
@@ -164,7 +164,7 @@ def test_a_snapshot_comes_behind_what_has_been_brought() -> None:
                 tensor.fill_(1.0)  # its values come to the device
             use([name])
 
-    with recording() as recorder, mock.patch("shardwise.checkpoint.snapshot.is_far", lambda device: True):
+    with recording() as recorder, mock.patch("shardwise.checkpoint.async_save.is_far", lambda device: True):
         snapshot = Snapshot(CPU)
         snapshot.take({"near": near, "lent": lent, "also lent": also_lent}, {"lent", "also lent"}, bring)
         snapshot.close()

@@ -93,8 +93,7 @@ def far(late: bool = True) -> Iterator[list[Played]]:
 
     with (
         mock.patch.object(staging, "copy_stream", make),
-        mock.patch("shardwise.checkpoint.snapshot.copy_stream", make),
-        mock.patch("shardwise.checkpoint.snapshot.is_far", lambda device: True),
+        mock.patch("shardwise.checkpoint.async_save.copy_stream", make),
         mock.patch("shardwise.checkpoint.async_save.is_far", lambda device: True),
         mock.patch("shardwise.device.staging.is_far", lambda device: True),
         mock.patch("shardwise.checkpoint.safetensors_writer.is_far", lambda device: True),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.checkpoint.async_save import Snapshot
 from shardwise.device import hostmemory
 from shardwise.device.hostmemory import HostMemory, HostPool
 from shardwise.device.staging import Copied, CopyStream
@@ -206,7 +206,7 @@ def test_a_disk_is_not_read_into_memory_that_a_device_still_copies(log: list[Any
 
 
 def test_a_snapshot_that_is_dropped_is_not_pinned_any_more(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.snapshot.copy_stream", lambda device: Device(log))
+    monkeypatch.setattr("shardwise.checkpoint.async_save.copy_stream", lambda device: Device(log))
     snapshot = Snapshot(torch.device("cuda", 0))
     copies = snapshot.take({"a": torch.ones(3)})
     (pinned,) = log

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.checkpoint.async_save import Snapshot
 from shardwise.compat import has_values
 from shardwise.device.hostmemory import HostMemory
 from shardwise.device.staging import CopyStream

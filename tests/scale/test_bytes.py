@@ -15,8 +15,9 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint.agree import held_by_any, on_first_rank
-from shardwise.checkpoint.load import Options, _elsewhere
+from shardwise.checkpoint.load import _elsewhere
 from shardwise.checkpoint.manifest import PARAMETER, Manifest, StoredTensor
+from shardwise.checkpoint.match import Options
 from shardwise.checkpoint.selection import Renamed, Selection
 from shardwise.comm import stragglers
 from shardwise.comm.coded import coded, decoded

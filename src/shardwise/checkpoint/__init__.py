@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.exporting import Exported, export
     from shardwise.checkpoint.kinds import register_type
     from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
+    from shardwise.checkpoint.match import LoadReport, WrongShape
     from shardwise.checkpoint.opening import open_source
     from shardwise.checkpoint.reader import Checkpoint, verify
-    from shardwise.checkpoint.report import LoadReport, WrongShape
     from shardwise.checkpoint.weights_reader import WeightsReader
 
 _PUBLIC = {
     "Checkpoint": "shardwise.checkpoint.reader",
     "Exported": "shardwise.checkpoint.exporting",
-    "LoadReport": "shardwise.checkpoint.report",
+    "LoadReport": "shardwise.checkpoint.match",
     "Manifest": "shardwise.checkpoint.manifest",
     "Slice": "shardwise.checkpoint.manifest",
     "StoredTensor": "shardwise.checkpoint.manifest",
     "WeightsReader": "shardwise.checkpoint.weights_reader",
-    "WrongShape": "shardwise.checkpoint.report",
+    "WrongShape": "shardwise.checkpoint.match",
     "export": "shardwise.checkpoint.exporting",
     "open_source": "shardwise.checkpoint.opening",
     "register_type": "shardwise.checkpoint.kinds",

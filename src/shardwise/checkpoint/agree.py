@@ -7,6 +7,8 @@ other ranks would wait for ever if only the failing rank raised.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from shardwise.checkpoint.checksums import in_words
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.utils.logging import logger
 
 
 class CollectiveStep:
@@ -86,3 +89,34 @@ def held_by_any(comm: Communicator, names: Sequence[str], held: Collection[str],
     counts = torch.tensor(flags, dtype=torch.float32, device=comm.device)
     comm.sum_large(counts, label).wait()
     return {name for name, count in zip(names, counts.tolist(), strict=False) if count}
+
+
+# -- waiting for a disk, with warnings ---------------------------------------------------------------------------------
+
+WARN_AFTER_S = 10.0
+"""Seconds before the first warning."""
+
+SLOWEST = 20e6
+"""Bytes per second; a slower disk counts as not responding."""
+
+
+@contextmanager
+def warn_if_slow(what: str) -> Iterator[None]:
+    """Log from time to time that the block has not ended yet; `what` names its action."""
+    ended = threading.Event()
+    began = time.monotonic()
+
+    def watch() -> None:
+        after = WARN_AFTER_S
+        while not ended.wait(after):
+            waited = time.monotonic() - began
+            logger.warning(
+                "%s: it has taken %.0f s so far, and goes on (is the disk slow, or does it not answer?)", what, waited
+            )
+            after = 3 * waited
+
+    threading.Thread(target=watch, name="shardwise-slow-io", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.boxes import Region, ranges
 from shardwise.checkpoint import nested_json
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of
 from shardwise.checkpoint.protocols import CheckpointedModel, Fetch, Run, in_place
 from shardwise.checkpoint.safetensors_reader import bytes_of
@@ -42,7 +43,8 @@ class RankSavePlan:
 
     `fetch` makes offloaded tensors readable, and with `check_finite` records trained parameters and optimizer states
     with infinite or NaN values in `not_finite`. Buffers are not checked, because masks are infinite. `runs` are the
-    names of tensors that are ranges of values and of optimizer states, where they are stepped.
+    names of tensors that are ranges of values and of optimizer states, where they are stepped. `inventories` are the
+    names of all ranks' replicated state, and `own` the `own_buffers`, for `add_replicated`.
     """
 
     def __init__(self, file: str, fetch: Fetch = in_place, *, check_finite: bool = False) -> None:
@@ -57,6 +59,8 @@ class RankSavePlan:
         self.trees: dict[str, Any] = {}
         self.order: list[str] = []
         self.excluded: list[str] = []
+        self.inventories: Sequence[dict[str, Any]] = ()
+        self.own: dict[str, int | None] = {}
         self._trained: dict[str, str] = {}  # names for messages, by key
 
     def to_json(self) -> dict[str, Any]:
@@ -160,17 +164,8 @@ def collect(
 
 
 def _described(tensor: LogicalTensor, dtype: torch.dtype) -> StoredTensor:
-    return StoredTensor(
-        tensor.name,
-        PARAMETER,
-        tensor.global_shape,
-        name_of(dtype),
-        (),
-        tensor.aliases,
-        tensor.trainable,
-        tensor.group,
-        name_of(tensor.dtype),
-    )
+    facts = tensor.aliases, tensor.trainable, tensor.group, name_of(tensor.dtype)
+    return StoredTensor(tensor.name, PARAMETER, tensor.global_shape, name_of(dtype), (), *facts)
 
 
 def within(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
@@ -309,24 +304,39 @@ def are_named(groups: Iterable[tuple[Any, bool]]) -> bool:
     return all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
 
 
-def add_replicated(
-    part: RankSavePlan, model: CheckpointedModel, inventories: Sequence[dict[str, Any]], own: dict[str, int | None]
-) -> None:
+def collected(
+    model: CheckpointedModel,
+    file: str,
+    state: Callable[[], TrainingState],
+    excluded: frozenset[int],
+    check_finite: bool,
+    what: str,
+) -> RankSavePlan:
+    """Collect this rank's part, to which `add_replicated` adds this rank's replicated state. A collective."""
+    model.share_changes()
+    with collective_step(model.comm, what) as done:
+        part = collect(model, file, state(), excluded, check_finite=check_finite)
+        done.local = local_inventory(model)
+    part.inventories, part.own = done.gathered, own_buffers(model, done.gathered)
+    return part
+
+
+def add_replicated(part: RankSavePlan, model: CheckpointedModel) -> None:
     """Add replicated state: the first rank that has it writes it, and each rank its `own_buffers`."""
     rank, names = model.comm.rank, buffer_names(model.module)
     for name, buffer in buffers(model.module):
-        if name in own:
+        if name in part.own:
             shape, dtype = tuple(buffer.shape), name_of(buffer.dtype)
             also = tuple(names[id(buffer)][1:])
-            part.add_unsharded(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=own[name]), buffer)
-    first = first_holders(inventories, "extra")
+            part.add_unsharded(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=part.own[name]), buffer)
+    first = first_holders(part.inventories, "extra")
     part.trees["extra"] = {
         name: nested_json.encode(module.get_extra_state(), f"extra state of module {name!r}", part.store_tensor)
         for name, module in extra_states(model.module)
         if first[name] == rank
     }
     groups = [] if model.optimizer is None else model.optimizer.param_groups
-    numbers, writes = _joined_groups(inventories, rank)
+    numbers, writes = _joined_groups(part.inventories, rank)
     part.stored = [
         tensor if tensor.group is None else replace(tensor, group=numbers[tensor.group]) for tensor in part.stored
     ]

@@ -11,15 +11,14 @@ from typing import Any
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
+from shardwise.checkpoint.formats.weight_files import writing
 from shardwise.checkpoint.listing import StateNumbers
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, combine, in_order
 from shardwise.checkpoint.nested_json import encode
 from shardwise.checkpoint.opening import find_deepspeed
-from shardwise.checkpoint.publish import file_name, publish
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_writer import write_tensors
-from shardwise.checkpoint.save import versions
-from shardwise.checkpoint.weights_writer import writing
+from shardwise.checkpoint.save import file_name, publish, versions
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 

@@ -34,7 +34,7 @@ HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
 _LOCK = "writer.lock"
 """File in a staging directory, locked by its writer, because network file systems lock files only."""
 _MARK = b"This directory is a draft of a checkpoint of shardwise.\n"
-_TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
+_TAG = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+")
 _LOCK_TRIES, _LOCK_PAUSE_S = 100, 0.01
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _LONGEST_TAG = 200
@@ -45,11 +45,7 @@ def check_tag(tag: Any) -> str:
     """Return the tag as a string that can name a directory. Raises CheckpointPathError if it cannot."""
     text = str(tag)
     plain = _TAG.fullmatch(text) is not None and not text.startswith(".") and text != LATEST and text == text.strip()
-    try:
-        fits = len(text.encode()) <= _LONGEST_TAG
-    except UnicodeEncodeError:
-        fits = False
-    if not plain or not fits:
+    if not plain or len(text.encode()) > _LONGEST_TAG:
         raise CheckpointPathError(
             f"checkpoint tag {text!r:.300}: a tag names a directory, so it must be text of 1 to {_LONGEST_TAG} bytes "
             "without slashes, control characters, or space around it, and neither begin with a dot nor be "
@@ -58,13 +54,16 @@ def check_tag(tag: Any) -> str:
     return text
 
 
+def text_of(path: Any) -> str:
+    """Return a path as a string, or an empty one if it is no path."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    return text if isinstance(text, str) else ""
+
+
 def check_directory(path: Any, argument: str) -> str:
     """Return a path as a string. Raises CheckpointPathError if it is empty, not a path, or a file."""
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        text = ""
-    if not isinstance(text, str) or not text:
+    text = text_of(path)
+    if not text:
         raise CheckpointPathError(f"{argument}: expected the path of a directory, found {path!r}")
     if os.path.exists(text) and not os.path.isdir(text):
         raise CheckpointPathError(f"{argument}: {text} is a file; give a directory")

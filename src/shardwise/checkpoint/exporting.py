@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ import torch
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import buffer_names
 from shardwise.checkpoint.directory import check_directory, replace_file
-from shardwise.checkpoint.formats.hf_config import config_files
-from shardwise.checkpoint.formats.weight_files import FORMATS, PICKLED, WeightFiles, shard_bytes
+from shardwise.checkpoint.formats import weight_files
+from shardwise.checkpoint.formats.dcp import DcpWriter
+from shardwise.checkpoint.formats.huggingface import config_files
+from shardwise.checkpoint.formats.weight_files import FORMATS, PICKLED, Entry, WeightFiles, shard_bytes, writing
 from shardwise.checkpoint.manifest import StoredTensor, name_of, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.unsharded import UnshardedTensor, UnshardedWeights
 from shardwise.checkpoint.weights_reader import Progress, WeightsReader
-from shardwise.checkpoint.weights_writer import Entry, Pieces, WeightsWriter, writing
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.units import format_size
 from shardwise.utils.logging import logger
@@ -163,7 +164,7 @@ def export(
             )
         done = 0
 
-        def pieces(entry: Entry, tensor: StoredTensor) -> Pieces:
+        def pieces(entry: Entry, tensor: StoredTensor) -> weight_files.Pieces:
             nonlocal done
             for start, values in source.pieces(tensor):
                 converted = conversion(entry.name, values)
@@ -173,13 +174,11 @@ def export(
                     progress(done, found.size)
 
         with writing(parent, f"{format_size(found.size)} are needed, and ") as closing:
-            writer: WeightsWriter
-            if format == DISTRIBUTED:
-                from shardwise.checkpoint.formats.dcp import DcpWriter
-
-                writer = DcpWriter(parent, list(named))
-            else:
-                writer = WeightFiles(parent, list(named), FORMATS[format], max_shard_size=limit, overwrite=overwrite)
+            writer: weight_files.WeightsWriter = (
+                DcpWriter(parent, list(named))
+                if format == DISTRIBUTED
+                else WeightFiles(parent, list(named), FORMATS[format], limit=limit, overwrite=overwrite)
+            )
             closing.callback(writer.abandon)
             for entry, tensor in named.items():
                 writer.write(entry.name, pieces(entry, tensor))
@@ -271,7 +270,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
                 if request.config:
                     config = config_files(model.module, [entry.spec for entry in every])
                 files = WeightFiles(
-                    request.directory, every, request.name, max_shard_size=request.limit, overwrite=request.overwrite
+                    request.directory, every, request.name, limit=request.limit, overwrite=request.overwrite
                 )
         weights.for_each(write)
         with collective_step(comm, what):
@@ -295,9 +294,7 @@ def _entries_of(model: CheckpointedModel, weights: UnshardedWeights, request: Ex
     found = {}
     for tensor in weights.tensors.values():
         if tensor.name not in again:
-            named = UnshardedTensor(
-                tensor.name, (*tensor.aliases, *aliases.get(tensor.name, ())), tensor.shape, tensor.dtype
-            )
+            named = replace(tensor, aliases=(*tensor.aliases, *aliases.get(tensor.name, ())))
             found[tensor.name] = _entries(named, tensor.dtype, request.conversion, request.all_names)
     return found
 

@@ -6,21 +6,18 @@ together need only the model's memory. Names are matched before anything changes
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
-from shardwise.checkpoint.collect import all_buffers, buffer_names, buffers, extra_states
+from shardwise.checkpoint.collect import buffer_names, buffers, extra_states
 from shardwise.checkpoint.load import read_module
 from shardwise.checkpoint.manifest import StoredTensor, outline
-from shardwise.checkpoint.match import LoadPlan
+from shardwise.checkpoint.match import LoadPlan, LoadReport, names_of
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.selection import extra_name
 from shardwise.checkpoint.unsharded import is_divided
 from shardwise.checkpoint.weights_reader import StateDictReader, WeightsReader
@@ -56,11 +53,11 @@ def load_weights(
     what = f"loading weights from {path}"
     source: WeightsReader | None = None
     try:
-        with collective_step(comm, what) as opened:
+        with collective_step(comm, what):
             source = open_source(path, tag)
-            opened.local = _digest(source)
         assert source is not None
-        if len(set(opened.gathered)) > 1:
+        listed = sorted((tensor.name, tensor.shape, tensor.dtype) for tensor in source.tensors().values())
+        if not same_on_all(comm, listed, "checkpoint"):
             raise CheckpointError(f"{what}: ranks see different tensors under this path; all need the same files")
         with collective_step(comm, what):
             known, left_out = _renamed(source, rename)
@@ -115,27 +112,14 @@ def _names_of_any(model: CheckpointedModel, names: Sequence[str], what: str) -> 
         return set()
     if not same_on_all(model.comm, list(names), what):
         raise UsageError(f"{what}: ranks give different names; give every rank the same names in the same order")
-    own = {name for tensor in model.registry for name in (tensor.name, *tensor.aliases)}
-    own.update(name for name, _ in all_buffers(model.module))
-    own.update(extra_name(name) for name, _ in extra_states(model.module))
-    return held_by_any(model.comm, names, own, what)
-
-
-def _digest(source: WeightsReader) -> str:
-    listed = sorted((t.name, list(t.shape), t.dtype) for t in source.tensors().values())
-    return hashlib.blake2b(json.dumps(listed).encode(), digest_size=16).hexdigest()
+    return held_by_any(model.comm, names, set(names_of(model)), what)
 
 
 def _renamed(source: WeightsReader, rename: Rename | None) -> tuple[dict[str, StoredTensor], set[str]]:
     found: dict[str, StoredTensor] = {}
     left_out: set[str] = set()
     for name, tensor in source.by_any_name().items():
-        if rename is None:
-            new: str | None = name
-        elif callable(rename):
-            new = rename(name)
-        else:
-            new = rename.get(name, name)
+        new = name if rename is None else rename(name) if callable(rename) else rename.get(name, name)
         if new is None:
             left_out.add(tensor.name)
             continue

@@ -11,9 +11,8 @@ from typing import Any
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor
-from shardwise.checkpoint.opening import open_source
+from shardwise.checkpoint.opening import holds_checkpoint, looks_interrupted, open_source
 from shardwise.checkpoint.reader import Checkpoint, complete_manifest
-from shardwise.checkpoint.source import holds_checkpoint, looks_interrupted
 from shardwise.checkpoint.weights_reader import Progress
 from shardwise.errors import CheckpointError
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 import torch
 
+from shardwise.checkpoint.manifest import dtype_of, name_of
 from shardwise.errors import CheckpointError, UsageError
 
 T = TypeVar("T")
@@ -71,10 +72,6 @@ def checked(value: Any, *kinds: type) -> Any:
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"expected {expected}, found {type(value).__name__}")
     return value
-
-
-def _number(value: Any) -> Any:
-    return checked(value, int, float)
 
 
 def _default_to_plain(value: collections.defaultdict[Any, Any]) -> Any:
@@ -122,25 +119,29 @@ def _elements(values: Any) -> list[Any]:
 
 def _path(name: Any, text: Any) -> pathlib.PurePath:
     kind = _PATHS[checked(name, str)]
-    if isinstance(pathlib.Path(), pathlib.PosixPath) and kind is pathlib.WindowsPath:
-        kind = pathlib.PureWindowsPath  # of another system
-    elif isinstance(pathlib.Path(), pathlib.WindowsPath) and kind is pathlib.PosixPath:
-        kind = pathlib.PurePosixPath
+    if issubclass(kind, pathlib.Path) and not isinstance(pathlib.Path(), kind):
+        kind = _PATHS[f"Pure{name}"]  # of another system
     return kind(checked(text, str))
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, checked(name, str), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
-    return found
+    return dtype_of(checked(name, str))
+
+
+def _attributes(name: str, kind: Callable[..., Any], *names: str, types: tuple[type, ...] = ()) -> Kind:
+    """Return a kind whose plain form is a list of attributes, which make an equal object, of some `types`."""
+
+    def made(plain: Any) -> Any:
+        return kind(*(checked(part, *types) if types else part for part in plain))
+
+    return Kind(name, lambda value: [getattr(value, each) for each in names], made)
 
 
 def is_stored(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is stored, False if it is a number. Raises TypeError if it cannot be saved."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError("a sparse, quantized or meta tensor; pass a dense one with values")
-    return tensor.dim() > 0 or str(tensor.dtype).removeprefix("torch.") not in _SCALARS
+    return tensor.dim() > 0 or name_of(tensor.dtype) not in _SCALARS
 
 
 def _tensor_from_plain(plain: Any) -> torch.Tensor:
@@ -211,31 +212,25 @@ _KINDS: dict[type, Kind] = {
     collections.deque: Kind("deque", lambda value: [value.maxlen, list(value)], _deque_from_plain),
     set: Kind("set", lambda value: _elements(list(value)), lambda plain: set(_elements(plain))),
     frozenset: Kind("frozenset", lambda value: _elements(list(value)), lambda plain: frozenset(_elements(plain))),
-    complex: Kind("complex", lambda value: [value.real, value.imag], lambda plain: complex(*map(_number, plain))),
+    complex: _attributes("complex", complex, "real", "imag", types=(int, float)),
     bytearray: Kind("bytearray", bytes, lambda plain: bytearray(checked(plain, bytes))),
-    range: Kind("range", lambda value: [value.start, value.stop, value.step], lambda plain: range(*plain)),
-    slice: Kind("slice", lambda value: [value.start, value.stop, value.step], lambda plain: slice(*plain)),
+    range: _attributes("range", range, "start", "stop", "step"),
+    slice: _attributes("slice", slice, "start", "stop", "step"),
     datetime.datetime: Kind("datetime", _time_to_plain, _time_from_plain(datetime.datetime)),
     datetime.date: Kind("date", lambda value: value.isoformat(), datetime.date.fromisoformat),
     datetime.time: Kind("time", _time_to_plain, _time_from_plain(datetime.time)),
-    datetime.timedelta: Kind(
-        "timedelta",
-        lambda value: [value.days, value.seconds, value.microseconds],
-        lambda plain: datetime.timedelta(*map(_number, plain)),
+    datetime.timedelta: _attributes(
+        "timedelta", datetime.timedelta, "days", "seconds", "microseconds", types=(int, float)
     ),
     datetime.timezone: Kind(
         "timezone", lambda value: list(value.__getinitargs__()), lambda plain: datetime.timezone(*plain)
     ),
     zoneinfo.ZoneInfo: Kind("zone", _zone_to_plain, lambda plain: zoneinfo.ZoneInfo(checked(plain, str))),
     decimal.Decimal: Kind("decimal", str, lambda plain: decimal.Decimal(checked(plain, str))),
-    fractions.Fraction: Kind(
-        "fraction",
-        lambda value: [value.numerator, value.denominator],
-        lambda plain: fractions.Fraction(*(checked(part, int) for part in plain)),
-    ),
+    fractions.Fraction: _attributes("fraction", fractions.Fraction, "numerator", "denominator", types=(int,)),
     uuid.UUID: Kind("uuid", lambda value: value.hex, lambda plain: uuid.UUID(checked(plain, str))),
     torch.Size: Kind("size", list, lambda plain: torch.Size([checked(part, int) for part in plain])),
-    torch.dtype: Kind("dtype", lambda value: str(value).removeprefix("torch."), _dtype),
+    torch.dtype: Kind("dtype", name_of, _dtype),
     torch.device: Kind("device", str, lambda plain: torch.device(checked(plain, str))),
     **{
         kind: Kind("path", lambda value: [type(value).__name__, str(value)], lambda plain: _path(*plain))
@@ -246,14 +241,15 @@ _BY_NAME = {kind.name: kind.from_plain for kind in _KINDS.values()}
 _BY_NAME |= {"numpy_scalar": _number_from_plain, "numpy_raw": _raw_from_plain, "numpy_dtype": _dtype_of}
 _BY_NAME["scalar"] = _tensor_from_plain
 _registered: dict[type, Kind] = {}
-_LIBRARIES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    # Values that mmengine's runner puts into client_state.
-    "mmengine.logging.history_buffer.HistoryBuffer": (
+_HISTORY = ("mmengine.logging.history_buffer", "HistoryBuffer")  # mmengine's runner puts it into client_state
+_LIBRARIES = [
+    Kind(
+        ".".join(_HISTORY),
         lambda value: [*value.data, value.max_length],
-        lambda cls, plain: cls(*plain),
-    ),
-}
-"""By module and name of a class of another library: to plain values, and from the class and these."""
+        lambda plain: _class(*_HISTORY, object)(*plain),
+    )
+]
+"""Kinds of classes of other libraries, whose names are those of module and class."""
 
 
 def register_type(
@@ -302,17 +298,15 @@ _BUILT_IN = (type(None), bool, int, str, list, dict, collections.OrderedDict, co
 def to_plain(value: Any) -> tuple[str, Any] | None:
     """Return (tag, plain values) for a value of a kind, else None. Raises TypeError if it cannot be saved."""
     cls = type(value)
-    if cls in _registered:
-        kind = _registered[cls]
-        return "$registered", [kind.name, kind.to_plain(value)]
     called = f"{cls.__module__}.{cls.__qualname__}"
-    if called in _LIBRARIES:
-        return "$registered", [called, _LIBRARIES[called][0](value)]
+    kind = _registered.get(cls) or next((kind for kind in _LIBRARIES if kind.name == called), None)
+    if kind is not None:
+        return "$registered", [kind.name, kind.to_plain(value)]
     if cls in _KINDS:
         kind = _KINDS[cls]
         return f"${kind.name}", kind.to_plain(value)
     if cls in (torch.Tensor, torch.nn.Parameter):
-        return "$scalar", [str(value.dtype).removeprefix("torch."), value.item()]
+        return "$scalar", [name_of(value.dtype), value.item()]
     if isinstance(value, enum.Enum):
         member = value.value if isinstance(value, enum.Flag) else value.name
         return "$enum", [cls.__module__, cls.__qualname__, member]
@@ -348,10 +342,7 @@ def from_plain(tag: str, plain: Any) -> Any:
     """
     if tag == "$registered":
         name, content = plain
-        kind = next((kind for kind in _registered.values() if kind.name == name), None)
-        if kind is None and name in _LIBRARIES:
-            module, _, last = name.rpartition(".")
-            return _LIBRARIES[name][1](_class(module, last, object), content)
+        kind = next((kind for kind in (*_registered.values(), *_LIBRARIES) if kind.name == name), None)
         if kind is None:
             raise CheckpointError(
                 f"the checkpoint holds an object of {name!r:.200}, which is not registered here; call "

@@ -20,19 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.checkpoint import directory, manifestfile
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint import manifestfile
 from shardwise.checkpoint.checksums import open_to_read
-from shardwise.checkpoint.directory import (
-    HIDDEN,
-    LATEST,
-    PARTIAL,
-    check_tag,
-    lock_exclusive,
-    remove_hidden,
-    replace_file,
-    sync_directory,
-)
 from shardwise.checkpoint.reader import complete_manifest
 from shardwise.errors import CheckpointError, CheckpointPathError
 
@@ -99,12 +89,12 @@ class CheckpointDirectory:
             return self.tags()
         return []
 
-    def latest(self, name: str = LATEST) -> str | None:
+    def latest(self, name: str = directory.LATEST) -> str | None:
         """Return the tag in the first line of `latest`, or None without the file. Raises CheckpointError."""
         path = os.path.join(self.path, name)
         try:
             with open(open_to_read(path), encoding="utf-8") as file:
-                return check_tag(file.read(1000).partition("\n")[0].strip())
+                return directory.check_tag(file.read(1000).partition("\n")[0].strip())
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
@@ -112,9 +102,9 @@ class CheckpointDirectory:
         except CheckpointPathError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from error
 
-    def set_latest(self, tag: str, name: str = LATEST, check: Callable[[], None] = lambda: None) -> None:
+    def set_latest(self, tag: str, name: str = directory.LATEST, check: Callable[[], None] = lambda: None) -> None:
         """Let `latest` name another checkpoint, by one rename, which `check` may prevent by an exception."""
-        replace_file(self.path, name, tag.encode(), check)
+        directory.replace_file(self.path, name, tag.encode(), check)
 
     def head(self, tag: str) -> Head:
         """Return the ordering keys of a checkpoint, from the first lines of its manifest."""
@@ -164,7 +154,8 @@ class CheckpointDirectory:
             heads.setdefault(latest, Head(latest, -1))
         found = sorted(heads.values(), key=lambda head: (head.finite, head.tag == latest, head.order), reverse=True)
         if found and latest is None and not notes:
-            notes.append(f"{self.path}: there is no file {LATEST!r}; the newest checkpoint, {found[0].tag}, is taken")
+            newest = found[0].tag
+            notes.append(f"{self.path}: there is no file 'latest'; the newest checkpoint, {newest}, is taken")
         if found and latest is not None and found[0].tag != latest:
             names = manifests.outline(self._not_finite(latest) or ["no names are given"])
             notes.append(
@@ -197,28 +188,22 @@ class CheckpointDirectory:
         the rename fails.
         """
         path = os.path.join(self.path, tag)
-        if any(draft["tag"] == tag for draft in filter(None, map(HIDDEN.fullmatch, os.listdir(self.path)))):
+        if any(draft["tag"] == tag for draft in filter(None, map(directory.HIDDEN.fullmatch, os.listdir(self.path)))):
             return False
-        lock = lock_exclusive(os.path.join(path, manifests.NAME))
+        lock = directory.lock_exclusive(os.path.join(path, manifests.NAME))
         if lock is None:
             return False
         try:
-            hidden = os.path.join(self.path, f".{tag}.{secrets.token_hex(4)}{PARTIAL}")
+            hidden = os.path.join(self.path, f".{tag}.{secrets.token_hex(4)}{directory.PARTIAL}")
             os.rename(path, hidden)
-            sync_directory(self.path)
-            remove_hidden(hidden)
+            directory.sync_directory(self.path)
+            directory.remove_hidden(hidden)
         finally:
             os.close(lock)
         return True
 
     def prune(
-        self,
-        tag: str,
-        counters: Mapping[str, int],
-        keep_last: int | None,
-        keep_every: int | None,
-        *,
-        finite: bool = True,
+        self, tag: str, counters: Mapping[str, int], keep_last: int | None, keep_every: int | None, finite: bool = True
     ) -> list[str]:
         """Remove older checkpoints of the published tag's series (`series`), except the `keep_last` newest, this one
         included (None: all), and those at a multiple of `keep_every` steps (None: none); return notes.
@@ -249,7 +234,15 @@ class CheckpointDirectory:
             if kept < keep_last:
                 kept += 1
             elif not stays and not needed:
-                removed += [name] if self._pruned(name, notes) else []
+                path = os.path.join(self.path, name)
+                try:
+                    if self.remove(name):
+                        removed.append(name)
+                    else:
+                        reason = "it is being read or written, or its file system has no locks"
+                        notes.append(f"{path}: kept for now, because {reason}")
+                except OSError as error:
+                    notes.append(f"{path}: cannot be removed: {error.strerror} (errno {error.errno})")
         if removed:
             notes.insert(0, f"{self.path}: removed {', '.join(removed)} (checkpoint.keep_last is {keep_last})")
         return notes
@@ -269,16 +262,6 @@ class CheckpointDirectory:
         except CheckpointError:
             return None
         return found if found.tag == tag and found.counters.get("global_steps") == steps else None
-
-    def _pruned(self, tag: str, notes: list[str]) -> bool:
-        path = os.path.join(self.path, tag)
-        try:
-            if self.remove(tag):
-                return True
-            notes.append(f"{path}: kept for now, because it is being read or written, or its file system has no locks")
-        except OSError as error:
-            notes.append(f"{path}: cannot be removed: {error.strerror} (errno {error.errno})")
-        return False
 
 
 def series(tag: str) -> tuple[str, int] | None:

@@ -14,32 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint import directory, manifest, match
 from shardwise.checkpoint.agree import collective_step, held_by_any, same_on_all
 from shardwise.checkpoint.formats.deepspeed.index import recognised
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import OPTIMIZER, Manifest, StoredTensor
-from shardwise.checkpoint.match import (
-    PARAM_NAMES,
-    LoadPlan,
-    OptimizerStatePlan,
-    RemoteNames,
-    match_module,
-    match_optimizer,
-    names_of,
-    saved_groups,
-)
+from shardwise.checkpoint.match import LoadPlan, LoadReport, OptimizerStatePlan, Options, RemoteNames
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Block, Checkpoint
-from shardwise.checkpoint.report import LoadReport
-from shardwise.checkpoint.selection import Renamed, Selection, names_in, rename
+from shardwise.checkpoint.selection import Renamed, names_in, rename
 from shardwise.checkpoint.weights_reader import Run, WeightsReader
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.utils.logging import logger
@@ -50,38 +40,6 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 
 class NoCompleteCheckpointError(CheckpointError):
     """All tried checkpoints are incomplete or damaged."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of loading.
-
-    Attributes:
-        strict: names of parameters and buffers must be the same in model and checkpoint.
-        optimizer, settings: load the optimizer's state; with it the settings of parameter groups.
-        module_only: read only parameters and buffers.
-        custom: the caller loads parameters and buffers; they are verified but not matched.
-        selection: names to load, and their new names.
-        verify: compare bytes with their checksums, unless the caller has.
-        order: checkpoints to try in turn without a tag, on rank 0; None: those of
-            `shardwise.checkpoint.listing`.
-        fresh: names of parameters and buffers that keep their values, and start without optimizer state.
-    """
-
-    strict: bool = True
-    optimizer: bool = True
-    module_only: bool = False
-    custom: bool = False
-    settings: bool = True
-    selection: Selection = field(default_factory=Selection)
-    verify: bool = True
-    order: tuple[str, ...] | None = None
-    fresh: frozenset[str] = frozenset()
-
-    @property
-    def with_optimizer(self) -> bool:
-        """Whether optimizer state is loaded."""
-        return self.optimizer and not self.module_only
 
 
 @dataclass
@@ -119,27 +77,10 @@ def find(
     """
     what = f"loading a checkpoint from {parent}"
     skipped: list[str] = []
-    candidates: Iterator[str] | None = None
-    while True:
-        with collective_step(model.comm, what) as choice:
-            if model.comm.rank == 0:
-                if candidates is None:
-                    candidates = iter(_candidates(parent, tag) if options.order is None else options.order)
-                choice.local = next(candidates, None)
-        chosen = choice.gathered[0]
-        if chosen is None and not skipped:
-            if model.comm.rank == 0:
-                tags = manifest.outline(_tags(parent))
-                others = f". Checkpoints of other libraries there: {tags}; name one by its tag to load it"
-                logger.warning(
-                    "%s: there is neither a checkpoint nor a file %r, so nothing is loaded%s",
-                    parent,
-                    directory.LATEST,
-                    others if tags else "",
-                )
-            return None
-        if chosen is None:
-            raise NoCompleteCheckpointError(f"{parent}: no checkpoint can be loaded. " + " | ".join(skipped))
+    with collective_step(model.comm, what) as choice:
+        if model.comm.rank == 0:
+            choice.local = _candidates(parent, tag) if options.order is None else list(options.order)
+    for chosen in choice.gathered[0]:
         result = _try(model, os.path.join(parent, chosen), what, options, opened, check)
         if not isinstance(result, CheckpointError):
             if skipped and model.comm.rank == 0:
@@ -154,6 +95,15 @@ def find(
         skipped.append(str(result))
         if model.comm.rank == 0:
             logger.warning("%s: checkpoint %s is skipped: %s", parent, chosen, result)
+    if skipped:
+        raise NoCompleteCheckpointError(f"{parent}: no checkpoint can be loaded. " + " | ".join(skipped))
+    if model.comm.rank == 0:
+        tags = manifest.outline(_tags(parent))
+        others = f". Checkpoints of other libraries there: {tags}; name one by its tag to load it" if tags else ""
+        logger.warning(
+            "%s: there is neither a checkpoint nor a file %r, so nothing is loaded%s", parent, directory.LATEST, others
+        )
+    return None
 
 
 def _try(
@@ -209,7 +159,7 @@ def _elsewhere(model: CheckpointedModel, renamed: Renamed, options: Options, pat
     """Return the checkpoint's names that only other ranks have. A collective: ranks compare their requests, and each
     marks the names that it has in a list of the names in the checkpoint; no rank sends names.
     """
-    selection, own = options.selection, names_of(model)
+    selection, own = options.selection, match.names_of(model)
     listed = sorted(set(names_in(renamed.manifest)))
     patterns = selection.unused_patterns(())
     others = [options.strict, options.optimizer, options.module_only, options.custom, options.settings]
@@ -230,19 +180,9 @@ def _match(
         names = [tensor.name for tensor in saved.manifest.of_module() if tensor.rank is None]
         matched = LoadPlan(LoadReport(saved.path, loaded=tuple(names)))
     else:
-        matched = match_module(
-            model, renamed, saved.path, options.selection, elsewhere, strict=options.strict, fresh=options.fresh
-        )
+        matched = match.match_module(model, renamed, saved.path, options, elsewhere)
     if options.with_optimizer and model.optimizer is not None:
-        matched.states, notes = match_optimizer(
-            model,
-            renamed.manifest,
-            saved.path,
-            options.selection,
-            elsewhere,
-            settings=options.settings,
-            fresh=options.fresh,
-        )
+        matched.states, notes = match.match_optimizer(model, renamed.manifest, saved.path, options, elsewhere)
         matched.report = replace(matched.report, optimizer=True, notes=tuple(notes))
     return matched
 
@@ -335,7 +275,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options
     model.publish()
     with collective_step(model.comm, what):
         if matched.states is not None:
-            _read_optimizer(model, saved, matched.states, matched.left, options)
+            _read_optimizer(model, saved, matched, options)
     return loaded
 
 
@@ -357,18 +297,12 @@ def read_module(model: CheckpointedModel, saved: WeightsReader, matched: LoadPla
             buffer.copy_(saved.read(stored))
 
 
-def _read_optimizer(
-    model: CheckpointedModel,
-    saved: Checkpoint,
-    states: dict[int, OptimizerStatePlan],
-    left: list[Run] | None,
-    options: Options,
-) -> None:
-    update, optimizer = model.update, model.optimizer
+def _read_optimizer(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options) -> None:
+    update, optimizer, states, left = model.update, model.optimizer, matched.states or {}, matched.left
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
     if options.settings:
         trees = saved.manifest.optimizer["groups"]
-        numbers = saved_groups(model, trees, saved.path)
+        numbers = match.saved_groups(model, trees, saved.path)
         for group, number in zip(optimizer.param_groups, numbers, strict=True):
             if number is not None and number < len(trees):
                 _set_group(group, saved.decode(trees[number]))
@@ -432,7 +366,7 @@ class _StateMaker:
 
 def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
     for name, value in settings.items():
-        if name in _IMPLEMENTATION or name == PARAM_NAMES:
+        if name in _IMPLEMENTATION or name == match.PARAM_NAMES:
             continue
         current = group.get(name)
         if isinstance(current, torch.Tensor) and value is not None:

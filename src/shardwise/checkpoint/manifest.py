@@ -16,17 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
+import pydantic
 import torch
-from pydantic import (
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    PlainValidator,
-    StrictInt,
-    TypeAdapter,
-    ValidationError,
-    with_config,
-)
 
 from shardwise import boxes
 from shardwise.boxes import Patch, Region
@@ -44,11 +35,11 @@ BUFFER = "buffer"
 OPTIMIZER = "optimizer/"
 
 
-_Ends = tuple[StrictInt, StrictInt]
-_Box = tuple[_Ends | tuple[_Ends, ...], ...]
-"""A `Region`, of which text is no number."""
+_Ends = tuple[pydantic.StrictInt, pydantic.StrictInt]
+_Boxes = list[tuple[_Ends | tuple[_Ends, ...], ...] | None]
+"""A `Region` of each slice; text is no number."""
 
-_STRICT = with_config(ConfigDict(extra="forbid"))
+_STRICT = pydantic.with_config(pydantic.ConfigDict(extra="forbid"))
 
 
 class Slice(NamedTuple):
@@ -69,26 +60,29 @@ def _slices(found: Any) -> tuple[Slice, ...]:
     for slices in a row. Raises ValueError with the name of the field.
     """
     try:
-        columns = list(zip(*map(operator.itemgetter(*Slice._fields), found), strict=True))
+        rows = list(map(_fields, found))
         complete = {*map(len, found)} <= {len(Slice._fields)}
     except (KeyError, TypeError):
         complete = False
     if not complete:
         raise ValueError(f"expected a list of objects with the fields {', '.join(Slice._fields)}")
-    for name, kind, column in zip(Slice._fields, (str, str, int, int), columns, strict=False):
+    *places, written = zip(*rows, strict=True) if rows else [()]
+    for name, kind, column in zip(Slice._fields, (str, str, int, int), places, strict=False):
         wrong = {*map(type, column)} - {kind}
         if wrong:
             raise ValueError(f"{name}: expected {kind.__name__}, found {wrong.pop().__name__}")
-    *places, written = columns or [()]
+    if {*map(type, written)} <= {type(None)}:
+        return tuple(map(_slice, rows))
     runs = [(box, len(list(run))) for box, run in itertools.groupby(written)]
     try:
-        known = from_json(list[_Box | None], [box for box, _ in runs])
+        known = from_json(_Boxes, [box for box, _ in runs])
     except ValueError as error:
         raise ValueError(f"box.{error}") from None
     checked = itertools.chain.from_iterable(map(itertools.repeat, known, (count for _, count in runs)))
     return tuple(map(_slice, zip(*places, checked, strict=True)))
 
 
+_fields = operator.itemgetter(*Slice._fields)
 _slice = functools.partial(tuple.__new__, Slice)
 
 
@@ -111,10 +105,10 @@ class StoredTensor:
     """
 
     name: str
-    kind: Annotated[str, Field(pattern="^(parameter|buffer|optimizer/.*)$")]
+    kind: Annotated[str, pydantic.Field(pattern="^(parameter|buffer|optimizer/.*)$")]
     shape: tuple[int, ...]
     dtype: str
-    slices: Annotated[tuple[Slice, ...], PlainValidator(_slices)]
+    slices: Annotated[tuple[Slice, ...], pydantic.PlainValidator(_slices)]
     aliases: tuple[str, ...] = ()
     trainable: bool | None = None
     group: Natural | None = None
@@ -179,21 +173,20 @@ class StoredTensor:
         """Raise ValueError unless slices, in order, have each element once. Their boxes are inside of the tensor."""
         outer = boxes.whole(self.shape)
         parts: list[Region] = []
-        for box, run in itertools.groupby(self.slices, lambda part: part.box or outer):
-            of = "" if box == outer else f" of the box {[list(ends) for ends in box]}"
-            place, size = 0, math.prod(boxes.sizes(box))
-            for file, _, start, stop, _ in run:
-                if start != place:
-                    raise ValueError(
-                        f"{self.kind} {self.name!r}: expected a run from element {place}{of}, found {start} (in {file})"
-                    )
-                if not start <= stop <= size:
-                    raise ValueError(
-                        f"{self.kind} {self.name!r}: a slice [{start}, {stop}) of {size} elements (in {file})"
-                    )
-                place = stop
-            if place != size:
-                raise ValueError(f"{self.kind} {self.name!r}: {place} of {size} elements{of} are stored")
+        for own, run in itertools.groupby(self.slices, operator.attrgetter("box")):
+            box = outer if own is None else own
+            size = math.prod(boxes.sizes(box))
+            names, _, starts, stops, _ = zip(*run, strict=True)
+            places = (0, *stops)
+            if places != (*starts, size) or list(places) != sorted(places):  # columns, because there may be millions
+                of = "" if box == outer else f" of the box {[list(ends) for ends in box]}"
+                for file, place, start, stop in zip(names, places, starts, stops, strict=False):
+                    if not place == start <= stop <= size:
+                        raise ValueError(
+                            f"{self.kind} {self.name!r}: expected a run from element {place}{of}, found "
+                            f"[{start}, {stop}) of {size} elements (in {file})"
+                        )
+                raise ValueError(f"{self.kind} {self.name!r}: {stops[-1]} of {size} elements{of} are stored")
             parts.append(box)
         if parts == [outer]:
             return
@@ -248,7 +241,7 @@ class Manifest:
     """
 
     tag: str
-    created: FiniteFloat
+    created: pydantic.FiniteFloat
     versions: dict[str, str]
     layout: dict[str, Any]
     config: dict[str, Any]
@@ -319,10 +312,9 @@ def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
             if _agreed(first) != _agreed(other):
                 raise CheckpointError(f"{kind} {name!r}: ranks disagree: {_agreed(first)} and {_agreed(other)}")
         outer = boxes.whole(first.shape)
-        slices = sorted(
-            (run for member in members for run in member.slices),
-            key=lambda run: (boxes.ranges(outer if run.box is None else run.box), run.start),
-        )
+        runs = [run for member in members for run in member.slices]
+        order = {box: boxes.ranges(outer if box is None else box) for box in {run.box for run in runs}}
+        slices = sorted(runs, key=lambda run: (order[run.box], run.start))
         aliases = dict.fromkeys(alias for member in members for alias in member.aliases)
         tensor = replace(first, slices=tuple(slices), aliases=tuple(aliases))
         try:
@@ -357,13 +349,13 @@ def from_json(kind: type[T], value: Any) -> T:
     try:
         found: T = _adapter(kind).validate_python(value)
         return found
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"{place:.200}: {first['msg']:.200}") from None
 
 
-_adapter: Any = functools.cache(TypeAdapter)
+_adapter: Any = functools.cache(pydantic.TypeAdapter)
 
 
 def outline(names: Sequence[str], limit: int = 5) -> str:

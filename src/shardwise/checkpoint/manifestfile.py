@@ -1,5 +1,9 @@
 """The manifest's file: JSON, written last; a valid manifest means a complete checkpoint. Its first line holds a
 checksum of the rest, which separates a damaged manifest from an invalid one.
+
+A checksum finds damage, not intent. Hence pydantic checks the types of fields, and `_check` names of files in the
+checkpoint's own directory, boxes and slices that cover a tensor once, and sizes. No number in the file can make a
+reader allocate more than the files' bytes.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import operator
 import os
 import re
 from collections.abc import Iterator
@@ -15,9 +20,11 @@ from typing import Any
 
 import pydantic_core
 
-from shardwise.checkpoint import validate
+from shardwise import boxes
+from shardwise.checkpoint import nested_json
 from shardwise.checkpoint.checksums import open_to_read
 from shardwise.checkpoint.manifest import BEGINNING, NAME, Manifest, from_json
+from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, check_shape
 from shardwise.errors import CheckpointError
 
 LARGEST = 2 << 30
@@ -29,6 +36,11 @@ blocks of files in place of tensors.
 """
 
 KIND = "shardwise.checkpoint"
+
+_MOST = 1 << 53
+"""Larger than any number of a state or rank."""
+
+_PLACE = operator.attrgetter("file", "key")
 
 _FIRST_LINE = re.compile(rb'\{"blake2b": "([0-9a-f]{32})",\n')
 
@@ -76,7 +88,12 @@ def load(directory: str) -> Manifest:
                 )
             data = file.read(size)
     except FileNotFoundError:
-        raise CheckpointError(_absent(directory)) from None
+        reason = (
+            f"has no {NAME}, so the checkpoint is incomplete: saving it was interrupted, or files were removed"
+            if os.path.isdir(directory)
+            else "there is no such checkpoint directory"
+        )
+        raise CheckpointError(f"{directory}: {reason}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     return from_bytes(data, path)
@@ -107,7 +124,7 @@ def from_bytes(data: bytes, path: str) -> Manifest:
             "its tag"
         )
     try:
-        fields = _fields(data)
+        fields = parsed(data)
         form = fields.pop("format")
         if form["name"] != KIND or form["version"] not in (1, FORMAT):
             raise CheckpointError(
@@ -118,13 +135,14 @@ def from_bytes(data: bytes, path: str) -> Manifest:
             entry["block"] = form["block"]
         del fields["blake2b"]
         manifest = from_json(Manifest, fields)
-        validate.check(manifest)
+        _check(manifest)
         return manifest
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not as shardwise writes it ({type(error).__name__}: {error})") from error
 
 
-def _fields(data: bytes) -> Any:
+def parsed(data: bytes) -> Any:
+    """Return the value of JSON, a field's name being one object. Raises ValueError."""
     with contextlib.suppress(ValueError):
         return pydantic_core.from_json(data, allow_inf_nan=False, cache_strings="keys")
     # Slower, and reads deep values and halves of surrogate pairs, too.
@@ -135,9 +153,68 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _absent(directory: str) -> str:
-    if not os.path.isdir(directory):
-        return f"{directory}: there is no such checkpoint directory"
-    return (
-        f"{directory}: has no {NAME}, so the checkpoint is incomplete: saving it was interrupted, or files were removed"
-    )
+def _check(manifest: Manifest) -> None:
+    """Raise ValueError with the reason if a manifest is invalid; CheckpointError if a value is nested too deeply."""
+    numbers = [manifest.layout.get(name, 0) for name in ("world", "sequence", "copy")]
+    _expect(all(type(number) is int and 0 <= number <= _MOST for number in numbers), "numbers of layout", numbers)
+    _expect(nested_json.is_mapping(manifest.client), "client: expected a dictionary", manifest.client)
+    for name, facts in manifest.files.items():
+        plain = os.path.basename(name) == name and name.isprintable() and not name.startswith(".") and len(name) <= 255
+        _expect(plain and bool(name), "the name of a file", name)
+        fit = facts.block is None or len(facts.checksums) == -(-facts.size // facts.block)
+        _expect(fit, f"the checksums of {name}", facts.checksums)
+    if (optimizer := manifest.optimizer) is not None:
+        typed = [type(optimizer.get(name)) for name in ("class", "groups", "values")] == [str, list, dict]
+        typed = typed and all(isinstance(state, dict) for state in optimizer["values"].values())
+        _expect(typed, "optimizer", optimizer)
+        for group in optimizer["groups"]:
+            plain = isinstance(group, dict) and "params" not in group and not any(key.startswith("$") for key in group)
+            _expect(plain, "a group in optimizer.groups", group)
+    used = _check_tensors(manifest)
+    for reference in nested_json.references(manifest.trees()):
+        plain = isinstance(reference, dict) and all(isinstance(reference.get(name), str) for name in ("file", "key"))
+        _expect(plain and reference["file"] in manifest.files, "a reference to a tensor", reference)
+        place = (reference["file"], reference["key"])
+        # A file could have its bytes read again and again.
+        _expect(place not in used, "a reference to a tensor that is used already", reference)
+        used.add(place)
+
+
+def _check_tensors(manifest: Manifest) -> set[tuple[str, str]]:
+    """Check tensors, and return the places (file, key) that they have."""
+    seen: set[tuple[str, str, int | None]] = set()
+    used: set[tuple[str, str]] = set()
+    for tensor in manifest.tensors:
+        check_shape(tensor.shape)
+        _expect(tensor.torch_dtype in DTYPE_NAMES, "a dtype", tensor.dtype)
+        known = (tensor.kind, tensor.name, tensor.rank)
+        _expect(known not in seen, "a second tensor", known)
+        seen.add(known)
+        others = set(map(operator.attrgetter("file"), tensor.slices)) - manifest.files.keys()
+        _expect(not others, f"a file of {tensor.name!r}", others)
+        for box in set(map(operator.attrgetter("box"), tensor.slices)):
+            if box is not None and not (boxes.is_within(box, tensor.shape) and _as_written(box)):
+                file = next(part.file for part in tensor.slices if part.box == box)
+                raise ValueError(
+                    f"{tensor.kind} {tensor.name!r}: expected a box of {list(tensor.shape)}, found {box!r:.200} "
+                    f"(in {file})"
+                )
+        tensor.check_cover()
+        used.update(map(_PLACE, tensor.slices))
+    count = sum(len(tensor.slices) for tensor in manifest.tensors)
+    _expect(len(used) == count, "a tensor of a file", "used twice")
+    stored, size = sum(t.nbytes for t in manifest.tensors), sum(facts.size for facts in manifest.files.values())
+    _expect(stored <= size, f"tensors of {stored} bytes in files", size)
+    return used
+
+
+def _as_written(box: boxes.Region) -> bool:
+    try:
+        return all(map(boxes.is_range, box)) or boxes.region(box) == box
+    except ValueError:
+        return False
+
+
+def _expect(condition: bool, what: str, found: object) -> None:
+    if not condition:
+        raise ValueError(f"{what}: not as it could have been written: {found!r:.200}")

@@ -2,23 +2,125 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint.collect import are_named, buffers, extra_states
+from shardwise.checkpoint.collect import all_buffers, are_named, buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.report import LoadReport, WrongShape
 from shardwise.checkpoint.selection import Renamed, Selection, extra_name, names_in
 from shardwise.checkpoint.weights_reader import Run
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
+
+
+class WrongShape(NamedTuple):
+    """A tensor with different shapes in checkpoint and model."""
+
+    name: str
+    checkpoint: tuple[int, ...]
+    model: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} (checkpoint {list(self.checkpoint)}, model {list(self.model)})"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Result of `engine.load_checkpoint`, in names of the model; the same on every rank.
+
+    Attributes:
+        loaded: parameters, buffers and extra state that were read (or passed to `custom_load_fn`).
+        missing: in the model only; they keep their values.
+        unexpected: in the checkpoint only.
+        wrong_shape: in both, with different shapes. Nothing is loaded then; the error has the report.
+        skipped: not loaded because of `include` and `exclude`.
+        left_out: frozen parameters without which the checkpoint was saved; they keep their values.
+        renamed: name in the model by name in the checkpoint, where they differ.
+        unused: patterns and rules without a match.
+        optimizer: whether optimizer state was loaded.
+        passed_over: checkpoints that should have been loaded, and why they were not.
+        notes: other state that could not be loaded.
+    """
+
+    path: str
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    wrong_shape: tuple[WrongShape, ...] = ()
+    skipped: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    optimizer: bool = False
+    passed_over: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Whether model and checkpoint differ in more than was requested."""
+        return bool(self.missing or self.unexpected or self.wrong_shape or self.unused)
+
+    def differences(self, *, strict: bool = True) -> list[str]:
+        """Describe the mismatches; without `strict` only those that are never allowed."""
+        found = []
+        if strict and self.missing:
+            found.append(f"missing in the checkpoint: {outline(self.missing)}")
+        if strict and self.unexpected:
+            found.append(f"not in the model: {outline(self.unexpected)}")
+        if self.wrong_shape:
+            found.append(f"of another shape: {outline([str(wrong) for wrong in self.wrong_shape])}")
+        if strict and self.unused:
+            found.append(f"no name is matched by: {outline(self.unused)}")
+        return found
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} parameters and buffers loaded"]
+        if self.skipped:
+            parts.append(f"{len(self.skipped)} skipped by include and exclude")
+        if self.left_out:
+            parts.append(f"{len(self.left_out)} frozen ones, which the checkpoint was saved without, left as they were")
+        if self.renamed:
+            parts.append(f"{len(self.renamed)} renamed")
+        return f"{self.path}: {'; '.join([', '.join(parts), *self.differences(), *self.notes])}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of loading.
+
+    Attributes:
+        strict: names of parameters and buffers must be the same in model and checkpoint.
+        optimizer, settings: load the optimizer's state; with it the settings of parameter groups.
+        module_only: read only parameters and buffers.
+        custom: the caller loads parameters and buffers; they are verified but not matched.
+        selection: names to load, and their new names.
+        verify: compare bytes with their checksums, unless the caller has.
+        order: checkpoints to try in turn without a tag, on rank 0; None: those of
+            `shardwise.checkpoint.listing`.
+        fresh: names of parameters and buffers that keep their values, and start without optimizer state.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    module_only: bool = False
+    custom: bool = False
+    settings: bool = True
+    selection: Selection = field(default_factory=Selection)
+    verify: bool = True
+    order: tuple[str, ...] | None = None
+    fresh: frozenset[str] = frozenset()
+
+    @property
+    def with_optimizer(self) -> bool:
+        """Whether optimizer state is loaded."""
+        return self.optimizer and not self.module_only
 
 
 @dataclass
@@ -61,65 +163,62 @@ class RemoteNames:
     patterns: Collection[str] = ()
 
 
-class _Found:
-    """Names, and shapes that differ, by field of the report."""
-
-    def __init__(self, selection: Selection) -> None:
-        self.fields: dict[str, list[Any]] = {}
-        self._wants = selection.wants
-
-    def _add(self, field: str, value: Any) -> None:
-        self.fields.setdefault(field, []).append(value)
+def match_module(
+    model: CheckpointedModel, renamed: Renamed, path: str, options: Options, elsewhere: RemoteNames
+) -> LoadPlan:
+    """Find the saved tensor of every selected parameter and buffer; names that only other ranks have are ignored.
+    Raises CheckpointError with the report if names, patterns or rules (if `strict`) or shapes do not match.
+    """
+    selection, fresh = options.selection, options.fresh
+    found: dict[str, list[Any]] = defaultdict(list)
 
     def is_loaded(
-        self, names: Sequence[str], saved: tuple[int, ...] | None, shape: tuple[int, ...], absent: str = "missing"
+        names: Sequence[str], saved: tuple[int, ...] | None, shape: tuple[int, ...], absent: str = "missing"
     ) -> bool:
-        """Record a tensor of the model, with its shape in the checkpoint or None; return True if it is loaded."""
-        if not self._wants(names):
-            self._add("skipped", names[0])
-        elif saved is None:
-            self._add(absent, names[0])
-        elif saved != shape:
-            self._add("wrong_shape", WrongShape(names[0], saved, shape))
-        else:
-            self._add("loaded", names[0])
-            return True
-        return False
+        kind = "loaded" if saved == shape else absent if saved is None else "wrong_shape"
+        kind = kind if selection.wants(names) else "skipped"
+        found[kind].append(WrongShape(names[0], saved or (), shape) if kind == "wrong_shape" else names[0])
+        return kind == "loaded"
 
-    def leave(self, names: Sequence[str]) -> None:
-        """Record a tensor of the checkpoint that the model does not have."""
-        self._add("unexpected" if self._wants(names) else "skipped", names[0])
-
-
-def match_module(
-    model: CheckpointedModel,
-    renamed: Renamed,
-    path: str,
-    selection: Selection,
-    elsewhere: RemoteNames,
-    *,
-    strict: bool,
-    fresh: frozenset[str] = frozenset(),
-) -> LoadPlan:
-    """Find the saved tensor of every selected parameter and buffer, without those in `fresh`; names that only other
-    ranks have are ignored. Raises CheckpointError with the report if names, patterns or rules (if `strict`) or shapes
-    do not match.
-    """
-    found = _Found(selection)
     matched = LoadPlan(LoadReport(path))
     own = names_of(model)
     here = _without(renamed.manifest, elsewhere.names | fresh)
-    _match_parameters(matched, found, model, here)
-    _match_buffers(matched, found, model, here)
-    _match_extra(matched, found, model, here)
-    fields: dict[str, Any] = {field: tuple(dict.fromkeys(names)) for field, names in found.fields.items()}
-    fields["missing"] = tuple(name for name in found.fields.get("missing", ()) if name not in fresh)
+    saved, excluded = by_any_name(here.of_kind(PARAMETER)), set(here.excluded)
+    used: set[str] = set()
+    for tensor in model.registry:
+        names = (tensor.name, *tensor.aliases)
+        stored = next((saved[name] for name in names if name in saved), None)
+        left_out = not tensor.trainable and not excluded.isdisjoint(names)
+        absent, shape = "left_out" if left_out else "missing", None if stored is None else stored.shape
+        loaded = is_loaded(names, shape, tensor.global_shape, absent)
+        if stored is not None:
+            used.add(stored.name)
+            matched.parameters += [(tensor, stored)] if loaded else []
+    line = counterparts(here, model.place, model.comm.rank, model.comm.world).line
+    everybodys = {stored.name: stored for stored in here.of_kind(BUFFER) if stored.rank is None}
+    of_line = {stored.name: stored for stored in here.of_kind(BUFFER) if stored.rank in line}
+    held, modules = dict(buffers(model.module)), dict(extra_states(model.module))
+    for name, buffer in held.items():
+        stored = of_line.get(name, everybodys[name]) if name in everybodys else None
+        loaded = is_loaded((name,), None if stored is None else stored.shape, tuple(buffer.shape))
+        if stored is not None and loaded:
+            matched.buffers.append((buffer, stored))
+    for module, child in modules.items():
+        if is_loaded((extra_name(module),), () if module in here.extra else None, ()):
+            matched.extra.append((child, here.extra[module]))
+    others = [(stored.name, *stored.aliases) for stored in here.of_kind(PARAMETER) if stored.name not in used]
+    others += [(name,) for name in everybodys if name not in held]
+    others += [(extra_name(module),) for module in here.extra if module not in modules]
+    for names in others:
+        found["unexpected" if selection.wants(names) else "skipped"].append(names[0])
+    fields: dict[str, Any] = {field: tuple(dict.fromkeys(names)) for field, names in found.items()}
+    fields["missing"] = tuple(name for name in found["missing"] if name not in fresh)
     unused = [*renamed.unused]
     if not selection.everything:
         known = selection.unused_patterns([*names_in(renamed.manifest), *own])
         unused += [pattern for pattern in known if pattern not in elsewhere.patterns]
     matched.report = LoadReport(path, renamed=renamed.names, unused=tuple(unused), **fields)
-    _check(matched.report, model, renamed.manifest, strict=strict)
+    _check(matched.report, model, renamed.manifest, strict=options.strict)
     return matched
 
 
@@ -134,52 +233,8 @@ def _without(manifest: Manifest, names: frozenset[str]) -> Manifest:
 def names_of(model: CheckpointedModel) -> list[str]:
     """Return all names of this rank's parameters, buffers and extra state."""
     names = [name for tensor in model.registry for name in (tensor.name, *tensor.aliases)]
-    names += [name for name, _ in buffers(model.module)]
+    names += [name for name, _ in all_buffers(model.module)]
     return names + [extra_name(name) for name, _ in extra_states(model.module)]
-
-
-def _match_parameters(matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest) -> None:
-    saved = by_any_name(manifest.of_kind(PARAMETER))
-    excluded = set(manifest.excluded)
-    used: set[str] = set()
-    for tensor in model.registry:
-        names = (tensor.name, *tensor.aliases)
-        stored = next((saved[name] for name in names if name in saved), None)
-        left_out = not tensor.trainable and not excluded.isdisjoint(names)
-        absent, shape = "left_out" if left_out else "missing", None if stored is None else stored.shape
-        loaded = found.is_loaded(names, shape, tensor.global_shape, absent)
-        if stored is not None:
-            used.add(stored.name)
-            matched.parameters += [(tensor, stored)] if loaded else []
-    for stored in manifest.of_kind(PARAMETER):
-        if stored.name not in used:
-            found.leave((stored.name, *stored.aliases))
-
-
-def _match_buffers(matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest) -> None:
-    line = counterparts(manifest, model.place, model.comm.rank, model.comm.world).line
-    saved = manifest.of_kind(BUFFER)
-    everybodys = {stored.name: stored for stored in saved if stored.rank is None}
-    own = {stored.name: stored for stored in saved if stored.rank in line and stored.name in everybodys}
-    here = dict(buffers(model.module))
-    for name, buffer in here.items():
-        stored = own.get(name, everybodys.get(name))
-        loaded = found.is_loaded((name,), None if stored is None else stored.shape, tuple(buffer.shape))
-        if stored is not None and loaded:
-            matched.buffers.append((buffer, stored))
-    for name in everybodys:
-        if name not in here:
-            found.leave((name,))
-
-
-def _match_extra(matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest) -> None:
-    modules = dict(extra_states(model.module))
-    for module in manifest.extra:
-        if module not in modules:
-            found.leave((extra_name(module),))
-    for module, child in modules.items():
-        if found.is_loaded((extra_name(module),), () if module in manifest.extra else None, ()):
-            matched.extra.append((child, manifest.extra[module]))
 
 
 def _check(report: LoadReport, model: CheckpointedModel, manifest: Manifest, *, strict: bool) -> None:
@@ -215,19 +270,12 @@ _FRESH = "pass load_optimizer_states=False to start with fresh optimizer state"
 
 
 def match_optimizer(
-    model: CheckpointedModel,
-    manifest: Manifest,
-    path: str,
-    selection: Selection,
-    elsewhere: RemoteNames,
-    *,
-    settings: bool,
-    fresh: frozenset[str] = frozenset(),
+    model: CheckpointedModel, manifest: Manifest, path: str, options: Options, elsewhere: RemoteNames
 ) -> tuple[dict[int, OptimizerStatePlan], list[str]]:
-    """Find the saved optimizer state of every trained parameter, without those in `fresh`; return it with notes.
-    `manifest` has the model's names. With `settings` those of parameter groups are loaded too, which requires the same
-    groups.
+    """Find the saved optimizer state of every trained parameter; return it with notes. `manifest` has the model's
+    names. Loading `settings` of parameter groups requires the same groups.
     """
+    settings, fresh = options.settings, options.fresh
     assert model.optimizer is not None and model.update is not None
     saved = manifest.optimizer
     if saved is None:
@@ -242,7 +290,7 @@ def match_optimizer(
     if settings:
         numbers = saved_groups(model, saved["groups"], path)
     trained = [tensor for tensor in model.registry if tensor.trainable and tensor.numel and tensor.name not in fresh]
-    unwanted = [tensor.name for tensor in trained if not selection.wants((tensor.name, *tensor.aliases))]
+    unwanted = [tensor.name for tensor in trained if not options.selection.wants((tensor.name, *tensor.aliases))]
     if unwanted:
         raise CheckpointError(
             f"{path}: include and exclude leave out trained parameters ({outline(unwanted)}), and optimizer state is "

@@ -28,14 +28,10 @@ _DEEPEST = 100
 _LEVELS = 4
 """Maximum JSON levels per level of the value."""
 _REFERENCES = ("$tensor", "$numpy")
-_MAPPINGS: dict[type, str] = {
-    dict: "$dict",
-    collections.OrderedDict: "$ordered",
-    collections.Counter: "$counter",
-}
+_MAPPINGS: dict[type, str] = {dict: "$dict", collections.OrderedDict: "$ordered", collections.Counter: "$counter"}
 
 
-def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
+def encode(value: Any, path: str, store_tensor: StoreTensor, depth: int = 0) -> Any:
     """Return JSON for a nested value.
 
     Args:
@@ -44,6 +40,7 @@ def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
             other types.
         path: name of the value in messages, as `client_state`.
         store_tensor: called for every tensor that is not a single number.
+        depth: levels around the value.
 
     Raises:
         CheckpointError: a value of another type is inside; the message names its path.
@@ -51,17 +48,13 @@ def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
     >>> encode({"best": float("inf"), "shape": (2, 3)}, "client_state", lambda path, tensor: path)
     {'best': {'$float': 'inf'}, 'shape': {'$tuple': [2, 3]}}
     """
-    return _encode(value, path, store_tensor, 0)
-
-
-def _encode(value: Any, path: str, store_tensor: StoreTensor, depth: int) -> Any:
     if depth > _DEEPEST:
         raise CheckpointError(f"{path}: nested more than {_DEEPEST} deep; does it contain itself?")
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if kind is list:
-        return [_encode(item, f"{path}[{i}]", store_tensor, depth + 1) for i, item in enumerate(value)]
+        return [encode(item, f"{path}[{i}]", store_tensor, depth + 1) for i, item in enumerate(value)]
     if kind in _MAPPINGS:
         return _encode_mapping(value, path, store_tensor, depth)
     try:
@@ -83,7 +76,7 @@ def _encode(value: Any, path: str, store_tensor: StoreTensor, depth: int) -> Any
     tag, plain = found
     if tag == "$registered" and type(plain[1]) is kind:
         raise CheckpointError(f"{path}: the function registered for {_name_of(kind)} returns an object of that class")
-    return {tag: _encode(plain, path, store_tensor, depth + 1)}
+    return {tag: encode(plain, path, store_tensor, depth + 1)}
 
 
 def _name_of(kind: type) -> str:
@@ -99,11 +92,11 @@ def _encode_mapping(value: dict[Any, Any], path: str, store_tensor: StoreTensor,
                 "bool, None, bytes, an enumeration's member, or a tuple of these"
             )
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {k: _encode(v, f"{path}[{k!r}]", store_tensor, depth + 1) for k, v in value.items()}
+        return {k: encode(v, f"{path}[{k!r}]", store_tensor, depth + 1) for k, v in value.items()}
     pairs = [
         [
-            _encode(k, f"{path}: key {k!r}", store_tensor, depth + 1),
-            _encode(v, f"{path}[{k!r}]", store_tensor, depth + 1),
+            encode(k, f"{path}: key {k!r}", store_tensor, depth + 1),
+            encode(v, f"{path}[{k!r}]", store_tensor, depth + 1),
         ]
         for k, v in value.items()
     ]

@@ -6,13 +6,61 @@ import contextlib
 import os
 from typing import Any
 
-from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.formats import dcp, deepspeed, huggingface
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.source import find_checkpoint
+from shardwise.checkpoint.reader import Checkpoint, complete_manifest
 from shardwise.checkpoint.weights_reader import WeightsReader
 from shardwise.errors import CheckpointError, CheckpointPathError
+from shardwise.utils.logging import logger
+
+
+def holds_checkpoint(path: str) -> bool:
+    """Return True if a directory is a checkpoint of shardwise."""
+    return os.path.isfile(os.path.join(path, manifest.NAME))
+
+
+def looks_interrupted(path: str) -> bool:
+    """Return True if a directory without a manifest has data files of shardwise."""
+    try:
+        return any(directory.DATA.fullmatch(name) for name in os.listdir(path)) and not holds_checkpoint(path)
+    except OSError:
+        return False
+
+
+def find_checkpoint(path: str, tag: str | None = None) -> str | None:
+    """Return the directory of the checkpoint at a path or in a directory of checkpoints; None without any of shardwise.
+
+    Without `tag` it is the first complete one in the order of `shardwise.checkpoint.listing`; others are logged.
+    Raises CheckpointPathError for a tag and the path of a checkpoint itself, CheckpointError if none is complete.
+    """
+    if tag is not None and holds_checkpoint(path):
+        raise CheckpointPathError(
+            f"{path}: is a checkpoint itself, so there is none of the tag {tag!r} in it; leave the tag out, or give "
+            "the directory that holds the checkpoints"
+        )
+    chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
+    if holds_checkpoint(chosen):
+        return chosen
+    if looks_interrupted(chosen):
+        manifestfile.load(chosen)  # raises that it is incomplete
+    if tag is not None or not CheckpointDirectory(path).tags_if_any():
+        return None
+    there = CheckpointDirectory(path).newest_first()
+    for note in there.notes:
+        logger.warning("%s", note)
+    skipped: list[str] = []
+    for tag in there.tags:
+        try:
+            complete_manifest(os.path.join(path, tag))
+        except CheckpointError as error:
+            skipped.append(str(error))
+            logger.warning("%s", error)
+            continue
+        if skipped and there.latest is not None:
+            logger.warning("%s: %r names %r; %s is taken instead", path, directory.LATEST, there.latest, tag)
+        return os.path.join(path, tag)
+    raise CheckpointError(f"{path}: no checkpoint is complete. " + " | ".join(skipped))
 
 
 def find_deepspeed(path: str, tag: str | None = None) -> str | None:
@@ -58,11 +106,8 @@ def open_source(path: Any, tag: str | int | None = None) -> WeightsReader:
         ...     for name, tensor in source.tensors().items():
         ...         print(name, tensor.shape, source.read(tensor).sum())
     """
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        text = ""
-    if not isinstance(text, str) or not text:
+    text = directory.text_of(path)
+    if not text:
         raise CheckpointPathError(f"expected the path of a checkpoint or of weights, found {path!r}")
     if not os.path.exists(text):
         raise CheckpointPathError(f"{text}: there is no such file or directory")

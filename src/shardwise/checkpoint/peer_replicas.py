@@ -25,26 +25,17 @@ import shutil
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.checkpoint import manifest, manifestfile, nested_json
+from shardwise.checkpoint import manifest, manifestfile, nested_json, save
 from shardwise.checkpoint.agree import collective_step, on_first_rank
-from shardwise.checkpoint.collect import RankSavePlan, TrainingState
+from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replicated, collected
 from shardwise.checkpoint.listing import StateNumbers
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
-from shardwise.checkpoint.publish import (
-    description_name,
-    facts_of,
-    file_name,
-    join,
-    read_description,
-    write_part,
-)
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.save import MOST_NAMES, SaveRequest, collected, header_of
 from shardwise.checkpoint.transfer import FileTransfer, Hold, exchange_files
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
@@ -75,6 +66,16 @@ class Version:
     sequence: int
     world: int
     places: dict[int, set[int]]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of ranks in directory `name`: the nodes that have each, and the sizes of its files. `what` is the step."""
+
+    name: str
+    what: str
+    places: dict[int, set[int]] = field(default_factory=dict)
+    sizes: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,8 @@ def make_own(directory: str) -> None:
     """Make a directory that only this user can write to, with its marker, or check it. Safe for concurrent calls."""
     parent = os.path.dirname(os.path.abspath(directory))
     os.makedirs(parent, exist_ok=True)
-    new = f"{directory}.{secrets.token_hex(4)}.new"
-    os.mkdir(new, mode=0o700)
-    mark = os.path.join(new, _MARK)
-    try:
-        with open(mark, "xb"):
-            pass
-        os.rename(new, directory)  # also replaces an empty one
-    except OSError:  # it exists
-        with contextlib.suppress(OSError):
-            os.unlink(mark)
-        os.rmdir(new)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory, mode=0o700)
     advice = "name a directory of the job's own in checkpoint.memory_copies.directory"
     above, found = os.stat(parent), os.lstat(directory)
     if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
@@ -143,7 +135,12 @@ def make_own(directory: str) -> None:
             f"training state need a directory of user {os.geteuid()} that others cannot write to; remove it, or "
             f"{advice}"
         )
-    if not os.path.isfile(os.path.join(directory, _MARK)):
+    mark = os.path.join(directory, _MARK)
+    if not os.listdir(directory):
+        os.chmod(directory, 0o700)
+        with open(mark, "wb"):
+            pass
+    if not os.path.isfile(mark):
         raise CheckpointError(
             f"{directory}: is there and was not made for copies of the training state (it has no file {_MARK!r}); "
             f"{advice}"
@@ -183,13 +180,6 @@ class InMemoryCheckpoints:
             named.local = secrets.token_hex(4)
         self._token = named.gathered[0]
 
-    def _check_finite(self, names: list[str]) -> None:
-        if names:
-            raise NonFiniteStateError(
-                "no copy is made in memory: values are infinite or NaN: "
-                f"{manifest.outline(list(dict.fromkeys(names)))}. The newest copy without such values is still there"
-            )
-
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
@@ -202,11 +192,11 @@ class InMemoryCheckpoints:
         comm = self._comm
         what = f"copying the training state into memory ({self.path})"
         began = time.perf_counter()
-        file = file_name(comm.rank, comm.world, _TOKEN)
+        file = save.file_name(comm.rank, comm.world, _TOKEN)
         draft = ""
         try:
             prepared = functools.cache(prepare)  # called in a step in which all ranks succeed or raise
-            part, add = collected(self._model, file, lambda: prepared()[0], frozenset(), self.check_finite, what)
+            part = collected(self._model, file, lambda: prepared()[0], frozenset(), self.check_finite, what)
             state, header = prepared()
             counters, number = state.counters, self._numbers.next()
             steps = counters["global_steps"]
@@ -217,12 +207,16 @@ class InMemoryCheckpoints:
                     self._begin(draft)
                     self._remove(keep=(self._newest, draft))
             with collective_step(comm, what) as written:
-                add()
-                request = SaveRequest(self.path, name, latest=False, numbers=self._numbers, **header)
-                written.local = [self._write(part, draft, request), part.not_finite[:MOST_NAMES]]
-            self._check_finite([name for entry in written.gathered for name in entry[1]])
-            sizes: dict[int, list[int]] = {rank: entry[0] for rank, entry in enumerate(written.gathered)}
-            transfers = self._spread(draft, {rank: {node} for rank, node in self._home.items()}, sizes, what)
+                add_replicated(part, self._model)
+                request = save.SaveRequest(self.path, name, latest=False, numbers=self._numbers, **header)
+                written.local = [self._write(part, draft, request), part.not_finite[: save.MOST_NAMES]]
+            if names := dict.fromkeys(name for entry in written.gathered for name in entry[1]):
+                raise NonFiniteStateError(
+                    f"no copy is made in memory: values are infinite or NaN: {manifest.outline(list(names))}. The "
+                    "newest copy without such values is still there"
+                )
+            sizes = {rank: entry[0] for rank, entry in enumerate(written.gathered)}
+            transfers = self._spread(_Parts(draft, what, {rank: {node} for rank, node in self._home.items()}, sizes))
             with collective_step(comm, what):
                 if self._leads:
                     os.rename(self._at(draft), self._at(name))
@@ -249,56 +243,48 @@ class InMemoryCheckpoints:
                 return
         os.mkdir(self._at(draft))
 
-    def _write(self, part: RankSavePlan, draft: str, request: SaveRequest) -> list[int]:
+    def _write(self, part: RankSavePlan, draft: str, request: save.SaveRequest) -> list[int]:
         description = part.to_json()
         if self._comm.rank == 0:
-            description["header"] = vars(header_of(self._model, request))
+            description["header"] = vars(save.header_of(self._model, request))
         parts = len(self.nodes[self.node]) * (1 + self.replicas)
         fix = (
             f"{VERSIONS} generations of {parts} parts of about that size have to fit there. Give it more room (docker: "
             "--shm-size), name another directory in checkpoint.memory_copies.directory, or leave the section out"
         )
         path, file = self._at(draft), part.file
-        return write_part(path, file, part.tensors, description, fetch=part.fetch, over=True, fix=fix)
+        return save.write_part(path, file, part.tensors, description, fetch=part.fetch, over=True, fix=fix)
 
-    def _spread(
-        self, name: str, places: dict[int, set[int]], sizes: Mapping[int, Sequence[int]], what: str
-    ) -> list[FileTransfer]:
-        """Send parts until as many nodes have each as should, and record these nodes in `places`."""
-        count = len(self.nodes)
+    def _spread(self, parts: _Parts) -> list[FileTransfer]:
+        """Send parts until as many nodes have each as should, and record these nodes."""
+        count, places = len(self.nodes), parts.places
         wanted: list[set[int]] = [set() for _ in self.nodes]
         for part, there in places.items():
             home = sorted(there)[part % len(there)]
             others = [node for away in range(1, count) if (node := (home + away) % count) not in there]
             for node in others[: max(0, 1 + self.replicas - len(there))]:
                 wanted[node].add(part)
-        transfers = self._send(name, wanted, places, sizes, what)
-        for node, parts in enumerate(wanted):
-            for part in parts:
+        transfers = self._send(parts, wanted)
+        for node, some in enumerate(wanted):
+            for part in some:
                 places[part].add(node)
         return transfers
 
-    def _send(
-        self,
-        name: str,
-        wanted: Sequence[set[int]],
-        places: Mapping[int, set[int]],
-        sizes: Mapping[int, Sequence[int]],
-        what: str,
-    ) -> list[FileTransfer]:
+    def _send(self, parts: _Parts, wanted: Sequence[set[int]]) -> list[FileTransfer]:
         """Send each node the wanted parts that it lacks, from and to the ranks with the least to send and receive."""
         busy: Counter[int] = Counter()
+        places = parts.places
         transfers = []
-        for node, parts in enumerate(wanted):
-            for part in sorted(part for part in parts if node not in places[part]):
+        for node, some in enumerate(wanted):
+            for part in sorted(part for part in some if node not in places[part]):
                 giver = sorted(places[part])[part % len(places[part])]
-                for file, size in zip(_files(part, len(places)), sizes[part], strict=True):
+                for file, size in zip(_files(part, len(places)), parts.sizes[part], strict=True):
                     src, dst = (min(self.nodes[end], key=busy.__getitem__) for end in (giver, node))
                     busy.update({src: size, dst: size})
                     transfers.append(FileTransfer(file, size, src, dst))
         if transfers:
-            with collective_step(self._comm, what):
-                exchange_files(self._comm, self._model.device, transfers, self._at(name), self._hold)
+            with collective_step(self._comm, parts.what):
+                exchange_files(self._comm, self._model.device, transfers, self._at(parts.name), self._hold)
         return transfers
 
     def _remove(self, keep: tuple[str | None, ...]) -> None:
@@ -342,11 +328,8 @@ class InMemoryCheckpoints:
             steps, sequence, world = (int(facts[key]) for key in ("steps", "sequence", "world"))
             if facts["run"] and self.run is not None and facts["run"] != _digest(self.run):
                 logger.warning(
-                    "%s: passed over: it is a copy of step %d of another run, and this one is in %s; give each run a "
-                    "directory of its own in checkpoint.memory_copies.directory",
-                    self._at(name),
-                    steps,
-                    self.run,
+                    f"{self._at(name)}: passed over: it is a copy of step {steps} of another run, and this one is in "
+                    f"{self.run}; give each run a directory of its own in checkpoint.memory_copies.directory"
                 )
                 continue
             there = set(os.listdir(self._at(name)))
@@ -360,25 +343,23 @@ class InMemoryCheckpoints:
         next copy would end the version.
         """
         what = f"putting together the copies of step {version.steps} in memory ({self.path})"
-        places: dict[int, set[int]] = {}
-        sizes: dict[int, list[int]] = {}
-        before = self._files_of(version)
+        parts, before = _Parts(version.name, what), self._files_of(version)
         try:
             try:
-                self._find_sound(version, places, sizes, what)
-                self._complete(version, places, sizes, what)
+                self._find_sound(version, parts)
+                self._complete(parts)
             except CheckpointError as error:  # on all ranks alike
-                self._warn("the copies of step %d in memory are not used: %s", version.steps, error)
+                self._warn(f"the copies of step {version.steps} in memory are not used: {error}")
                 yield None
                 return
             self._newest, self._made = version.name, []  # no resume from later versions
             yield version.name
             try:
-                self._spread(version.name, places, sizes, what)
+                self._spread(parts)
             except CheckpointError as error:  # on all ranks alike; training needs no further copies
-                self._warn("%s", error)
+                self._warn(str(error))
         finally:
-            here = [part for part, there in places.items() if self.node in there]
+            here = [part for part, there in parts.places.items() if self.node in there]
             kept = before.union(*(_files(part, version.world) for part in here))
             for file in self._files_of(version) - kept if self._leads else ():
                 os.unlink(self._at(version.name, file))
@@ -388,17 +369,15 @@ class InMemoryCheckpoints:
             return set(os.listdir(self._at(version.name)))
         return set()
 
-    def _warn(self, message: str, *values: object) -> None:
+    def _warn(self, message: str) -> None:
         if self._comm.rank == 0:
-            logger.warning(message, *values)
+            logger.warning(message)
 
-    def _find_sound(
-        self, version: Version, places: dict[int, set[int]], sizes: dict[int, list[int]], what: str
-    ) -> None:
+    def _find_sound(self, version: Version, parts: _Parts) -> None:
         """Verify all copies; fill in the nodes with a sound copy of each part, and the sizes of its files."""
-        ranks = self.nodes[self.node]
+        ranks, places = self.nodes[self.node], parts.places
         held = [part for part, there in version.places.items() if self.node in there]
-        with collective_step(self._comm, what) as checked:
+        with collective_step(self._comm, parts.what) as checked:
             if self._leads:
                 os.makedirs(self._at(version.name), exist_ok=True)
             mine = held[ranks.index(self._comm.rank) :: len(ranks)]
@@ -408,51 +387,46 @@ class InMemoryCheckpoints:
             for part, size, damage in rows:
                 if damage is None:
                     places[part].add(self._home[rank])
-                    sizes[part] = size
+                    parts.sizes[part] = size
                 else:
                     where = ", ".join(map(str, self.nodes[self._home[rank]]))
                     self._warn(
-                        "rank %d's part of step %d in the memory of the node of ranks %s is not used: %s",
-                        part,
-                        version.steps,
-                        where,
-                        damage,
+                        f"rank {part}'s part of step {version.steps} in the memory of the node of ranks {where} is not "
+                        f"used: {damage}"
                     )
         lost = [f"rank {part}" for part, there in places.items() if not there]
         if lost:
             raise CheckpointError(f"no copy is whole of the part of {manifest.outline(lost)}")
 
-    def _complete(
-        self, version: Version, places: Mapping[int, set[int]], sizes: Mapping[int, Sequence[int]], what: str
-    ) -> None:
+    def _complete(self, parts: _Parts) -> None:
         """Add to this node's directory the manifest, which the first rank joins, and files that its ranks read."""
-        files = [_files(part, version.world) for part in places]
+        places, what = parts.places, parts.what
+        files = [_files(part, len(places)) for part in places]
         with collective_step(self._comm, what):
             here = [part for part, there in places.items() if self._leads and min(there) == self.node]
-            known = {part: json.loads(read_description(self._at(version.name), files[part][0])) for part in here}
+            known = {part: json.loads(save.read_description(self._at(parts.name), files[part][0])) for part in here}
         gathered = on_first_rank(self._comm, known, "memory_copies")
         with collective_step(self._comm, what) as joined:
             if self._comm.rank == 0:
-                parts = {int(part): description for entry in gathered for part, description in entry.items()}
-                header = manifest.Manifest(**parts[0]["header"])
-                made = join(header, {file: parts[part] for part, (file, _) in enumerate(files)})
+                described = {int(part): description for entry in gathered for part, description in entry.items()}
+                header = manifest.Manifest(**described[0]["header"])
+                made = save.join(header, {file: described[part] for part, (file, _) in enumerate(files)})
                 joined.local = manifestfile.to_bytes(made).decode()
         text = joined.gathered[0].encode()
         with collective_step(self._comm, what) as requested:
             if self._leads:
-                with open(self._at(version.name, manifest.NAME), "wb") as stream:
+                with open(self._at(parts.name, manifest.NAME), "wb") as stream:
                     stream.write(text)
             numbers = {file: part for part, (file, _) in enumerate(files)}
             needed = needed_files(self._model, manifestfile.from_bytes(text, what))
             requested.local = sorted(numbers[file] for file in needed)
-        wanted = [set().union(*(requested.gathered[rank] for rank in ranks)) for ranks in self.nodes]
-        self._send(version.name, wanted, places, sizes, what)
+        self._send(parts, [set().union(*(requested.gathered[rank] for rank in ranks)) for ranks in self.nodes])
 
 
 def _checked(folder: str, file: str, description: str) -> tuple[list[int], str | None]:
     """Compare a part's bytes with its checksums; return the sizes of its files, and the damage or None."""
     try:
-        facts = facts_of(json.loads(read_description(folder, file)))
+        facts = save.facts_of(json.loads(save.read_description(folder, file)))
         with Checkpoint(folder, manifest.Manifest("", 0.0, {}, {}, {}, {file: facts}, [])) as saved:
             saved.check()
         return [os.path.getsize(os.path.join(folder, name)) for name in (file, description)], None
@@ -488,8 +462,8 @@ def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str
 
 def _files(part: int, world: int) -> tuple[str, str]:
     """Return the names of the tensors and of the description of a rank's part."""
-    file = file_name(part, world, _TOKEN)
-    return file, description_name(file)
+    file = save.file_name(part, world, _TOKEN)
+    return file, save.description_name(file)
 
 
 def _digest(run: str | None) -> str:

@@ -7,19 +7,21 @@ import os
 import sys
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.checkpoint import manifest, manifestfile, nested_json
 from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
-from shardwise.checkpoint.parallel import divided, for_each
 from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.checkpoint.weights_reader import Progress, ReadRange, Run, WeightsReader
 from shardwise.device.staging import is_far
 from shardwise.errors import CheckpointError
+
+T = TypeVar("T")
 
 Block = tuple[str, int]
 """(file, number of a checksum in it)."""
@@ -255,3 +257,39 @@ def verify(path: str) -> manifest.Manifest:
     with Checkpoint(path) as saved:
         saved.check()
         return saved.manifest
+
+
+# -- threads for reading and hashing, both of which release the GIL ----------------------------------------------------
+
+_MOST = 4
+"""Maximum number of threads of one rank; more would compete for memory and disk."""
+
+
+def workers() -> int:
+    """Return the number of threads of this rank: its share of the machine's cores, from 1 to 4."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, min(_MOST, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
+
+
+def for_each(function: Callable[[T], None], items: Sequence[T]) -> None:
+    """Call a function for every item without gradients, with threads if there are cores.
+
+    Raises the exception of the first item that fails.
+    """
+    function = torch.no_grad()(function)  # a thread does not inherit the mode
+    count = min(workers(), len(items))
+    if count <= 1:
+        for item in items:
+            function(item)
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="shardwise-read") as pool:
+        for _ in pool.map(function, items):  # after an exception it cancels the others
+            pass
+
+
+def divided(items: Sequence[T]) -> list[Sequence[T]]:
+    """Return items in as many consecutive runs as there are threads."""
+    count = max(1, min(workers(), len(items)))
+    return [items[len(items) * n // count : len(items) * (n + 1) // count] for n in range(count)]

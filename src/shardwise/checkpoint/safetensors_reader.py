@@ -9,10 +9,11 @@ error has a message.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,17 +56,11 @@ MOST_ELEMENTS = 1 << 48
 """Largest number of elements that a file's shape may have."""
 
 
-def check_shape(shape: object) -> tuple[int, ...]:
-    """Return a shape from a file. Raises ValueError if it is none."""
-    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
-        raise ValueError(f"{shape!r:.100} is not a shape")
-    count = 1
-    for size in shape:
-        if type(size) is not int or not 0 <= size <= MOST_ELEMENTS:
-            raise ValueError(f"{shape!r:.100} is not a shape")
-        count *= size or 1
-    if count > MOST_ELEMENTS:
-        raise ValueError(f"a tensor of shape {shape!r:.100} is too large")
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape from a file. Raises ValueError if no tensor has it."""
+    count = math.prod(size or 1 for size in shape[: MOST_DIMENSIONS + 1])
+    if len(shape) > MOST_DIMENSIONS or min(shape, default=0) < 0 or count > MOST_ELEMENTS:
+        raise ValueError(f"{shape!r:.100} is not a shape, or is too large")
     return tuple(shape)
 
 
@@ -79,10 +74,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Number of bytes of the tensor."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -121,9 +113,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -2,12 +2,20 @@
 
 The safetensors library writes tensors that are in host memory all at once. Tensors here may be on a device or on a disk
 and are fetched a few at a time, and their checksums are computed on the way.
+
+Large files written past the page cache (O_DIRECT) do not wait for the dirty pages of other programs, and leave their
+cached data in memory. A load on the same machine then reads from the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import itertools
 import json
+import mmap
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,11 +23,86 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.checksums import FileFacts
-from shardwise.checkpoint.file_writer import FileWriter
 from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec, bytes_of
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
+
+LARGE = 64 << 20
+"""Bytes of the smallest file that is written past the page cache."""
+
+_BUFFER = 8 << 20
+"""Bytes of one direct write; a multiple of every file system's block size."""
+
+
+class FileWriter:
+    """A file of `size` bytes, written in order, new unless `over` (in place). With `direct` it is written past the page
+    cache if possible.
+    """
+
+    def __init__(self, path: str, size: int, *, direct: bool = False, over: bool = False) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if over else os.O_EXCL)
+        self._descriptor = os.open(path, flags, 0o666)
+        self._size = size
+        self._filled = 0
+        # Set on the open file, because open() may fail and leave a file.
+        self.direct = direct and size >= LARGE and not over and self._pass_by(True)
+        self._buffer = mmap.mmap(-1, _BUFFER) if self.direct else None  # page-aligned, as O_DIRECT requires
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes; they may change after the return."""
+        if self._buffer is None:
+            self._put(data)
+            return
+        start = 0
+        while start < len(data):
+            count = min(len(data) - start, _BUFFER - self._filled)
+            self._buffer[self._filled : self._filled + count] = data[start : start + count]
+            self._filled += count
+            start += count
+            if self._filled == _BUFFER:
+                self._put(memoryview(self._buffer))
+                self._filled = 0
+
+    def seek(self, place: int) -> None:
+        """Continue writing at another byte, if not `direct`."""
+        os.lseek(self._descriptor, place, os.SEEK_SET)
+
+    def finish(self) -> None:
+        """Close the file; its bytes are on disk at return. Raises OSError if writing failed."""
+        if self._buffer is not None and self._filled:
+            self._pass_by(False)  # the last bytes are no multiple of the block size
+            self._put(memoryview(self._buffer)[: self._filled])
+        os.ftruncate(self._descriptor, self._size)
+        os.fsync(self._descriptor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file without finishing it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def _put(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            try:
+                done += os.write(self._descriptor, data[done:])
+            except OSError as error:
+                # Some file systems refuse direct writes, or this block size, only now.
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise
+                self.direct = self._pass_by(False)
+
+    def _pass_by(self, wanted: bool) -> bool:
+        flag = getattr(os, "O_DIRECT", 0)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
+        except OSError:
+            return False
+        return wanted and flag != 0
 
 
 def file_order(specs: Mapping[str, Spec]) -> list[str]:
@@ -74,68 +157,21 @@ _STEP = 1 << 20
 
 
 class TensorWriter:
-    """Writes one file of tensors with known dtypes and shapes: in `file_order` with `checksums`, in any order without.
+    """Writes one file of tensors with known dtypes and shapes, piece by piece and in any order.
 
-    `path` must not exist unless it is overwritten in place (`over`), which reuses pages in memory. `metadata` are
-    strings for the header. `direct` writes past the page cache if the file is large and tensors have checksums.
+    `path` must not exist. `metadata` are strings for the header.
     """
 
-    def __init__(
-        self,
-        path: str,
-        specs: Mapping[str, Spec],
-        metadata: Mapping[str, str] | None = None,
-        *,
-        checksums: bool,
-        direct: bool = False,
-        over: bool = False,
-    ) -> None:
-        beginning, self._offsets, self._size = layout_of(specs, metadata)
-        self._sums: dict[str, int] | None = None
-        if checksums:
-            self._sums = {"": zlib.crc32(beginning), **dict.fromkeys(file_order(specs), 0)}
+    def __init__(self, path: str, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
+        beginning, self._offsets, size = layout_of(specs, metadata)
         self._specs = specs
         self._left = {name: spec.nbytes for name, spec in specs.items()}
-        self._file = FileWriter(path, self._size, direct=direct and checksums, over=over)
+        self._file = FileWriter(path, size)
         try:
             self._file.write(memoryview(beginning))
         except BaseException:
             self.abandon()
             raise
-        self._position = len(beginning)
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the values of one tensor (any device; dtype and number of elements as announced)."""
-        self._check(name, tensor)
-        self.write_part(name, 0, tensor)
-
-    def write_all(self, tensors: Mapping[str, torch.Tensor], fetch: Fetch = in_place) -> None:
-        """Write the values of all tensors as `write` does; `fetch` makes offloaded ones readable."""
-
-        def write(names: Sequence[str]) -> None:
-            for device, run in itertools.groupby(names, key=lambda name: tensors[name].device):
-                here = list(run)
-                for name in here:
-                    self._check(name, tensors[name])
-                for data in on_host([tensors[name] for name in here], device):
-                    self._put_next(here, data)
-
-        fetch([(name, tensors[name]) for name in file_order(self._specs)], write)
-
-    def _put_next(self, names: list[str], data: memoryview) -> None:
-        """Write bytes of the tensors `names`, one after the other, from the first that is not complete on."""
-        done = 0
-        while done < len(data):
-            while not self._left[names[0]]:
-                names.pop(0)
-            count = min(self._left[names[0]], len(data) - done)
-            self._put_bytes(names[0], data[done : done + count])
-            done += count
-
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
-        spec = self._specs[name]
-        if tensor.dtype != spec.dtype or tensor.nbytes != spec.nbytes:
-            raise CheckpointError(f"{name}: announced as {spec}, given {tensor.dtype} of shape {tuple(tensor.shape)}")
 
     def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
         """Write elements of one tensor, from element `start` on (any device; each element once)."""
@@ -145,56 +181,62 @@ class TensorWriter:
             raise CheckpointError(
                 f"{name}: announced as {spec}, given {part.numel()} elements {part.dtype} from element {start} on"
             )
-        place = self._offsets[name] + first
-        if place != self._position and part.nbytes:
-            if self._sums is not None:
-                raise CheckpointError(f"{name}: tensors of a file with checksums are written in file order")
-            self._file.seek(place)
-            self._position = place
+        self._file.seek(self._offsets[name] + first)
         for data in on_host([part], part.device):
-            self._put_bytes(name, data)
+            self._file.write(data)
+        self._left[name] -= part.nbytes
 
-    def close(self) -> FileFacts | None:
-        """Finish the file, and flush it to disk. Return its facts if checksums were computed."""
+    def close(self) -> None:
+        """Finish the file, and flush it to disk."""
         left = sorted(name for name, count in self._left.items() if count)
         if left:
             self.abandon()
             raise CheckpointError(f"tensors announced but not written: {', '.join(left[:5])}")
         self._file.finish()
-        if self._sums is None:
-            return None
-        return FileFacts(self._size, tuple(f"{value:08x}" for value in self._sums.values()))
 
     def abandon(self) -> None:
         """Close without finishing; the file is incomplete."""
         self._file.abandon()
 
-    def _put_bytes(self, name: str, data: memoryview) -> None:
-        for start in range(0, len(data), _STEP):
-            piece = data[start : start + _STEP]
-            self._file.write(piece)
-            if self._sums is not None:
-                self._sums[name] = zlib.crc32(piece, self._sums[name])
-        self._left[name] -= len(data)
-        self._position += len(data)
+
+_STEP = 1 << 20
+"""Bytes written and hashed at a time: few enough to stay in a cache between both."""
 
 
 def write_tensors(
-    path: str,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    direct: bool = False,
-    over: bool = False,
-    fetch: Fetch = in_place,
+    path: str, tensors: Mapping[str, torch.Tensor], *, direct: bool = False, over: bool = False, fetch: Fetch = in_place
 ) -> FileFacts:
-    """Write a file of tensors with checksums, and flush it to disk. See `TensorWriter`."""
+    """Write a file of tensors of any device, and flush it to disk; return its size and checksums. `path` must not exist
+    unless it is overwritten in place (`over`), which reuses pages in memory. `direct` writes past the page cache if the
+    file is large. `fetch` makes offloaded tensors readable.
+    """
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = TensorWriter(path, specs, checksums=True, direct=direct, over=over)
+    beginning, _, size = layout_of(specs)
+    order, written = file_order(specs), list[str]()
+    sums = dict.fromkeys(order, 0)
+    file = FileWriter(path, size, direct=direct, over=over)
+
+    def write(names: Sequence[str]) -> None:
+        for device, run in itertools.groupby(names, key=lambda name: tensors[name].device):
+            here = list(run)
+            left = [(name, tensors[name].nbytes) for name in reversed(here) if tensors[name].nbytes]
+            for data in on_host([tensors[name] for name in here], device):
+                while data:
+                    name, count = left.pop()
+                    piece = data[: min(count, _STEP)]
+                    file.write(piece)
+                    sums[name] = zlib.crc32(piece, sums[name])
+                    left += [(name, count - len(piece))] if count > len(piece) else []
+                    data = data[len(piece) :]
+            written.extend(here)
+
     try:
-        writer.write_all(tensors, fetch)
+        file.write(memoryview(beginning))
+        fetch([(name, tensors[name]) for name in order], write)
+        if written != order:
+            raise CheckpointError(f"{path}: expected {len(order)} tensors in order, and {len(written)} were fetched")
+        file.finish()
     except BaseException:
-        writer.abandon()
+        file.abandon()
         raise
-    facts = writer.close()
-    assert facts is not None
-    return facts
+    return FileFacts(size, tuple(f"{value:08x}" for value in (zlib.crc32(beginning), *sums.values())))

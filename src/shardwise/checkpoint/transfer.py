@@ -40,18 +40,14 @@ def rounds(transfers: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
     """
     left, found = list(transfers), []
     while left:
-        sending: set[int] = set()
-        receiving: set[int] = set()
-        taken: list[FileTransfer] = []
-        later: list[FileTransfer] = []
+        sending: dict[int, FileTransfer] = {}
+        receiving: dict[int, FileTransfer] = {}
         for transfer in left:
-            now = transfer.src not in sending and transfer.dst not in receiving
-            if now:
-                sending.add(transfer.src)
-                receiving.add(transfer.dst)
-            (taken if now else later).append(transfer)
-        left = later
-        found.append(taken)
+            if transfer.src not in sending and transfer.dst not in receiving:
+                sending[transfer.src] = receiving[transfer.dst] = transfer
+        taken = set(sending.values())
+        found.append(list(sending.values()))
+        left = [transfer for transfer in left if transfer not in taken]
     return found
 
 

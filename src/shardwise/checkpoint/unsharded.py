@@ -7,17 +7,19 @@ the first rank of each group sends its tensors on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise import boxes
 from shardwise.checkpoint.agree import collective_step, on_first_rank
 from shardwise.checkpoint.collect import all_buffers, extra_states, first_holders, within
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.checkpoint.selection import EXTRA, extra_name
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
 from shardwise.registry import HeldPart, paste, taken
@@ -33,16 +35,6 @@ class UnshardedTensor:
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def to_json(self) -> list[Any]:
-        """Return the description as JSON."""
-        return [self.name, list(self.aliases), list(self.shape), name_of(self.dtype)]
-
-    @classmethod
-    def of(cls, entry: Sequence[Any]) -> UnshardedTensor:
-        """Return the description in a result of `to_json`."""
-        name, aliases, shape, dtype = entry
-        return cls(name, tuple(aliases), tuple(shape), dtype_of(dtype))
 
 
 Use = Callable[[UnshardedTensor, torch.Tensor], None]
@@ -115,12 +107,13 @@ class UnshardedWeights:
         counts = dict(step.gathered)
         self._first_ranks = sorted(counts)
         self.own = self._first_ranks.index(first)
-        described = [tensor.to_json() for tensor in mine] if leads else None
+        described = [[t.name, t.aliases, t.shape, name_of(t.dtype)] for t in mine] if leads else None
         known = on_first_rank(comm, described, _LABEL) if self._to_first else comm.exchange(described, _LABEL)
         for number, rank in enumerate(self._first_ranks):
-            entries = known[rank] if self._receives else [None] * counts[rank]
-            found = [None if entry is None else UnshardedTensor.of(entry) for entry in entries]
-            self.groups[number:] = [list(mine) if number == self.own else list(found)]
+            group: list[UnshardedTensor | None] = [None] * counts[rank]
+            if self._receives:
+                group = [UnshardedTensor(n, tuple(also), tuple(s), dtype_of(d)) for n, also, s, d in known[rank]]
+            self.groups[number:] = [list(mine) if number == self.own else group]
 
     def for_each(self, use: Use) -> None:
         """Call `use` with each tensor and its values, each name once, on the ranks that receive them.
@@ -400,3 +393,38 @@ def _elsewhere(model: CheckpointedModel) -> list[dict[str, Any]]:
         held = {name: [name_of(buffer.dtype), list(buffer.shape)] for name, buffer in all_buffers(model.module)}
         step.local = {"buffers": held, "extra": [name for name, _ in extra_states(model.module)]}
     return step.gathered
+
+
+def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, to_first: bool = False) -> dict[str, Any]:
+    """Return the module's unsharded state dict on the CPU, under the names of the user's module; with `to_first` other
+    ranks than the first get an empty one. A collective. `exclude_frozen` leaves out parameters that do not require a
+    gradient. Every name of a tied parameter is included, because `load_state_dict` of a plain module requires them.
+    """
+    found: dict[str, Any] = {}
+
+    def keep(tensor: UnshardedTensor, values: torch.Tensor) -> None:
+        copied = values.cpu() if values.device.type != "cpu" else values.clone()
+        found.update(dict.fromkeys((tensor.name, *tensor.aliases), copied))
+
+    UnshardedWeights(model, exclude_frozen=exclude_frozen, to_first=to_first).for_each(keep)
+    if to_first and model.comm.rank != 0:
+        return {}
+    found.update((extra_name(name), module.get_extra_state()) for name, module in extra_states(model.module))
+    return {name: found[name] for name in _in_order(model.module, found)}
+
+
+def _in_order(module: nn.Module, found: Iterable[str]) -> list[str]:
+    """Return names in the order of a plain module's state dict; those of other ranks follow their predecessors."""
+    places = {name: place for place, name in enumerate(_names(module))}
+    keys: dict[str, tuple[int, bool]] = {}
+    last = -1
+    for name in found:
+        last = places.get(name, last)
+        keys[name] = last, name not in places
+    return sorted(keys, key=keys.__getitem__)
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        yield from (dot + key for key in (*child._parameters, *child._buffers, EXTRA))

@@ -14,10 +14,10 @@ from shardwise.checkpoint import directory, rng
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
-from shardwise.checkpoint.load import Loaded, Options, find, read
+from shardwise.checkpoint.load import Loaded, find, read
 from shardwise.checkpoint.manifest import Manifest, name_of
+from shardwise.checkpoint.match import LoadReport, Options
 from shardwise.checkpoint.places import PLACE
-from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.save import SaveRequest, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
 from shardwise.config import effective

@@ -18,7 +18,8 @@ import torch
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.listing import CheckpointDirectory, CheckpointListing, Head
-from shardwise.checkpoint.load import NoCompleteCheckpointError, Options
+from shardwise.checkpoint.load import NoCompleteCheckpointError
+from shardwise.checkpoint.match import Options
 from shardwise.checkpoint.peer_replicas import VERSIONS, InMemoryCheckpoints, MemoryCopy, Version
 from shardwise.comm.environment import MEMORY_DIRECTORY, RECOVERY_FILE
 from shardwise.comm.stall_watchdog import StallWatch, stop_watching, watch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint import weights
+from shardwise.checkpoint import unsharded
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.exporting import KEEP, export_model, request_of, request_of_16bit
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, Target, TargetParameter, recognised
@@ -183,7 +183,7 @@ class Interchange:
         self._sharded.check_there("engine.module_state_dict()", values=True)
         if keep_vars:
             raise UsageError("module_state_dict(keep_vars=True): values are gathered copies; use keep_vars=False")
-        found = weights.state_dict(self._sharded.state, exclude_frozen=exclude_frozen_parameters)
+        found = unsharded.state_dict(self._sharded.state, exclude_frozen=exclude_frozen_parameters)
         destination = {} if destination is None else destination
         destination.update((prefix + name, value) for name, value in found.items())
         return destination
@@ -191,7 +191,7 @@ class Interchange:
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the unsharded state dict on rank 0, None on other ranks (called by trainers)."""
         self._sharded.check_there("engine._consolidated_16bit_state_dict()", values=True)
-        found = weights.state_dict(self._sharded.state, exclude_frozen=exclude_frozen_parameters, to_first=True)
+        found = unsharded.state_dict(self._sharded.state, exclude_frozen=exclude_frozen_parameters, to_first=True)
         return found if self._job.rank == 0 else None
 
     def load_module_state_dict(

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.agree import collective_step
-from shardwise.checkpoint.load import Options
 from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.match import Options
 from shardwise.checkpoint.peer_replicas import InMemoryCheckpoints
 from shardwise.config.export import effective
 from shardwise.engine.mesh import domains_of

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.checkpoint.report import LoadReport
+from shardwise.checkpoint.match import LoadReport
 from shardwise.config.gradient_compression import sends_values
 from shardwise.data import EngineDataLoader
 from shardwise.engine.faults import Resumed

@@ -21,27 +21,22 @@ from typing_extensions import override
 
 from shardwise.boxes import misfit
 from shardwise.checkpoint import directory
+from shardwise.checkpoint.formats.weight_files import Entry, Pieces
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.weights_reader import ReadRange, WeightsReader, copy_range, in_one_file
-from shardwise.checkpoint.weights_writer import Entry, Pieces
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 METADATA = ".metadata"
 
-_DESCRIPTION = "torch.distributed.checkpoint.metadata"
-_DATACLASSES = frozenset(
-    {
-        *((_DESCRIPTION, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
-        *((_DESCRIPTION, name) for name in ("TensorProperties", "ChunkStorageMetadata", "MetadataIndex")),
-        *((_DESCRIPTION, name) for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-        ("torch", "Size"),
-        ("builtins", "set"),
-        ("builtins", "list"),
-    }
-)
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties "
+    "ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "collections": "OrderedDict",
+    "torch": "Size",
+    "builtins": "set list",
+}
 """Names in the description of a checkpoint. Calling them, and setting their state, runs no code of a file."""
 
 
@@ -52,7 +47,7 @@ class _Unpickler(_PythonUnpickler):
     """The unpickler in Python, because a damaged number makes the C version allocate tens of gigabytes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _DATACLASSES:
+        if name in _ALLOWED.get(module, "").split():
             return getattr(importlib.import_module(module), name)
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             return pathlib.PurePosixPath

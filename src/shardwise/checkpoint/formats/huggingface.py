@@ -6,19 +6,24 @@ Of a safetensors file only the requested bytes are read. A file of `torch.save` 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
-from collections.abc import Container, Mapping
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from shardwise.checkpoint.formats.torch_file import TorchFile
 from shardwise.checkpoint.formats.weight_files import PICKLED
-from shardwise.checkpoint.manifest import Slice, StoredTensor, outline
-from shardwise.checkpoint.safetensors_reader import TensorFile
+from shardwise.checkpoint.manifest import Slice, StoredTensor, name_of, outline
+from shardwise.checkpoint.safetensors_reader import Spec, TensorFile
 from shardwise.checkpoint.weights_reader import ReadRange, StateDictReader, WeightsReader, in_one_file
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
@@ -162,3 +167,43 @@ def _unwrapped(loaded: Any, path: str) -> dict[str, Any]:
             + (f" with keys {outline([str(key) for key in loaded])}" if isinstance(loaded, Mapping) else "")
         )
     return dict(loaded)
+
+
+# -- configuration files of transformers' models -----------------------------------------------------------------------
+
+
+def config_files(model: nn.Module, specs: Iterable[Spec]) -> dict[str, bytes]:
+    """Return `from_pretrained`'s other files by name, for weights of `specs`; none for other libraries' models."""
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    source: Any = getattr(model, "pretrained_model", model)  # of a module that runs the layers of such a model
+    if kind is None or not isinstance(source, kind):
+        return {}
+    config = copy.deepcopy(source.config)
+    config.architectures = [type(source).__name__]
+    sizes: Counter[str] = Counter()
+    for spec in specs:
+        if spec.dtype.is_floating_point:
+            sizes[name_of(spec.dtype)] += spec.nbytes
+    if sizes:
+        config.dtype = sizes.most_common(1)[0][0]
+    found = _saved(config, "config")
+    if getattr(source, "generation_config", None) is not None and source.can_generate():
+        try:
+            found |= _saved(source.generation_config, "generation_config")
+        except CheckpointError as error:  # contradictory settings: a warning, to keep the weights
+            logger.warning("%s; the file is left out", error)
+    return found
+
+
+def _saved(config: Any, what: str) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            config.save_pretrained(directory)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"the model's {what} cannot be written by transformers: {reason}") from error
+        found = {}
+        for name in sorted(os.listdir(directory)):
+            with open(os.path.join(directory, name), "rb") as file:
+                found[name] = file.read()
+    return found

@@ -58,22 +58,8 @@ class TorchFile:
             )
         self.size, self.modified, self.records = facts.st_size, facts.st_mtime, 0
         if self._archived:
-            self._check_structure()
+            self.verify()
         self.content = self._load()
-
-    def _check_structure(self) -> None:
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                names = archive.namelist()
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-            raise CheckpointError(
-                f"{self.path}: truncated or damaged, or not written by torch.save ({self.size} bytes; {error})"
-            ) from error
-        self.records = len(names)
-        described = [number for number, name in enumerate(names) if name.endswith("/data.pkl")]
-        if len(described) != 1:
-            raise CheckpointError(f"{self.path}: damaged, or not written by torch.save: it has no data.pkl")
-        self.verify(described)
 
     def _load(self) -> Any:
         with safe_globals(_HARMLESS):
@@ -95,16 +81,23 @@ class TorchFile:
                     f"{self.path}: damaged: cannot be read ({type(error).__name__}: {error!s:.300})"
                 ) from error
 
-    def verify(self, numbers: Iterable[int]) -> None:
-        """Compare records with CRC-32s of `torch.save`. Raises CheckpointError if they differ or are unreadable."""
+    def verify(self, numbers: Iterable[int] | None = None) -> None:
+        """Compare records (None: the description of the objects) with CRC-32s of `torch.save`. Raises CheckpointError
+        if they differ or are unreadable.
+        """
         try:
             with zipfile.ZipFile(self.path) as archive:
                 entries = archive.infolist()
-                for number in numbers:
+                self.records = len(entries)
+                described = [n for n, entry in enumerate(entries) if entry.filename.endswith("/data.pkl")]
+                if len(described) != 1:
+                    raise ValueError("it has no data.pkl")
+                for number in described if numbers is None else numbers:
                     with archive.open(entries[number]) as record:
                         while record.read(_CHUNK):
                             pass
         except (zipfile.BadZipFile, OSError, ValueError, IndexError, NotImplementedError, EOFError) as error:
             raise CheckpointError(
-                f"{self.path}: damaged: {error}. Load another checkpoint by its tag, or restore this file from a copy"
+                f"{self.path}: truncated or damaged, or not written by torch.save ({self.size} bytes; {error}). Load "
+                "another checkpoint by its tag, or restore this file from a copy"
             ) from error

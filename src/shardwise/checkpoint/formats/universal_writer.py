@@ -20,12 +20,12 @@ from shardwise.checkpoint.formats.deepspeed import trainer_state
 from shardwise.checkpoint.formats.deepspeed.layer_files import stage_name
 from shardwise.checkpoint.formats.deepspeed.universal import STATE, STEP, entry_of, file_of
 from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
+from shardwise.checkpoint.formats.weight_files import writing
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, StoredTensor, outline
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.weights_reader import Progress
-from shardwise.checkpoint.weights_writer import writing
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 VERSION = "0.19.8"
@@ -75,7 +75,7 @@ def write_universal(
     saved.check()
     with writing(path) as closing:
         writer = UniversalWriter(saved, parent, tag, stages, tied or {})
-        closing.callback(writer.abandon)
+        closing.callback(writer.draft.discard)
         done, size = 0, sum(tensor.nbytes for tensor in writer.tensors)
         for tensor in writer.tensors:
             writer.write(tensor)
@@ -115,7 +115,7 @@ class UniversalWriter:
         state = [self._state[t.name, entry] for t in self._trained for entry in sorted(_ENTRIES)]
         self.tensors = [*self._trained, *state, *self._others, *self._buffers]
         self._fp32 = {t.name for t in self._trained}
-        self._draft = directory.StagingDirectory(parent, tag, tidy=False)
+        self.draft = directory.StagingDirectory(parent, tag, tidy=False)
 
     def _check(self) -> None:
         for tensor in self._trained:
@@ -165,7 +165,7 @@ class UniversalWriter:
     def write(self, tensor: StoredTensor) -> None:
         """Write a tensor into its file; trained parameters and their state in fp32."""
         dtype = torch.float32 if tensor.name in self._fp32 else tensor.torch_dtype
-        path = os.path.join(self._draft.path, file_of(self._names[tensor.name], entry_of(tensor)))
+        path = os.path.join(self.draft.path, file_of(self._names[tensor.name], entry_of(tensor)))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         writer = StateFileWriter(path, {"param": Spec(dtype, tensor.shape)})
         try:
@@ -179,18 +179,14 @@ class UniversalWriter:
         """Write step counts, settings and model states, publish the directory, and let `latest_universal` name it."""
         for tensor in self._trained:
             step = torch.tensor(self._steps[tensor.group or 0], dtype=torch.float32, device="cpu")
-            _save(step, os.path.join(self._draft.path, file_of(self._names[tensor.name], STEP)))
-        _save(self._optimizer(), os.path.join(self._draft.path, STATE))
+            _save(step, os.path.join(self.draft.path, file_of(self._names[tensor.name], STEP)))
+        _save(self._optimizer(), os.path.join(self.draft.path, STATE))
         for name in _MODELS:
-            _save(self._model(), os.path.join(self._draft.path, name))
-        for folder, _, _ in os.walk(self._draft.path, topdown=False):
+            _save(self._model(), os.path.join(self.draft.path, name))
+        for folder, _, _ in os.walk(self.draft.path, topdown=False):
             directory.sync_directory(folder)
-        self._draft.publish(replace=False)
+        self.draft.publish(replace=False)
         CheckpointDirectory(self._parent).set_latest(self._tag, directory.LATEST_UNIVERSAL)
-
-    def abandon(self) -> None:
-        """Remove everything written; after `finish` nothing."""
-        self._draft.discard()
 
     def _optimizer(self) -> dict[str, Any]:
         groups = []

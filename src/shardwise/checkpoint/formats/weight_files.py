@@ -1,4 +1,5 @@
-"""Files of plain weights, with the names and formats that other programs expect.
+"""The protocol of writers of unsharded weights and optimizer state (a format is one class with it), and files of plain
+weights, with the names and formats that other programs expect.
 
     hf   model.safetensors, or model-00001-of-00003.safetensors and so on with model.safetensors.index.json
     pt   pytorch_model.bin, as `torch.save` writes a state dict; in parts with pytorch_model.bin.index.json
@@ -13,15 +14,62 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
+from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.safetensors_writer import TensorWriter
-from shardwise.checkpoint.weights_writer import Entry, Pieces
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.units import parse_size
+
+Pieces = Iterable[tuple[int, torch.Tensor]]
+"""(first element, 1-D values) of a flattened tensor, in order; a value is valid until the next iteration."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: its name, dtype and shape in the files. Formats that cannot write one tensor under
+    several names note `aliases`, if they can.
+    """
+
+    name: str
+    spec: Spec
+    aliases: tuple[str, ...] = ()
+
+
+class WeightsWriter(Protocol):
+    """Writes announced tensors. Nothing is visible to readers before `finish`."""
+
+    def write(self, name: str, pieces: Pieces) -> None:
+        """Write a tensor. A writer may read `pieces` in `finish`. Raises OSError."""
+
+    def finish(self) -> list[str]:
+        """Publish the files; return their names. Raises OSError if that fails."""
+
+    def abandon(self) -> None:
+        """Remove everything written; after `finish` nothing."""
+
+
+@contextlib.contextmanager
+def writing(path: str, needed: str = "") -> Iterator[contextlib.ExitStack]:
+    """Close what the block enters or calls back (`WeightsWriter.abandon`), and turn OSError into CheckpointError.
+
+    `needed` describes what writing to `path` needs.
+    """
+    try:
+        with contextlib.ExitStack() as closing:
+            yield closing
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); {needed}what was "
+            "there before is unchanged"
+        ) from error
+
 
 FORMATS = {"hf": "model.safetensors", "pt": "pytorch_model.bin"}
 """Name of a single file of each format."""
@@ -53,23 +101,17 @@ class WeightFiles:
     `safetensors.torch.save_model` does; a file of `torch.save` has the tensor under all of them.
 
     The suffix of `name`, that of a single file, gives the format; several files have `-00001-of-00002` in it.
-    `max_shard_size` is in bytes of tensors in one file, unless a single tensor is larger; None: one file. `overwrite`
+    `limit` is in bytes of tensors in one file, unless a single tensor is larger; None: one file. `overwrite`
     replaces existing weights.
     """
 
     def __init__(
-        self,
-        parent: str,
-        entries: Sequence[Entry],
-        name: str,
-        *,
-        max_shard_size: int | None = None,
-        overwrite: bool = False,
+        self, parent: str, entries: Sequence[Entry], name: str, *, limit: int | None = None, overwrite: bool = False
     ) -> None:
         self._parent = parent
         self._stem, self._ending = os.path.splitext(name)
         self._index = f"{name}.index.json"
-        self._files = self._split(entries, max_shard_size)
+        self._files = self._split(entries, limit)
         there = self._existing()
         if there and not overwrite:
             raise CheckpointPathError(
@@ -119,7 +161,7 @@ class WeightFiles:
         if self._ending in PICKLED:
             return StateFileWriter(path, specs, {entry.name: entry.aliases for entry in file.entries})
         shared = {alias: entry.name for entry in file.entries for alias in entry.aliases}
-        return TensorWriter(path, specs, {**shared, "format": "pt"}, checksums=False)
+        return TensorWriter(path, specs, {**shared, "format": "pt"})
 
     def finish(self) -> list[str]:
         """Finish the last file and rename all of them; return their names. Raises OSError if that fails."""

@@ -66,8 +66,7 @@ def export(
     from shardwise.checkpoint.directory import replace_file
     from shardwise.checkpoint.exporting import export as write
     from shardwise.checkpoint.exporting import parse_export_dtype, parse_format
-    from shardwise.checkpoint.formats.weight_files import shard_bytes
-    from shardwise.checkpoint.weights_writer import writing
+    from shardwise.checkpoint.formats.weight_files import shard_bytes, writing
     from shardwise.errors import CheckpointError, CommandLineError
 
     try:

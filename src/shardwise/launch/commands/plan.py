@@ -406,7 +406,7 @@ def plan(request: Request) -> None:
 
 
 def _write_page(request: Request, file: str) -> None:
-    from shardwise.checkpoint.parallel import workers
+    from shardwise.checkpoint.reader import workers
     from shardwise.config import load
     from shardwise.plan.page import page_models, write_page
 

@@ -6,7 +6,7 @@ repeats that for every stage and compares all values.
 
 from shardwise.checkpoint.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
 from shardwise.checkpoint.formats.deepspeed.index import recognised
-from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import Target
 from shardwise.checkpoint.formats.deepspeed.tp_merge import TargetParameter
+from shardwise.checkpoint.formats.deepspeed.zero_partitions import Target
 
 __all__ = ["DeepSpeedCheckpoint", "Target", "TargetParameter", "recognised"]

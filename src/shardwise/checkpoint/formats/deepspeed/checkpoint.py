@@ -14,9 +14,9 @@ from shardwise.checkpoint.formats.deepspeed.index import Files, OpenFiles, is_un
 from shardwise.checkpoint.formats.deepspeed.layer_files import LayerFiles, all_names, keys_of, layer_name, tied_by_gaps
 from shardwise.checkpoint.formats.deepspeed.neutral import Content, Views, unite
 from shardwise.checkpoint.formats.deepspeed.parts import Part
-from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import Target
 from shardwise.checkpoint.formats.deepspeed.tp_merge import Divisions, TargetParameter, join
 from shardwise.checkpoint.formats.deepspeed.universal import STATE, UniversalFiles, files_of
+from shardwise.checkpoint.formats.deepspeed.zero_partitions import Target
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor, outline
 from shardwise.checkpoint.reader import Block, Checkpoint
 from shardwise.checkpoint.safetensors_reader import FileFacts
@@ -72,19 +72,14 @@ class DeepSpeedCheckpoint(Checkpoint):
         try:
             self._open()
         except CheckpointError as error:
-            self.close()
             if path in str(error):
                 raise
             raise CheckpointError(f"{path}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            self.close()
             raise CheckpointError(
                 f"{path}: a layout that is not known ({type(error).__name__}: {error}); what is known was found with "
                 "DeepSpeed 0.19"
             ) from error
-        except BaseException:
-            self.close()
-            raise
 
     # -- conversion to the neutral form --------------------------------------------------------------------------------
 
@@ -174,10 +169,8 @@ class DeepSpeedCheckpoint(Checkpoint):
             for group in model["param_shapes"]:
                 part.content.shapes.update((name, tuple(shape)) for name, shape in group.items())
             part.read_module()
-            known = {}
-            for name in part.content.shapes:
-                if (target := self._target_parameters.get(layer_name(name, tied))) is not None:
-                    known[name] = target.shape
+            targets = {name: self._target_parameters.get(layer_name(name, tied)) for name in part.content.shapes}
+            known = {name: target.shape for name, target in targets.items() if target is not None}
             files.describe(part.content, model, state, known if tensor > 1 else None)
             found.append(self._named(part.content, tied) if divided else part.content)
         if left := {key for some in names for key in keys_of(some) if key not in tied}:

@@ -70,11 +70,7 @@ class Experts:
         self._by_prefix = {layer.prefix: layer for layer in self.layers}
 
     def _layer(
-        self,
-        number: int,
-        count: int,
-        files: Mapping[tuple[int, int], str],
-        opened: Callable[[str], Mapping[str, Any]],
+        self, number: int, count: int, files: Mapping[tuple[int, int], str], opened: Callable[[str], Mapping[str, Any]]
     ) -> ExpertLayer:
         layers = set()
         for expert in range(count):
@@ -103,15 +99,6 @@ class Experts:
 
     def _places(self, names: Iterable[str]) -> list[Place]:
         return [place for place in map(self.layer_of, names) if place is not None]
-
-    def check_buffers(self, buffers: Iterable[str]) -> None:
-        """Raise CheckpointError if there are buffers inside of experts."""
-        found = [name for name in buffers if self.layer_of(name) is not None]
-        if found:
-            raise CheckpointError(
-                f"{found[0]!r} is a buffer inside of experts, and those of different experts have the same name on "
-                "different ranks; they cannot be imported"
-            )
 
     # -- the optimizer's flat groups, stages 1 and 2 -----------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 
 UNIVERSAL = "zero"
 """Directory of a universal checkpoint that has a directory for each parameter."""
+
+_SAME = ("global_steps", "dp_world_size", "mp_world_size", "ds_version")
+"""Keys of model states that are equal in all files of a checkpoint."""
 
 _FOREIGN = "Move files that do not belong to it away"
 _INCOMPLETE = "It is incomplete: saving it was interrupted, or files were not copied"
@@ -166,9 +169,11 @@ class OpenFiles:
             self.compare(files.model[0], models[0], files.model[rank], model)
         return models
 
-    def compare(self, first: str, model: Mapping[str, Any], file: str, other: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if two files of model states are of different checkpoints."""
-        for key in ("global_steps", "dp_world_size", "mp_world_size", "ds_version"):
+    def compare(
+        self, first: str, model: Mapping[str, Any], file: str, other: Mapping[str, Any], keys: Sequence[str] = _SAME
+    ) -> None:
+        """Raise CheckpointError if two files of model states (or with other `keys`) are of different checkpoints."""
+        for key in keys:
             if other.get(key) != model.get(key):
                 raise CheckpointError(
                     f"{file}: {key} is {other.get(key)!r}, in {first} {model.get(key)!r}: files of two checkpoints"
@@ -183,12 +188,7 @@ class OpenFiles:
         check_complete(files.optimizer, range(world), "optimizer states of rank")
         ranks = [self.optimizer_file(files.optimizer[rank]) for rank in range(world)]
         for other in ranks[1:]:
-            for key in ("zero_stage", "partition_count"):
-                if other.content.get(key) != ranks[0].content.get(key):
-                    raise CheckpointError(
-                        f"{other.file}: {key} is {other.content.get(key)!r}, in {ranks[0].file} "
-                        f"{ranks[0].content.get(key)!r}: files of two checkpoints"
-                    )
+            self.compare(ranks[0].file, ranks[0].content, other.file, other.content, ("zero_stage", "partition_count"))
         return ranks
 
 

@@ -8,18 +8,11 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.formats.deepspeed import trainer_state
+from shardwise.checkpoint.formats.deepspeed import trainer_state, zero_partitions
 from shardwise.checkpoint.formats.deepspeed.experts import Experts
 from shardwise.checkpoint.formats.deepspeed.index import Files, OpenFiles, check_complete
 from shardwise.checkpoint.formats.deepspeed.neutral import Content, Piece, equal_bits
-from shardwise.checkpoint.formats.deepspeed.stage0_optimizer import Numbered, Target
-from shardwise.checkpoint.formats.deepspeed.zero_partitions import (
-    OptimizerFile,
-    divided_parameters,
-    flat_partitions,
-    numbered_states,
-    shards,
-)
+from shardwise.checkpoint.formats.deepspeed.zero_partitions import Numbered, OptimizerFile, Target, shards
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor, name_of
 from shardwise.errors import CheckpointError
 
@@ -89,7 +82,11 @@ class Part:
         if self.own.expert_optimizer and not counts:
             check_complete(self.own.expert_optimizer.values(), (), "experts")
         experts = Experts(self.own.experts, counts, self.files.content)
-        experts.check_buffers(self.model["buffer_names"])
+        if inside := [name for name in self.model["buffer_names"] if experts.layer_of(name) is not None]:
+            raise CheckpointError(
+                f"{inside[0]!r} is a buffer inside of experts, and those of different experts have the same name on "
+                "different ranks; they cannot be imported"
+            )
         return experts
 
     # -- stages 1 to 3 -------------------------------------------------------------------------------------------------
@@ -104,13 +101,13 @@ class Part:
                 "checkpoints, or a layout that is not known"
             )
         if self.stage == 3:
-            divided_parameters(self.content, shapes, ranks)
+            zero_partitions.divided_parameters(self.content, shapes, ranks)
             return
         config, count = self.model.get("ds_config"), ranks[0]["partition_count"]
         counts = list(count) if isinstance(count, (list, tuple)) else [count] * len(shapes)
         data_first = trainer_state.data_before_experts(config)
         holders = self._experts.holders(shapes, counts, self.content.world, data_first=data_first)
-        flat_partitions(self.content, shapes, ranks, holders, reordered=trainer_state.reordered(config))
+        zero_partitions.flat_partitions(self.content, shapes, ranks, holders, reordered=trainer_state.reordered(config))
         self._compare({**self.model["module"], **self._experts.values}, {**self.homes, **self._experts.homes})
 
     def _stage_of(self, rank: OptimizerFile) -> int:
@@ -216,8 +213,7 @@ class Part:
                 for name in group
                 if of_experts == (self._experts.layer_of(name) is not None) and name not in content.shapes
             }
-            taken = [[name if name in wanted else None for name in group] for group in names]
-            numbered_states(content, numbered.file, shapes, taken, numbered.state, numbered.masters)
+            numbered.add(content, shapes, names, wanted)
 
 
 def _expert_file(layer: int, expert: int) -> str:

@@ -217,10 +217,7 @@ def _box(shape: tuple[int, ...], place: Sequence[Any], sizes: Sequence[int]) -> 
 
 
 def join(
-    parts: Sequence[Content],
-    splits: Divisions,
-    names: Mapping[str, str],
-    read: Callable[[StoredTensor], torch.Tensor],
+    parts: Sequence[Content], splits: Divisions, names: Mapping[str, str], read: Callable[[StoredTensor], torch.Tensor]
 ) -> Content:
     """Return the content of all model-parallel parts. `names` are those in the files, where they differ; `read` returns
     the values of a tensor.

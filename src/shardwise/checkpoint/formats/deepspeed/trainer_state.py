@@ -13,41 +13,15 @@ TIED_LAYERS = "shardwise_tied_layers"
 """Key of model states that `universal_writer` adds: the first layer of each key of shared modules."""
 
 OWN_KEYS = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "num_experts",
-        "ds_autoep_layers",
-        "universal_checkpoint_info",
-        "ds_config",
-        "ds_version",
-        TIED_LAYERS,
-    }
+    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
+    "data_sampler random_ltd sparse_tensor_module_names csr_tensor_module_names skipped_steps global_steps "
+    "global_samples dp_world_size mp_world_size checkpoint_parallel_dimensions num_experts ds_autoep_layers "
+    f"universal_checkpoint_info ds_config ds_version {TIED_LAYERS}".split()
 )
 """Keys of the file of model states that do not belong to the script's `client_state`, stored among them."""
 
 _ENTRIES: dict[str, frozenset[str]] = {
-    "Adam": frozenset({"exp_avg", "exp_avg_sq"}),
-    "AdamW": frozenset({"exp_avg", "exp_avg_sq"}),
-    "NAdam": frozenset({"exp_avg", "exp_avg_sq"}),
-    "RAdam": frozenset({"exp_avg", "exp_avg_sq"}),
-    "Lamb": frozenset({"exp_avg", "exp_avg_sq"}),
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Lamb"), frozenset({"exp_avg", "exp_avg_sq"})),
     "Lion": frozenset({"exp_avg"}),
     "Adamax": frozenset({"exp_avg", "exp_inf"}),
     "Adagrad": frozenset({"sum"}),
@@ -62,6 +36,9 @@ _SETTINGS = frozenset(
     {"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad"}
 )
 """Settings of parameter groups with the same meaning for every optimizer."""
+
+_WITHOUT_EFFECT = (bool, int, float, type(None))
+"""Types of settings that request nothing if they are zero."""
 
 _FORM = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step", "name", "param_names", "moe"}
@@ -185,17 +162,11 @@ def fitting_settings(
             continue
         if name in _SETTINGS if known is None else name in known:
             kept[name] = value
-        elif not _has_no_effect(name, value):
+        elif value is not True if name == "bias_correction" else not isinstance(value, _WITHOUT_EFFECT) or value:
             left[name] = value
     if known is None and not kept.get("amsgrad"):
         kept.pop("amsgrad", None)
     return kept, left
-
-
-def _has_no_effect(name: str, value: Any) -> bool:
-    if name == "bias_correction":
-        return value is True
-    return value is None or (isinstance(value, (bool, int, float)) and not value)
 
 
 def plain_json(value: Any) -> Any:
