@@ -114,7 +114,8 @@ def test_a_job_goes_on_without_a_lost_node(lab: Lab, cluster: Cluster) -> None:
     """It still runs when Slurm has noticed the loss, which would end a job without --no-kill."""
     script = lab.folder / "waits.py"
     script.write_text(WAITS)
-    _, number, output, _ = cluster.submit("--nnodes", "2:3", "--nproc", "1", "--max-restarts", "1", str(script))
+    options = ("--nnodes", "2:3", "--nproc", "1", "--max-restarts", "1", "--sbatch-args", "--nodes 3")
+    _, number, output, _ = cluster.submit(*options, str(script))  # not two nodes, because one is not ready yet
     cluster.until(output, "place 2 of 3")
     lab.link(3, False)
     try:
