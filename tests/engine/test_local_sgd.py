@@ -406,7 +406,8 @@ def test_memory_is_planned(stage: int, fragments: int, bits: int | None, overlap
     train(engine, range(4, 8))
     rows = {row.name: row for row in engine.memory_report(CASE.data(0, 0, 0, torch.float32)["tokens"]).rows}
     for name in ("parameters", "gradients", "master weights", "optimizer state", "communication buffers"):
-        assert rows[name].measured <= rows[name].planned <= rows[name].measured * 1.03, (stage, rows[name])
+        most = rows[name].measured * 1.03 + 2048  # scratch of quantised messages is planned for the largest at once
+        assert rows[name].measured <= rows[name].planned <= most, (stage, rows[name])
     state = rows["optimizer state"].measured / rows["master weights"].measured
     errors = 0 if bits is None else 1.5  # of own values, and of the means of half of them
     assert state == pytest.approx(4 + errors, rel=0.01)  # two moments, agreed values, outer momentum
