@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise.compression import Compression, init_compression
-from shardwise.errors import CheckpointError, ConfigError, ConflictError, UsageError
+from shardwise.compression import Compression, init_compression, redundancy_clean
+from shardwise.errors import CheckpointError, ConfigError, ConflictError, DesyncError, UsageError
 from shardwise.pipeline.module import PipelineModule
 from shardwise.recompute import checkpoint
 from tests.compression.test_quantize import plain as rounded
@@ -317,11 +318,30 @@ def test_a_request_that_would_do_nothing_is_refused(section: Any, error: type[Ex
         shardwise.initialize(model=made(), config={"train_batch_size": 4, "compression_training": section})
 
 
+def compressed_stage() -> None:
+    group = method({"some": (["0"], {"start_bits": 8, "target_bits": 8})})
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    init_compression(model, {"compression_training": {"weight_quantization": group}})
+    model = PipelineModule(list(model), num_stages=2, loss_fn=F.mse_loss)
+    with pytest.raises(DesyncError if dist.get_rank() else ConflictError, match=r"that of '0' with redundancy_clean"):
+        shardwise.initialize(model=model, config={"train_batch_size": 4})
+
+
+def test_a_stage_that_init_compression_has_prepared_is_refused() -> None:
+    run_ranks(compressed_stage, 2)
+
+
 def test_other_refusals() -> None:
     section = SECTIONS["sparse"]
     pipeline = PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
     with pytest.raises(ConflictError, match="cannot be combined with a pipeline"):
         shardwise.initialize(model=pipeline, config={"train_batch_size": 4, "compression_training": section})
+    config = {"compression_training": SECTIONS["static"]}
+    prepared = init_compression(nn.Sequential(OrderedDict(down=nn.Linear(4, 4))), config)
+    with pytest.raises(ConflictError, match=r"local_sgd, .*end that of 'down' with redundancy_clean"):
+        shardwise.initialize(model=prepared, config={"train_batch_size": 4, "local_sgd": {"enabled": True}})
+    pipeline = PipelineModule(redundancy_clean(prepared, config), loss_fn=nn.functional.mse_loss)
+    shardwise.initialize(model=pipeline, config={"train_batch_size": 4}).engine.destroy()
     expert = made()
     shardwise.declare_part(expert.up.weight, ranks=[0])
     with pytest.raises(UsageError, match=r"only some ranks have the weight of 'up' \(experts\)"):

@@ -207,6 +207,7 @@ class Compressed:
     Attributes:
         own: masks of the module's weight, by method.
         others: masks of another module that apply to this one's parameters (normalization of pruned channels).
+        cleaned: True once compression is permanent, and no step changes it.
     """
 
     name: str
@@ -217,6 +218,7 @@ class Compressed:
     own: dict[str, Mask] = field(default_factory=dict)
     others: list[tuple[nn.Module, Mask]] = field(default_factory=list)
     called: bool = False
+    cleaned: bool = False
     handles: list[Any] = field(default_factory=list)
 
     def install(self) -> None:
@@ -231,7 +233,7 @@ class Compressed:
         """Remove the hooks; inputs that are quantized stay so."""
         for handle in self.handles:
             handle.remove()
-        self.weights, self.own, self.others, self.handles = None, {}, [], []
+        self.weights, self.own, self.others, self.handles, self.cleaned = None, {}, [], [], True
         if self.inputs is not None:
             self.install()
 
@@ -284,3 +286,9 @@ class _After:
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
         module.__dict__.pop("weight", None)
         module.__dict__.pop("bias", None)
+
+
+def scheduled(model: nn.Module) -> list[str]:
+    """Return the names of the modules whose compression follows a schedule, as of `init_compression`."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return [hook.compressed.name for hook in hooks if isinstance(hook, _Before) and not hook.compressed.cleaned]

@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.compression.compress import SECTION, Compression, compression_for
+from shardwise.compression.modules import scheduled
 from shardwise.engine.observers import StepObserver
 from shardwise.errors import ConflictError, UsageError
 
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
 
 def prepare(model: nn.Module, settings: Config, *, pipeline: bool) -> Compression | None:
     """Return the compression of a model, which is installed now if `init_compression` was not called. Raises as
-    `compression_for`; ConflictError with a pipeline and with `local_sgd`.
+    `compression_for` and `check_alone`.
     """
-    section = settings.compression_methods
-    if section.enabled and (pipeline or settings.local_sgd.enabled):
+    check_alone(model, settings, pipeline=pipeline)
+    return None if pipeline else compression_for(model, settings.compression_methods)
+
+
+def check_alone(model: nn.Module, settings: Config, *, pipeline: bool) -> None:
+    """Raise ConflictError if a pipeline, or a model under `local_sgd`, is compressed by a schedule."""
+    prepared = scheduled(model)
+    if (prepared or settings.compression_methods.enabled) and (pipeline or settings.local_sgd.enabled):
         other = "a pipeline, whose stages have other modules" if pipeline else "local_sgd, whose replicas differ"
-        raise ConflictError(f"{SECTION} cannot be combined with {other}. Switch one of them off")
-    return None if pipeline else compression_for(model, section)
+        fix = f", or end that of {prepared[0]!r} with redundancy_clean() before initialize()" if prepared else ""
+        raise ConflictError(f"{SECTION} cannot be combined with {other}. Switch one of them off{fix}")
 
 
 def check_optimizer(compression: Compression, optimizer: torch.optim.Optimizer) -> None:
