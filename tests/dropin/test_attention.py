@@ -211,3 +211,50 @@ def test_a_layer_begins_as_configured(installed: None) -> None:
     assert torch.equal(layer(x), layer(x))
     layer.train()
     assert not torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    ("option", "floats"),
+    [
+        ("gelu_checkpoint", 2 * 9 * 64),
+        ("normalize_invertible", 2 * 9 * 32),
+        ("attn_dropout_checkpoint", 2 * 4 * 9 * 9 + 2 * 9 * 32),
+    ],
+)
+def test_recomputed_parts_are_not_saved(installed: None, option: str, floats: int, before: bool) -> None:
+    from deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+
+    config = DeepSpeedTransformerConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        heads=4,
+        attn_dropout_ratio=0.1,
+        hidden_dropout_ratio=0.1,
+        num_hidden_layers=2,
+        pre_layer_norm=before,
+    )
+    torch.manual_seed(0)
+    layer, x, weights = DeepSpeedTransformerLayer(config), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
+    own = {parameter.data_ptr() for parameter in layer.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    results = []
+    for value in (False, True):
+        setattr(config, option, value)
+        layer.zero_grad()
+        saved.clear()
+        torch.manual_seed(1)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = layer(leaf := x.clone().requires_grad_())
+        size = sum(storage.nbytes() for storage in saved.values())
+        (found * weights).sum().backward()
+        results.append((size, [found.detach(), leaf.grad, *(parameter.grad for parameter in layer.parameters())]))
+    (whole, expected), (less, recomputed) = results
+    assert whole - less >= 4 * floats
+    assert all(torch.equal(one, two) for one, two in zip(expected, recomputed, strict=True))

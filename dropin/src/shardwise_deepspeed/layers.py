@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ class DeepSpeedTransformerConfig:
     """Sizes and options of a `DeepSpeedTransformerLayer`.
 
     `batch_size`, `local_rank`, `seed` and `fp16` are accepted without effect: layers take any batch, device, random
-    generator and dtype of torch. So are `normalize_invertible` and `attn_dropout_checkpoint` (torch's fused attention
-    keeps no weights), and `stochastic_mode`, which trades exact sums for speed in other kernels.
+    generator and dtype of torch. So is `stochastic_mode`, which trades exact sums for speed in other kernels.
 
     Attributes:
         attn_dropout_ratio: dropout of attention weights.
@@ -30,7 +29,9 @@ class DeepSpeedTransformerConfig:
         initializer_range: standard deviation of weights.
         adjust_init_range: output weights have initializer_range / sqrt(2 num_hidden_layers).
         pre_layer_norm: norms come before attention and MLP; False: after the sums.
-        gelu_checkpoint: the activation is recomputed in the backward pass.
+        normalize_invertible: outputs of norms are recomputed in the backward pass.
+        gelu_checkpoint: the output of GELU is recomputed in the backward pass.
+        attn_dropout_checkpoint: attention is recomputed in the backward pass, with the same dropout.
         return_tuple: the layer returns a tuple.
         training: the layer begins in training mode.
     """
@@ -169,32 +170,43 @@ class DeepSpeedTransformerLayer(nn.Module):
         given = [name for name, value in others.items() if value is not None and value is not False]
         if given:
             raise UsageError(f"DeepSpeedTransformerLayer: {', '.join(given)} cannot be used; the layer is an encoder's")
-        x, p = hidden_states, dict(self.named_parameters())
-        drop, before = self.config.hidden_dropout_ratio, self.config.pre_layer_norm
+        x, config = hidden_states, self.config
+        p, drop, before = dict(self.named_parameters()), config.hidden_dropout_ratio, config.pre_layer_norm
+
+        def linear(value: torch.Tensor, name: str) -> torch.Tensor:
+            return F.linear(value, p[f"{name}w"], p[f"{name}b"])
 
         def norm(value: torch.Tensor, name: str) -> torch.Tensor:
-            return F.layer_norm(
-                value, (self.config.hidden_size,), p[f"{name}w"], p[f"{name}b"], self.config.layer_norm_eps
-            )
+            return F.layer_norm(value, (config.hidden_size,), p[f"{name}w"], p[f"{name}b"], config.layer_norm_eps)
 
-        attended = self._attention(norm(x, "norm_") if before else x, attention_mask, p)
+        def norm_linear(value: torch.Tensor, first: str, second: str) -> tuple[torch.Tensor, torch.Tensor]:
+            normed = norm(value, first)
+            return normed, linear(normed, second)
+
+        def recompute(on: bool, span: Callable[..., Any], *inputs: Any, random: bool = False) -> Any:
+            if on and self.training:
+                return checkpoint(span, *inputs, use_reentrant=False, preserve_rng_state=random)
+            return span(*inputs)
+
+        # Each recomputed span ends with the linear layer that saves the recomputed tensor as its input.
+        inverted = config.normalize_invertible
+        qkv = recompute(inverted, norm_linear, x, "norm_", "attn_qkv")[1] if before else linear(x, "attn_qkv")
+        attended = recompute(
+            config.attn_dropout_checkpoint,
+            lambda qkv: linear(self._attention(qkv, attention_mask), "attn_o"),
+            qkv,
+            random=True,
+        )
         x = x + F.dropout(attended, drop, self.training)
-        x = x if before else norm(x, "attn_n")
-        inner = F.linear(norm(x, "attn_n") if before else x, p["inter_w"], p["inter_b"])
-        if self.config.gelu_checkpoint and self.training:
-            inner = checkpoint(F.gelu, inner, use_reentrant=False)
-        else:
-            inner = F.gelu(inner)
-        x = x + F.dropout(F.linear(inner, p["output_w"], p["output_b"]), drop, self.training)
+        normed, inner = recompute(inverted, norm_linear, x, "attn_n", "inter_")
+        output = recompute(config.gelu_checkpoint, lambda inner: linear(F.gelu(inner), "output_"), inner)
+        x = (x if before else normed) + F.dropout(output, drop, self.training)
         x = x if before else norm(x, "norm_")
-        return (x,) if self.config.return_tuple else x
+        return (x,) if config.return_tuple else x
 
-    def _attention(self, x: torch.Tensor, mask: torch.Tensor | None, p: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        samples, tokens, width = x.shape
-        qkv = F.linear(x, p["attn_qkvw"], p["attn_qkvb"])
-        q, k, v = qkv.view(samples, tokens, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
+    def _attention(self, qkv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = qkv.unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
         rate = self.config.attn_dropout_ratio if self.training else 0.0
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate)
-        return F.linear(found.transpose(1, 2).reshape(samples, tokens, width), p["attn_ow"], p["attn_ob"])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate).transpose(1, 2).flatten(2)
