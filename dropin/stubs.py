@@ -1,7 +1,7 @@
-"""Writes the type stubs of the package `deepspeed` from names.toml; a test compares both.
+"""Writes type stubs: of the package `deepspeed` from names.toml, of the getters from getters.toml; a test compares.
 
-`python dropin/stubs.py` replaces every `.pyi` below dropin/deepspeed. A stub class or function is marked as deprecated
-with the reason, which editors show. A name that cannot be imported is left out.
+`python dropin/stubs.py` replaces every `.pyi` below dropin. A stub class or function is marked as deprecated with the
+reason, which editors show. A name that cannot be imported is left out.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from shardwise_deepspeed.modules import PACKAGES, PATHS
 
 CONSTANTS = "shardwise_deepspeed.constants"
 OPERATORS = "shardwise_deepspeed.operators"
+GETTERS = "src/shardwise_deepspeed/key_getters.pyi"
 
 
 def files() -> dict[str, str]:
     """Return the content of each stub file by its path below dropin/."""
-    constants, found = read("constants.toml"), {}
+    getters = "".join(f"    def {name}(self) -> Any: ...\n" for name in read("getters.toml"))
+    constants, found = read("constants.toml"), {GETTERS: f"from typing import Any\n\nclass KeyGetters:\n{getters}"}
     for path in sorted(PATHS):
         name = path.replace(".", "/") + ("/__init__.pyi" if path in PACKAGES else ".pyi")
         found[name] = _module(path, constants)
@@ -67,7 +69,7 @@ def _stub(name: str, entry: Stub) -> str:
 def main() -> None:
     """Replace the stub files."""
     root = Path(__file__).parent
-    for old in (root / "deepspeed").rglob("*.pyi"):
+    for old in root.rglob("*.pyi"):
         old.unlink()
     for name, text in files().items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
