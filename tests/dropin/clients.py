@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardwise
+from shardwise.data import EngineDataLoader
 from shardwise_deepspeed import attributes, parameters
 from shardwise_deepspeed.modules import Finder
 from tests.harness import worker
@@ -42,10 +44,18 @@ def plainly() -> Iterator[None]:
     finally:
         sys.meta_path[:] = path
         logging.getLogger("shardwise").setLevel(level)
-        parameters.detach()
-        attributes.detach()
+        detach()
         for name in _imported():
             del sys.modules[name]
+
+
+def detach() -> None:
+    """Remove the attributes of the drop-in from classes of torch and of the library."""
+    added = ((nn.Parameter, parameters.ANSWERS), (torch.optim.Optimizer, attributes.ANSWERS))
+    for owner, names in (*added, (EngineDataLoader, attributes.LOADER)):
+        for name in names:
+            if name in vars(owner):
+                delattr(owner, name)
 
 
 def _imported() -> list[str]:

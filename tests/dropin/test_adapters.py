@@ -36,6 +36,7 @@ from shardwise_deepspeed import (
     optimizers,
     parameters,
 )
+from tests.dropin.clients import detach
 from tests.harness import of_all_ranks, on_ranks
 from tests.harness.logs import logged
 
@@ -182,7 +183,7 @@ def test_parameters_of_stage_3_say_how_large_they_are() -> None:
             engine.destroy()
             assert not any(hasattr(p, "ds_id") for p in [*own, plain]) and not hasattr(nn.Parameter, "ds_id")
     finally:
-        parameters.detach()
+        detach()
 
 
 @on_ranks(2)

@@ -37,7 +37,7 @@ from deepspeed.runtime import torch_autocast as torch_autocast
 from deepspeed.runtime import utils as utils
 from deepspeed.runtime import weight_quantizer as weight_quantizer
 from deepspeed.runtime import zero as zero
-from shardwise_deepspeed.engine_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
+from shardwise_deepspeed.optimizers import DeepSpeedOptimizer as DeepSpeedOptimizer
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer", "activation_checkpointing", "base_optimizer", "bf16_optimizer", "checkpoint_engine", "chunked_cross_entropy", "comm", "compiler", "config", "config_utils", "constants", "data_pipeline", "dataloader", "domino", "eigenvalue", "engine", "fp16", "hybrid_engine", "hybrid_engine_graph", "keep_in_fp32", "lr_schedules", "model_checkpointing", "pipe", "precision_config", "progressive_layer_drop", "python_gc", "quantize", "sequence_parallel", "sparse_tensor", "state_dict_factory", "swap_tensor", "tensor_parallel", "torch_autocast", "utils", "weight_quantizer", "zero"]
 

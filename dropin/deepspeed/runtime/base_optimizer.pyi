@@ -2,7 +2,7 @@ from typing import Any, NoReturn
 
 from typing_extensions import deprecated
 
-from shardwise_deepspeed.engine_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
+from shardwise_deepspeed.optimizers import DeepSpeedOptimizer as DeepSpeedOptimizer
 
 __all__ = ["BackwardHookStateManager", "DeepSpeedOptimizer", "ZeROOptimizer"]
 

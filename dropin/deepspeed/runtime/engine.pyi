@@ -3,8 +3,8 @@ from typing import Any, NoReturn
 from typing_extensions import deprecated
 
 from shardwise_deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
-from shardwise_deepspeed.engine_optimizer import DeepSpeedOptimizerCallable as DeepSpeedOptimizerCallable
-from shardwise_deepspeed.engine_optimizer import DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable
+from shardwise_deepspeed.optimizers import DeepSpeedOptimizerCallable as DeepSpeedOptimizerCallable
+from shardwise_deepspeed.optimizers import DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable
 
 __all__ = ["ADAM_OPTIMIZER", "DeepSpeedEngine", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable", "EngineTimers", "LAMB_OPTIMIZER", "MEMORY_OPT_ALLREDUCE_SIZE", "split_half_float_double_sparse"]
 

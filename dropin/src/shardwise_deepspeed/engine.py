@@ -33,6 +33,7 @@ class DeepSpeedEngine(_Explained, engine.Engine, ConfigGetters):
     """An engine with DeepSpeed's getters of the configuration."""
 
     _absent_from = ("deepspeed.DeepSpeedEngine", "engine")
+    store_checkpoint = engine.Engine.save_checkpoint
 
     def get_pld_theta(self) -> float | None:
         """Return the part of layer outputs that progressive layer dropping keeps; None without it."""

@@ -1,50 +1,74 @@
-"""Optimizers of `shardwise.optim` with the arguments of DeepSpeed's classes; they run on any device. `amsgrad` must be
-False. `set_grad_none` has no effect, because an engine owns the gradients. `fp32_optimizer_states` False keeps states
-in the parameters' dtype. Constructors raise ConfigError for an option without meaning.
+"""Optimizers of `shardwise.optim` with the arguments of DeepSpeed's classes, which run on any device; and
+`DeepSpeedOptimizer`, which recognises the optimizers of engines.
+
+`amsgrad` must be False. `set_grad_none` has no effect, because an engine owns the gradients. `fp32_optimizer_states`
+False keeps states in the parameters' dtype. Constructors raise ConfigError for an option without meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from shardwise.errors import ConfigError
 from shardwise.optim import Adagrad, Adam, Lion
+from shardwise.optim.sharding import group_shardings
+from shardwise.zero.parameters.guards import belongs_to_engine
 
 Betas = tuple[float, float]
 
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
+"""Function for `initialize(optimizer=...)`, called with the parameters."""
 
-def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
+"""Function for `initialize(lr_scheduler=...)`, called with the optimizer."""
+
+
+class _OfEngine(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.optim.Optimizer) and belongs_to_engine(instance)
+
+
+class DeepSpeedOptimizer(metaclass=_OfEngine):
+    """Class of every optimizer that an engine steps, for `isinstance`; engines do not wrap the client's instance."""
+
+
+def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer can step shards, as nearly all of torch's can."""
+    try:
+        group_shardings(optimizer)
+    except ConfigError:
+        return False
+    return True
+
+
+def _refuse_amsgrad(optimizer: torch.optim.Optimizer, amsgrad: bool) -> None:
     if amsgrad:
-        raise ConfigError(f"{name}(amsgrad=True): it has no such variant; use torch.optim.AdamW(amsgrad=True)")
-
-
-def _state_dtype(name: str, params: list[Any], fp32: bool) -> torch.dtype | None:
-    """Return the single dtype of the parameters, if states are kept in it, else None for the default."""
-    if fp32:
-        return None
-    tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
-    kinds = {tensor.dtype for tensor in tensors}
-    if len(kinds) != 1 or torch.float16 in kinds:
-        found = ", ".join(sorted(map(str, kinds)))
         raise ConfigError(
-            f"{name}(fp32_optimizer_states=False): states are kept in the parameters' one type, which cannot be fp16 "
-            f"(its range is too small); found {found}"
+            f"{type(optimizer).__name__}(amsgrad=True): it has no such variant; leave it out, or use "
+            "torch.optim.AdamW(amsgrad=True)"
         )
-    return kinds.pop()
 
 
-def _listed(params: Iterable[Any]) -> list[Any]:
-    """Return parameters or groups as lists, because they are read twice. Groups stay the same dictionaries, because
-    Accelerate passes those in which the script's schedule writes its learning rate.
+def _with_state(optimizer: torch.optim.Optimizer, given: Iterable[Any], fp32: bool) -> dict[str, Any]:
+    """Return the arguments `params` and `state_dtype`: the single dtype of the parameters, or None for the default.
+
+    Parameters are listed, because they are read twice. Groups stay the same dictionaries, because Accelerate passes
+    those in which the script's schedule writes its learning rate.
     """
-    entries = list(params)
-    for entry in entries:
+    params, kinds = list(given), set[torch.dtype]()
+    for entry in params:
         if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
             entry["params"] = list(entry["params"])
-    return entries
+        kinds |= {tensor.dtype for tensor in (entry["params"] if isinstance(entry, dict) else [entry])}
+    if not fp32 and (len(kinds) != 1 or torch.float16 in kinds):
+        raise ConfigError(
+            f"{type(optimizer).__name__}(fp32_optimizer_states=False): states are kept in the parameters' one type, "
+            f"which cannot be fp16 (its range is too small); found {', '.join(sorted(map(str, kinds)))}"
+        )
+    return {"params": params, "state_dtype": None if fp32 else kinds.pop()}
 
 
 class FusedAdam(Adam):
@@ -62,7 +86,7 @@ class FusedAdam(Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _refuse_amsgrad("FusedAdam", amsgrad)
+        _refuse_amsgrad(self, amsgrad)
         super().__init__(params, lr, betas, eps, weight_decay, adam_w_mode=adam_w_mode, bias_correction=bias_correction)
 
 
@@ -81,18 +105,10 @@ class DeepSpeedCPUAdam(Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse_amsgrad("DeepSpeedCPUAdam", amsgrad)
-        params = _listed(model_params)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            adam_w_mode=adamw_mode,
-            bias_correction=bias_correction,
-            state_dtype=_state_dtype("DeepSpeedCPUAdam", params, fp32_optimizer_states),
-        )
+        _refuse_amsgrad(self, amsgrad)
+        given = _with_state(self, model_params, fp32_optimizer_states)
+        given |= {"adam_w_mode": adamw_mode, "bias_correction": bias_correction}
+        super().__init__(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **given)
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
@@ -107,11 +123,9 @@ class DeepSpeedCPUAdagrad(Adagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if amsgrad:
-            raise ConfigError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant; leave it out")
-        params = _listed(model_params)
-        state = _state_dtype("DeepSpeedCPUAdagrad", params, fp32_optimizer_states)
-        super().__init__(params, lr, weight_decay=weight_decay, eps=eps, state_dtype=state)
+        _refuse_amsgrad(self, amsgrad)
+        given = _with_state(self, model_params, fp32_optimizer_states)
+        super().__init__(lr=lr, weight_decay=weight_decay, eps=eps, **given)
 
 
 class FusedLion(Lion):
@@ -139,6 +153,5 @@ class DeepSpeedCPULion(Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        params = _listed(model_params)
-        state = _state_dtype("DeepSpeedCPULion", params, fp32_optimizer_states)
-        super().__init__(params, lr, betas, weight_decay, state_dtype=state)
+        given = _with_state(self, model_params, fp32_optimizer_states)
+        super().__init__(lr=lr, betas=betas, weight_decay=weight_decay, **given)

@@ -6,7 +6,7 @@ A resharded parameter has them by its class (`shardwise.zero.units.released`), a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,46 +16,46 @@ from shardwise.zero.units import released
 from shardwise.zero.units.plan import TABLE
 from shardwise.zero.units.status import ZeroParamStatus
 
-
-class _OfStage3:
-    """One attribute, without a setter, because a script may assign its own value."""
-
-    def __init__(self, answer: Callable[[nn.Parameter, released.Owner], Any]) -> None:
-        self._answer = answer
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
-        keeper = None if parameter is None else released.owner_of(parameter)
-        if parameter is None or keeper is None:
-            raise AttributeError(f"{owner!r} has no attribute {self.name!r}")
-        if isinstance(keeper, ParameterOwner) and not TABLE[keeper.model.plan.stage].parameters:
-            raise AttributeError(f"a parameter of stage {keeper.model.plan.stage} has no attribute {self.name!r}")
-        return self._answer(parameter, keeper)
+Answers = Mapping[str, Callable[[Any, Any], Any]]
+"""Name of an attribute -> function of the instance and of what `find` returns for it."""
 
 
-class ParameterAttributes:
-    """The attributes; see the module."""
+class Attribute:
+    """One attribute, for the instances for which `find` does not return None; without a setter, because a script may
+    assign its own value.
+    """
 
-    ds_id = _OfStage3(lambda parameter, keeper: id(parameter))
-    ds_status = _OfStage3(lambda parameter, keeper: ZeroParamStatus.AVAILABLE)
-    ds_numel = _OfStage3(lambda parameter, keeper: parameter.numel())
-    ds_shape = _OfStage3(lambda parameter, keeper: parameter.shape)
-    partition_numel = _OfStage3(lambda parameter, keeper: lambda: keeper.kept(parameter))
+    def __init__(self, name: str, find: Callable[[Any], Any], answer: Callable[[Any, Any], Any]) -> None:
+        self._name, self._find, self._answer = name, find, answer
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        found = None if instance is None else self._find(instance)
+        if found is None:
+            raise AttributeError(f"{owner!r} has no attribute {self._name!r}, except where an engine keeps it")
+        return self._answer(instance, found)
 
 
-_DESCRIPTORS = {name: value for name, value in vars(ParameterAttributes).items() if isinstance(value, _OfStage3)}
+def add(owner: type, find: Callable[[Any], Any], answers: Answers) -> None:
+    """Add attributes to a class; idempotent."""
+    for name, answer in answers.items():
+        setattr(owner, name, Attribute(name, find, answer))
+
+
+def _keeper(parameter: nn.Parameter) -> released.Owner | None:
+    keeper = released.owner_of(parameter)
+    unsharded = isinstance(keeper, ParameterOwner) and not TABLE[keeper.model.plan.stage].parameters
+    return None if unsharded else keeper
+
+
+ANSWERS: Answers = {
+    "ds_id": lambda parameter, keeper: id(parameter),
+    "ds_status": lambda parameter, keeper: ZeroParamStatus.AVAILABLE,
+    "ds_numel": lambda parameter, keeper: parameter.numel(),
+    "ds_shape": lambda parameter, keeper: parameter.shape,
+    "partition_numel": lambda parameter, keeper: lambda: keeper.kept(parameter),
+}
 
 
 def attach() -> None:
     """Add the attributes to every parameter; idempotent."""
-    for name, descriptor in _DESCRIPTORS.items():
-        setattr(nn.Parameter, name, descriptor)
-
-
-def detach() -> None:
-    """Undo `attach`."""
-    for name in _DESCRIPTORS:
-        if name in vars(nn.Parameter):
-            delattr(nn.Parameter, name)
+    add(nn.Parameter, _keeper, ANSWERS)

@@ -4,7 +4,7 @@ from typing_extensions import deprecated
 
 from shardwise.errors import ShardwiseError as ZeRORuntimeException
 from shardwise_deepspeed.building import is_zero_param as is_zero_param
-from shardwise_deepspeed.engine_optimizer import is_zero_supported_optimizer as is_zero_supported_optimizer
+from shardwise_deepspeed.optimizers import is_zero_supported_optimizer as is_zero_supported_optimizer
 
 __all__ = ["ZeRORuntimeException", "apply_to_tensors_only", "assert_ints_same_as_other_ranks", "defragment", "get_lst_from_rank0", "get_mapping_to_flat_buffer", "get_norm_dtype", "is_builtin_type", "is_zero_param", "is_zero_supported_optimizer", "isinstance_namedtuple"]
 
