@@ -18,6 +18,21 @@ from shardwise_deepspeed.options import Parser, run
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """File of further variables for all machines, in the current or the home directory."""
 
+_FIELDS = {
+    "script": "user_script",
+    "nproc": "num_gpus",
+    "bind_cores": "bind_cores_to_rank",
+    "core_list": "bind_core_list",
+    "log_dir": "enable_each_rank_log",
+    "setup": "venv_script",
+    **{name: name for name in ("node_rank", "include", "exclude", "hostfile", "master_addr", "master_port", "module")},
+    **{name: name for name in ("no_python", "quiet", "ssh_port", "autotuning")},
+}
+"""Fields of a job that are the value of an option."""
+
+_UNSET = (-1, "", "None")
+"""Values with which the real command spells out that an option is not given."""
+
 RUNNERS = {"": "ssh", "ssh": "ssh", **{name: name for name in ("pdsh", "slurm", "openmpi", "mpich", "impi")}}
 """Launchers of shardwise by DeepSpeed's names; by default the ssh client, where DeepSpeed needs pdsh."""
 
@@ -41,41 +56,24 @@ def job_from(given: argparse.Namespace) -> Job:
     """Return the job of parsed options."""
     log = logging.getLogger("shardwise")
     log.setLevel(LEVELS[given.log_level])
-    hostfile = given.hostfile
-    if hostfile is not None and not os.path.exists(hostfile):
-        log.warning("--hostfile %s: there is no such file; this machine is used", hostfile)
-        hostfile = None
-    nproc = None if given.num_gpus == -1 else given.num_gpus
+    fields = {field: None if (value := getattr(given, name)) in _UNSET else value for field, name in _FIELDS.items()}
+    if given.hostfile is not None and not os.path.exists(given.hostfile):
+        log.warning("--hostfile %s: there is no such file; this machine is used", given.hostfile)
+        fields["hostfile"] = None
+    if given.no_ssh:
+        fields["hostfile"] = None
     nodes = None if given.num_nodes == -1 else str(given.num_nodes)
     if given.elastic_training:
         nodes = f"{max(1, given.min_elastic_nodes)}:{given.max_elastic_nodes if given.max_elastic_nodes > 0 else ''}"
-    if given.no_ssh:
-        hostfile = None
     return Job(
-        script=given.user_script,
         args=tuple(given.user_args),
-        nproc=nproc,
         nodes=nodes,
-        node_rank=None if given.node_rank == -1 else given.node_rank,
-        include=given.include or None,
-        exclude=given.exclude or None,
-        hostfile=hostfile,
-        master_addr=given.master_addr or None,
-        master_port=given.master_port,
-        module=given.module,
-        no_python=given.no_python,
         local_rank=not given.no_local_rank,
-        bind_cores=given.bind_cores_to_rank,
-        core_list=given.bind_core_list,
-        log_dir=None if given.enable_each_rank_log == "None" else given.enable_each_rank_log,
         pid_file=f"/tmp/{os.getpid()}.deepspeed" if given.save_pid else None,
-        quiet=given.quiet,
         progress="off" if given.quiet else None,
         launcher=RUNNERS[given.launcher],
         launcher_args=given.launcher_args,
-        ssh_port=given.ssh_port,
-        setup=given.venv_script,
-        autotuning=given.autotuning or None,
+        **fields,
     )
 
 

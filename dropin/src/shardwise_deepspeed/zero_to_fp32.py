@@ -148,26 +148,20 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     targets = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     source, tensors = _open(checkpoint_dir, tag, True)
-    unexpected = []
     with source:
-        held = [(tensor, [n for n in (tensor.name, *tensor.aliases) if n in targets]) for tensor in tensors]
-        for tensor, names in held:
-            for name in names:
-                if tuple(targets[name].shape) != tensor.shape:
-                    raise CheckpointError(
-                        f"{source.path}: {name!r} has shape {list(tensor.shape)}, in the model "
-                        f"{list(targets[name].shape)}"
-                    )
-        for tensor, names in held:
-            if not names:
-                unexpected.append(tensor.name)
-            for name in names:
-                target = targets.pop(name)
-                if target.is_contiguous():
-                    source.read_into(tensor, 0, target.view(-1))
-                else:
-                    target.copy_(_read(source, tensor))
-    for what, names in (("not in the checkpoint", list(targets)), ("not in the model", unexpected)):
+        found = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+        both = [name for name in targets if name in found]
+        for name in both:
+            if tuple(targets[name].shape) != found[name].shape:
+                raise CheckpointError(
+                    f"{source.path}: {name!r} has shape {list(found[name].shape)}, in the model "
+                    f"{list(targets[name].shape)}"
+                )
+        for name in both:
+            targets[name].copy_(_read(source, found[name]))
+    missing = [name for name in targets if name not in found]
+    unexpected = [tensor.name for tensor in tensors if targets.keys().isdisjoint((tensor.name, *tensor.aliases))]
+    for what, names in (("not in the checkpoint", missing), ("not in the model", unexpected)):
         if names:
             logger.warning("%s: %s: %s", checkpoint_dir, what, outline(names))
     return model
