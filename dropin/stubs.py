@@ -39,7 +39,7 @@ def _module(path: str, constants: dict[str, object]) -> str:
             lines.append(_stub(name, entry))
             continue
         assert isinstance(entry, Alias)
-        home, _, attribute = entry.target.partition(":")
+        home, attribute = entry.home, entry.attribute
         if home == CONSTANTS and attribute in constants:
             kind = type(constants[attribute]).__name__
             lines.append(f"{name}: {kind}{'[str]' if kind == 'list' else ''}")

@@ -65,8 +65,8 @@ def page() -> str:
 def _by_home(entries: Mapping[str, Alias]) -> Iterable[str]:
     found: dict[str, list[str]] = {}
     for name, entry in entries.items():
-        home, _, there = entry.target.partition(":")
-        found.setdefault(home, []).append(f"`{name}`" + (f" is `{there}`" if there not in ("", name) else ""))
+        there = f" is `{entry.attribute}`" if entry.attribute not in ("", name) else ""
+        found.setdefault(entry.home, []).append(f"`{name}`{there}")
     return (f"- `{home}`: {', '.join(names)}" for home, names in found.items())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -19,19 +19,21 @@ Kind = Literal["class", "exception", "function", "value"]
 
 @dataclass(frozen=True)
 class Alias:
-    """A name that is served: `target` is `package.module:attribute`, or the path of a module of the drop-in."""
+    """A name that is served: an attribute of a module, or without `attribute` the module `home` of the drop-in."""
 
-    target: str
+    home: str
+    attribute: str = ""
 
 
 @dataclass(frozen=True)
 class Stub:
     """A name that can be imported, passed on and derived from, and raises when used. `reason` ends a sentence that
-    begins with the name.
+    begins with the name; `home` is the first module of the table with the name for this reason.
     """
 
     kind: Kind
     reason: str
+    home: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ def read(name: str) -> dict[str, Any]:
 def table() -> Table:
     """Return module path -> name -> entry. A module without a served name does not exist."""
     made: Table = {}
+    homes: dict[tuple[str, Kind, str], str] = {}
     for path in _names()["modules"]:
-        _fill(made, path)
+        _fill(made, homes, path)
     return made
 
 
@@ -85,19 +88,21 @@ def absent_members(cls: str) -> Mapping[str, str]:
     return {name: reason for reason, names in rows for name in names.split()}
 
 
-def _fill(made: Table, path: str) -> dict[str, Entry]:
+def _fill(made: Table, homes: dict[tuple[str, Kind, str], str], path: str) -> dict[str, Entry]:
     if path in made:
         return made[path]
     section = _names()["modules"][path]
     entries: dict[str, Entry] = {}
     for other in section.get("as", "").split():
-        entries.update(_fill(made, other))
+        entries.update(_fill(made, homes, other))
     for home, names in section.items():
         if home not in _SECTIONS:
-            entries.update((name, Alias(f"{home}:{there or name}")) for name, there in _pairs(names, "="))
+            entries.update((name, Alias(home, there or name)) for name, there in _pairs(names, "="))
     entries.update((name, Alias(there)) for name, there in _pairs(section.get("module", ""), "="))
     for reason, names in _by_reason(path, section.get("stubs", {})):
-        entries.update((name, Stub(_kind(name, kind), reason)) for name, kind in _pairs(names, ":"))
+        for name, given in _pairs(names, ":"):
+            kind = _kind(name, given)
+            entries[name] = Stub(kind, reason, homes.setdefault((name, kind, reason), path))
     for reason, names in _by_reason(path, section.get("missing", {})):
         entries.update((name, Missing(reason)) for name in names.split())
     made[path] = entries

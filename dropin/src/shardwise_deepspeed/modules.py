@@ -65,31 +65,15 @@ def _sentence(name: str, reason: str) -> str:
     return f"{name} is not in shardwise {__version__} ({ROOT} {VERSION}): {reason}"
 
 
-def _homes() -> dict[tuple[str, Stub], str]:
-    """Return the first module of the table that has a stub, because all paths to it give one object."""
-    found: dict[tuple[str, Stub], str] = {}
-    for path, entries in TABLE.items():
-        for name, entry in entries.items():
-            if isinstance(entry, Stub):
-                found.setdefault((name, entry), path)
-    return found
-
-
-_HOMES = _homes()
-
-
 @functools.cache
 def _standing_in(name: str, entry: Stub) -> Any:
-    home = _HOMES[name, entry]
-    return standins.make(name, home, entry, _sentence(f"{home}.{name}", entry.reason))
+    return standins.make(name, entry, _sentence(f"{entry.home}.{name}", entry.reason))
 
 
 def resolve(entry: Alias) -> Any:
     """Return the object of an entry."""
-    home, _, attribute = entry.target.partition(":")
-    if not attribute:
-        return importlib.import_module(home)
-    found = getattr(importlib.import_module(home), attribute)
+    module = importlib.import_module(entry.home)
+    found = getattr(module, entry.attribute) if entry.attribute else module
     if "shardwise.zero.model" in sys.modules:  # no engines or parameters with attributes exist before
         importlib.import_module("shardwise_deepspeed.parameters").attach()
     return found
@@ -118,21 +102,19 @@ class DropInModule(ModuleType):
         entry = TABLE.get(self.__name__, {}).get(name)
         if entry is not None and isinstance(value, DropInModule) and value.__name__ == f"{self.__name__}.{name}":
             return  # the import system assigns a module to its parent; a name of the table has precedence
-        if not isinstance(entry, Alias) or ":" not in entry.target:
+        if not isinstance(entry, Alias) or not entry.attribute:
             return super().__setattr__(name, value)
-        home, _, attribute = entry.target.partition(":")
-        module = importlib.import_module(home)
-        _originals.setdefault((home, attribute), getattr(module, attribute))
-        setattr(module, attribute, value)
+        module = importlib.import_module(entry.home)
+        _originals.setdefault(entry, getattr(module, entry.attribute))
+        setattr(module, entry.attribute, value)
 
     def __delattr__(self, name: str) -> None:
         """Undo an assignment; names of the table cannot be removed."""
         entry = TABLE.get(self.__name__, {}).get(name)
-        if not isinstance(entry, Alias) or ":" not in entry.target:
+        if not isinstance(entry, Alias) or not entry.attribute:
             return super().__delattr__(name)
-        home, _, attribute = entry.target.partition(":")
-        if (home, attribute) in _originals:
-            setattr(importlib.import_module(home), attribute, _originals.pop((home, attribute)))
+        if entry in _originals:
+            setattr(importlib.import_module(entry.home), entry.attribute, _originals.pop(entry))
 
     def __dir__(self) -> list[str]:
         path = self.__name__
@@ -141,8 +123,8 @@ class DropInModule(ModuleType):
         return sorted({*super().__dir__(), *had, *children})
 
 
-_originals: dict[tuple[str, str], Any] = {}
-"""Values before the first assignment, by module and attribute of shardwise."""
+_originals: dict[Alias, Any] = {}
+"""Values before the first assignment."""
 
 
 def prepare(module: ModuleType) -> None:

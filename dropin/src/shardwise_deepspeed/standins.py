@@ -55,11 +55,11 @@ class _Value:
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __or__ = __and__ = _refuse
 
 
-def make(name: str, home: str, entry: Stub, text: str) -> Any:
-    """Return a stub with a name, `__module__` `home`, its entry, and the error's message `text`."""
+def make(name: str, entry: Stub, text: str) -> Any:
+    """Return a stub with a name, its entry, and the error's message `text`."""
     if entry.kind in ("class", "exception"):
         bases = (Exception,) if entry.kind == "exception" else ()  # for `except`
-        body = {"__module__": home, "__doc__": f"Stands in: {text}.", "__new__": _refuse_to_make}
+        body = {"__module__": entry.home, "__doc__": f"Stands in: {text}.", "__new__": _refuse_to_make}
         return _Class(name, bases, {**body, "_shardwise_reason": text})
     if entry.kind == "function":
 
@@ -67,6 +67,6 @@ def make(name: str, home: str, entry: Stub, text: str) -> Any:
             raise AbsentNameError(text)
 
         stand_in.__name__ = stand_in.__qualname__ = name
-        stand_in.__module__, stand_in.__doc__ = home, f"Stands in: {text}."
+        stand_in.__module__, stand_in.__doc__ = entry.home, f"Stands in: {text}."
         return stand_in
     return _Value(text)
