@@ -104,6 +104,7 @@ class Accelerator:
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._cuda = kind == "cuda"
+        self._torch: Any = torch.cuda if self._cuda else torch
         self._communication_backend_name = "nccl" if self._cuda else "gloo"
         self._compile_backend = "inductor"
 
@@ -170,15 +171,13 @@ class Accelerator:
         return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
-        else:
-            torch.set_rng_state(new_state)
+        self._torch.set_rng_state(new_state, *self._device_of(device_index))
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        if self._cuda:
-            return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
-        return torch.get_rng_state()
+        return self._torch.get_rng_state(*self._device_of(device_index))
+
+    def _device_of(self, index: int | None) -> list[int | str]:
+        return ["cuda" if index is None else index] if self._cuda else []
 
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator

@@ -73,16 +73,12 @@ def _count(model: nn.Module) -> tuple[int, int]:
     return total, max(layers, default=0)
 
 
-def _print(
-    title: str, num_gpus_per_node: int, num_nodes: int, rows: list[dict[str, bool]], of: Callable[..., tuple[int, ...]]
-) -> None:
-    print(
-        f"Estimated memory needed for model states on {num_nodes} node{'s' * (num_nodes != 1)} of {num_gpus_per_node} "
-        f"GPU{'s' * (num_gpus_per_node != 1)}, {title}."
-    )
+def _print(title: str, gpus: int, nodes: int, rows: list[dict[str, bool]], of: Callable[..., tuple[int, ...]]) -> None:
+    on = f"{nodes} node{'s' * (nodes != 1)} of {gpus} GPU{'s' * (gpus != 1)}"
+    print(f"Estimated memory needed for model states on {on}, {title}.")
     print("  per node |   per GPU | settings")
     for settings in rows:
-        host, gpu = of(num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes, **settings)[:2]
+        host, gpu = of(num_gpus_per_node=gpus, num_nodes=nodes, **settings)[:2]
         named = ", ".join(f"{name}={int(value)}" for name, value in settings.items())
         print(f"{host / _GB:8.2f}GB |{gpu / _GB:8.2f}GB | {named}")
 
@@ -91,13 +87,9 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print `estimate_zero2_model_states_mem_needs` with and without offload."""
-    _print(
-        f"{total_params / 1e6:.0f}M parameters, ZeRO stage 2",
-        num_gpus_per_node,
-        num_nodes,
-        [{"cpu_offload": True}, {"cpu_offload": False}],
-        partial(estimate_zero2_model_states_mem_needs, total_params, additional_buffer_factor=additional_buffer_factor),
-    )
+    of = partial(estimate_zero2_model_states_mem_needs, total_params, additional_buffer_factor=additional_buffer_factor)
+    rows = [{"cpu_offload": True}, {"cpu_offload": False}]
+    _print(f"{total_params / 1e6:.0f}M parameters, ZeRO stage 2", num_gpus_per_node, num_nodes, rows, of)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -116,22 +108,17 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print `estimate_zero3_model_states_mem_needs` with each kind of offload."""
-    _print(
-        f"{total_params / 1e6:.0f}M parameters, {largest_layer_params / 1e6:.0f}M in the largest layer, ZeRO stage 3",
-        num_gpus_per_node,
-        num_nodes,
-        [
-            {"cpu_offload": offload, "cpu_offload_params": params, "zero_init": init}
-            for offload, params in ((True, True), (True, False), (False, False))
-            for init in (True, False)
-        ],
-        partial(
-            estimate_zero3_model_states_mem_needs,
-            total_params,
-            largest_layer_params,
-            additional_buffer_factor=additional_buffer_factor,
-        ),
+    sizes = {"total_params": total_params, "largest_layer_params": largest_layer_params}
+    of = partial(estimate_zero3_model_states_mem_needs, **sizes, additional_buffer_factor=additional_buffer_factor)
+    rows = [
+        {"cpu_offload": offload, "cpu_offload_params": params, "zero_init": init}
+        for offload, params in ((True, True), (True, False), (False, False))
+        for init in (True, False)
+    ]
+    title = (
+        f"{total_params / 1e6:.0f}M parameters, {largest_layer_params / 1e6:.0f}M in the largest layer, ZeRO stage 3"
     )
+    _print(title, num_gpus_per_node, num_nodes, rows, of)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(

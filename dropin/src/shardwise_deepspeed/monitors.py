@@ -49,6 +49,9 @@ class _OfService(Monitor):
 
     _section = ""
 
+    def __init_subclass__(cls, section: str | None = None) -> None:
+        cls._section = section or cls._section
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         sections = SimpleNamespace(**{self._section: config})
@@ -61,36 +64,28 @@ class _OfService(Monitor):
         self._writer.write_events(event_list)
 
 
-class TensorBoardMonitor(_OfService):
+class TensorBoardMonitor(_OfService, section="tensorboard"):
     """TensorBoard."""
 
-    _section = "tensorboard"
 
-
-class WandbMonitor(_OfService):
+class WandbMonitor(_OfService, section="wandb"):
     """Weights & Biases."""
 
-    _section = "wandb"
 
-
-class csvMonitor(_OfService):
+class csvMonitor(_OfService, section="csv_monitor"):
     """CSV files."""
 
-    _section = "csv_monitor"
 
-
-class CometMonitor(_OfService):
+class CometMonitor(_OfService, section="comet"):
     """Comet."""
 
-    _section = "comet"
+
+class _MLflowMonitor(_OfService, section="mlflow"):
+    """MLflow."""
 
 
-class _MLflowMonitor(_OfService):
-    _section = "mlflow"
-
-
-class _JSONLMonitor(_OfService):
-    _section = "jsonl_monitor"
+class _JSONLMonitor(_OfService, section="jsonl_monitor"):
+    """JSON lines."""
 
 
 class MonitorMaster(Monitor):
@@ -104,8 +99,7 @@ class MonitorMaster(Monitor):
         self.wandb_monitor = WandbMonitor(monitor_config.wandb)
         self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
         self.comet_monitor = CometMonitor(monitor_config.comet)
-        own = {"mlflow": _MLflowMonitor, "jsonl_monitor": _JSONLMonitor}
-        others = [make(getattr(monitor_config, name, None)) for name, make in own.items()]
+        others = [make(getattr(monitor_config, make._section, None)) for make in (_MLflowMonitor, _JSONLMonitor)]
         self._all = [self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor, *others]
         self.enabled = any(member.enabled for member in self._all)
 
