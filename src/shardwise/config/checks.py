@@ -26,12 +26,9 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_onebit(config),
         *_ranks(config, world_size),
         *_watch(config),
-        *_sample_seed(config),
         *_local(config, world_size),
-        *_unequal(config),
         *_quantized(config),
-        *_float8(config),
-        *_data(config),
+        *_pairs(config),
     ]
 
 
@@ -148,30 +145,6 @@ def _quantized(config: Config) -> Iterator[Problem]:
         yield Problem("quantize_training", message, ConflictError)
 
 
-def _float8(config: Config) -> Iterator[Problem]:
-    if not config.float8.enabled:
-        return
-    for path, held, reason in (
-        ("tensor_parallel.autotp_size", config.tensor_parallel.size > 1, "divided layers have products of their own"),
-        ("compression_training", bool(config.compression_methods.methods), "it changes the same layers"),
-        ("pipeline.stages", has_stages(config), "layers of stages are built later"),
-    ):
-        if held:
-            message = f"cannot be combined with `{path}` of this configuration: {reason}; remove one of them"
-            yield Problem("float8.enabled", message, ConflictError)
-    if not config.float8.all_gather:
-        return
-    zero = config.zero_optimization
-    for path, held, reason in (
-        ("zero_optimization.zero_quantized_weights", zero.zero_quantized_weights, "both code what is gathered"),
-        ("zero_optimization.mics_hierarchical_params_gather", zero.mics_hierarchical_params_gather, "it has one level"),
-        ("torch_autocast.enabled", config.torch_autocast.enabled, "it keeps fp32 parameters for exact gathers"),
-    ):
-        if held:
-            message = f"cannot be combined with `{path}` of this configuration: {reason}; remove one of them"
-            yield Problem("float8.all_gather", message, ConflictError)
-
-
 def _budget(config: Config) -> Iterator[Problem]:
     budget, limit = config.memory_budget, config.memory_limits.device
     if None not in (budget, limit) and budget != limit:
@@ -187,10 +160,6 @@ def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
             "to 0 or this key to true"
         )
         yield Problem("zero_optimization.compute_grad_norm", message, ConflictError)
-    if zero.zero_quantized_weights and config.torch_autocast.enabled:
-        reason = "which keeps fp32 parameters for exact gathers"
-        message = f"cannot be combined with `torch_autocast.enabled`, {reason}; keep one of them"
-        yield Problem("zero_optimization.zero_quantized_weights", message, ConflictError)
     for name, size in (("zero_hpz_partition_size", second), ("zero_node_size", node or 1)):
         yield from _divides(f"zero_optimization.{name}", size, world_size)
 
@@ -262,23 +231,6 @@ def _watch(config: Config) -> Iterator[Problem]:
                 yield Problem(path, message, ConflictError)
 
 
-def _sample_seed(config: Config) -> Iterator[Problem]:
-    if config.sample_seed is None:
-        return
-    for path, held, reason in (
-        (
-            "sequence_parallel_size",
-            config.sequence_parallel_size > 1,
-            "parts of a sequence need masks of their own",
-        ),
-        ("pipeline.stages", has_stages(config), "stages run several micro-batches at a time"),
-        ("managed_gradient_accumulation", not config.managed_gradient_accumulation, "micro-batches are not counted"),
-    ):
-        if held:
-            message = f"cannot be combined with `{path}` of this configuration: {reason}; remove one of them"
-            yield Problem("sample_seed", message, ConflictError)
-
-
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     wanted = config.data_parallel_size
     if wanted is not None and wanted != world_size and config.sequence_parallel_size * config.tensor_parallel.size == 1:
@@ -332,41 +284,54 @@ def _not_local(config: Config) -> Iterator[tuple[str, str]]:
         yield "sequence_parallel_size", "a replica is divided by ZeRO only"
 
 
-def _unequal(config: Config) -> Iterator[Problem]:
-    if not config.unequal_batches.enabled:
-        return
-    for path, held, reason in (
-        ("pipeline.stages", has_stages(config), "messages of stages have one size"),
-        ("expert_parallel.enabled", config.expert_parallel.enabled, "ranks exchange tokens of equal micro-batches"),
-        ("sample_seed", config.sample_seed is not None, "it needs micro-batches of equal size"),
-        ("gradient_allreduce_op", config.gradient_allreduce_op == "sum", "losses count by samples only in a mean"),
-        ("dataloader_drop_last", not config.dataloader_drop_last, "a last batch that is not full cannot be divided"),
-    ):
-        if held:
-            message = f"{reason}; " + ("set it to true" if path == "dataloader_drop_last" else "remove one of the two")
-            yield Problem(path, f"cannot be combined with `unequal_batches`: {message}", ConflictError)
-
-
-def _data(config: Config) -> Iterator[Problem]:
-    """Yield what cannot be combined with data efficiency and layer dropping."""
-    efficiency, stages = config.data_efficiency, has_stages(config)
-    sequences, unequal = config.sequence_parallel_size > 1, config.unequal_batches.enabled
-    within = "data_efficiency.data_sampling"
-    forms = "the sampler forms the batches"
-    drops = ("data_efficiency.data_routing.random_ltd.enabled", efficiency.token_drop is not None)
+def _pairs(config: Config) -> Iterator[Problem]:
+    """Yield the pairs of keys that cannot be combined."""
+    zero, efficiency, sampling = config.zero_optimization, config.data_efficiency, "data_efficiency.data_sampling"
+    autocast = ("torch_autocast.enabled", config.torch_autocast.enabled)
+    codes = ("zero_optimization.zero_quantized_weights", zero.zero_quantized_weights)
+    levels = ("zero_optimization.mics_hierarchical_params_gather", zero.mics_hierarchical_params_gather)
+    float8 = ("float8.enabled", config.float8.enabled)
+    float8_gather = ("float8.all_gather", config.float8.enabled and config.float8.all_gather)
+    tensors = ("tensor_parallel.autotp_size", config.tensor_parallel.size > 1)
+    layers = ("compression_training", bool(config.compression_methods.methods))
+    stages = ("pipeline.stages", has_stages(config))
+    sequences = ("sequence_parallel_size", config.sequence_parallel_size > 1)
+    experts = ("expert_parallel.enabled", config.expert_parallel.enabled)
+    seed = ("sample_seed", config.sample_seed is not None)
+    uncounted = ("managed_gradient_accumulation", not config.managed_gradient_accumulation)
+    unequal = ("unequal_batches.enabled", config.unequal_batches.enabled)
+    total = ("gradient_allreduce_op", config.gradient_allreduce_op == "sum")
+    rest = ("dataloader_drop_last", not config.dataloader_drop_last)
     skips = ("progressive_layer_drop.enabled", config.progressive_layer_drop.enabled)
-    draws = (f"{within}.curriculum_learning.enabled", efficiency.curriculum is not None)
-    fills = (f"{within}.dynamic_batching.enabled", efficiency.token_batches is not None)
+    drops = ("data_efficiency.data_routing.random_ltd.enabled", efficiency.token_drop is not None)
+    draws = (f"{sampling}.curriculum_learning.enabled", efficiency.curriculum is not None)
+    fills = (f"{sampling}.dynamic_batching.enabled", efficiency.token_batches is not None)
+    forms = "the sampler forms the batches"
     rules = (
-        (*skips, "pipeline.stages", stages, "a skipped layer would leave its stage idle, and no step would be shorter"),
-        (*drops, "pipeline.stages", stages, "stages pass whole sequences on"),
-        (*drops, "sequence_parallel_size", sequences, "a rank has a part of each sequence, and attention needs all"),
-        (*draws, "unequal_batches.enabled", unequal, forms),
-        (*draws, "sample_seed", config.sample_seed is not None, forms),
-        (*fills, "unequal_batches.enabled", unequal, forms),
-        (*fills, "sample_seed", config.sample_seed is not None, forms),
-        (*fills, "pipeline.stages", stages, "micro-batches differ in size"),
-        (*fills, "managed_gradient_accumulation", not config.managed_gradient_accumulation, "steps have equally many"),
+        (*codes, *autocast, "it keeps fp32 parameters for exact gathers"),
+        (*float8, *tensors, "divided layers have products of their own"),
+        (*float8, *layers, "it changes the same layers"),
+        (*float8, *stages, "layers of stages are built later"),
+        (*float8_gather, *codes, "both code what is gathered"),
+        (*float8_gather, *levels, "it has one level"),
+        (*float8_gather, *autocast, "it keeps fp32 parameters for exact gathers"),
+        (*seed, *sequences, "parts of a sequence need masks of their own"),
+        (*seed, *stages, "stages run several micro-batches at a time"),
+        (*seed, *uncounted, "micro-batches are not counted"),
+        (*stages, *unequal, "messages of stages have one size"),
+        (*experts, *unequal, "ranks exchange tokens of equal micro-batches"),
+        (*seed, *unequal, "it needs micro-batches of equal size"),
+        (*total, *unequal, "losses count by samples only in a mean"),
+        (*rest, *unequal, "a last batch that is not full cannot be divided, so this has to be true"),
+        (*skips, *stages, "a skipped layer would leave its stage idle, and no step would be shorter"),
+        (*drops, *stages, "stages pass whole sequences on"),
+        (*drops, *sequences, "a rank has a part of each sequence, and attention needs all"),
+        (*draws, *unequal, forms),
+        (*draws, *seed, forms),
+        (*fills, *unequal, forms),
+        (*fills, *seed, forms),
+        (*fills, *stages, "micro-batches differ in size"),
+        (*fills, *uncounted, "steps have equally many"),
     )
     for path, on, other, held, reason in rules:
         if on and held:
