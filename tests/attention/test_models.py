@@ -180,6 +180,35 @@ def test_heads_of_a_rank_have_their_own_layouts(family: str) -> None:
                 torch.testing.assert_close(rank[name], parameter.grad, rtol=1e-3, atol=1e-3)
 
 
+FIXED = {"mode": "fixed", "block": 4, "different_layout_per_head": True, "num_different_global_patterns": 4}
+
+
+def fixed_over_sequences() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    group = begin(2)
+    model = share_attention(sparsify(made("llama"), layout_of(FIXED, HEADS["llama"])))
+    whole = complete(data(0))
+    parts = {name: whole[name].tensor_split(2, dim=-1)[group.rank] for name in ("input_ids", "position_ids")}
+    logits = model(**parts).logits
+    logits.square().sum().backward()
+    end()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_fixed_layouts_of_heads_over_sequences() -> None:
+    layout = layout_of(FIXED, HEADS["llama"])
+    blocks = layout.make_layout(TOKENS)
+    assert len({head.numpy().tobytes() for head in blocks}) == 4
+    model = made("llama", attn_implementation="sdpa")
+    mask = masked("llama", layout, torch.ones(2, TOKENS), torch.float32)
+    expected = model(input_ids=data(0)["input_ids"], attention_mask=mask).logits
+    expected.square().sum().backward()
+    ranks = run_ranks(fixed_over_sequences, 2)
+    torch.testing.assert_close(torch.cat([rank[0] for rank in ranks], dim=1), expected.detach(), rtol=1e-3, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        found = sum(rank[1][name] for rank in ranks)
+        assert (found - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+
+
 def test_plans_know_the_layout() -> None:
     """The plan of a model that has the layout already is that of a section; the model itself stays dense."""
     model = made("llama")

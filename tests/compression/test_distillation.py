@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def counted(ids: torch.Tensor) -> torch.Tensor:
     return (ids != 0) & (torch.arange(9) < 7)
 
 
-def plain(ranks: int) -> dict[str, torch.Tensor]:
+def plain(ranks: int, micros: int) -> dict[str, torch.Tensor]:
     teacher, student = models()
     seen: dict[str, torch.Tensor] = {}
     for model, names in ((student, HIDDEN), (teacher, HIDDEN.values())):
@@ -51,8 +52,8 @@ def plain(ranks: int) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for rank in range(ranks):
-            ids = tokens(step, rank)
+        for micro, rank in itertools.product(range(micros), range(ranks)):
+            ids = tokens(micros * step + micro, rank)
             logits = student(ids)
             with torch.no_grad():
                 wanted = (teacher(ids) / 3.0).softmax(-1)
@@ -61,19 +62,20 @@ def plain(ranks: int) -> dict[str, torch.Tensor]:
             loss = 0.75 * 9.0 * each[mask].mean() + 0.25 * own_loss(logits, ids)
             for own, of in HIDDEN.items():
                 loss = loss + 0.5 * (seen[True, own] - seen[False, of]).square().mean()
-            (loss / ranks).backward()
+            (loss / ranks / micros).backward()
         optimizer.step()
     return {name: parameter.detach() for name, parameter in student.named_parameters()}
 
 
-def distilled(stage: int, expected: dict[str, torch.Tensor]) -> None:
+def distilled(stage: int, micros: int, expected: dict[str, torch.Tensor]) -> None:
     teacher_model, student_model = models()
+    window = {"gradient_accumulation_steps": micros}
     teacher = shardwise.initialize(model=teacher_model, config=config_of(3, rows=ROWS))[0]
-    engine = shardwise.initialize(model=student_model, config=config_of(stage, SGD, rows=ROWS))[0]
+    engine = shardwise.initialize(model=student_model, config=config_of(stage, SGD, rows=ROWS, **window))[0]
     distillation = Distillation(teacher, temperature=3.0, weight=0.75, student=engine, hidden=HIDDEN, hidden_weight=0.5)
     before = {name: value.clone() for name, value in masters(teacher.module).items()}
-    for step in range(STEPS):
-        ids = tokens(step, dist.get_rank())
+    for micro in range(micros * STEPS):
+        ids = tokens(micro, dist.get_rank())
         logits = engine(ids)
         engine.backward(distillation(logits, own_loss(logits, ids), ids, mask=counted(ids)))
         engine.step()
@@ -91,9 +93,12 @@ def _states(module: nn.Module) -> list[Any]:
     return [hook for hook in module._forward_hooks.values() if "_State" in repr(hook)]
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 0), (2, 3), thorough(2, 1), thorough(2, 2)])
-def test_a_student_of_a_sharded_teacher_trains_as_in_one_process(ranks: int, stage: int) -> None:
-    run_ranks(distilled, ranks, stage, plain(ranks))
+CASES = [(1, 3, 1), (2, 0, 1), (2, 2, 2), (2, 3, 1), thorough(2, 1, 1), thorough(2, 2, 1)]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "micros"), CASES)
+def test_a_student_of_a_sharded_teacher_trains_as_in_one_process(ranks: int, stage: int, micros: int) -> None:
+    run_ranks(distilled, ranks, stage, micros, plain(ranks, micros))
 
 
 def test_mistakes_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -249,26 +250,36 @@ def test_a_part_of_a_sequence_is_not_truncated() -> None:
 
 
 @on_ranks(2)
-def test_a_pipeline_truncates_its_batches(tmp_path: Path) -> None:
+def test_a_pipeline_truncates_its_batches() -> None:
+    """Batches of evaluation keep their length."""
+    seen = []
+
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        assert labels.shape[1] == LENGTHS[engine.global_steps]
+        seen.append(labels.shape[1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    torch.manual_seed(5)
+    def batches(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(batch(2 * step + micro, 0), batch(2 * step + micro, 0)) for micro in range(2)]
+
     layers = [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)]
-    model = shardwise.pipe.PipelineModule(layers, num_stages=2, loss_fn=loss)
-    engine = engine_of(model, curriculum_learning=SHORT)
-    losses = [engine.train_batch(iter([(batch(step, 0), batch(step, 0))])).item() for step in range(STEPS)]
     torch.manual_seed(5)
-    alone = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS))
+    alone = copy.deepcopy(nn.Sequential(*layers))
+    model = shardwise.pipe.PipelineModule(layers, num_stages=2, loss_fn=loss)
+    engine = engine_of(model, curriculum_learning=SHORT, gradient_accumulation_steps=2)
     for step, length in enumerate(LENGTHS):
-        ids = batch(step, 0)[:, :length]
-        value = nn.functional.cross_entropy(alone(ids).flatten(0, 1), ids.flatten())
-        assert losses[step] == pytest.approx(value.item(), rel=1e-5)
-        for parameter, gradient in zip(
-            alone.parameters(), torch.autograd.grad(value, list(alone.parameters())), strict=True
-        ):
+        seen.clear()
+        found = engine.train_batch(iter(batches(step))).item(), engine.eval_batch(iter(batches(step))).item()
+        assert seen == ([] if dist.get_rank() == 0 else [length] * 2 + [LENGTH] * 2)
+
+        def mean(most: int, step: int = step) -> torch.Tensor:
+            parts = [ids[:, :most] for ids, _ in batches(step)]
+            losses = [nn.functional.cross_entropy(alone(ids).flatten(0, 1), ids.flatten()) for ids in parts]
+            return torch.stack(losses).mean()
+
+        value, parameters = mean(length), list(alone.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(value, parameters), strict=True):
             parameter.data -= 0.2 * gradient
+        assert found == pytest.approx((value.item(), mean(LENGTH).item()), rel=1e-5)
 
 
 def test_schedules() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from pathlib import Path
@@ -69,13 +70,13 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).requires_grad_()
 
 
-def kept_layers(step: int, layers: int = LAYERS, seed: int = 1234) -> dict[int, float]:
-    """Return the probability of each layer that is computed."""
+def kept_layers(step: int, layers: int = LAYERS, seed: int = 1234, micro: int = 0) -> dict[int, float]:
+    """Return the probability of each layer that a micro-batch of a step computes."""
     theta = (1 - DROP["theta"]) * math.exp(-DROP["gamma"] * step) + DROP["theta"]
     found = {}
     for layer in range(layers):
         probability = 1 - layer / layers * (1 - theta)
-        if probability == 1 or random.Random(mixed_seed(seed, 0, step, 0, 1, layer)).random() < probability:
+        if probability == 1 or random.Random(mixed_seed(seed, 0, step, micro, 1, layer)).random() < probability:
             found[layer] = probability
     return found
 
@@ -139,6 +140,26 @@ def as_a_loop(ranks: int, form: str) -> None:
 def test_training_is_that_of_a_loop_that_skips_layers(ranks: int, form: str) -> None:
     assert any(len(kept_layers(step)) < LAYERS for step in range(STEPS))
     run_ranks(as_a_loop, ranks, ranks, form)
+
+
+@on_ranks(2)
+def test_recomputed_micro_batches_of_a_window_skip_as_a_loop() -> None:
+    wanted = Net()
+    optimizer = torch.optim.SGD(wanted.parameters(), lr=0.2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro, rank in itertools.product(range(2), range(2)):
+            kept = kept_layers(step, micro=micro)
+            (wanted(batch(2 * step + micro, rank), kept).square().mean() / 4).backward()
+        optimizer.step()
+    assert any(kept_layers(step, micro=0) != kept_layers(step, micro=1) for step in range(STEPS))
+    for stage, reentrant in ((3, False), (1, True)):
+        engine = engine_of(Net(recompute=reentrant), stage, gradient_accumulation_steps=2)
+        train(engine, range(2 * STEPS))
+        for (name, parameter), other in zip(engine.module.named_parameters(), wanted.parameters(), strict=True):
+            found = safe_get_full_fp32_param(parameter)
+            torch.testing.assert_close(found, other.detach(), rtol=1e-5, atol=1e-6, msg=name)
+        engine.destroy()
 
 
 @on_ranks(2)

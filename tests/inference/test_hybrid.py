@@ -94,6 +94,41 @@ def test_training_and_answers_alternate(stage: int, lora: bool, section: Any, ze
         assert torch.equal(values, results[1][2][name])
 
 
+def window(stage: int, section: dict[str, Any], zero: dict[str, Any]) -> Any:
+    """Train two windows of two micro-batches, with and without answers between these."""
+    results, found = [], []
+    for asked in (False, True):
+        hybrid = {"enabled": True, **section}
+        config = config_of(stage, SGD, rows=2, zero=zero, gradient_accumulation_steps=2, hybrid_engine=hybrid)
+        engine, *_ = shardwise.initialize(model=generating("llama").train(), config=config)
+        for number in range(4):
+            step(engine, number)
+            if asked and number % 2 == 0:
+                engine.eval()
+                found.append(answers(engine, 2, "right", NEW))
+                engine.train()
+                found.append(answers(engine, 2, "right", NEW))
+                found.append(expected(whole(engine, False), 2, NEW))
+        results.append(engine.module_state_dict())
+        engine.destroy()
+    return results, found
+
+
+@pytest.mark.parametrize(
+    ("stage", "section", "zero"),
+    [
+        (0, {"inference_tp_size": 2}, {}),
+        (2, {"pin_parameters": False}, {}),
+        (3, {}, {}),
+        thorough(3, {"inference_tp_size": 2}, {"offload_param": {"device": "cpu"}}),
+    ],
+)
+def test_answers_between_micro_batches_change_nothing(stage: int, section: Any, zero: Any) -> None:
+    for (alone, asked), found in run_ranks(window, 2, stage, section, zero):
+        assert all(torch.equal(alone[name], asked[name]) for name in alone)
+        assert found[0] == found[1] == found[2] != found[3] and found[3] == found[4] == found[5]
+
+
 def shared() -> Any:
     """Answer with a model that tensor parallelism divides in training, and after weights were loaded."""
     config = config_of(1, SGD, rows=2, tensor_parallel={"autotp_size": 2}, hybrid_engine={"enabled": True})

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardwise
 from shardwise.errors import ConfigError
 from shardwise.precision.float8 import own_linear_layers
 from tests.harness import run_ranks
-from tests.inference.models import answers, generating
+from tests.inference.models import answers, expected, generating
 
 # Not in the environment of the other tests: transformers imports it wherever it is, and warns.
 if importlib.util.find_spec("torchao") is None:
@@ -46,21 +45,26 @@ def test_layers_compute_with_few_bits(settings: dict[str, Any], bound: float) ->
 
 def quantised(size: int) -> Any:
     model = generating("llama")
-    engine = shardwise.init_inference(model, dtype="int8", mp_size=size)
-    weights = [layer.weight for layer in own_linear_layers(model).values()]
-    found = answers(engine, 3, "left", 12), sum(one.qdata.nbytes for one in weights)
+    engine = shardwise.init_inference(model, dtype="fp32", quant={"weight": {"num_bits": 8}}, mp_size=size)
+    layers = own_linear_layers(model)
+    weights = {f"{name}.weight": layer.weight.dequantize() for name, layer in layers.items()}
+    found = answers(engine, 3, "left", 12), sum(layer.weight.qdata.nbytes for layer in layers.values()), weights
     assert type(model.lm_head.weight.data) is torch.Tensor
     engine.destroy()
-    return (*found, dist.get_rank())
+    return found
 
 
 def test_quantised_parts_generate() -> None:
-    single = run_ranks(quantised, 1, 1)[0]
+    whole = run_ranks(quantised, 1, 1)[0][1]
     first, second = run_ranks(quantised, 2, 2)
     assert first[0] == second[0]
-    assert first[1] == second[1] == single[1] / 2
-    # Scales of a row-parallel layer are those of a rank's inputs, so that answers may part later.
-    assert [row[:2] for row in first[0]] == [row[:2] for row in single[0]]
+    assert first[1] == second[1] == whole / 2
+    plain = generating("llama")
+    values = plain.state_dict()
+    for name, part in first[2].items():
+        divided = next(dim for dim in (0, 1) if part.shape[dim] < values[name].shape[dim])
+        values[name].copy_(torch.cat([part, second[2][name]], divided))
+    assert first[0] == expected(plain, 3, 12)
 
 
 def test_models_without_linear_layers_are_refused() -> None:
