@@ -108,8 +108,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print `estimate_zero3_model_states_mem_needs` with each kind of offload."""
-    sizes = {"total_params": total_params, "largest_layer_params": largest_layer_params}
-    of = partial(estimate_zero3_model_states_mem_needs, **sizes, additional_buffer_factor=additional_buffer_factor)
+    estimate = partial(estimate_zero3_model_states_mem_needs, total_params, largest_layer_params)
+    of = partial(estimate, additional_buffer_factor=additional_buffer_factor)
     rows = [
         {"cpu_offload": offload, "cpu_offload_params": params, "zero_init": init}
         for offload, params in ((True, True), (True, False), (False, False))

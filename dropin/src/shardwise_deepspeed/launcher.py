@@ -56,7 +56,9 @@ def job_from(given: argparse.Namespace) -> Job:
     """Return the job of parsed options."""
     log = logging.getLogger("shardwise")
     log.setLevel(LEVELS[given.log_level])
-    fields = {field: None if (value := getattr(given, name)) in _UNSET else value for field, name in _FIELDS.items()}
+    fields: dict[str, Any] = {
+        field: None if (value := getattr(given, name)) in _UNSET else value for field, name in _FIELDS.items()
+    }
     if given.hostfile is not None and not os.path.exists(given.hostfile):
         log.warning("--hostfile %s: there is no such file; this machine is used", given.hostfile)
         fields["hostfile"] = None
