@@ -18,10 +18,11 @@ from shardwise.config.schema.parallel import ExpertParallel
 from shardwise.errors import ConfigError
 from shardwise.moe.huggingface import StackedExperts, convert
 from shardwise.registry import part_of
-from shardwise.utils import safe_get_full_grad
+from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.families import WORDS, build
 from tests.harness import run_ranks, thorough
 from tests.harness.training import SGD, config_of
+from tests.optim.reference import WrittenMuon
 
 FAMILIES = [
     "mixtral",
@@ -142,6 +143,46 @@ def test_divided_experts_train_as_one_process(
     model = made(families[0])
     report = model.load_state_dict(weights, strict=False)
     assert not report.unexpected_keys and set(report.missing_keys) <= {"lm_head.weight"}
+
+
+MUON = {"lr": 0.05, "weight_decay": 0.1}
+
+
+def stepped_by_muon(family: str, settings: list[tuple[int, str]]) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for stage, device in settings:
+        keys = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+        config = config_of(
+            stage, {"type": "Muon", "params": MUON}, zero={"offload_optimizer": {"device": device}}, **keys
+        )
+        engine, *_ = shardwise.initialize(model=made(family), config=config)
+        for step in range(2):
+            ids = tokens(dist.get_rank(), step)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        values = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+        found.append({n: value.clone() for n, value in values.items() if value is not None})
+        engine.destroy()
+    return found
+
+
+def test_muon_steps_each_divided_expert_by_itself() -> None:
+    """With biases of experts, which are stacks of vectors."""
+    model = made("gpt_oss")
+    groups: list[dict[str, Any]] = [{"params": [], "use_muon": flag, "stacked": True} for flag in (True, False)]
+    for name, parameter in model.named_parameters():
+        vector = parameter.dim() < 2 or any(word in name for word in ("embed", "lm_head", "_bias"))
+        groups[vector]["params"].append(parameter)
+    written = WrittenMuon(groups, momentum=0.95, nesterov=True, ns_steps=5, betas=(0.9, 0.95), eps=1e-10, **MUON)
+    for step in range(2):
+        for rank in range(2):
+            (model(input_ids=tokens(rank, step), labels=tokens(rank, step)).loss / 2).backward()
+        written.step()
+        model.zero_grad()
+    for found in run_ranks(stepped_by_muon, 2, "gpt_oss", [(1, "none"), (3, "none"), (3, "cpu")]):
+        for name, parameter in model.named_parameters():
+            assert all(torch.equal(values[name], found[0][name]) for values in found), name
+            assert (found[0][name] - parameter.detach()).abs().max() < 1e-3, name  # a step is of about 0.05
 
 
 @pytest.mark.parametrize(

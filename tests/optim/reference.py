@@ -124,10 +124,10 @@ class WrittenMuon(Written):
         u = (1 - o["momentum"]) * g + o["momentum"] * s["b"] if o["nesterov"] else s["b"]
         if not u.numel():
             return
-        u = u.reshape(len(u), -1)
+        u = u.reshape(-1, *u.shape[-2:]) if o.get("stacked") else u.reshape(1, len(u), -1)
         w *= 1 - o["lr"] * o["weight_decay"]
-        scale = max(1.0, u.shape[0] / u.shape[1]) ** 0.5
-        w -= o["lr"] * scale * newton_schulz(u, o["ns_steps"]).reshape(w.shape)
+        scale = max(1.0, u.shape[1] / u.shape[2]) ** 0.5
+        w -= o["lr"] * scale * torch.stack([newton_schulz(one, o["ns_steps"]) for one in u]).reshape(w.shape)
 
 
 def step_with(

@@ -15,6 +15,7 @@ from torch import nn
 from shardwise.errors import ConfigError, NotBuiltError
 from shardwise.optim import Muon, Sharding, build, group_shardings
 from shardwise.optim.muon import orthogonalize
+from shardwise.registry import declare_stack
 from tests.optim.reference import WrittenMuon, newton_schulz
 
 
@@ -46,16 +47,29 @@ OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "betas": (0.8, 0.9)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
-@pytest.mark.parametrize("options", [{}, {"nesterov": False, "ns_method": "standard"}, {"torch_adam": True}])
-def test_muon_is_that_of_the_paper(options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "many"),
+    [
+        ({}, 1),
+        ({"nesterov": False, "ns_method": "standard"}, 1),
+        ({"torch_adam": True}, 1),
+        ({"stacked": True}, 1),
+        ({"stacked": True, "nesterov": False}, 4),
+    ],
+)
+def test_muon_is_that_of_the_paper(
+    options: dict[str, Any], many: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.optim.muon.together", lambda shape, device: many)
     shapes = [(6, 4), (4, 12), (3, 2, 2, 2), (5,), ()]
     ours, theirs = (
         [torch.nn.Parameter(matrix(1, max(1, torch.Size(s).numel()), dtype=dtype).reshape(s)) for s in shapes]
         for _ in range(2)
     )
-    muon = Muon(ours, **OPTIONS, **options)
+    options = {"stacked": False, **OPTIONS, **options}
+    muon = Muon(ours, **options)
     groups = [{"params": theirs[:3], "use_muon": True}, {"params": theirs[3:], "use_muon": False}]
-    written = WrittenMuon(groups, **{"nesterov": True, **OPTIONS, **options})
+    written = WrittenMuon(groups, **{"nesterov": True, **options})
     for step in range(3):
         for number, pair in enumerate(zip(ours, theirs, strict=True)):
             for p in pair:
@@ -105,13 +119,13 @@ def test_names_and_dimensions_decide() -> None:
     }
     named = list(model.named_parameters(remove_duplicate=False))
     for name in ("muon", "Muon", "MUON"):
-        built = build(name, model.parameters(), {}, device="cpu", named=named)
+        built = build(name, model.parameters(), {"stacked": False}, device="cpu", named=named)
         assert type(built) is Muon and kinds(built, model) == expected
         assert [group["lr"] for group in built.param_groups] == [0.02, 3e-4]
     assert group_shardings(built) == [Sharding.WHOLE, Sharding.ELEMENTWISE]
     # By the caller: of the pairs it is told one name each.
-    assert kinds(Muon(model.named_parameters()), model) == {**expected, "head.weight": True}
-    model.hidden.weight.use_muon = False
+    assert kinds(Muon(model.named_parameters(), stacked=False), model) == {**expected, "head.weight": True}
+    model.hidden.weight.use_muon = model.conv.weight.use_muon = False
     assert kinds(build("muon", model.parameters(), {}, device="cpu", named=named), model)["hidden.weight"] is False
 
 
@@ -148,11 +162,11 @@ def test_vectors_and_heads_are_refused() -> None:
 MANY = [(6, 4), (4, 12), (16, 8), (6, 4), (4, 12), (6, 4), (3, 2, 2, 2), (6, 4), (6, 4), (6, 0)]
 
 
-def stepped(numbers: Sequence[int], many: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[torch.Tensor]:
+def stepped(numbers: Sequence[int], many: int, stacked: bool, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Return some of the matrices after three steps, in which so many of one shape are orthogonalised at once."""
     monkeypatch.setattr("shardwise.optim.muon.together", lambda shape, device: many)
     chosen = {n: nn.Parameter(matrix(1, math.prod(MANY[n]), n).reshape(MANY[n])) for n in numbers}
-    muon = Muon([{"params": list(chosen.values()), "use_muon": True}], lr=0.05, weight_decay=0.1, **options)
+    muon = Muon([{"params": list(chosen.values()), "use_muon": True}], lr=0.05, weight_decay=0.1, stacked=stacked)
     for step in range(3):
         for number, parameter in chosen.items():
             parameter.grad = matrix(1, parameter.numel(), 100 * step + number).reshape(parameter.shape)
@@ -160,14 +174,52 @@ def stepped(numbers: Sequence[int], many: int, monkeypatch: pytest.MonkeyPatch, 
     return [*chosen.values(), *(muon.state[p]["momentum_buffer"] for p in chosen.values())]
 
 
-@pytest.mark.parametrize("many", [2, 4])
-def test_what_else_is_stepped_changes_no_bit(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("many", "stacked"), [(2, False), (4, False), (4, True)])
+def test_what_else_is_stepped_changes_no_bit(many: int, stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks own different matrices at different stages.
-    every = stepped(range(len(MANY)), many, monkeypatch)
+    every = stepped(range(len(MANY)), many, stacked, monkeypatch)
     for numbers in ([0], [3, 7, 8], [1, 2, 5, 6, 9]):
-        found = stepped(numbers, many, monkeypatch)
+        found = stepped(numbers, many, stacked, monkeypatch)
         for one, other in zip(found, [every[k + n] for k in (0, len(MANY)) for n in numbers], strict=True):
             assert torch.equal(one, other)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.ones(2, 4, 4))
+        self.experts.bias = nn.Parameter(torch.ones(2, 4))
+
+
+def test_parameters_of_three_dimensions_are_declared() -> None:
+    model = Experts()
+
+    def built(**options: Any) -> torch.optim.Optimizer:
+        return build("muon", model.parameters(), options, device="cpu", named=model.named_parameters())
+
+    for make in (built, lambda **options: Muon(model.named_parameters(), **options)):
+        for stacked in (None, ["down"]):
+            with pytest.raises(
+                ConfigError, match=r"'experts\.up' of shape \[2, 4, 4\] is no matrix\. .*`stacked`.*Adam"
+            ):
+                make(stacked=stacked)
+        for stacked, expected in ((["experts"], True), ("up", True), (True, True), (False, False)):
+            assert [group["stacked"] for group in make(stacked=stacked).param_groups] == [expected, False]
+    declared = Muon([{"params": [model.experts.up], "stacked": True}, {"params": [model.gate.weight]}])
+    with pytest.raises(ConfigError, match=r"a parameter of shape \[2, 4, 4\] is no matrix"):
+        declared.add_param_group({"params": [nn.Parameter(torch.ones(2, 4, 4))]})
+    with pytest.raises(ConfigError, match=r"Muon\(stacked=\.\.\.\): expected true or false"):
+        Muon([{"params": [model.gate.weight], "stacked": 3}])
+    # Experts that are divided declare themselves: their biases are stacks of vectors.
+    for parameter in model.experts.parameters():
+        declare_stack(parameter)
+    found = kinds(built(), model)
+    assert found["experts.up"] and not found["experts.bias"] and found["gate.weight"]
+    assert [group["stacked"] for group in built(stacked=False).param_groups] == [True, False, False]
+    model.experts.up.use_muon = False
+    assert not kinds(built(), model)["experts.up"]
 
 
 def test_groups_of_one_kind_stay_the_dictionaries_of_the_caller() -> None:

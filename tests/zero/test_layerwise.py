@@ -17,6 +17,7 @@ from shardwise.utils import safe_get_full_optimizer_state
 from tests.harness import of_all_ranks, on_ranks
 from tests.harness.training import Tensors, engine_of, masters, take_steps
 from tests.models import CASES, Case, regression, squared
+from tests.optim.reference import WrittenMuon
 
 # -- LAMB --------------------------------------------------------------------------------------------------------------
 
@@ -119,6 +120,50 @@ def test_muon_by_name() -> None:
     matrices = {*(f"hidden.{n}.weight momentum_buffer" for n in range(3)), "wide.weight momentum_buffer"}
     assert {name for name in states if name.endswith("momentum_buffer")} == matrices
     assert len(states) == 12 and {"embed.weight exp_avg", "lm_head.weight exp_avg"} < states.keys()
+
+
+class Stacks(nn.Module):
+    """Three matrices in one parameter, of which each is a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 10)
+        self.experts = nn.Parameter(torch.randn(3, 10, 10) / 3)
+        self.last = nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for matrix in self.experts:
+            x = x + torch.tanh(x @ matrix.T)
+        return self.last(x)
+
+
+STACKS = Case("stacks", Stacks, regression(7, 3), lambda model, batch: squared(model(batch["x"]), batch["y"]))
+
+
+@on_ranks(2)
+def test_matrices_of_a_stack_are_stepped_one_by_one() -> None:
+    params = {"lr": 0.05, "weight_decay": 0.1, "stacked": ["expert"]}
+    model = STACKS.make()
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() > 1) == flag], "use_muon": flag} for flag in (True, False)
+    ]
+    written = WrittenMuon(groups, momentum=0.95, nesterov=True, ns_steps=5, betas=(0.9, 0.95), eps=1e-10, **params)
+    for step in range(2):
+        for rank in range(2):
+            (STACKS.loss(model, STACKS.data(step, 0, rank, torch.float32)) / 2).backward()
+        written.step()
+        model.zero_grad()
+    found = []
+    for stage, device in ((1, "none"), (3, "none"), (3, "cpu")):
+        zero = {"offload_optimizer": {"device": device}}
+        engine = engine_of(STACKS.make(), stage, {"type": "Muon", "params": params}, zero=zero)
+        take_steps(engine, STACKS, range(2))
+        found.append(masters(engine.module))
+        engine.destroy()
+    for name, parameter in model.named_parameters():
+        assert all(torch.equal(values[name], found[0][name]) for values in found), name
+        torch.testing.assert_close(found[0][name], parameter.detach(), rtol=0, atol=1e-3)  # a step is of about 0.05
 
 
 class WrongMethod(torch.optim.SGD):

@@ -23,6 +23,7 @@ from shardwise.moe.dispatch import counted, in_turn
 from shardwise.moe.exchange import SINGLE_RANK, ExpertGroup, ExpertParallelModule, mark_experts
 from shardwise.moe.experts import GroupSizes, grouped_linear, in_turn_of
 from shardwise.names import name_search
+from shardwise.registry import declare_stack
 
 if TYPE_CHECKING:
     from shardwise.config.schema.parallel import ExpertParallel
@@ -102,6 +103,7 @@ class StackedExperts(ExpertParallelModule):
         self._form = form
         for name in form.parameters:
             self.register_parameter(name, given.get_parameter(name))
+            declare_stack(self.get_parameter(name))
         self.num_experts = len(given.get_parameter(form.names.gate))
         self.ep_size = ep_size
         mark_experts(self.parameters(), ep_size)

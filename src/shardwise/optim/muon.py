@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adam import adam
@@ -17,7 +17,9 @@ from torch.optim.adamw import adamw
 
 from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
+from shardwise.errors import ConfigError
 from shardwise.optim.base import Optimizer
+from shardwise.registry import part_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5, which brings singular values near one in few steps (Jordan et al., 2024)."""
@@ -102,11 +104,12 @@ class Muon(Optimizer):
 
     A group's flag `use_muon` chooses. Groups without it are split: parameters of two or more dimensions get Muon,
     unless their name contains "embed" or "lm_head" or their attribute `use_muon` is False. `model.named_parameters()`
-    and `optimizer.type: "muon"` give names; without names embeddings get Muon.
+    and `optimizer.type: "muon"` give names; without names embeddings get Muon. A parameter of more dimensions needs
+    `stacked`, also in groups, except for experts that `expert_parallel` divides: each of their matrices is stepped.
 
     With b the momentum buffer, b <- momentum * b + (1 - momentum) * g, and u = (1 - momentum) * g + momentum * b
-    (nesterov) or b: W <- (1 - lr * weight_decay) W - lr * sqrt(max(1, rows / columns)) * orthogonalize(u). A tensor of
-    more dimensions is a matrix of `shape[0]` rows. Under an engine one rank steps each matrix; operations are balanced.
+    (nesterov) or b: W <- (1 - lr * weight_decay) W - lr * sqrt(max(1, rows / columns)) * orthogonalize(u). Under an
+    engine one rank steps each parameter; operations are balanced.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups.
@@ -115,12 +118,14 @@ class Muon(Optimizer):
         weight_decay: of both halves, decoupled.
         momentum, nesterov: of Muon, as above.
         ns_steps, ns_method: `steps` and `method` of `orthogonalize`.
+        stacked: parts of names of stacks of matrices, which are the last two dimensions. True: all parameters of more
+            than two dimensions. False: none is, and such a parameter (a convolution) is a matrix of `shape[0]` rows.
         betas, eps: of Adam.
         adam_w_mode: False: Adam adds the decay to the gradient.
         torch_adam: Adam runs the implementation that torch picks, not the fused one.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: a value is out of its range, or `stacked` does not say what a parameter is.
         ValueError: a group for Muon has a vector.
 
     Example:
@@ -145,6 +150,7 @@ class Muon(Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_method: str = "gram",
+        stacked: bool | str | Sequence[str] | None = None,
         adam_w_mode: bool = True,
         torch_adam: bool = False,
     ) -> None:
@@ -166,15 +172,13 @@ class Muon(Optimizer):
             # torch's name: the state of fused steps has its step count on the device.
             "fused": None if torch_adam else True,
         }
-        super().__init__(list(muon_groups(params)), defaults)
+        self._stacked = found.stacked
+        super().__init__(list(muon_groups(params, stacked=stacked)), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; a group without `use_muon` must have parameters of one kind only."""
-        if "use_muon" not in param_group:
-            kinds = list(muon_groups([param_group]))
-            if len(kinds) != 1:
-                raise ValueError("add_param_group: matrices and vectors in one group; set use_muon, and add two groups")
-            param_group["use_muon"] = kinds[0]["use_muon"]
+        if len(list(muon_groups([param_group], stacked=self._stacked))) != 1:
+            raise ValueError("add_param_group: matrices and vectors in one group; set use_muon, and add two groups")
         flag = bool(param_group["use_muon"])
         if param_group.get("lr") is None:
             param_group["lr"] = self._lrs[flag]
@@ -183,7 +187,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         if flag:
             for parameter in param_group["params"]:
-                if parameter.dim() < 2:
+                if _dimensions(parameter) < 2:
                     self.param_groups.pop()
                     raise ValueError(
                         f"use_muon: a parameter of shape {tuple(parameter.shape)} is no matrix; put it into a group "
@@ -197,73 +201,67 @@ class Muon(Optimizer):
 
     @staticmethod
     def shardwise_cost(shape: Sequence[int]) -> float:
-        """Return the operations to orthogonalise a tensor, up to a factor; owners are balanced by it."""
-        rows = shape[0]
-        columns = 1
-        for size in shape[1:]:
-            columns *= size
-        short, long = sorted((rows, columns))
-        return float(short * short * (2 * long + short))
+        """Return the operations to orthogonalise a stack of matrices, up to a factor; owners are balanced by it."""
+        short, long = sorted(shape[-2:])
+        return float(math.prod(shape[:-2]) * short * short * (2 * long + short))
 
     def _step(self) -> None:
         for group in self.param_groups:
-            if group["use_muon"]:
-                alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[torch.Tensor]] = {}
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        kind = (parameter.shape, parameter.dtype, parameter.device)
-                        alike.setdefault(kind, []).append(parameter)
-                for (shape, _, device), parameters in alike.items():
-                    self._step_matrices(parameters, group, together(shape, device))
-            else:
+            if not group["use_muon"]:
                 self._step_adam(group)
+                continue
+            alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[_Matrix]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(parameter)
+                    tensors = (parameter.detach(), parameter.grad, state["momentum_buffer"])
+                    for views in zip(*(_matrices(tensor, group["stacked"]) for tensor in tensors), strict=True):
+                        kind = (views[0].shape, views[0].dtype, views[0].device)
+                        alike.setdefault(kind, []).append(_Matrix(*views))
+            for (shape, _, device), matrices in alike.items():
+                if shape.numel():
+                    many = together(shape, device)
+                    for first in range(0, len(matrices), many):
+                        if many > 1:
+                            self._step_together(matrices[first : first + many], group, many)
+                        else:
+                            self._step_matrix(matrices[first], group)
 
-    def _step_matrices(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
-        for parameter in parameters:
-            if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        if not parameters[0].numel():
-            return
-        for first in range(0, len(parameters), many):
-            if many > 1:
-                self._step_together(parameters[first : first + many], group, many)
-            else:
-                self._step_matrix(parameters[first], group)
-
-    def _step_together(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
+    def _step_together(self, matrices: Sequence[_Matrix], group: dict[str, Any], many: int) -> None:
         """Step at most `many` matrices of one shape in products of that fixed size: other matrices change no bit."""
-        gradients = [p.grad.to(p.dtype) for p in parameters if p.grad is not None]
-        buffers: list[torch.Tensor] = [self.state[p]["momentum_buffer"] for p in parameters]
+        values, buffers = [matrix.values for matrix in matrices], [matrix.buffer for matrix in matrices]
+        gradients = [matrix.gradient.to(matrix.values.dtype) for matrix in matrices]
         directions: Sequence[torch.Tensor] = buffers
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         if group["nesterov"]:
             directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        rows = parameters[0].shape[0]
-        stacked = directions[0].new_zeros(many, rows, parameters[0].numel() // rows)
-        torch._foreach_copy_(list(stacked[: len(parameters)].unbind()), [found.flatten(1) for found in directions])
+        rows = values[0].shape[0]
+        stacked = directions[0].new_zeros(many, rows, values[0].numel() // rows)
+        torch._foreach_copy_(list(stacked[: len(matrices)].unbind()), [found.flatten(1) for found in directions])
         del directions
-        found = _iterate(_normalize(stacked), group["ns_steps"], group["ns_method"]).to(parameters[0].dtype)
+        found = _iterate(_normalize(stacked), group["ns_steps"], group["ns_method"]).to(values[0].dtype)
         del stacked
         if group["weight_decay"]:
-            torch._foreach_mul_(list(parameters), 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
         scale = -group["lr"] * max(1.0, rows / found.shape[-1]) ** 0.5
-        steps = [one.reshape(p.shape) for one, p in zip(found.unbind(), parameters, strict=False)]
-        torch._foreach_add_(list(parameters), steps, alpha=scale)
+        steps = [one.reshape(own.shape) for one, own in zip(found.unbind(), values, strict=False)]
+        torch._foreach_add_(values, steps, alpha=scale)
 
-    def _step_matrix(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        assert parameter.grad is not None
-        buffer = self.state[parameter]["momentum_buffer"]
+    def _step_matrix(self, matrix: _Matrix, group: dict[str, Any]) -> None:
+        values = matrix.values
         # No reference is kept here: each tensor is freed after its last use.
         found = _iterate(
-            _normalize(self._direction(parameter.grad.to(parameter.dtype), buffer, group).flatten(1)),
+            _normalize(self._direction(matrix.gradient.to(values.dtype), matrix.buffer, group).flatten(1)),
             group["ns_steps"],
             group["ns_method"],
         )
         if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            values.mul_(1 - group["lr"] * group["weight_decay"])
         rows, columns = found.shape
-        found = found.to(parameter.dtype).reshape(parameter.shape)
-        parameter.add_(found, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+        found = found.to(values.dtype).reshape(values.shape)
+        values.add_(found, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
 
     @staticmethod
     def _direction(gradient: torch.Tensor, buffer: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
@@ -308,29 +306,50 @@ def together(shape: Sequence[int], device: torch.device) -> int:
     return max(1, min(TOGETHER, ELEMENTS // max(1, math.prod(shape))))
 
 
-def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield parameter groups with a flag `use_muon`; mixed groups are split in two.
+class _Matrix(NamedTuple):
+    """Views of a matrix that is stepped by itself."""
+
+    values: torch.Tensor
+    gradient: torch.Tensor
+    buffer: torch.Tensor
+
+
+def _matrices(tensor: torch.Tensor, stacked: bool) -> list[torch.Tensor]:
+    if not stacked or tensor.dim() <= 2:
+        return [tensor]
+    return [matrix for part in tensor.unbind() for matrix in _matrices(part, stacked)]
+
+
+def muon_groups(
+    params: Iterable[Any],
+    names: Mapping[int, Sequence[str]] | None = None,
+    stacked: bool | str | Sequence[str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield parameter groups with flags `use_muon` and `stacked`; mixed groups are split.
 
     Because a schedule may write its learning rate there, a group of one kind stays the same dictionary. `names` has
-    further names by `id(parameter)`.
+    further names by `id(parameter)`. `stacked` applies to groups without this key, as the argument of `Muon`.
+
+    Raises:
+        ConfigError: a parameter for Muon has more than two dimensions, and `stacked` does not say what it is.
     """
     entries = list(params)
     groups: list[dict[str, Any]] = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
         members = group["params"]
-        if "use_muon" in group:
-            yield group
-            continue
-        kinds: dict[bool, list[Any]] = {True: [], False: []}
+        stacks = called(schema.MuonArguments, {"stacked": stacked, **group}).stacked
+        kinds: dict[tuple[bool, bool], list[Any]] = {}
         for entry in [members] if isinstance(members, torch.Tensor) else list(members):
             name, parameter = entry if isinstance(entry, tuple) else ("", entry)
-            kinds[_is_for_muon(parameter, (name, *(names or {}).get(id(parameter), ())))].append(entry)
-        if all(kinds.values()):
-            for flag, found in kinds.items():
-                yield {**group, "params": found, "use_muon": flag}
+            known = [one for one in (name, *(names or {}).get(id(parameter), ())) if one]
+            use = bool(group["use_muon"]) if "use_muon" in group else _is_for_muon(parameter, known)
+            kinds.setdefault((use, use and _is_stacked(parameter, known, stacks)), []).append(entry)
+        if len(kinds) > 1:
+            for use, are_stacks in sorted(kinds, reverse=True):
+                yield {**group, "params": kinds[use, are_stacks], "use_muon": use, "stacked": are_stacks}
         else:
-            flag = bool(kinds[True])
-            group.update(params=kinds[flag], use_muon=flag)
+            for (use, are_stacks), found in (kinds or {(bool(group.get("use_muon")), False): []}).items():
+                group.update(params=found, use_muon=use, stacked=are_stacks)
             yield group
 
 
@@ -338,4 +357,25 @@ def _is_for_muon(parameter: torch.Tensor, names: Iterable[str]) -> bool:
     chosen = getattr(parameter, "use_muon", None)
     if chosen is not None:
         return bool(chosen)
-    return parameter.dim() >= 2 and not any(word in name.lower() for name in names for word in ADAM_NAMES)
+    return _dimensions(parameter) >= 2 and not any(word in name.lower() for name in names for word in ADAM_NAMES)
+
+
+def _dimensions(parameter: torch.Tensor) -> int:
+    return parameter.dim() - part_of(parameter).is_stack
+
+
+def _is_stacked(parameter: torch.Tensor, names: Sequence[str], stacked: bool | list[str] | None) -> bool:
+    if parameter.dim() <= 2:
+        return stacked is not False
+    if part_of(parameter).is_stack:
+        return True
+    if isinstance(stacked, bool):
+        return stacked
+    if any(part in name for part in stacked or () for name in names):
+        return True
+    named, shape = f"parameter {names[0]!r}" if names else "a parameter", list(parameter.shape)
+    raise ConfigError(
+        f"Muon: {named} of shape {shape} is no matrix. If it is a stack of matrices, declare it in `stacked`, by "
+        f"a part of its name or true (false: it is one matrix of {shape[0]} rows). Or let Adam step it: put it into a "
+        "group with `use_muon` false, or set parameter.use_muon = False"
+    )

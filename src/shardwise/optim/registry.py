@@ -73,7 +73,7 @@ def build(
     if isinstance(found, schema.Elementwise):
         return _elementwise(name, found, params, given, device, parameter_dtype)
     if isinstance(found, schema.MuonArguments):
-        return _muon(_muon_groups(params, named), given, device)
+        return _muon(_muon_groups(params, named, found.stacked), given, device)
     return _construct(OURS.get(name.lower()) or torch_optimizers()[canonical_optimizer(name)], params, given, device)
 
 
@@ -120,11 +120,13 @@ def _elementwise(
     return _construct(cls, params, options, device)
 
 
-def _muon_groups(params: Iterable[Any], named: Iterable[tuple[str, torch.Tensor]]) -> list[Any]:
+def _muon_groups(
+    params: Iterable[Any], named: Iterable[tuple[str, torch.Tensor]], stacked: bool | list[str] | None
+) -> list[Any]:
     known: dict[int, list[str]] = {}
     for name, parameter in named:
         known.setdefault(id(parameter), []).append(name)
-    return list(muon_groups(params, known))
+    return list(muon_groups(params, known, stacked))
 
 
 def _muon(params: list[Any], given: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:

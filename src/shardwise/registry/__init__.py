@@ -5,7 +5,7 @@ planning) uses the registry. Nothing is attached to the user's tensors; the regi
 """
 
 from shardwise.registry.narrowing import Keeper, keep_elsewhere, narrow
-from shardwise.registry.parts import Part, copy_part, declare_part, part_of, without_part
+from shardwise.registry.parts import Part, copy_part, declare_part, declare_stack, part_of, without_part
 from shardwise.registry.tensors import DomainKey, HeldPart, LogicalTensor, Registry, cut, paste, taken
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "copy_part",
     "cut",
     "declare_part",
+    "declare_stack",
     "keep_elsewhere",
     "narrow",
     "part_of",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -26,6 +26,7 @@ class Part:
     shape: tuple[int, ...] | None = None
     box: Region | None = None
     divisor: int | None = None
+    is_stack: bool = False  # the first dimension counts tensors (`declare_stack`)
 
 
 _declared = WeakTensorKeyDictionary()
@@ -89,7 +90,13 @@ def declare_part(
         None if shape is None else tuple(int(size) for size in shape),
         known,
         divisor,
+        part_of(parameter).is_stack,
     )
+
+
+def declare_stack(parameter: torch.nn.Parameter) -> None:
+    """Declare the first dimension of a parameter as a stack of tensors, such as the weights of experts."""
+    _declared[parameter] = replace(part_of(parameter), is_stack=True)
 
 
 @contextlib.contextmanager

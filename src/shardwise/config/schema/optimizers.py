@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 
-from .base import Arguments, Betas, Contradiction, Flag, Int, NotNegative, Number, PartOfOne, key
+from .base import Arguments, Betas, Contradiction, Flag, Int, Names, NotNegative, Number, PartOfOne, key
 
 CLIPPING = "the engine clips gradients; write `gradient_clipping` at the top level"
 """Fix for an optimizer's own max_grad_norm."""
@@ -149,6 +149,11 @@ class MuonArguments(Arguments):
     nesterov: Flag = key(True, "Look one step ahead.")
     ns_steps: Int = key(5, "Steps of the Newton-Schulz iteration.", ge=1)
     ns_method: Literal["gram", "standard"] = key("gram", "How the iteration multiplies.")
+    stacked: Flag | Names | None = key(
+        None,
+        "Stacks of matrices among parameters of more than two dimensions: parts of names, true for all, or false for "
+        "none (each is a matrix of shape[0] rows). null: such parameters are refused.",
+    )
     per_head_muon: Flag = key(False, "Only false: matrices are orthogonalised unsplit.")
     adam_w_mode: Flag = key(True, "false: Adam's half adds the decay to the gradient.")
     torch_adam: Flag = key(False, "Adam's half runs the implementation that torch picks.")
