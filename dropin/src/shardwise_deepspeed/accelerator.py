@@ -58,36 +58,27 @@ _ON_CPU: dict[str, Any] = {
     "Stream": None,
     "Event": _HostEvent,
     "current_device": lambda: "cpu",
-    "device": _no_context,
-    "is_available": lambda: True,
-    "is_bf16_supported": lambda: True,
     "initial_seed": torch.initial_seed,
-    "manual_seed": torch.manual_seed,
-    "manual_seed_all": torch.manual_seed,
     "set_device": _nothing,
-    "stream": _no_context,
+    **dict.fromkeys(("device", "stream"), _no_context),
+    **dict.fromkeys(("is_available", "is_bf16_supported"), lambda: True),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
 }
 """Name in torch.cuda -> its equivalent on the CPU."""
 
 _OF_DEVICE: dict[str, Callable[[], Any]] = {
-    "current_stream": _nothing,
-    "default_stream": _nothing,
-    "empty_cache": _nothing,
-    "max_memory_allocated": lambda: peak_resident_bytes() or 0,
-    "max_memory_reserved": lambda: peak_resident_bytes() or 0,
-    "memory_allocated": lambda: resident_bytes() or 0,
-    "memory_reserved": lambda: resident_bytes() or 0,
     "memory_stats": _memory_stats,
-    "reset_peak_memory_stats": _nothing,
-    "synchronize": _nothing,
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda: resident_bytes() or 0),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda: peak_resident_bytes() or 0),
+    **dict.fromkeys(("current_stream", "default_stream"), _nothing),
+    **dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "synchronize"), _nothing),
 }
 """Function of torch.cuda that takes the number of a device -> its equivalent on the CPU."""
 
 _ALIASES = {
     "memory_cached": "memory_reserved",
     "max_memory_cached": "max_memory_reserved",
-    "reset_max_memory_allocated": "reset_peak_memory_stats",
-    "reset_max_memory_cached": "reset_peak_memory_stats",
+    **dict.fromkeys(("reset_max_memory_allocated", "reset_max_memory_cached"), "reset_peak_memory_stats"),
 }
 
 _TENSORS = [f"{kind}Tensor" for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long")]

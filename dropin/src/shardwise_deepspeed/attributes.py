@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise._version import __version__
 from shardwise.data import EngineDataLoader
 from shardwise.engine import Engine
-from shardwise.errors import AbsentAttributeError
 from shardwise.zero.parameters.guards import belongs_to_engine
 from shardwise.zero.units import released
+from shardwise_deepspeed.entries import absent_member, absent_members
 from shardwise_deepspeed.parameters import Answers, add
 
+_OPTIMIZER = "deepspeed.DeepSpeedOptimizer"
 _engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
@@ -70,17 +70,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _absent(name: str, optimizer: torch.optim.Optimizer, engine: Engine) -> NoReturn:
-    raise AbsentAttributeError(
-        f"optimizer.{name} is not in shardwise {__version__}: the optimizer is torch's own, and what a rank has is "
-        "no flat tensor of a group. deepspeed.utils.safe_get_full_fp32_param(p), safe_get_full_grad(p) and "
-        "safe_get_local_fp32_param(p) read the state of a parameter"
-    )
+    error = absent_member(_OPTIMIZER, name, "optimizer")
+    assert error is not None
+    raise error
 
-
-_FLAT = """
-averaged_gradients bit16_groups bit16_groups_flat fp16_groups fp16_groups_flat
-fp16_partitioned_groups_flat fp32_groups_flat fp32_partitioned_groups_flat single_partition_of_fp32_groups"""
-"""Flat tensors of DeepSpeed's optimizers that scripts access."""
 
 ANSWERS: Answers = {
     "loss_scale": lambda optimizer, engine: engine.cur_scale,
@@ -95,7 +88,7 @@ ANSWERS: Answers = {
     "refresh_fp32_params": lambda optimizer, engine: partial(_reload, engine),
     "get_lr": lambda optimizer, engine: lambda: engine.param_groups[0]["lr"],
     "set_lr": lambda optimizer, engine: partial(_set_lr, engine),
-    **{name: partial(_absent, name) for name in _FLAT.split()},
+    **{name: partial(_absent, name) for name in absent_members(_OPTIMIZER)},
 }
 LOADER: Answers = {
     "data_sampler": lambda loader, _: loader.sampler,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwise import engine, pipe
-from shardwise._version import __version__
-from shardwise.errors import AbsentAttributeError
-from shardwise_deepspeed.entries import absent_members
+from shardwise_deepspeed.entries import absent_member
 from shardwise_deepspeed.getters import ConfigGetters
 
 
@@ -23,10 +21,9 @@ class _Explained:
                 return super().__getattr__(name)
             except AttributeError:
                 path, word = self._absent_from
-                reason = absent_members(path).get(name)
-                if reason is None:
-                    raise
-                raise AbsentAttributeError(f"{word}.{name} is not in shardwise {__version__}: {reason}") from None
+                if (error := absent_member(path, name, word)) is not None:
+                    raise error from None
+                raise
 
 
 class DeepSpeedEngine(_Explained, engine.Engine, ConfigGetters):

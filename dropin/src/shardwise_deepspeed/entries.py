@@ -9,6 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise._version import __version__
+from shardwise.errors import AbsentAttributeError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -86,6 +89,14 @@ def absent_members(cls: str) -> Mapping[str, str]:
     """Return the members that a class of DeepSpeed has and this library's class lacks, with the reasons."""
     rows = _names()["members"][cls].items()
     return {name: reason for reason, names in rows for name in names.split()}
+
+
+def absent_member(cls: str, name: str, shown: str) -> AbsentAttributeError | None:
+    """Return the error of reading an absent member, which messages call `shown`; None if no reason is known."""
+    reason = absent_members(cls).get(name)
+    return (
+        None if reason is None else AbsentAttributeError(f"{shown}.{name} is not in shardwise {__version__}: {reason}")
+    )
 
 
 def _fill(made: Table, homes: dict[tuple[str, Kind, str], str], path: str) -> dict[str, Entry]:

@@ -140,14 +140,8 @@ class SparseAttentionUtils:
         def padded(tensor: torch.Tensor | None, value: int) -> torch.Tensor | None:
             return None if tensor is None else F.pad(tensor, (0, more), value=value)
 
-        return (
-            more,
-            padded(input_ids, pad_token_id),
-            padded(attention_mask, 0),
-            padded(token_type_ids, 0),
-            padded(position_ids, pad_token_id),
-            inputs_embeds,
-        )
+        ids, positions = padded(input_ids, pad_token_id), padded(position_ids, pad_token_id)
+        return more, ids, padded(attention_mask, 0), padded(token_type_ids, 0), positions, inputs_embeds
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: torch.Tensor) -> torch.Tensor:
