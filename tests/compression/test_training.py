@@ -248,6 +248,30 @@ def test_resuming_is_as_never_stopping(tmp_path: Path) -> None:
     run_ranks(each, 2, goes_on, [(kind, 3, number % 3, str(tmp_path)) for number, kind in enumerate(kinds)])
 
 
+@pytest.mark.parametrize("kind", ["sparse", "weights"])
+def test_an_engine_of_weights_only_evaluates_the_compressed_model(kind: str, tmp_path: Path) -> None:
+    engine, tokens = engine_of(kind, 0), batch(9, 0)[0]
+    train(engine, range(STEPS))
+    engine.save_checkpoint(tmp_path)
+    expected = engine.eval()(tokens)
+    engine.destroy()
+    again = engine_of(kind, 0)
+    again.load_checkpoint(tmp_path, load_module_only=True)
+    assert torch.equal(again.eval()(tokens), expected)
+    again.train()
+    train(again, range(1))
+    again.save_checkpoint(tmp_path, tag="later")
+    last = engine_of(kind, 0)
+    last.load_checkpoint(tmp_path, tag="later")
+    steps = [compression.step for one in (again, last) if (compression := Compression.of(one.module))]
+    assert last.global_steps == 1 and steps == [STEPS + 1] * 2
+    if kind == "sparse":
+        again.export(tmp_path / "files")
+        other = engine_of(kind, 0)
+        other.load_weights(tmp_path / "files")
+        assert torch.equal(other.eval()(tokens), again.eval()(tokens))
+
+
 def test_stages_give_equal_bits_also_in_low_precision_and_with_accumulation() -> None:
     run_ranks(_equal_bits, 2)
 

@@ -48,6 +48,11 @@ class Mask:
         """Name of the buffer or parameter in the module."""
         return f"{self.method}_{'scores' if self.learned else 'mask'}"
 
+    @property
+    def fixed(self) -> bool:
+        """True if the buffer has the mask, which applies also before `begins`: it was loaded."""
+        return self.decided and not self.learned
+
     def attach(self, module: nn.Module, weight: torch.Tensor) -> None:
         """Add the undecided buffer, or the parameter, to a module; `weight` is the whole one."""
         if self.learned:

@@ -248,7 +248,7 @@ class Compressed:
         part = part_for(parameter, self.module.get_parameter(key))
         for holder, mask in itertools.chain(((module, mask) for mask in self.own.values()), self.others):
             of_bias = key == "bias" and mask.method in ("row", "channel")
-            if step >= mask.begins and (key == "weight" or of_bias):
+            if (step >= mask.begins or mask.fixed) and (key == "weight" or of_bias):
                 along = 0 if of_bias or holder is not module else None
                 values = values * mask.values(holder, parameter.dim(), part.box, along)
         if key == "weight" and self.weights is not None:

@@ -316,7 +316,7 @@ class Checkpoints:
             with collective_step(self._job, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states, going_back)
             self._check_scalars(loaded.path)
-        self._compressing.loaded(matched.report.loaded)
+        self._compressing.loaded(matched.report.loaded, loaded.manifest.counters, taken=not options.module_only)
         if self._job.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)
         if not going_back:
@@ -421,6 +421,7 @@ class Checkpoints:
                 if self._sharded.state.holds_gradients
                 else self._step.micro_steps,
                 _WINDOW: self._batches.steps,
+                **self._compressing.counters(),
             },
         )
 

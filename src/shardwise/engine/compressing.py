@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
     from shardwise.engine.step import TrainStep
+
+_COUNTER = "compression_steps"
 
 
 def prepare(model: nn.Module, settings: Config, *, pipeline: bool) -> Compression | None:
@@ -49,12 +51,16 @@ def check_optimizer(compression: Compression, optimizer: torch.optim.Optimizer) 
 
 
 class Compressing(StepObserver):
-    """Advances the compression of a model; `compression` None: nothing to do."""
+    """Advances the compression of a model; `compression` None: nothing to do.
+
+    The schedules are ahead of the engine's steps if a compressed model was loaded without its counters.
+    """
 
     def __init__(self, compression: Compression | None, step: TrainStep, job: Communicator) -> None:
         self._compression = compression
         self._step = step
         self._job = job
+        self._ahead = 0
         self.active = compression is not None
         if compression is not None:
             compression.advance(step.global_steps, job)
@@ -63,9 +69,20 @@ class Compressing(StepObserver):
     def after_step(self) -> None:
         """Go on to the next step."""
         assert self._compression is not None
-        self._compression.advance(self._step.global_steps, self._job)
+        self._compression.advance(self._ahead + self._step.global_steps, self._job)
 
-    def loaded(self, names: Collection[str]) -> None:
-        """Follow a load of parameters and buffers of some names."""
-        if self._compression is not None:
-            self._compression.loaded(self._step.global_steps, names, self._job)
+    def counters(self) -> dict[str, int]:
+        """Return the counter of a checkpoint."""
+        return {} if self._compression is None else {_COUNTER: self._compression.step}
+
+    def loaded(self, names: Collection[str], counters: Mapping[str, int] | None = None, *, taken: bool = False) -> None:
+        """Follow a load of parameters and buffers of some names; `counters` of the checkpoint, which the step has
+        `taken`, or not.
+        """
+        if self._compression is None:
+            return
+        ahead = 0 if taken else self._ahead
+        if counters is not None and _COUNTER in counters:
+            ahead = max(ahead, counters[_COUNTER] - self._step.global_steps)
+        self._ahead = ahead
+        self._compression.loaded(ahead + self._step.global_steps, names, self._job)
