@@ -638,6 +638,14 @@ def grouped_product(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tenso
     return lambda rows, matrices, ends: product(rows, matrices, offs=ends)
 
 
+def assert_later(condition: torch.Tensor, message: str) -> None:
+    """Fail on the device with a message of up to 250 characters unless a condition holds; the host does not wait.
+
+    On CUDA the next call that learns of the failure raises, and later kernels and collectives do not run.
+    """
+    torch._assert_async(condition, message[:250])
+
+
 def writes_empty_groups(device: torch.device) -> bool:
     """Return True if the backward pass of torch's grouped product writes gradients of matrices without rows."""
     # From compute capability 10.0 on these may stay uninitialised (pytorch#172439).

@@ -310,3 +310,28 @@ def test_ranks_with_other_numbers_of_tokens_are_named_where_tokens_may_be_droppe
     dropping = started(1, 2, DROPS)
     with pytest.raises(UsageError, match=rf"blocks.0.moe: the ranks \[0, 1\] have \[{TOKENS}, {2 * TOKENS}\] tokens"):
         dropping.backward(dropping(tokens))
+
+
+@on_ranks(2)
+def test_numbers_of_tokens_are_compared_in_each_pass_where_tokens_may_be_dropped() -> None:
+    rank, whole = dist.get_rank(), batch(0, 0, 0)
+    engine, tokens = started(1, 2, DROPS), whole[: 1 + rank]
+    engine.backward(engine(whole))
+    engine.step()
+    for trains in (False, True):
+        engine.train(trains)
+        with pytest.raises(UsageError, match=rf"the ranks \[0, 1\] have \[{TOKENS}, {2 * TOKENS}\] tokens"):
+            engine(tokens)
+    # Capacities also depend on the mode.
+    engine.train(rank == 0)
+    with pytest.raises(UsageError, match=rf"have \[{2 * TOKENS}, {2 * TOKENS}\] tokens and \[5, 6\] places"):
+        engine(whole)
+    # On NCCL the device compares.
+    comm = engine.module.blocks[0].moe.bound().comm
+    assert comm is not None
+    comm.__dict__["waits_on_host"] = False
+    engine.train()
+    engine(whole)
+    told = rf"MoE: rank {rank} of \[0, 1\] has {(1 + rank) * TOKENS} tokens and .*blocks"
+    with pytest.raises(RuntimeError, match=told):
+        engine(tokens)

@@ -7,7 +7,6 @@ one past the last, which stands for a row of zeros.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,26 +85,23 @@ def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
     return DispatchPlan(source[:rows], place.view_as(experts).clamp(max=rows), whole=False)
 
 
-def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def by_expert(sizes: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the permutation from rows sorted by rank, then expert, to rows sorted by expert; and its inverse.
 
-    >>> [order.tolist() for order in by_expert([[1, 2], [1, 0]], torch.device("cpu"))]
+    `sizes` are the numbers of rows, [ranks, experts], with the sum `rows`, on the device, for which the host need not
+    wait.
+
+    >>> [order.tolist() for order in by_expert(torch.tensor([[1, 2], [1, 0]]), 4)]
     [[0, 3, 1, 2], [0, 2, 3, 1]]
     """
-    by_rank = _runs([size for own in sizes for size in own])
-    width = len(sizes[0])
-    turned = [rank * width + expert for expert in range(width) for rank in range(len(sizes))]
-    by_turn = _runs([by_rank[run][1] - by_rank[run][0] for run in turned])
-    places = dict(zip(turned, by_turn, strict=True))
-    # Built from host-side range ends, so that memory plans, whose tensors have no values, can build them.
-    order = torch.cat([torch.arange(*by_rank[run], device="cpu") for run in turned])
-    inverse = torch.cat([torch.arange(*places[run], device="cpu") for run in range(len(by_rank))])
-    return order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+    turned = sizes.T.contiguous()
+    begins, turned_begins = (one.view(-1).cumsum(0).view_as(one) - one for one in (sizes, turned))
+    number = torch.arange(rows, device=sizes.device)
 
+    def moved(by: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return number + by.reshape(-1).repeat_interleave(counts.view(-1), output_size=rows)
 
-def _runs(sizes: list[int]) -> list[tuple[int, int]]:
-    ends = list(itertools.accumulate(sizes))
-    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return moved(begins.T - turned_begins, turned), moved(turned_begins.T - begins, sizes)
 
 
 def permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ Gradients of ranks 0 and 2, which have the same experts, are summed. All layers 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.native import await_release, users_of
-from shardwise.compat import has_values
-from shardwise.device.streams import Later
+from shardwise.compat import assert_later, has_values
+from shardwise.device.streams import Later, numbers_on
 from shardwise.errors import ConfigError, UsageError
 from shardwise.registry import declare_part, narrow
 
@@ -104,6 +105,31 @@ class ExpertGroup:
         self.comm.all_to_all(arriving, counts, each, each, f"{label}: counts").wait()
         return RowCounts(self, counts, arriving, rows, on_host=True)
 
+    def check_sizes(self, tokens: int, capacity: int, path: str, *, waits: bool) -> None:
+        """Check that the ranks have equally many tokens and places for each expert (all ranks call).
+
+        Because NCCL hangs in an exchange of different sizes. If the host `waits`, or on Gloo, raises UsageError.
+        Otherwise the device fails in front of the exchange, and each rank prints its numbers.
+        """
+        if self.comm is None:
+            return
+        own = numbers_on(self.comm.device, [tokens, capacity], torch.int64)
+        every = own.new_empty(2 * self.size)
+        self.comm.all_gather([(every, own)], f"{path}: tokens", "explicit").wait()
+        every = every.view(-1, 2)
+        reason = "drop_tokens=True needs as many on each rank of a group of experts"
+        if not (waits or self.comm.waits_on_host):
+            rank = self.ranks[self.place]
+            found = f"rank {rank} of {list(self.ranks)} has {tokens} tokens and {capacity} places for each expert"
+            assert_later((every == own).all(), f"MoE: {found}, other ranks other numbers; {reason} ({path})")
+        elif len(set(map(tuple, every.tolist()))) > 1:
+            counts, places = every.T.tolist()
+            raise UsageError(
+                f"{path}: the ranks {list(self.ranks)} have {counts} tokens and {places} places for each expert, and "
+                f"{reason}. Give all ranks batches of one size, in training or in evaluation, or build the layer with "
+                "drop_tokens=False"
+            )
+
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> torch.Tensor:
         """Run an all-to-all of rows, `sent` and `received` by rank; the backward pass sends gradients back."""
         if self.comm is None:
@@ -131,9 +157,14 @@ class RowCounts:
         return Later(torch.cat(both))
 
     @property
+    def arriving(self) -> torch.Tensor:
+        """Rows from each rank for each of this rank's experts, [ranks, experts], on the device."""
+        return (self._counts if self._arriving is None else self._arriving).view(self._size, -1)
+
+    @functools.cached_property
     def on_device(self) -> torch.Tensor:
-        """Rows of each of this rank's experts, if no other rank sends rows."""
-        return self._counts
+        """Rows of each of this rank's experts."""
+        return self.arriving.sum(0)
 
     def read(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return sent and received rows, by rank and expert; the first call waits for the device."""

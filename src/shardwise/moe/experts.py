@@ -72,9 +72,8 @@ def in_turn_of(
     sent, received = counts.read()
     away, arriving = [sum(own) for own in sent], [sum(own) for own in received]
     arrived = group.exchange(rows, away, arriving, f"{label}: to experts")
-    totals = GroupSizes([sum(own) for own in zip(*received, strict=True)])
-    order, inverse = by_expert([list(own) for own in received], rows.device)
-    made = permuted(compute(permuted(arrived, order, inverse), totals), inverse, order)
+    order, inverse = by_expert(counts.arriving, len(arrived))
+    made = permuted(compute(permuted(arrived, order, inverse), GroupSizes(counts=counts)), inverse, order)
     return group.exchange(made, arriving, away, f"{label}: from experts")
 
 
@@ -88,7 +87,7 @@ class GroupSizes:
     def on_host(self) -> list[int]:
         """Return the numbers, waiting for the device if they are only there."""
         if self._counts is not None:
-            self._sizes, self._counts = self._counts.read()[1][0], None
+            self._sizes, self._counts = [sum(own) for own in zip(*self._counts.read()[1], strict=True)], None
         return self._sizes
 
     def on(self, device: torch.device) -> torch.Tensor:

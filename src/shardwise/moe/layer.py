@@ -24,6 +24,7 @@ class MOELayer(nn.Module):
         super().__init__()
         self.gate = gate
         self.experts = experts
+        self.checked = False  # sizes of an exchange have been compared with a wait of the host
 
     def forward(
         self, tokens: torch.Tensor, group: ExpertGroup, label: str, used_token: torch.Tensor | None = None
@@ -32,6 +33,9 @@ class MOELayer(nn.Module):
         routing: Routing = self.gate(tokens, used_token)
         count = len(routing.exp_counts)
         if routing.order is not None:
+            if has_values(tokens):
+                group.check_sizes(len(tokens), routing.capacity, label, waits=not self.checked)
+                self.checked = True
             rows = routing.order.spread(tokens)
             made = through_slots(group, rows, count, self.experts, label)
             return routing.order.joined(made, routing.weights), routing
@@ -118,7 +122,6 @@ class MoE(ExpertParallelModule):
         self.expert_group_name = f"ep_size_{ep_size}"
         self.use_residual = use_residual
         self._first: int | None = None
-        self._agreed = False
         local, one = expert, expert
         if isinstance(expert, nn.ModuleList):
             local, one = self._own(expert), expert[0]
@@ -162,7 +165,7 @@ class MoE(ExpertParallelModule):
 
     @override
     def bind(self, path: str, group: ExpertGroup) -> None:
-        self.group, self.path, self._agreed = group, path or "MoE", False
+        self.group, self.path, self.deepspeed_moe.checked = group, path or "MoE", False
         first, _ = group.own(self.num_experts)
         if self._first is not None and self._first != first and group.comm is not None and not group.comm.imagined:
             raise UsageError(
@@ -176,19 +179,6 @@ class MoE(ExpertParallelModule):
         for number, expert in enumerate(self.deepspeed_moe.experts.deepspeed_experts):
             for name, parameter in expert.named_parameters():
                 group.declare(parameter, name=f"{inside}.{first + number}.{name}")
-
-    def _agree(self, group: ExpertGroup, tokens: torch.Tensor) -> None:
-        """Check in the first training forward pass that ranks have equally many tokens (all ranks call)."""
-        self._agreed = True
-        if group.comm is None or not has_values(tokens):
-            return
-        counts = group.comm.exchange(len(tokens), "moe_tokens")
-        if len(set(counts)) > 1:
-            raise UsageError(
-                f"{self.path}: the ranks {list(group.ranks)} have {counts} tokens, and MoE(drop_tokens=True) needs as "
-                "many on each rank of a group of experts, because capacities follow from them. Give all ranks batches "
-                "of one size, or build the layer with drop_tokens=False"
-            )
 
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
@@ -204,13 +194,11 @@ class MoE(ExpertParallelModule):
             the number of this rank's tokens that chose each expert.
 
         Raises:
-            UsageError: the expert-parallel group does not exist yet; or, in the first training forward pass with
-                dropping, ranks of a group have different numbers of tokens.
+            UsageError: the expert-parallel group does not exist yet; or, with dropping, ranks of a group have different
+                numbers of tokens (on GPUs in the first forward pass; later ones fail on the device).
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         group = self.bound()
-        if self.deepspeed_moe.gate.drop_tokens and self.training and not self._agreed:
-            self._agree(group, tokens)
         made, routing = self.deepspeed_moe(tokens, group, self.path, used_token)
         self.count(routing.exp_counts)
         output = made.view(hidden_states.shape)
