@@ -15,6 +15,8 @@ import shardwise
 from shardwise.config import resolve
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel import RingAttention, RoundRobinLoader, SequenceLoader, begin, current, end, split
+from shardwise.parallel.data import complete
+from shardwise.utils import safe_get_full_grad
 from tests.harness import of_all_ranks, on_ranks, thorough
 from tests.harness.training import SGD
 from tests.parallel.models import MODELS, ROWS, data, llama, loss_of
@@ -248,3 +250,30 @@ def test_ranks_of_a_sequence_get_parts_of_the_same_samples() -> None:
             assert bool((whole["shift_labels"][:, -1] == -100).all()) and "labels" not in whole
             seen += (whole["input_ids"][:, 0] // 100).tolist()
     assert sorted(seen) == list(range(8))
+
+
+@on_ranks(2)
+def test_engines_over_the_same_ranks_end_one_by_one() -> None:
+    config = {"sequence_parallel_size": 2, "optimizer": SGD, "train_micro_batch_size_per_gpu": ROWS}
+    plain = MODELS["gpt"](shared=False)
+    loss_of(plain, complete(data(0, 1)))[0].backward()
+    first, second = (shardwise.initialize(model=MODELS["gpt"](shared=True), config=config).engine for _ in range(2))
+
+    def exchanges() -> int:
+        loss, tokens = loss_of(second, split(data(0, 1)))
+        before = second.ledger.totals["all_to_all"].count
+        second.backward(loss, weight=tokens)
+        torch.testing.assert_close(safe_get_full_grad(second.module.head.weight), plain.head.weight.grad)
+        second.zero_grad()
+        return second.ledger.totals["all_to_all"].count - before
+
+    expected = exchanges()
+    loss, tokens = loss_of(first, split(data(0, 1)))
+    first.backward(loss, weight=tokens)
+    for _ in range(2):  # the second call does nothing
+        first.destroy()
+        assert exchanges() == expected > 0
+        assert dist.get_process_group_ranks(second.get_sequence_parallel_group()) == [0, 1]
+        assert not current().data.destroyed
+    second.destroy()
+    assert current() is None

@@ -137,6 +137,7 @@ class Communicator:
     Attributes:
         timeout: limit for one collective: that of `group`.
         imagined: the other ranks are fake (torch's fake backend, and `shardwise.comm.fake`).
+        destroyed: `destroy` has been called.
 
     Raises:
         UsageError: the group has no backend for tensors of this device.
@@ -144,7 +145,7 @@ class Communicator:
 
     members: Sequence[int]
     timeout: timedelta
-    imagined = False
+    imagined = destroyed = False
     _given: dist.ProcessGroup | None = None
     _cache: GroupCache | None = None
     _peers: Sequence[int] = ()
@@ -486,7 +487,7 @@ class Communicator:
         """Destroy the process groups created by this communicator and its parts, but not the group given."""
         for part in self._parts:
             part.destroy()
-        self._parts = []
+        self._parts, self.destroyed = [], True
         self._backend.close()
         if self._cache is not None and not self._is_part:
             self._cache.close()

@@ -58,17 +58,16 @@ class SharedSequences:
     ) -> None:
         self._part = job.part(lines, sequence.NAME)
         existing = existing or sequence.current()
-        self._new = existing is None or existing.members != self._part.members
-        self.group = SequenceGroup(self._part, data) if self._new or existing is None else existing
-        if self._new:
-            sequence.take_over(self.group)
-        else:
-            self.group.attach(self._part)
+        if existing is None or existing.members != self._part.members:
+            existing = SequenceGroup(self._part, data)
+        self.group = existing
+        sequence.take_over(self.group)
+        self.group.attach(self._part, data)
         self._hooks: list[Any] = []
         self._job = job
         self._compared: set[int] = set()
         self._divided = divided
-        self._checked, self._before = False, 0
+        self._checked, self._before, self._open = False, 0, True
 
     def watch(self, model: nn.Module) -> None:
         """Install hooks at the model's forward passes, and check the first one."""
@@ -112,15 +111,15 @@ class SharedSequences:
             )
 
     def close(self) -> None:
-        """Remove hooks and group; process groups belong to the job's communicator."""
+        """Remove hooks and group, once; process groups belong to the job's communicator."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.group.end_passes()
-        if self._new:
-            sequence.let_go(self.group)
-        else:
+        if self._open:
+            self._open = False
+            self.group.end_passes()
             self.group.detach(self._part)
+            sequence.let_go(self.group)
 
 
 class OwnSequences:

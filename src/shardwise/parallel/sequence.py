@@ -65,49 +65,57 @@ class SequenceGroup:
     """A sequence-parallel group with this rank; also an `mpu` for `deepspeed.initialize(mpu=...)`.
 
     Attributes:
-        data: communicator of the ranks with the same index in all sequence-parallel groups.
         aligned: a batch was split in which every rank's part is a sample of its own.
         exchanges: number of attention calls that have exchanged heads.
         comparing: the model runs for the check of `shardwise.parallel.proof`.
     """
 
     def __init__(self, comm: Communicator, data: Communicator | None = None) -> None:
-        self.data = data
         self.size, self.rank = comm.world, comm.rank
         self.aligned = False
         self.exchanges = 0
         self.comparing = False
-        self._comms = [comm]
+        self._comms = {comm: data}
         self._pass: int | None = None
         self._agreed: list[int] | None = None
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     def comm(self) -> Communicator:
-        """Communicator for exchanges: the engine's, while there is an engine."""
-        return self._comms[-1]
+        """Communicator for exchanges: the newest engine's, while there is an engine."""
+        return self._living[-1]
+
+    @property
+    def data(self) -> Communicator | None:
+        """Communicator of the ranks with the same index in all sequence-parallel groups."""
+        return self._comms[self._living[0]]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """Process group for a script's own collectives. All its ranks call; the first call creates it."""
-        return self._comms[0].process_group
+        return self._living[0].process_group
 
     @property
     def members(self) -> list[int]:
         """Global ranks."""
-        return list(self._comms[0].members)
+        return list(self.comm.members)
+
+    @property
+    def _living(self) -> list[Communicator]:
+        return [comm for comm in self._comms if not comm.destroyed] or list(self._comms)
 
     def carries(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor has values to communicate (no traced fake tensor), or a dry run counts its bytes."""
         return has_values(tensor) or self.comm.imagined
 
-    def attach(self, comm: Communicator) -> None:
-        """Use another communicator of the same ranks from now on."""
-        self._comms.append(comm)
+    def attach(self, comm: Communicator, data: Communicator) -> None:
+        """Use the communicators of an engine over the same ranks from now on."""
+        self._comms[comm] = data
 
     def detach(self, comm: Communicator) -> None:
-        """Undo `attach`."""
-        self._comms = [other for other in self._comms if other is not comm] or self._comms[:1]
+        """Undo `attach`; the last communicator stays."""
+        if len(self._comms) > 1:
+            del self._comms[comm]
 
     def __deepcopy__(self, memo: Any) -> SequenceGroup:
         return self  # copies of a model use the same ranks
@@ -333,9 +341,11 @@ def stay_alone(group: SequenceGroup) -> None:
 
 
 def let_go(group: SequenceGroup) -> None:
-    """Undo `take_over` or `stay_alone`."""
-    _current[:] = [other for other in _current if other() not in (group, None)]
-    _alone[:] = [other for other in _alone if other() not in (group, None)]
+    """Undo the last `take_over` or `stay_alone` of the group."""
+    for known in (_current, _alone):
+        places = [place for place, other in enumerate(known) if other() is group]
+        if places:
+            del known[places[-1]]
 
 
 @contextlib.contextmanager
