@@ -149,3 +149,8 @@ def test_an_engine_on_other_ways_than_the_others_says_where_each_rank_is(how: st
     assert own in messages[0]
     assert "all_gather '" in messages[0]
     assert messages[0].count("test_whereabouts.py:") == 2
+
+
+def test_a_process_without_process_groups_publishes_no_end() -> None:
+    """A script that has destroyed them ends without an error."""
+    desync.publish_end()

@@ -137,6 +137,8 @@ def timed(events: list[Event], accumulation: int = 1, passes: int = 1, **costs: 
         ([op(1), op(2)], {"host": 0.25}, 3.5, 0),
         ([op(1), op(2)], {"host": 0.25, "asynchronous": True}, 3, 0),  # the device works while the host goes on
         ([op(0.1), op(0.1)], {"host": 1, "asynchronous": True}, 2, 0),
+        ([launch(0, 2), op(3), Wait(0)], {"launch": 0.5}, 3.5, 0),
+        ([launch(0, 4), op(3), Wait(0)], {"launch": 0.5, "asynchronous": True}, 4, 1),
         ([op(3), launch(0, 1), Wait(0)], {"host": 0.5, "asynchronous": True}, 4, 1),  # it reads what is computed
         ([Wait(0), op(2), launch(1, 3)], {}, 5, 3),  # a step begins with a wait for the end of the step before
     ],
@@ -196,7 +198,7 @@ def test_a_plan_is_made_of_a_measured_machine(measured: bool, tmp_path: Path) ->
         machine = Machine.load(file)
         assert machine.is_here() and machine.operators
         assert {(one.op, one.ranks) for one in machine.collectives} >= {("all_gather", 2), ("reduce_scatter", 2)}
-        assert [one.ranks for one in machine.crowds] == [1, 2]
+        assert [one.ranks for one in machine.crowds] == [2]
     else:
         machine = of_this_machine(torch.device("cpu"))
         machine.collectives = [

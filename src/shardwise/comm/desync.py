@@ -473,7 +473,11 @@ def _publish(key: str, text: str, patience: float = 0.0) -> None:
 
 
 def publish_end() -> None:
-    """Write that this process ends, for ranks that wait for it; after an exception with the traceback."""
+    """Write that this process ends, for ranks that wait for it; after an exception with the traceback. Does nothing
+    where the script has destroyed the process groups.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
     error = getattr(sys, "last_value", None)
     if error is None:
         RankState("ended", "has ended without an exception").publish()

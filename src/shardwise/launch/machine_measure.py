@@ -6,7 +6,6 @@ A single rank measures operators and the host, several ranks what changes where 
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import platform
 import socket
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.communicator import Communicator, Handle
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.setup import destroy, init_distributed, local_rank
 from shardwise.device.choice import choose_device
@@ -28,7 +27,7 @@ from shardwise.launch.comm_measure import Exchange
 from shardwise.memory.dryrun import loss_of
 from shardwise.plan.architectures import Decoder, Shape
 from shardwise.plan.clock import Costs, step_time
-from shardwise.plan.events import Operator, Recorder
+from shardwise.plan.events import Launch, Operator, Recorder
 from shardwise.plan.models import tokens
 from shardwise.plan.rates import CollectiveTime, Crowd, Machine, Operators, measure_operators
 
@@ -41,6 +40,7 @@ _TINY = Shape(16, 16, 1, 32)
 """Its operators take no time: what a step takes is the host's."""
 _SHORT = 4
 _STEPS = 12
+_TRIALS = 5
 
 
 def of_this_machine(device: torch.device) -> Machine:
@@ -56,12 +56,12 @@ def of_this_machine(device: torch.device) -> Machine:
     )
 
 
-def recorded(shape: Shape, config: dict[str, object], length: int = _LENGTH) -> Recorder:
+def recorded(shape: Shape, config: dict[str, object], length: int = _LENGTH, ranks: int = 1) -> Recorder:
     """Return what a rank does in a step of a small decoder."""
     recorder = Recorder()
     with torch.device("meta"):
         model = Decoder(shape)
-    (planner,), _ = planners_of(model, config, 1, tokens(_ROWS, length))
+    (planner,), _ = planners_of(model, config, ranks, tokens(_ROWS, length))
     planner.record(planner.target.setting, recorder)
     return recorder
 
@@ -72,9 +72,15 @@ def operators_of(recorder: Recorder) -> dict[str, Operator]:
     return {event.signature: event for event in events if isinstance(event, Operator)}
 
 
-def _config(precision: str) -> dict[str, object]:
+def _config(precision: str, stage: int = 0) -> dict[str, object]:
     given = {} if precision == "fp32" else {precision: {"enabled": True}}
-    return {"train_micro_batch_size_per_gpu": _ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, **given}
+    return {
+        "train_micro_batch_size_per_gpu": _ROWS,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": None,
+        **given,
+    }
 
 
 def measure(comm: Communicator, limit: float) -> Machine:
@@ -86,34 +92,37 @@ def measure(comm: Communicator, limit: float) -> Machine:
             shape = Shape(1, width, width // 64, _WORDS)
             found, share = recorded(shape, _config(precision)), limit / len(cases)
             machine.operators |= measure_operators(found.calls, operators_of(found), comm.device, share)
-        machine.host = max(0.0, _host(machine, comm.device))
+        machine.host = _host(machine, comm.device)
     else:
         for count in _counts(comm.world):
-            if count > 1 and comm.world % count == 0:
+            if comm.world % count == 0:
                 # All groups at once, as those of tensor parallelism are.
                 groups = [list(range(first, first + count)) for first in range(0, comm.world, count)]
                 group = comm if count == comm.world else comm.part(groups, f"machine.{count}")
                 machine.collectives += [_collective(comm, group, op, size) for op in _OPS for size in _SIZES]
         machine.crowds = [_crowd(comm, count) for count in _counts(comm.world)]
         machine.interference = _interference(comm)
+        machine.launch = _launch(machine, comm)
     return machine
 
 
 def _counts(world: int) -> list[int]:
-    return sorted({1, world, *(1 << power for power in range(world.bit_length()))} & set(range(1, world + 1)))
+    return sorted({world, *(1 << power for power in range(1, world.bit_length()))})
 
 
-def _timed(comm: Communicator, run: Callable[[], object], trials: int = 5) -> float:
-    """Return the seconds of the slowest rank: the median of some trials."""
+def _timed(
+    comm: Communicator, run: Callable[[], object], of: Callable[[list[float]], float] = statistics.median
+) -> float:
+    """Return the seconds of the slowest rank: `of` some trials."""
     times = []
-    for _ in range(trials):
+    for _ in range(_TRIALS):
         comm.barrier("machine.barrier")
         begun = time.perf_counter()
         run()
         if comm.device.type == "cuda":
             torch.cuda.synchronize(comm.device)
         times.append(time.perf_counter() - begun)
-    return max(comm.exchange(statistics.median(times), "machine.times"))
+    return max(comm.exchange(of(times), "machine.times"))
 
 
 def _collective(comm: Communicator, group: Communicator, op: str, size: int) -> CollectiveTime:
@@ -130,18 +139,20 @@ def _collective(comm: Communicator, group: Communicator, op: str, size: int) -> 
 
 
 def _works(device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return a computation and a movement of memory, of some ten milliseconds on a core."""
-    factor = torch.rand(768, 768, device=device)
-    source = torch.rand(4 << 20, device=device)
+    """Return a pass of a decoder, and a movement of memory, neither of which the cache can hold."""
+    width = _WIDTHS[1]
+    with device:
+        model = Decoder(Shape(1, width, width // 64, _WORDS))
+        source = torch.rand(4 << 20)
+        batch = torch.zeros(_ROWS, _LENGTH, dtype=torch.int64)
     target = torch.empty_like(source)
 
     def move() -> None:
-        for _ in range(4):
+        for _ in range(16):
             torch.add(source, 1.0, out=target)
 
     def compute() -> None:
-        for _ in range(4):
-            torch.mm(factor, factor)
+        loss_of(model(batch)).backward()
 
     return compute, move
 
@@ -153,54 +164,95 @@ def _crowd(comm: Communicator, count: int) -> Crowd:
         work()
 
         def of(ranks: int, work: Callable[[], object] = work) -> float:
-            return _timed(comm, work if comm.rank < ranks else lambda: None)
+            def until_all_are_done() -> None:  # ranks without a core begin late
+                if comm.rank < ranks:
+                    work()
+                comm.barrier("machine.barrier")
+
+            return _timed(comm, until_all_are_done, min)  # another program makes it longer
 
         found.append(max(1.0, of(count) / of(1)))
     return Crowd(ranks=count, computing=found[0], moving=found[1])
 
 
 def _interference(comm: Communicator) -> float:
-    """Measure by how much a collective in flight delays the computing of all ranks, per second of flight."""
+    """Measure by how much collectives in flight delay the computing of all ranks, per second of flight."""
     compute, _ = _works(comm.device)
-    size = 1 << 22
-    full = torch.zeros(size * comm.world, device=comm.device)
-    own = torch.zeros(size, device=comm.device)
-    gather = functools.partial(comm.all_gather, [(full, own)], "machine.gather")
+    full = [torch.zeros(comm.world << 22, device=comm.device) for _ in range(4)]
+    own = torch.zeros(1 << 22, device=comm.device)
+
+    def launch() -> list[Handle]:
+        return [comm.all_gather([(one, own)], "machine.gather") for one in full]
 
     def fly() -> None:
-        gather().wait()
+        for one in launch():
+            one.wait()
 
     def both() -> None:
-        handle = gather()
+        works = launch()
         compute()
-        handle.wait()
+        for one in works:
+            one.wait()
 
     flight, work, together = _timed(comm, fly), _timed(comm, compute), _timed(comm, both)
-    hidden = min(flight, work)
-    return min(1.0, max(0.0, (together - max(flight, work)) / hidden))
+    return min(1.0, max(0.0, (together - max(flight, work)) / min(flight, work)))
 
 
 def _host(machine: Machine, device: torch.device) -> float:
     """Return the seconds that a step of a tiny model takes besides its operators, for each of them."""
+    found = recorded(_TINY, _config("fp32"), _SHORT)
+    operators = measure_operators(found.calls, operators_of(found), device, 10.0)
+    count = sum(1 for _ in found.of(Operator))
+    costs = Costs(Operators(operators, machine.crowd(1)).seconds, lambda launch: 0.0)
+    return max(0.0, _step_of_engine(device, stage=0) - step_time(found.passes, 1, costs).total) / count
+
+
+def _launch(machine: Machine, comm: Communicator) -> float:
+    """Return the seconds that a step of a tiny model at stage 3 takes longer than one without an engine, besides its
+    collectives, for each of them.
+    """
+    with comm.device:
+        model = Decoder(_TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        loss_of(model(_short_batch(comm.device))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain, whole = _median(step, comm.barrier), _step_of_engine(comm.device, stage=3, between=comm.barrier)
+    launches = list(recorded(_TINY, _config("fp32", stage=3), _SHORT, comm.world).of(Launch))
+    known = sum(map(machine.costs(comm.world).collective, launches))
+    slowest = max(comm.exchange(whole - plain - known, "machine.times"))
+    return max(0.0, slowest) / len(launches)
+
+
+def _step_of_engine(device: torch.device, stage: int, between: Callable[[str], object] = len) -> float:
     import shardwise
 
-    config = _config("fp32") | {"steps_per_print": None}
-    found = recorded(_TINY, config, _SHORT)
-    operators = measure_operators(found.calls, operators_of(found), device, 10.0)
-    count = sum(isinstance(event, Operator) for one in found.passes for _, event in one.events)
-    costs = Costs(Operators(operators, machine.crowd(1)).seconds, lambda launch: 0.0)
-    planned = step_time(found.passes, 1, costs).total
-    model = Decoder(_TINY)
-    engine = shardwise.initialize(model=model, config=config).engine
-    batch = torch.zeros(_ROWS, _SHORT, dtype=torch.int64, device=device)
+    engine = shardwise.initialize(model=Decoder(_TINY), config=_config("fp32", stage)).engine
+
+    def step() -> None:
+        engine.backward(loss_of(engine(_short_batch(device))))
+        engine.step()
+
+    found = _median(step, between)
+    engine.destroy()
+    return found
+
+
+def _median(step: Callable[[], object], between: Callable[[str], object]) -> float:
     times = []
     for _ in range(_STEPS):
+        between("machine.barrier")
         begun = time.perf_counter()
-        engine.backward(loss_of(engine(batch)))
-        engine.step()
+        step()
         times.append(time.perf_counter() - begun)
-    engine.destroy()
-    return (statistics.median(times) - planned) / count
+    return statistics.median(times)
+
+
+def _short_batch(device: torch.device) -> torch.Tensor:
+    return torch.zeros(_ROWS, _SHORT, dtype=torch.int64, device=device)
 
 
 def _processor() -> str:

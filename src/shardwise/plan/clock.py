@@ -19,7 +19,7 @@ class Costs:
         collective: of a collective, from the launch on an idle link to its end.
         link: name of the link that a collective keeps busy; "": groups do not share links.
         measured: whether the seconds of an operator were measured, rather than estimated from others.
-        host: of the host for each operator, besides the operator itself.
+        host: of the host for each operator, besides the operator itself; `launch`: for each collective.
         interference: seconds by which a second of a collective in flight delays computing.
         asynchronous: the device works while the host goes on, as a GPU does.
     """
@@ -29,6 +29,7 @@ class Costs:
     link: Callable[[Launch], str] = lambda launch: ""
     measured: Callable[[Operator], bool] = lambda operator: True
     host: float = 0.0
+    launch: float = 0.0
     interference: float = 0.0
     asynchronous: bool = False
 
@@ -157,6 +158,10 @@ class Clock:
         self.found.collectives[what] += seconds
         self.found.sent[what] += event.sent
         self.found.links[what] = link = self._costs.link(event)
+        self._host += self._costs.launch
+        if not self._costs.asynchronous:
+            self.found.host += self._costs.launch
+            self._device = self._host
         # It reads what the device has computed before.
         begins = max(self._device, self._host, self._links.get(link or event.group, 0.0))
         self._links[link or event.group] = self._ends[event.number] = begins + seconds

@@ -66,7 +66,7 @@ class Machine(BaseModel):
     Attributes:
         operators: by signature, with one rank at work.
         crowds: by number of ranks.
-        host: seconds of the host for each operator.
+        host: seconds of the host for each operator; `launch`: for each collective, besides its own.
         interference: seconds by which a second of a collective in flight delays computing.
     """
 
@@ -84,6 +84,7 @@ class Machine(BaseModel):
     collectives: list[CollectiveTime] = []
     crowds: list[Crowd] = []
     host: float = Field(default=0.0, ge=0)
+    launch: float = Field(default=0.0, ge=0)
     interference: float = Field(default=0.0, ge=0)
 
     @classmethod
@@ -138,6 +139,7 @@ class Machine(BaseModel):
             collective=Collectives(self.collectives).seconds,
             measured=lambda operator: operator.signature in self.operators or not operator.moved,
             host=self.host,
+            launch=self.launch if ranks > 1 else 0.0,
             interference=self.interference,
             asynchronous=self.device != "cpu",
         )
@@ -157,7 +159,7 @@ class Machine(BaseModel):
 
     def joined(self, shared: Machine) -> Machine:
         """Return these rates with what several ranks have measured."""
-        keys = ("collectives", "crowds", "interference")
+        keys = ("collectives", "crowds", "launch", "interference")
         return self.model_copy(update={key: getattr(shared, key) for key in keys})
 
     def crowd(self, ranks: int) -> Crowd:
