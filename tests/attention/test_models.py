@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import shardwise
 from shardwise.attention import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
+    DenseSparsityConfig,
     FixedSparsityConfig,
     SparseSelfAttention,
     SparsityConfig,
@@ -77,6 +79,25 @@ def test_a_sparse_model_is_the_model_with_a_mask(family: str) -> None:
         for (name, one), other in zip(sparse.named_parameters(), model.parameters(), strict=True):
             if one.grad is not None and other.grad is not None:
                 torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["LayoutLM", "Splinter"])
+def test_an_encoder_that_does_not_say_so_is_no_causal_model(kind: str) -> None:
+    """Its attention has no `is_causal`. LayoutLM makes the mask of padding itself, Splinter by transformers."""
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=WORDS, **size)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    sparse = sparsify(copy.deepcopy(model), DenseSparsityConfig(2, 4))
+    kept = torch.ones(2, TOKENS, dtype=torch.int64)
+    kept[1, 21:] = 0
+    ids = data(0)["input_ids"]
+    expected = model(ids, attention_mask=kept).last_hidden_state
+    found = sparse(ids, attention_mask=kept).last_hidden_state
+    torch.testing.assert_close(found[kept.bool()], expected[kept.bool()])
+    if kind == "Splinter":
+        with pytest.raises(UsageError, match="SplinterSelfAttention does not have is_causal"):
+            sparse.encoder(sparse.embeddings(ids))
 
 
 def plain_steps(family: str, steps: int, copies: int) -> dict[str, torch.Tensor]:

@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.errors import UsageError
 from shardwise.parallel import begin, end, share_attention, split
 from shardwise.parallel.block_gradients import _Pair
+from shardwise.parallel.huggingface import register
 from tests.families import FAMILIES as FAMILIES_OF
 from tests.families import WORDS, build
 from tests.harness import on_ranks, run_ranks, thorough
@@ -165,6 +167,18 @@ def test_models_that_cannot_share_sequences_are_refused_by_name() -> None:
         share_attention(encoder)
     with pytest.raises(UsageError, match=r"BloomForCausalLM does not let others compute its attention .sdpa."):
         share_attention(model_of("bloom", "eager"), "sdpa")
+
+
+@on_ranks(2)
+def test_attention_that_may_be_causal_or_not_is_refused() -> None:
+    register("sdpa", "shardwise_sdpa")
+    attention = transformers.AttentionInterface()["shardwise_sdpa"]
+    group = begin(2)
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(UsageError, match="Identity does not have is_causal"):
+        attention(nn.Identity(), q, q, q)
+    assert attention(nn.Identity(), q, q, q, is_causal=True)[0].shape == (1, 3, 2, 4) and group.size == 2
+    end()
 
 
 def test_a_loss_of_imbalance_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,9 @@ def _mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any)
             f"sparse attention: the model's mask ({name}) is more than causal or padding. Packed samples and sliding "
             "windows have no layout: pass attention_mask, and no position_ids that restart"
         )
-    return attention_mask
+    if attention_mask is None or name == _MASKS[0]:
+        return attention_mask
+    return attention_mask[:, None, None, :]  # its shape shows that no mask of pairs, also no causal one, is needed
 
 
 @never_compiled
@@ -136,8 +138,7 @@ def _attention(
         raise UsageError(f"sparse attention: {type(module).__name__} passes {given[0]}, which has no sparse form here")
     sparsity = getattr(module, _LAYOUT, None) or DenseSparsityConfig(query.shape[1])
     plan = plan_of(sparsity, query.shape[2]).of_heads(heads_of(module, query.shape[1], sparsity.num_heads))
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) or getattr(sparsity, "attention", None) == ONE_WAY
+    causal = _is_causal(module, attention_mask, is_causal) or getattr(sparsity, "attention", None) == ONE_WAY
     bias = padding = None
     if attention_mask is not None:
         mask = hidden_by(attention_mask, "mul" if attention_mask.dim() == 2 else "add")
@@ -148,3 +149,15 @@ def _attention(
     attend: Any = IMPLEMENTATIONS[getattr(module, _IMPLEMENTATION, "blocks")]
     found = attend(query, key, value, plan, causal=causal, scale=scaling, bias=bias, padding=padding, dropout=dropout)
     return found.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: Any, mask: torch.Tensor | None, given: bool | None) -> bool:
+    found = getattr(module, "is_causal", None) if given is None else given
+    if found is None and mask is not None and mask.dim() == 4:
+        return False  # the mask has all that the model hides, as in transformers
+    if found is None:
+        raise UsageError(
+            f"sparse attention: {type(module).__name__} does not have is_causal, which says whether a token sees later "
+            "ones. Set the attribute to True or False, or pass attention_mask to an encoder"
+        )
+    return bool(found)

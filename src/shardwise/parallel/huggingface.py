@@ -198,14 +198,19 @@ def _attention(core: Callable[..., Any] | None, kind: str, in_eval: bool) -> Cal
                 "cannot be divided among ranks: set sequence_parallel_size to 1"
             )
         causal = kwargs.get("is_causal")
-        causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        causal = getattr(module, "is_causal", None) if causal is None else causal
+        if causal is None and attention_mask is None:
+            raise UsageError(
+                f"sequence parallelism: {type(module).__name__} does not have is_causal, which says whether a token "
+                "sees later ones. Set the attribute to True or False"
+            )
         whole = whole_mask(
             group,
             module,
             query,
             key,
             attention_mask,
-            causal=causal,
+            causal=bool(causal),
             window=kwargs.get("sliding_window"),
             positions=kwargs.pop("position_ids", None),
         )
