@@ -80,6 +80,21 @@ def test_gradients_are_added_up(op: str, schedule: str, clears: str) -> None:
         assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@on_ranks(2)
+def test_parameters_that_require_gradients_later(op: str) -> None:
+    model, rank = Branches(), dist.get_rank()
+    model.second.requires_grad_(False)
+    engine = engine_of(model, 0, gradient_allreduce_op=op)
+    engine.backward(engine(batch(rank, 0), rank))
+    assert model.second.weight.grad is None
+    model.second.requires_grad_(True)
+    model.zero_grad()
+    engine(batch(rank, 0), rank).backward()
+    for parameter, wanted in zip(engine.module.parameters(), expected(op, "b"), strict=True):
+        assert torch.allclose(parameter.grad, wanted, rtol=1e-5, atol=1e-6)
+
+
 @on_ranks(2)
 def test_local_gradients_that_a_script_changes_are_refused() -> None:
     engine, rank = made("sum"), dist.get_rank()

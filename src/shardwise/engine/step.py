@@ -194,6 +194,8 @@ class TrainStep:
         """Record a training forward pass of the engine."""
         self.new_micro_batch = True
         self._forwards += 1
+        if self._sharded.plain is not None:
+            self._sharded.plain.follow()
         seed = self._config.sample_seed
         if seed is not None and self._forwards == 1:  # two passes of a micro-batch draw different numbers
             number = (self.micro_steps - self.window_began) * self._batches.ranks + self._batches.data.rank

@@ -37,20 +37,24 @@ class PlainGradients:
         self._last: dict[nn.Parameter, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradient and version after a pass
         self._at_end: AtEnd | None = None
         self._done = False
-        self._members = [
-            (unit.name, [parameter for parameter in unit.parameters if parameter.requires_grad]) for unit in units
-        ]
-        self._handles: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(self._arrived)
-            for _, parameters in self._members
-            for parameter in parameters
-        ]
-        if not averages and comm.world > 1:
-            self._handles += [
-                parameter.register_hook(self._before(parameter))
-                for _, members in self._members
-                for parameter in members
-            ]
+        self._units = [(unit.name, unit.parameters) for unit in units]
+        self._trained: list[bool] = []
+        self._members: list[tuple[str, list[nn.Parameter]]] = []
+        self._handles: list[Any] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Take over which parameters require gradients now, on all ranks."""
+        trained = [parameter.requires_grad for _, parameters in self._units for parameter in parameters]
+        if trained == self._trained:
+            return
+        self.remove()
+        self._trained = trained
+        self._members = [(name, [p for p in parameters if p.requires_grad]) for name, parameters in self._units]
+        for parameter in (parameter for _, members in self._members for parameter in members):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+            if not self._averages and self._comm.world > 1:
+                self._handles.append(parameter.register_hook(self._before(parameter)))
 
     def _before(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
         """Return a hook that keeps the gradient which has been summed before, when a new one is about to be added."""
@@ -87,6 +91,7 @@ class PlainGradients:
     def begin(self) -> None:
         """Begin a backward pass of all ranks, with or without gradients."""
         self._done = False
+        self.follow()
 
     def end(self) -> None:
         """End a backward pass of all ranks."""
