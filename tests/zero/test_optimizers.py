@@ -148,6 +148,65 @@ def test_state_in_16_bits_goes_on_in_fp32() -> None:
     assert losses[1] < losses[0]
 
 
+class Assigning(torch.optim.Optimizer):
+    """Gives each parameter new memory."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+class AssigningByElement(Assigning):
+    shardwise_sharding = "elementwise"
+
+
+def assigned(kind: type[Assigning], stage: int) -> tuple[Tensors, str]:
+    engine = engine_of(WITH_BIASES.make(), stage, lambda ps: kind(ps))
+    take_steps(engine, WITH_BIASES, range(3))
+    return masters(engine.module), parameters_digest(engine.module)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_may_assign_data(world: int) -> None:
+    expected = plain(WITH_BIASES, Setting(), world, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)).masters
+    ways = [(Assigning, 0), (Assigning, 2), (AssigningByElement, 0), (AssigningByElement, 2)]
+    for found, parameters in run_ranks(each, world, assigned, ways)[0]:
+        assert_close(found, expected, 1e-6)
+        assert parameters == digest(list(found.values()))
+
+
+class Evaluating(torch.optim.SGD):
+    """Has other parameters for evaluation, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0)
+
+
+class EvaluatingByElement(Evaluating):
+    shardwise_sharding = "elementwise"
+
+
+@on_ranks(2)
+def test_the_model_has_what_an_optimizer_writes_for_evaluation() -> None:
+    for kind, stage in ((Evaluating, 0), (Evaluating, 1), (EvaluatingByElement, 1), (EvaluatingByElement, 3)):
+        engine = engine_of(nn.Linear(5, 3), stage, lambda ps, kind=kind: kind(ps, lr=0.1), bf16={"enabled": True})
+        x = torch.ones(2, 5, dtype=torch.bfloat16)
+        engine.backward(engine(x).square().sum())
+        engine.step()
+        assert engine(x).any()
+        engine.optimizer.eval()
+        assert not engine(x).any()
+        engine.destroy()
+        assert "eval" not in vars(engine.optimizer)
+
+
 # -- ways of giving an optimizer ---------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 _METHODS = ("offload_states", "reload_states")
+
+_WRITERS = ("eval", "train", "swap_swa_sgd")
+"""Methods with which optimizers exchange parameters outside of `step`, such as schedule-free ones and SWA."""
 
 
 class Moving(Protocol):
@@ -104,22 +108,40 @@ def reload_states(engine: Moving, non_blocking: bool = False) -> None:
 
 
 def give_methods(optimizer: torch.optim.Optimizer, engine: Any) -> None:
-    """Add `offload_states` and `reload_states` to the optimizer, because scripts call them on either object."""
-    there = weakref.ref(engine)
+    """Add `offload_states` and `reload_states` to the optimizer, because scripts call them on either object.
+
+    The optimizer's own methods that write parameters become collectives, after which the model has the new values.
+    """
+    there = weakref.ref(engine)  # destroying the engine removes these methods
 
     def passed_on(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> None:
-            getattr(there(), name)(*args, **kwargs)  # destroying the engine removes these methods
+            getattr(there(), name)(*args, **kwargs)
+
+        return call
+
+    def publishing(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            owner = there()
+            assert owner is not None
+            sharded: ShardedModel = owner.sharded
+            sharded.check_there(f"optimizer.{name}()")
+            with sharded.state.writing_masters():
+                return original(*args, **kwargs)
 
         return call
 
     for name in _METHODS:
         vars(optimizer)[name] = passed_on(name)
+    for name in _WRITERS if engine.sharded.local is None else ():  # else replicas differ
+        if callable(getattr(type(optimizer), name, None)):
+            vars(optimizer)[name] = publishing(name, getattr(optimizer, name))
 
 
 def take_methods(optimizer: torch.optim.Optimizer) -> None:
     """Remove the methods that `give_methods` has added."""
-    for name in _METHODS:
+    for name in (*_METHODS, *_WRITERS):
         vars(optimizer).pop(name, None)
 
 

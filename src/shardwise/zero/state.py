@@ -178,6 +178,15 @@ class ShardedState:
         """Return the parts that ranks have at the place of this parameter, each once; empty if tensors are equal."""
         return self._model.wholes.parts_of(index)
 
+    @contextlib.contextmanager
+    def writing_masters(self) -> Iterator[None]:
+        """Acquire all state for the block, which may write master weights, and `publish` it (all ranks call)."""
+        self.share_changes()
+        self._model.await_copies()
+        with self.acquired():
+            yield
+        self.publish()
+
     def publish(self, units: Sequence[Unit] | None = None) -> None:
         """Update all copies of the values after `value_runs` of `units` (None: all) were written (all ranks call)."""
         self._model.unsharder.reshard_kept()

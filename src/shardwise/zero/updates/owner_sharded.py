@@ -36,6 +36,7 @@ from shardwise.zero.updates.update import (
     as_gradient,
     hold,
     is_of_whole,
+    keeping_memory,
     state_dtype,
     take_changes,
     tensors_of,
@@ -267,7 +268,7 @@ class WholeUpdate(UpdatePart):
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
         """Send gradients to owners, let the optimizer step in the block, and send results back; acquires all state."""
         with acquiring(self.stepping()):
-            with self._gradients_there(factor):
+            with self._gradients_there(factor), keeping_memory(self.masters.values()):
                 yield
             self._one_ahead(self._distribute)
             self.keep_state()

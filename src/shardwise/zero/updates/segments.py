@@ -38,6 +38,7 @@ from shardwise.zero.updates.update import (
     as_gradient,
     assign_groups,
     hold,
+    keeping_memory,
     state_dtype,
     state_of_part,
     take_changes,
@@ -340,7 +341,8 @@ class SegmentUpdate(UpdatePart):
                     for section in part.sections
                 }
                 self._show_gradients(part.segments, shown)
-                yield
+                with keeping_memory(segment for _, _, segment in part.segments):
+                    yield
             finally:
                 for _, _, segment in part.segments:
                     segment.grad = None

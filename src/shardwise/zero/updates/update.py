@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compat import share_memory
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import StateHome
@@ -346,6 +347,19 @@ def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[n
     """Replace the parameters of the optimizer's groups in place."""
     for group, parameters in zip(optimizer.param_groups, members, strict=True):
         group["params"] = list(parameters)
+
+
+@contextlib.contextmanager
+def keeping_memory(stepped: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Copy parameters to the memory that they had before the block: an optimizer may assign `parameter.data`."""
+    before = [(parameter, parameter.detach()) for parameter in stepped]
+    try:
+        yield
+    finally:
+        for parameter, values in before:
+            if not share_memory(parameter, values):
+                values.copy_(parameter.detach().reshape(values.shape))
+                parameter.data = values
 
 
 def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
