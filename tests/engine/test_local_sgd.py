@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.communicator import Communicator, Handle
 from shardwise.comm.compression import BlockCode
 from shardwise.comm.compression.quantized import QuantizedMean
 from shardwise.comm.ledger import Ledger
@@ -149,6 +150,30 @@ def test_replicas_of_two_ranks(stage: int) -> None:
     engine = engine_of(stage, size=None, mesh=mesh, sync_every=2, outer_optimizer={"type": "SGD", "momentum": 0.5})
     heavy_ball = lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5)  # noqa: E731
     as_simulated(engine, Simulated([[0, 2], [1, 3]], "AdamW", 2, heavy_ball), range(4))
+
+
+@on_ranks(4)
+def test_one_gather_of_master_weights_runs_while_the_one_before_is_merged() -> None:
+    engine = engine_of(0, size=2, sync_every=1)
+    own = engine.sharded.local._replicas.own
+    names = {one.name for ones in engine.sharded.local._outer.values() for one in ones}
+    launched, waited = Communicator.all_gather, Handle.wait
+    order: list[str] = []
+
+    def noted_launch(self: Communicator, pairs: Any, label: str, kind: str = "gather") -> Handle:
+        if self is own and label in names:
+            order.append("launch")
+        return launched(self, pairs, label, kind)
+
+    def noted_wait(self: Handle) -> None:
+        if (self.record.group, self.record.op) == (own.name, "all_gather") and self.record.label in names:
+            order.append("wait")
+        waited(self)
+
+    with mock.patch.object(Communicator, "all_gather", noted_launch), mock.patch.object(Handle, "wait", noted_wait):
+        train(engine, range(1))
+    count = len(names)
+    assert count > 2 and order == ["launch", *["launch", "wait"] * (count - 1), "wait"]
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ from shardwise.pipeline.idle import text_of
 from shardwise.pipeline.lowering import with_communication
 from shardwise.pipeline.messages import Receiver
 from shardwise.profile.trace import merge, read, summarize
+from shardwise.zero.passes.reduce import Reducer
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.garbage import tensors_in_cycles
 from tests.pipeline.training import (
@@ -461,3 +462,10 @@ def test_a_timeline_has_a_track_of_actions_for_each_stage(schedule: str, tmp_pat
     assert tracks(merged) == {f"stage {n}, rank {made.rank_of[n]}": names for n, names in expected.items()}
     processes = {e["pid"]: e["args"]["name"].split(" on ")[0] for e in merged if e["name"] == "process_name"}
     assert processes == {0: "rank 0", 1: "rank 1", 2: "pipeline"}
+
+
+def test_sums_of_copies_are_launched_together() -> None:
+    launched, held = mock.Mock(), mock.Mock()
+    Reducer.sum_copies(mock.Mock(_copies=[(held, mock.Mock(), launched), (held, mock.Mock(), launched)]))
+    assert [name for name, *_ in launched.mock_calls] == ["all_reduce"] * 2 + ["all_reduce().wait"] * 2
+    assert [name for name, *_ in held.mock_calls] == ["acquire_sums"] * 2 + ["release_sums", "settle"] * 2

@@ -591,9 +591,13 @@ class Reducer:
 
     def sum_copies(self) -> None:
         """Add up gradients of parameters that ranks outside of the pass group have, too, after `zero_absent`."""
+        launched = []
         for gradients, section, ranks in self._copies:
             gradients.acquire_sums()
-            ranks.all_reduce(section.whole_gradient, gradients.unit.name, "explicit").wait()
+            launched.append(ranks.all_reduce(section.whole_gradient, gradients.unit.name, "explicit"))
+        for handle in launched:
+            handle.wait()
+        for gradients, *_ in self._copies:
             gradients.release_sums()
             gradients.settle()
 

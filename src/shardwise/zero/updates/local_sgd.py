@@ -26,6 +26,7 @@ import torch
 from torch.nn.functional import pad
 from typing_extensions import override
 
+from shardwise.comm.communicator import Handle
 from shardwise.comm.compression import BlockCode
 from shardwise.comm.compression.averaging import BlockMean, ExactMean, advance
 from shardwise.comm.compression.quantized import QuantizedMean
@@ -210,15 +211,13 @@ class LocalSgdUpdate(Update):
         outer = self._settings.outer_optimizer
         self.settle()
         self._exchange = None
-        for one, mean in zip(exchange.chosen, exchange.sent, strict=True):
+        gathers = map(self._gathered, exchange.chosen, exchange.sent)
+        ahead = next(gathers)
+        for one in exchange.chosen:
+            (gradient, handle), ahead = ahead, next(gathers, ahead)  # one all-gather runs while the one before is used
             assert one.section.master is not None
-            gradient = mean[: one.own_part(one.agreed).numel()]
-            if gradient.numel() < one.agreed.numel():  # ranks of the replica have whole master weights
-                whole = torch.empty_like(one.agreed)
-                self._hold(whole)
-                gradient = one.own_part(whole).copy_(gradient)
-                self._replicas.own.all_gather([(whole, gradient)], one.name, kind="reduce").wait()
-                gradient = whole
+            if handle is not None:
+                handle.wait()
             if one.momentum is not None:
                 one.momentum.mul_(outer.decay).add_(gradient)
                 gradient = gradient.add_(one.momentum, alpha=outer.decay) if outer.type == "Nesterov" else one.momentum
@@ -227,6 +226,16 @@ class LocalSgdUpdate(Update):
                 own = one.section.master.detach().to(one.agreed.dtype)
                 self._own_values[one.name] = own.lerp_(one.agreed, 1 - exchange.mixing)
         return exchange.units
+
+    def _gathered(self, one: _Outer, mean: torch.Tensor) -> tuple[torch.Tensor, Handle | None]:
+        """Return the mean of all master weights that this rank has, with the all-gather that completes it."""
+        own = mean[: one.own_part(one.agreed).numel()]
+        if own.numel() == one.agreed.numel():
+            return own, None
+        whole = torch.empty_like(one.agreed)
+        self._hold(whole)
+        own = one.own_part(whole).copy_(own)
+        return whole, self._replicas.own.all_gather([(whole, own)], one.name, kind="reduce")
 
     def settle(self) -> None:
         """Wait for the means of an exchange that has begun, which are merged at their step (all ranks call)."""
