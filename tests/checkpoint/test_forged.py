@@ -38,8 +38,7 @@ def unknown_kind(fields: Fields) -> None:
 
 
 def place(fields: Fields) -> None:
-    for rank in fields["ranks"]:
-        rank["loader"]["position"] = 10**15
+    fields["loader"]["position"] = 10**15
 
 
 REFUSED: dict[str, tuple[Callable[[Fields], None], str]] = {

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.checkpoint.collect import _digest, first_holders, own_buffers
+from shardwise.checkpoint.collect import TrainingState, _digest, collect, first_holders, own_buffers
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifestfile import to_bytes
+from shardwise.checkpoint.save import join
+from shardwise.data import EngineDataLoader
 from tests.scale.test_bytes import WORLDS, Rank
 
 
@@ -51,3 +55,25 @@ def test_buffers_are_compared_with_those_of_the_first_rank_by_8_bytes_each(world
     assert 8 * 1000 <= comm.sent <= 8 * 1000 + 4 * world
     first = Job(world, 0)
     assert own_buffers(model_of(first, module), inventories) == dict.fromkeys(same["buffers"])
+
+
+def test_the_position_in_the_data_is_saved_once() -> None:
+    def size(world: int) -> int:
+        loader = EngineDataLoader(range(40 * world), 4, world_size=world, drop_last=True, unequal=[4] * world)
+        batches = iter(loader)
+        for number in range(6):
+            next(batches)
+            loader.divide([3, 5] * (world // 2) if number % 2 else [5, 3] * (world // 2))
+        position = loader.state_dict()
+        assert len(position["unequal"]) <= 2
+        parts: dict[str, Any] = {}
+        for rank in range(world):
+            model: Any = SimpleNamespace(
+                comm=Job(world, rank), registry=[], fetch=None, value_runs=dict, owned_ranges=dict
+            )
+            part = collect(model, f"{rank}", TrainingState(loader=position), frozenset())
+            parts[f"{rank}"] = {**part.to_json(), "facts": (0, [])}
+            part.trees["extra"] = {}
+        return len(to_bytes(join(Manifest("a", 0.0, {}, {}, {}, {}, []), parts)))
+
+    assert size(4096) < 4.5 * size(1024)

@@ -103,6 +103,14 @@ def test_a_change_that_waits_for_workers_is_saved() -> None:
     assert sizes == [2, 2] + [3] * 9
 
 
+def test_changes_that_are_over_are_not_saved() -> None:
+    loader = loaders([2, 2])[0]
+    for number, _ in enumerate(loader):
+        loader.divide([3, 1] if number % 2 else [1, 3])
+        assert len(loader.state_dict()["unequal"]) <= 2
+    assert loader.state_dict()["unequal"] == [[0, [3, 1]]]
+
+
 @given(
     speeds=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
     mean=st.integers(1, 8),

@@ -426,6 +426,31 @@ def test_labels_belong_to_inputs(source: str) -> None:
     assert others == [first, second] and sorted(first[:16] + second[:16]) == list(range(32))
 
 
+@on_ranks(2)
+def test_labels_belong_to_inputs_also_after_another_schedule(tmp_path: Path) -> None:
+    """With zbv the second rank reads no data, and with 1f1b it reads the labels."""
+
+    def engine_with(schedule: str) -> Any:
+        samples = [(torch.full((1,), float(n)), torch.full((1,), float(n))) for n in range(32)]
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+            "pipeline": {"schedule": schedule},
+        }
+        model = PipelineModule([LayerSpec(Echo) for _ in range(4)], num_stages=2, loss_fn=distance)
+        return shardwise.initialize(model=model, config=config, training_data=samples)[0]
+
+    engine = engine_with("zbv")
+    losses = [float(engine.train_batch()) for _ in range(3)]
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    engine = engine_with("1f1b")
+    engine.load_checkpoint(tmp_path)
+    assert [*losses, *(float(engine.train_batch()) for _ in range(3))] == [0.0] * 6
+    assert engine.training_dataloader.state_dict()["position"] == 24
+
+
 def recorded(setting: Setting, directory: str) -> None:
     engine = engine_of(setting)
     engine.train_batch(data(setting, 0))

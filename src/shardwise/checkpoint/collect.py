@@ -28,13 +28,15 @@ from shardwise.registry import LogicalTensor
 @dataclass
 class TrainingState:
     """State except tensors of the model and the optimizer, as plain Python values: `client` is the user's (rank 0's is
-    saved), `rank` this rank's random number generators and position in the data, `counters` steps and samples.
+    saved), `rank` this rank's random number generators, `loader` the position in the data (rank 0's is saved),
+    `counters` steps and samples.
     """
 
     client: Any = field(default_factory=dict)
     rank: dict[str, Any] = field(default_factory=dict)
     scheduler: Any = None
     scaler: Any = None
+    loader: Any = None
     counters: dict[str, int] = field(default_factory=dict)
 
 
@@ -213,6 +215,7 @@ def _add_common(part: RankSavePlan, model: CheckpointedModel, state: TrainingSta
     trees["scheduler"] = nested_json.encode(state.scheduler, "state of the learning-rate schedule", part.store_tensor)
     trees["counters"] = state.counters
     trees["scaler"] = nested_json.encode(state.scaler, "state of the loss scaler", part.store_tensor)
+    trees["loader"] = nested_json.encode(state.loader, "position in the training data", part.store_tensor)
 
 
 def local_inventory(model: CheckpointedModel) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class Loaded:
     client: Any = None
     scheduler: Any = None
     scaler: Any = None
+    loader: Any = None
     rank: Any = None
     line: Any = None
     same: bool = True
@@ -243,7 +244,7 @@ def _share(saved: Checkpoint, named: Manifest, options: Options, rank: int, worl
 
 
 def _trees(saved: Manifest, options: Options) -> list[Any]:
-    read = replace(saved, scheduler=None, scaler=None, ranks=[]) if options.module_only else saved
+    read = replace(saved, scheduler=None, scaler=None, loader=None, ranks=[]) if options.module_only else saved
     return (read if options.with_optimizer else replace(read, optimizer=None)).trees()
 
 
@@ -262,6 +263,8 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options
             ranks = saved.manifest.ranks
             loaded.scheduler = saved.decode(saved.manifest.scheduler)
             loaded.scaler = saved.decode(saved.manifest.scaler)
+            kept = saved.manifest.loader
+            loaded.loader = saved.decode(ranks[0].get("loader") if kept is None else kept)
             found = counterparts(saved.manifest, model.place, model.comm.rank, model.comm.world)
             loaded.same = found.same
             loaded.rank = None if found.own is None else saved.decode(ranks[found.own])

@@ -235,8 +235,9 @@ class Manifest:
         excluded: names of frozen parameters that were left out on request.
         optimizer: {"class", "groups": [settings of each group], "values": {parameter: {key: value}}}, or None.
         scheduler, scaler: trees of the learning-rate schedule and the loss scaler, or None.
+        loader: tree of the position in the training data, or None; earlier versions have it in each of `ranks`.
         counters: steps and samples so far.
-        ranks: for each rank a tree with its random number generators and its position in the data.
+        ranks: for each rank a tree with its random number generators.
         extra, client: trees of the extra state of modules, by name, and of the user's own state.
     """
 
@@ -251,6 +252,7 @@ class Manifest:
     optimizer: dict[str, Any] | None = None
     scheduler: Any = None
     scaler: Any = None
+    loader: Any = None
     counters: dict[str, Natural] = field(default_factory=dict)
     ranks: list[Any] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -269,7 +271,7 @@ class Manifest:
 
     def trees(self) -> list[Any]:
         """Return all nested values that may refer to tensors."""
-        found = [self.client, self.scheduler, self.scaler, self.ranks, list(self.extra.values())]
+        found = [self.client, self.scheduler, self.scaler, self.loader, self.ranks, list(self.extra.values())]
         if self.optimizer is not None:
             found += [self.optimizer["groups"], list(self.optimizer["values"].values())]
         return found

@@ -1,5 +1,5 @@
-"""Places of ranks in the mesh decide which saved rank's own state (random numbers, position in the data, buffers that
-differ between ranks) a rank takes, if the checkpoint is of another mesh.
+"""Places of ranks in the mesh decide which saved rank's own state (random numbers, buffers that differ between ranks)
+a rank takes, if the checkpoint is of another mesh.
 """
 
 from __future__ import annotations

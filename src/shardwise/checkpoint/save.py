@@ -338,6 +338,7 @@ def join(header: Manifest, described: Mapping[str, Mapping[str, Any]]) -> Manife
         optimizer=optimizer,
         scheduler=common["scheduler"],
         scaler=common["scaler"],
+        loader=common["loader"],
         counters=common["counters"],
         ranks=[part["trees"]["rank"] for part in parts],
         extra={name: tree for part in parts for name, tree in part["trees"]["extra"].items()},

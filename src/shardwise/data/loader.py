@@ -197,8 +197,15 @@ class EngineDataLoader:
             "kind": self._source.kind,
             "world_size": self._share.world_size,
             **self._source.order_state(position),
-            **({} if self._share.unequal is None else {"unequal": self._share.unequal.state()}),
+            **({} if self._share.unequal is None else {"unequal": self._parts_from(position)}),
         }
+
+    def _parts_from(self, position: Position) -> list[list[object]]:
+        unequal = self._share.unequal
+        assert unequal is not None
+        if not any(position):  # an epoch begins with the newest parts
+            return [[0, list(unequal.newest)]]
+        return unequal.state(position.local // self._share.batch_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved position and order (seed, shuffling): the next iteration yields the rest of its epoch.

@@ -38,9 +38,10 @@ class Unequal:
         """Keep the newest sizes, from the first micro-batch on."""
         self._changes = [(0, self.newest)]
 
-    def state(self) -> list[list[object]]:
-        """Return the changes as JSON types."""
-        return [[first, list(sizes)] for first, sizes in self._changes]
+    def state(self, number: int) -> list[list[object]]:
+        """Return the change in force at a micro-batch, and later ones, as JSON types."""
+        begun = max(first for first, _ in self._changes if first <= number)
+        return [[first, list(sizes)] for first, sizes in self._changes if first >= begun]
 
 
 def divided_by_speed(total: int, speeds: Sequence[float], most: int) -> Sizes:

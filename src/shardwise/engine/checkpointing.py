@@ -407,13 +407,13 @@ class Checkpoints:
             rank={
                 PLACE: {name: list(pair) for name, pair in self._sharded.sharding.place.items()},
                 "rng": rng.capture(self._sharded.device),
-                "loader": None if loader is None else loader.state_dict(),
                 "compression": self._kept(),
                 "optimizer": self._sharded.state.rank_state(),
                 **({} if self._step.watch is None else {"watch": self._step.watch.state()}),
             },
             scheduler=None if scheduler is None else scheduler.state_dict(),
             scaler=None if self._step.loss_scaler is None else self._step.loss_scaler.state_dict(),
+            loader=None if loader is None else loader.state_dict(),
             counters={
                 **{name: getattr(self._step, name) for name in _COUNTERS},
                 # Training resumed in the middle of a window restarts the window.
@@ -460,8 +460,8 @@ class Checkpoints:
         self._take_kept(own.get("compression") if options.optimizer else None, loaded)
         if self._step.watch is not None:
             self._step.watch.load(own.get("watch"), self._sharded.device)
-        if not going_back and self._batches.training_dataloader is not None and loaded.line["loader"] is not None:
-            self._batches.training_dataloader.load_state_dict(loaded.line["loader"])
+        if not going_back and self._batches.training_dataloader is not None and loaded.loader is not None:
+            self._batches.training_dataloader.load_state_dict(loaded.loader)
         if not loaded.same and own["rng"] is not None:
             self._log(
                 f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}, in another layout; random "

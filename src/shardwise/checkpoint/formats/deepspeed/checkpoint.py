@@ -23,7 +23,7 @@ from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.checkpoint.weights_reader import Progress, ReadRange, Run, copy_range
 from shardwise.errors import CheckpointError
 
-_OF_A_RANK = {"rng": None, "loader": None, "compression": None, "optimizer": None}
+_OF_A_RANK = {"rng": None, "compression": None, "optimizer": None}
 """State of a rank that DeepSpeed does not save."""
 
 _Opened = Sequence[tuple[str, Mapping[str, Any], Files]]
