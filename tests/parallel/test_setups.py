@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.config import resolve
@@ -277,3 +281,36 @@ def test_engines_over_the_same_ranks_end_one_by_one() -> None:
         assert not current().data.destroyed
     second.destroy()
     assert current() is None
+
+
+@on_ranks(2)
+def test_parts_of_sequences_without_shared_attention_are_refused_in_evaluation() -> None:
+    config = {**CONFIG, "sequence_parallel_size": 2}
+    engine = shardwise.initialize(model=Unshared(), config=config).engine.eval()
+    part = split(data(0, 1))
+    given = {name: part[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad(), mock.patch("shardwise.engine.parallel.warn_once") as warn:
+        said = error(lambda: engine(**given))
+        # The first tokens may as well be a whole sequence.
+        assert re.search(SAID["unshared"] if dist.get_rank() else "nothing", said), said
+        assert warn.call_count == 1 - dist.get_rank()
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_recomputed_passes_of_other_lengths() -> None:
+    batches = [data(number, 1, length) for number, length in enumerate((9, 6))]
+    plain, shared = MODELS["gpt"](shared=False), MODELS["gpt"](shared=True)
+
+    def mean(model: Any, parts: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, tokens = zip(*(loss_of(model, part) for part in parts), strict=True)
+        return sum(map(operator.mul, losses, tokens)) / sum(tokens), sum(tokens)
+
+    mean(plain, [complete(batch) for batch in batches])[0].backward()
+    for block in shared.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    engine = shardwise.initialize(model=shared, config={**CONFIG, "sequence_parallel_size": 2}).engine
+    loss, tokens = mean(engine, [split(batch) for batch in batches])
+    engine.backward(loss, weight=tokens)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(safe_get_full_grad(shared.get_parameter(name)), parameter.grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from shardwise.parallel import sequence
 from shardwise.parallel.attention import DistributedAttention
 from shardwise.parallel.proof import difference
 from shardwise.parallel.ring import RingAttention
-from shardwise.parallel.sequence import SequenceGroup, across
+from shardwise.parallel.sequence import SequenceGroup, across, runs_of
 from shardwise.parallel.tensor import entry
 from shardwise.parallel.tensor.dropout import Regions, same_numbers
 from shardwise.parallel.tensor.dtensors import DTensors
@@ -33,6 +34,7 @@ from shardwise.parallel.tensor.registry_marks import declare_marked
 from shardwise.parallel.tensor.watch import begin_pass
 from shardwise.registry import part_of
 from shardwise.trees import tensors_in
+from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.init import PartStore, whole_values
 from shardwise.zero.passes.modulehook import ModuleHook, weakly
 from shardwise.zero.units.released import disown, owner_of
@@ -67,29 +69,40 @@ class SharedSequences:
         self._job = job
         self._compared: set[int] = set()
         self._divided = divided
-        self._checked, self._before, self._open = False, 0, True
+        self._checked = self._evaluated = False
+        self._before, self._open = 0, True
 
     def watch(self, model: nn.Module) -> None:
         """Install hooks at the model's forward passes, and check the first one."""
         # Weak references, because the model may outlive the engine.
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins))))
-        self._hooks.append(model.register_forward_hook(ModuleHook(weakly(self._ended))))
+        self._hooks.append(model.register_forward_hook(ModuleHook(weakly(self._ended)), with_kwargs=True))
 
     def _begins(self, *_: Any) -> None:
         self.group.begin_pass()
         self._before = self.group.exchanges
 
-    def _ended(self, model: nn.Module, *_: Any) -> None:
-        if self._checked or not model.training or self.group.comparing:
+    def _ended(self, model: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        known = self._checked, self._evaluated
+        if self.group.comparing or known[not model.training] or not all(map(has_values, tensors_in((args, kwargs)))):
             return
-        self._checked = True
-        if self.group.exchanges == self._before:
-            raise UsageError(
-                f"sequence_parallel_size is {self.group.size}, but {type(model).__name__} has run without any exchange "
-                "of heads between ranks: its attention sees a rank's own tokens only. Call "
-                "shardwise.parallel.share_attention(model) (models of transformers), or wrap the attention in "
-                "shardwise.parallel.DistributedAttention"
-            )
+        self._evaluated, trains = True, model.training
+        self._checked |= trains
+        if self.group.exchanges > self._before:
+            return
+        said = (
+            f"sequence_parallel_size is {self.group.size}, but {type(model).__name__} has run without any exchange "
+            "of heads between ranks: its attention sees a rank's own tokens only. Call "
+            "shardwise.parallel.share_attention(model) (models of transformers), or wrap the attention in "
+            "shardwise.parallel.DistributedAttention"
+        )
+        positions = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}.get(
+            "position_ids"
+        )
+        if trains or (runs_of(positions) or [0])[0] > 0:  # as in a part of a sequence
+            raise UsageError(said)
+        if not known[0]:
+            warn_once(f"{said}. In evaluation each rank may have whole sequences instead")
 
     def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, stage: int = -1) -> None:
         """Compare outputs before the first training pass with a run on unsharded sequences; raises on all ranks.

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.ledger import Ledger
-from shardwise.compat import has_values
+from shardwise.compat import backward_pass, has_values
 from shardwise.errors import ConflictError, UsageError
 
 NAME = "sequence_parallel"  # of the group in records
@@ -78,6 +78,8 @@ class SequenceGroup:
         self._comms = {comm: data}
         self._pass: int | None = None
         self._agreed: list[int] | None = None
+        self._usual: list[int] | None = None
+        self._vary = False
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
@@ -150,9 +152,11 @@ class SequenceGroup:
     def lengths(self, own: int) -> list[int]:
         """Return the number of tokens of each rank (all ranks call, in the same order).
 
-        Exchanged once in a forward pass of an engine, and at every call without an engine.
+        Exchanged once in a forward pass of an engine, and at every call without an engine. A backward pass recomputes
+        layers of several forward passes, and exchanges at every call if their lengths have ever differed.
         """
-        if self._agreed is not None:
+        backward = backward_pass() is not None
+        if self._agreed is not None and not (backward and self._vary):
             if self._agreed[self.rank] != own:
                 raise UsageError(
                     f"sequence parallelism: rank {self.rank} has {own} tokens in an attention layer, and had "
@@ -161,8 +165,11 @@ class SequenceGroup:
                 )
             return self._agreed
         told = [int(length) for length in self.comm.exchange(own, "sequence_lengths")]
-        if self._pass is not None:
+        if self._pass is not None and not backward:
             self._agreed = told
+            if not self.comparing:
+                self._vary |= self._usual not in (None, told)
+                self._usual = told
         return told
 
     def layout(
