@@ -61,6 +61,26 @@ def test_calls_are_recorded_with_their_bytes() -> None:
     assert value.tolist() == [3.0] * 4
 
 
+@on_ranks(2)
+def test_a_name_in_the_log_leaves_time_and_bandwidth() -> None:
+    comms_logger.reset_data()
+    called: list[str] = []
+    reduce = torch.distributed.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("is_available", "is_initialized"):
+            patch.setattr(torch.cuda, name, lambda: True)
+        patch.setattr(torch.cuda, "synchronize", lambda: called.append("wait"))
+        patch.setattr(torch.distributed, "all_reduce", lambda *given: called.append("launch") or reduce(*given))
+        for logged in (None, "mine"):
+            api.all_reduce(torch.ones(4), prof=True, log_name=logged)
+        api.all_reduce(torch.ones(4), async_op=True, prof=True, log_name="later").wait()
+    # Work before a collective is no part of its time, and a collective that does not block waits for nothing.
+    assert called == ["wait", "launch", "wait"] * 2 + ["launch"]
+    for name in ("all_reduce", "mine"):
+        _, (milliseconds,), (algorithm,), (bus,) = comms_logger.comms_dict[name][16]
+        assert (algorithm, bus) == pytest.approx((2 * 16 * 8 / milliseconds / 1e6, 16 * 8 / milliseconds / 1e6))
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

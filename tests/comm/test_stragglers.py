@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 import shardwise
 from shardwise.comm.ledger import Record
 from shardwise.comm.stragglers import Part, Shares, Stragglers, blame, key_of, parts_of
-from tests.harness import run_ranks, thorough
+from shardwise.parallel import split
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.models import language_loss
+from tests.parallel.models import data, gpt, loss_of, sharing
 from tests.profile.test_engine import BATCH, engine_of, window
 
 LATE_S, TIMES = 0.05, 7
@@ -35,17 +38,25 @@ def test_blocked_time_before_the_last_rank_came_is_waiting_and_the_rest_is_trans
 
 
 def test_records_without_an_order_or_an_end_have_no_part() -> None:
-    ended = Record(0, "all_gather", "dp", 8, 4, "a", "", 1.0, 0.5, 2.0, kind="gather", ranks=2, turn=3)
+    ended = Record(0, "all_gather", "dp", 8, 4, "a", "", 1.0, 0.5, 2.0, kind="gather", members=[0, 1], turn=3)
     others = [
         Record(1, "share_object", "dp", 0, 0, "b", "", 1.0, 0.5, 2.0),
-        Record(2, "all_gather", "dp", 8, 4, "c", "", 1.0, kind="gather", ranks=2, turn=4),
-        Record(3, "all_gather", "dp", 8, 4, "clocks", "", 1.0, 0.5, 2.0, kind="explicit", ranks=2),
-        Record(4, "all_gather", "gone", 8, 4, "d", "", 1.0, 0.5, 2.0, kind="gather", ranks=2),
+        Record(2, "all_gather", "dp", 8, 4, "c", "", 1.0, kind="gather", members=[0, 1], turn=4),
+        Record(3, "all_gather", "dp", 8, 4, "clocks", "", 1.0, 0.5, 2.0, kind="explicit", members=[0, 1]),
+        Record(4, "all_gather", "dp", 8, 4, "d", "", 1.0, 0.5, 2.0, kind="gather", members=[1]),
     ]
-    assert key_of(ended, [2, 3]) != key_of(ended, [0, 1])
-    assert parts_of([ended, *others], {"dp": [0, 1]}, lambda at: at + 10) == [
-        Part("gather:3@dp:0", "all_gather", 11.0, 0.5, 12.0)
-    ]
+    assert key_of(ended) != key_of(replace(ended, members=[2, 3]))
+    assert parts_of([ended, *others], lambda at: at + 10) == [Part(key_of(ended), "all_gather", 11.0, 0.5, 12.0)]
+
+
+@on_ranks(2)
+def test_collectives_of_each_mesh_dimension_meet() -> None:
+    engine = sharing(gpt(shared=True), 1)
+    since = engine.ledger.sequence
+    loss, tokens = loss_of(engine, split(data(0, 1)))
+    engine.backward(loss, weight=tokens)
+    engine.step()
+    assert engine.stragglers(since).by_op.keys() >= {"reduce_scatter", "all_to_all"}
 
 
 # -- a rank that is late -----------------------------------------------------------------------------------------------

@@ -329,7 +329,7 @@ def test_a_recording_ends_after_all_streams(monkeypatch: pytest.MonkeyPatch) -> 
     with recorder.around("forward", "a", 1):
         pass
     recorder.finish()
-    found = recorder.events(0, "host", {}, Clock(), None)
+    found = recorder.events(0, "host", Clock(), None)
     assert [event["name"] for event in found if event.get("cat") == "compute"] == ["forward a"]
 
 

@@ -37,6 +37,7 @@ SUM = ReduceOp.SUM
 Tensors = list[Tensor]
 
 _RENAMED = {"all_gather_into_tensor": all_gather_single, "reduce_scatter_tensor": reduce_scatter_single}
+_BEGUN = ("isend", "irecv")  # operations that return at once
 _ALIKE = ("op", "src", "dst")  # arguments other than tensors that are equal on all ranks of a collective
 
 
@@ -136,8 +137,10 @@ def _collective(
             if requested or comms_logger.wants(logged):
                 size, world, line = sum(one.nbytes for one in tensors), get_world_size(given["group"]), user_line()
                 record = functools.partial(
-                    comms_logger.append, logged, size, world=world, line=line, requested=requested
+                    comms_logger.append, name, size, world=world, line=line, name=logged, requested=requested
                 )
+                if not (given.get("async_op") or name in _BEGUN):
+                    _await_device()  # because its earlier work is no part of the time
             launch = _RENAMED.get(name) or getattr(dist, name)
             start = time.perf_counter()
             work = launch(*(given[argument] for argument in passed))
@@ -148,8 +151,7 @@ def _collective(
             if device is not None:
                 follow(TorchLaunch.of(name, given, line), streams_of(device))
             if record is not None:
-                if torch.cuda.is_available() and torch.cuda.is_initialized():
-                    torch.cuda.synchronize()
+                _await_device()
                 record(time.perf_counter() - start)
             return work
 
@@ -159,6 +161,11 @@ def _collective(
         return collective
 
     return decorate
+
+
+def _await_device() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _of_log(*, prof: bool = False, log_name: str | None = None, debug: Any = None) -> None:

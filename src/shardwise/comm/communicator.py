@@ -436,13 +436,6 @@ class Communicator:
         """Return the rank in this group of a global rank."""
         return 0 if self.world == 1 else list(self.members).index(rank)
 
-    def groups_of_ranks(self) -> dict[str, list[int]]:
-        """Return the global ranks of this communicator and its parts, by name in records."""
-        found = {self.name: list(self.members)}
-        for part in self._parts:
-            found.update(part.groups_of_ranks())
-        return found
-
     def barrier(self, label: str = "barrier") -> None:
         """Block until all ranks of the group have called."""
         sign = torch.zeros(1, dtype=torch.float32, device=self.device)

@@ -17,7 +17,6 @@ import json
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +92,7 @@ class Call:
     """A collective that has been waited for; `size` in bytes of the whole message.
 
     `seconds` are from launch to the end of waiting; None: unknown, or known to the device of `record`. `record` is of
-    an engine's ledger; None: a collective of a script.
+    an engine's ledger; None: a collective of a script, which the log calls `name`.
     """
 
     op: str
@@ -102,6 +101,7 @@ class Call:
     line: str
     seconds: float | None
     record: Record | None = None
+    name: str = ""
     time: float = field(default_factory=time.time)
 
     def known(self) -> bool:
@@ -124,7 +124,7 @@ class Call:
             "time": round(self.time, 6),
             "step": None if record is None else record.step,
             "rank": rank,
-            "op": self.op,
+            "op": self.name or self.op,
             "group": "" if record is None else record.group,
             "unit": "" if record is None else record.label,
             "bytes": self.size,
@@ -211,7 +211,7 @@ class CommsLogger:
         self.prof_ops: list[str] = []
         self.file: LogFile | None = None
         self._records: deque[tuple[int, Record]] = deque(maxlen=_KEPT_RECORDS)
-        self._sources: list[weakref.ref[Communicator]] = []
+        self._engines = 0
         self._waiting: deque[Call] = deque()
         self._adding = threading.Lock()
 
@@ -277,14 +277,23 @@ class CommsLogger:
         return self.enabled and (self.prof_all or op in self.prof_ops)
 
     def append(
-        self, op: str, size: int, seconds: float | None, world: int, line: str = "", *, requested: bool = False
+        self,
+        op: str,
+        size: int,
+        seconds: float | None,
+        world: int,
+        line: str = "",
+        *,
+        name: str = "",
+        requested: bool = False,
     ) -> None:
         """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks; `requested`: in any case.
+        `name`: in the log, instead of `op`.
 
         `seconds` is None where the host does not know the time, because with NCCL only the device waits.
         """
-        if requested or self.wants(op):
-            self._enter(Call(op, size, world, line, seconds))
+        if requested or self.wants(name or op):
+            self._enter(Call(op, size, world, line, seconds, name=name))
 
     def put(self, number: int, on_host: bool, record: Record) -> None:
         """Record a collective of engine `number` (in the order of creation) after the wait for it.
@@ -309,7 +318,8 @@ class CommsLogger:
                 self._add(call, call.read() if wait or known else ())
 
     def _add(self, call: Call, measured: Sequence[float]) -> None:
-        name = f"{call.op} | {call.line}" if self.debug and call.line else call.op
+        name = call.name or call.op
+        name = f"{name} | {call.line}" if self.debug and call.line else name
         sizes = self._entries.setdefault(name, {})
         entry = sizes.get(call.size)
         if not isinstance(entry, _Entry):
@@ -327,16 +337,15 @@ class CommsLogger:
 
     def source(self, comm: Communicator) -> Callable[[Record], None]:
         """Return a listener for the ledger of an engine. Ranks create their engines in the same order."""
-        self._sources.append(weakref.ref(comm))
-        return functools.partial(self.put, len(self._sources) - 1, comm.waits_on_host)
+        self._engines += 1
+        return functools.partial(self.put, self._engines, comm.waits_on_host)
 
     def parts(self) -> list[Part]:
         """Return this rank's parts in the newest collectives of engines, in times of this rank."""
-        groups = [comm.groups_of_ranks() if (comm := source()) is not None else {} for source in self._sources]
         return [
             part._replace(key=f"{number}/{part.key}")
             for number, record in list(self._records)
-            for part in parts_of([record], groups[number], lambda at: at)
+            for part in parts_of([record], lambda at: at)
         ]
 
     def start_profiling_comms(self) -> None:

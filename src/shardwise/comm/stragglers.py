@@ -8,11 +8,12 @@ Records of ranks match by the number of the collective in its order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.comm.clocks import LABEL, Clock, measure
+from shardwise.comm.desync import order_of
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -129,20 +130,16 @@ def blame(parts: Mapping[int, Iterable[Part]], uncertainty: float = 0.0) -> Stra
     return found
 
 
-def key_of(record: Record, members: Sequence[int]) -> Key:
-    """Return the name of a record's collective, equal on all ranks; empty without an order. `members`: global ranks."""
-    if not record.kind or len(members) < 2:
-        return ""
-    return f"{record.kind}:{record.turn}@{record.group}:{members[0]}"
+def key_of(record: Record) -> Key:
+    """Return the name of a record's collective, equal on all ranks; empty without an order."""
+    return f"{order_of(record)}:{record.turn}" if record.kind and len(record.members) > 1 else ""
 
 
-def parts_of(
-    records: Iterable[Record], members: Mapping[str, Sequence[int]], to_first: Callable[[float], float]
-) -> list[Part]:
+def parts_of(records: Iterable[Record], to_first: Callable[[float], float]) -> list[Part]:
     """Return this rank's parts in the collectives that have ended; `to_first` converts times to rank 0's clock."""
     parts = []
     for record in records:
-        key = key_of(record, members.get(record.group, ()))
+        key = key_of(record)
         if key and record.finished is not None and record.label != LABEL:
             parts.append(
                 Part(key, record.op, to_first(record.launched), record.waited or 0.0, to_first(record.finished))
@@ -158,7 +155,7 @@ def compare(comm: Communicator, since: int = 0) -> Stragglers:
     """
     records = list(comm.ledger.records(since))
     clock: Clock = measure(comm)
-    own = parts_of(records, comm.groups_of_ranks(), lambda at: at + clock.offset)[-max(1, MOST_PARTS // comm.world) :]
+    own = parts_of(records, lambda at: at + clock.offset)[-max(1, MOST_PARTS // comm.world) :]
     rank = comm.members[comm.rank] if comm.world > 1 else 0
     everyone = comm.exchange([rank, clock.uncertainty, own], "stragglers")
     found = {number: [Part(*part) for part in parts] for number, _, parts in everyone}

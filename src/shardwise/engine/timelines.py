@@ -182,7 +182,7 @@ class Timelines(StepObserver):
         if recorder is None:
             return
         host = hostname()
-        events = recorder.events(self._rank, host, self._job.groups_of_ranks(), recording.clock, later)
+        events = recorder.events(self._rank, host, recording.clock, later)
         if recorder.left_out:
             logger.warning(
                 "timeline: rank %d has left out %d ranges and collectives beyond the first %d; record fewer steps, or "

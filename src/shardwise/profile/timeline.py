@@ -191,12 +191,10 @@ class Recorder(Listener, Watcher):
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 
-    def events(
-        self, rank: int, host: str, members: Mapping[str, Sequence[int]], clock: Clock, later: Clock | None
-    ) -> list[Event]:
+    def events(self, rank: int, host: str, clock: Clock, later: Clock | None) -> list[Event]:
         """Return the events of the trace, after `finish`.
 
-        `members` are the ranks of each group in the flight recorder. `clock` and `later` are the offsets to rank 0's
+        `clock` and `later` are the offsets to rank 0's
         clock at the beginning and, if measured, at the end.
         """
 
@@ -206,7 +204,7 @@ class Recorder(Listener, Watcher):
 
         found = [self._of_span(span, microseconds) for span in self._spans]
         found += [
-            self._of_record(record, step, opened, members, microseconds)
+            self._of_record(record, step, opened, microseconds)
             for record, step, opened in self._records.values()
             if record.finished is not None and record.sequence in self._ends and record.label != LABEL
         ]
@@ -265,7 +263,6 @@ class Recorder(Listener, Watcher):
         record: Record,
         step: int,
         opened: Instant,
-        members: Mapping[str, Sequence[int]],
         microseconds: Callable[[Instant], float],
     ) -> Event:
         assert record.finished is not None
@@ -282,7 +279,7 @@ class Recorder(Listener, Watcher):
             "turn": record.turn,
             "group": record.group,
             "ranks": record.ranks,
-            "id": key_of(record, members.get(record.group, ())),
+            "id": key_of(record),
             "waited": round(1e6 * (record.waited or 0.0), 3),
         }
         return {
