@@ -88,6 +88,24 @@ def test_gpt2_is_quantized_and_pruned_in_its_own_layers() -> None:
     assert len(cleaned.transformer.h[0].attn.c_attn.weight.unique()) <= 15
 
 
+def test_a_weight_that_modules_share_is_cleaned_only_if_they_compute_the_same() -> None:
+    config = transformers.GPT2Config(vocab_size=31, n_embd=12, n_layer=1, n_head=2, n_positions=16)
+    for modules, match in (
+        (["*"], "transformer.wte.weight and lm_head.weight are one parameter"),
+        (["wte", "head"], ""),
+    ):
+        group = (modules, {"start_bits": 3, "target_bits": 3})
+        source = {"compression_training": {"weight_quantization": method({"g": group})}}
+        model = init_compression(transformers.GPT2LMHeadModel(config).eval(), source)
+        before = model(TOKENS).logits
+        if match:
+            with pytest.raises(UsageError, match=match):
+                redundancy_clean(model, source)
+            assert torch.equal(model(TOKENS).logits, before)
+        else:
+            assert torch.allclose(redundancy_clean(model, source)(TOKENS).logits, before, atol=1e-6)
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -125,6 +125,7 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
     if compression.section != section:
         raise ConfigError(f"{SECTION}: init_compression() was called with another section than redundancy_clean()")
     compression.advance(max(compression.step, compression.last_step))
+    _check_shared(model, compression)
     for one in compression.modules.values():
         for key in ("weight", "bias"):
             values = one.values(one.module, key, compression.step)
@@ -144,6 +145,28 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
     for module in model.modules():
         vars(module).pop(ATTRIBUTE, None)
     return model
+
+
+def _check_shared(model: nn.Module, compression: Compression) -> None:
+    """Raise UsageError if modules that share a parameter compute with different values of it."""
+    names: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(parameter, []).append((name, key))
+    for parameter, places in names.items():
+        found = []
+        for name, key in places if len(places) > 1 else ():
+            one = compression.modules.get(name)
+            values = None if one is None else one.values(one.module, key, compression.step)
+            found.append(parameter if values is None else values)
+        other = next((at for at, values in enumerate(found) if not torch.equal(values, found[0])), None)
+        if other is not None:
+            first, second = (".".join(places[at]) for at in (0, other))
+            raise UsageError(
+                f"redundancy_clean(): {first} and {second} are one parameter, and compression gives them different "
+                "values. Untie them before init_compression(), or leave both out of `modules`"
+            )
 
 
 class _Cleaner:
