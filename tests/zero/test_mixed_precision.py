@@ -97,14 +97,18 @@ def test_combinations_of_division_wire_sum_and_clipping() -> None:
             clip, accumulation = choose.choice([0.0, 0.25]), choose.choice([1, 2, 3])
             setting = Setting(stage, 300, accumulation=accumulation, clip=clip, extra=tuple(extra.items()))
             engine = start(case, setting)
+            times = world if "gradient_allreduce_op" in extra else 1
+            bound = 2e-6 + WIRES[wire] + SUMS[sums]
             for micro in range(accumulation):
                 engine.backward(case.loss(engine, case.data(0, micro, dist.get_rank(), torch.float32)))
+                if micro == 0 and accumulation > 1:
+                    first = plain(case, replace(setting, clip=0.0, lr=0.0, accumulation=1), world, steps=1)
+                    part = {name: value * times / accumulation for name, value in first.gradients[0].items()}
+                    assert_close(gradients(engine.module), part, bound, f"first micro-batch, {setting}")
                 if micro < accumulation - 1:
                     engine.step()
-            times = world if "gradient_allreduce_op" in extra else 1
             loop = plain(case, replace(setting, clip=0.0, lr=0.0), world, steps=1)
             expected = {name: value * times for name, value in loop.gradients[0].items()}
-            bound = 2e-6 + WIRES[wire] + SUMS[sums]
             assert_close(gradients(engine.module), expected, bound, str(setting))
             engine.step()
             norm = math.sqrt(sum(float(value.double().square().sum()) for value in expected.values()))

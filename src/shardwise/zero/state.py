@@ -76,7 +76,8 @@ class ShardedState:
             held = gradients.buffers.get(unit.sections.index(section))
             if held is None or held.flat is None or not held.present[number]:
                 return []
-            return [(0, slot.numel, held.flat[slot.offset : slot.offset + slot.numel])]
+            values = held.flat[slot.offset : slot.offset + slot.numel]
+            return [(0, slot.numel, values * self._model.reducer.prescale_of(gradients))]
         parts: list[tuple[tuple[int, int], torch.Tensor]] = []
         if gradients.accumulated:
             parts.append((section.own_range, section.own_gradient))

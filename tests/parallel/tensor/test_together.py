@@ -105,6 +105,21 @@ def train(mesh: Mesh, stage: int, accumulation: int, **more: Any) -> Any:
     return told, boxes
 
 
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_yet() -> None:
+    """Stages 0 and 1 add them up locally until the boundary; the other stages reduce them in each pass."""
+    found = []
+    for stage in (2, 0, 1):
+        engine = started(Mesh(2), stage, 2)
+        loss, tokens = loss_of(engine, own(engine, 0, 0))
+        engine.backward(loss, weight=tokens)
+        found.append({n: safe_get_full_grad(p) for n, p in engine.module.named_parameters() if p.requires_grad})
+        engine.destroy()
+    for unreduced in found[1:]:
+        for name, value in found[0].items():
+            torch.testing.assert_close(unreduced[name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
 def part(whole: torch.Tensor, box: Any, like: torch.Tensor) -> torch.Tensor:
     """What a rank has of a whole tensor, if that is what it has told."""
     if whole.shape == like.shape or box is None:

@@ -301,6 +301,10 @@ class Reducer:
             buffer.put(number, grad)
         return buffer
 
+    def prescale_of(self, gradients: UnitGradients) -> float:
+        """Return the factor by which local sums are still to be multiplied before communication."""
+        return 1.0 if self._own else self.prescale * gradients.domain.prescale
+
     def find_separate(self) -> None:
         """Find `separate`, for the current orders and dtypes."""
         queue = []
@@ -336,7 +340,7 @@ class Reducer:
         """Prescale, cast and watch the gradients of a unit, before they are sent."""
         # With one rank, the sum is the gradient itself.
         watches = self.watching and self.domain.world > 1 and (self.watches_all or gradients is self._queue[-1])
-        prescale, several = self.prescale * gradients.domain.prescale, gradients.domain.world > 1
+        prescale, several = self.prescale_of(gradients), gradients.domain.world > 1
         for number, section in enumerate(gradients.unit.trainable):
             if prescale != 1.0:
                 buffers[number].mul_(prescale)
@@ -405,7 +409,7 @@ class Reducer:
 
     def _in_place(self, gradients: UnitGradients, flats: Sequence[torch.Tensor]) -> bool:
         """Return True if flat gradients are the accumulators, and need no scaling."""
-        if gradients.tiered.away or self.prescale * gradients.domain.prescale != 1.0:
+        if gradients.tiered.away or self.prescale_of(gradients) != 1.0:
             return False
         return all(flat is s.gradient for flat, s in zip(flats, gradients.unit.trainable, strict=True))
 
