@@ -11,10 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shardwise.memory import Category
 from tests.harness import on_ranks, run_ranks
-from tests.harness.training import DTYPES, Setting, each, start, take_steps
+from tests.harness.training import DTYPES, SGD, Setting, each, engine_of, start, take_steps
 from tests.models import CASES
 
 
@@ -177,3 +179,45 @@ def test_no_more_than_two_consecutive_units_and_the_tied_one_are_gathered(prefet
     peak = engine.accountant.peak[Category.GATHERED]
     assert peak <= tied + (max(a + b for a, b in pairwise(blocks)) if prefetch else max(blocks))
     assert peak < tied + sum(blocks)
+
+
+class Repeating(nn.Module):
+    """Runs its layers three times for evaluation; `read` is a layer whose memory it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.read: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(1 if torch.is_grad_enabled() else 3):
+            for number, layer in enumerate(self.layers):
+                x = layer(x)
+                if number == self.read:
+                    assert layer.weight.data.abs().sum() > 0
+        return x
+
+
+@on_ranks(2)
+def test_what_one_pass_does_keeps_no_unit_in_later_ones() -> None:
+    model = Repeating()
+    engine = engine_of(model, 3, SGD, zero={"reduce_bucket_size": 72})
+    peaks = []
+
+    def step() -> None:
+        engine.accountant.reset_peak()
+        engine.backward(engine(torch.ones(2, 8)).square().sum())
+        engine.step()
+        peaks.append(engine.accountant.peak[Category.GATHERED])
+
+    for _ in range(2):
+        step()
+    with torch.no_grad():
+        engine(torch.ones(2, 8))
+    step()
+    model.read = 2
+    step()
+    model.read = None
+    for _ in range(2):
+        step()
+    assert peaks[1] == peaks[2] == peaks[5] < peaks[3], (peaks, [unit.numel for unit in engine.sharded.units])

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import of_all_ranks, on_ranks, thorough
-from tests.harness.training import Outcome, Setting, assert_identical, train
+from tests.harness.training import Outcome, Setting, assert_identical, bits, each, start, train
 from tests.models import GPT, Case, language, language_loss
 
 Runner = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -55,3 +56,25 @@ def test_recomputation_changes_no_bit(dropout: float, frozen: bool) -> None:
             outcome = train(case, setting, steps=2)
             assert len(set(of_all_ranks(outcome.parameters))) == 1
             assert_identical(references.setdefault(setting.accumulation, outcome), outcome, f"{runner} {setting}")
+
+
+def several_passes(runner: str, stage: int, retained: bool) -> str:
+    """Two forward passes before two backward passes, or two backward passes of one graph."""
+    model = Case("", partial(build, runner, 0.0, False), language, language_loss)
+    engine = start(model, Setting(stage=stage, accumulation=2, cap=300))
+    for step in range(2):
+        losses = [model.loss(engine, model.data(step, m, dist.get_rank(), torch.float32)) for m in range(2 - retained)]
+        engine.set_gradient_accumulation_boundary(True)
+        for number, loss in enumerate(losses * (1 + retained)):
+            engine.backward(loss, retain_graph=retained and number == 0)
+        engine.step()
+    return bits(engine)
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@on_ranks(2)
+def test_reentrant_graphs_may_wait_for_each_other_and_be_differentiated_again(retained: bool) -> None:
+    found = each(
+        several_passes, [(runner, stage, retained) for runner in ("other", "reentrant") for stage in (0, 1, 3)]
+    )
+    assert found[:3] == found[3:]

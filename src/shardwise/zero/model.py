@@ -614,6 +614,7 @@ class ShardedModel:
             assert isinstance(orders, list)
             self.model_pass.set_order([(forward, backward) for forward, backward, _ in orders], traced=True)
             self.unsharder.launch_first({index for *_, untracked in orders for index in untracked})
+        self.model_pass.end_window()
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers of updated parameters."""

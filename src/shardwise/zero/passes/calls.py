@@ -208,8 +208,13 @@ class UnitCalls:
     def end_backward(self) -> None:
         """End a backward pass. Graphs that the pass has not used may still be differentiated."""
         graph = self._now
-        graph.recomputed.clear()
-        graph.used = {index for index, uses in graph.uses.items() if uses}
-        graph.tracked &= graph.used
-        if not graph.used and self._key is not None:
+        live = {index for index, uses in graph.uses.items() if uses}
+        graph.used = live | graph.recomputed.keys()
+        graph.tracked &= live
+        if not live and self._key is not None:
             self._graphs.pop(self._key, None)
+
+    def end_window(self) -> None:
+        """Forget calls without a graph: passes of the window have differentiated these, or none will."""
+        for graph in self._graphs.values():
+            graph.recomputed.clear()

@@ -117,6 +117,12 @@ class Pass:
         self.calls.forget()
         self.select(0)
 
+    def end_window(self) -> None:
+        """Forget uses of units that the forward passes of the next window record anew."""
+        self.calls.end_window()
+        for chunk in self.chunks:
+            chunk.usage.untracked.clear()
+
     def set_order(self, orders: Sequence[tuple[Sequence[int], Sequence[int]]], *, traced: bool = False) -> None:
         """Set the forward and backward orders of the chunks that all ranks have agreed on (between passes only)."""
         for chunk, (forward, backward) in zip(self.chunks, orders, strict=True):
@@ -176,13 +182,13 @@ class Pass:
             self._inside[unit.index] = max(0, self._inside.get(unit.index, 0) - 1)
             self._after_use(unit)
 
-    def _after_use(self, unit: Unit) -> None:
+    def _after_use(self, unit: Unit, *, counts: bool = True) -> None:
         if self.order.phase is not Phase.FORWARD:
             return
         # Outside of its modules a unit is guarded even while it is unsharded, because each use must be seen.
         if unit.sharded and not self._inside.get(unit.index):
             unit.guard()
-        if self.usage.count(unit, builds_graph=self.order.builds_graph):
+        if self.usage.count(unit, builds_graph=self.order.builds_graph, counts=counts):
             self.unsharder.after_forward_use(unit)
 
     def _unshard(self, unit: Unit) -> None:
@@ -370,14 +376,15 @@ class Pass:
         order = self.order
         if not unit.sharded or order.phase is Phase.IDLE:
             return
-        if any(unit.owns(value) for value in tensors_in(result)):
+        views = any(unit.owns(value) for value in tensors_in(result))
+        if views:
             # Uses of a view cannot be seen: the unit stays unsharded to the end of this pass and each backward pass.
             self.unsharder.keep_to_end(unit)
             if order.builds_graph:
                 self.usage.untracked.add(unit.index)
         elif call is not None and call.use is not None:
             self.calls.end([unit], call.use, result, self.pre_backward)
-        self._after_use(unit)
+        self._after_use(unit, counts=not views)
 
 
 def backward_order(units: Sequence[Sequence[nn.Module]], root: nn.Module) -> list[int]:

@@ -117,10 +117,10 @@ class UnitUsage:
     """Counts uses of the units of one model chunk on this rank, in forward passes.
 
     The first forward pass of a job finds the orders that all ranks then agree on. Counts may differ by rank: they
-    decide only when this rank reshards the unit.
+    decide only when this rank reshards the unit. Passes with and without a graph, as for evaluation, may use units
+    differently.
 
     Attributes:
-        passes: number of forward passes that have ended.
         first_uses: indices of units in the order of first use in the last forward pass with a graph.
         branches: fingerprint of the uses since the last step, for `strict_sync`.
         untracked: indices of units with unseen uses: they stay unsharded in each backward pass.
@@ -128,27 +128,35 @@ class UnitUsage:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = [unit.index for unit in units]
-        self.passes = 0
+        self._builds_graph = False
+        self._passes = {False: 0, True: 0}  # ended forward passes, without and with a graph
         self.first_uses: list[int] = []
         self.branches = 0
         self.untracked: set[int] = set()
         self._last_uses: dict[int, int] = {}
         self._clock = 0
         self._count: dict[int, int] = {}
-        self._expected = {unit.index: len(unit.modules) for unit in units}
+        counts = {unit.index: len(unit.modules) for unit in units}
+        self._expected = {False: counts, True: counts.copy()}
+
+    @property
+    def passes(self) -> int:
+        """Number of forward passes like the current or last one that have ended."""
+        return self._passes[self._builds_graph]
 
     def begin_forward(self, *, builds_graph: bool) -> None:
         """Begin a forward pass."""
-        self._count = {}
+        self._count, self._builds_graph = {}, builds_graph
         if builds_graph:
             self.first_uses, self._last_uses = [], {}
 
     def end_forward(self) -> None:
         """Learn from the pass how often each unit is used."""
+        expected = self._expected[self._builds_graph]
         for index, count in self._count.items():
-            known = self._expected[index] if self.passes else 0
-            self._expected[index] = max(known, count)
-        self.passes += 1
+            known = expected[index] if self.passes else 0
+            expected[index] = max(known, count)
+        self._passes[self._builds_graph] += 1
 
     def enter(self, unit: Unit) -> None:
         """Record that a module of the unit is called in a forward pass with a graph."""
@@ -162,13 +170,16 @@ class UnitUsage:
             self.first_uses.append(unit.index)
             self._count[unit.index] = 0
 
-    def count(self, unit: Unit, *, builds_graph: bool) -> bool:
-        """Count a use that has ended; return True if earlier passes have shown no further use."""
+    def count(self, unit: Unit, *, builds_graph: bool, counts: bool = True) -> bool:
+        """Record a use that has ended (it `counts`, unless the unit stays unsharded to the end of the pass anyway).
+
+        Returns True if earlier passes have shown no further use.
+        """
         if builds_graph:
             self._clock += 1
             self._last_uses[unit.index] = self._clock
-        count = self._count[unit.index] = self._count.get(unit.index, 0) + 1
-        return count >= self._expected[unit.index]
+        count = self._count[unit.index] = self._count.get(unit.index, 0) + counts
+        return count >= self._expected[self._builds_graph][unit.index]
 
     def forward_order(self) -> list[int]:
         """Return all units in the order of first use in the last forward pass; unused ones follow their predecessor."""
