@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,7 @@ class Engine(StateGetters):
         self._following = following
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
+        sharded.engine = weakref.ref(self)
         if self.optimizer is not None:
             give_methods(self.optimizer, self)
 

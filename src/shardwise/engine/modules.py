@@ -61,8 +61,12 @@ def close_former_engine(model: nn.Module) -> None:
             "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
             "engine.destroy() to do so explicitly"
         )
-        former.model.close(_WRAPPED_AGAIN)
+        engine = None if former.model.engine is None else former.model.engine()
+        if engine is not None:
+            engine.destroy()
+        former.model.close()
         former.model.comm.destroy()
+        former.model.closed = _WRAPPED_AGAIN
 
 
 def fill_meta_parameters(model: nn.Module, domains: Domains) -> None:

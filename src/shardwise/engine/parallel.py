@@ -277,7 +277,8 @@ class SharedTensors:
         entry.let_go(self)
         self.group.close()
         for layer, group in self._former:
-            layer.group = group
+            if layer.group is self.group:  # no newer engine has the layers
+                layer.group = group
 
 
 def _declare_client_s(model: nn.Module, group: TensorGroup) -> None:

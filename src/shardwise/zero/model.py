@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -134,6 +135,7 @@ class ShardedModel:
 
     Attributes:
         comm: the pass group: ranks that run the same units.
+        engine: the engine, while it lives; None: not built yet.
         closed: why the model is no longer sharded ("" while it is).
         failed: error of a disk in a pass or step, which leaves the state inconsistent ("" if none).
         client_groups: parameters of each optimizer group before the engine.
@@ -146,6 +148,7 @@ class ShardedModel:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, sharding: Sharding) -> None:
         self.module = module
         self.optimizer = optimizer
+        self.engine: weakref.ref[Any] | None = None
         self.stepped = False
         self.values_version = 0
         self._driver: Driver = Alone()

@@ -112,6 +112,21 @@ def started(tokens: bool, recompute: str = "", rate: float = 0.5, **more: Any) -
     )[0]
 
 
+@on_ranks(2)
+def test_a_newer_engine_of_the_same_model_has_its_layers_and_random_numbers() -> None:
+    engine = started(False)
+    engine.destroy()
+    for _ in range(2):
+        former = engine  # stays referenced
+        engine = shardwise.initialize(model=former.module, config=config()).engine
+        former.destroy()
+    former.destroy()
+    engine.backward(engine(data(0, ROWS)))
+    masks, others = of_all_ranks({path: seen[-1] for path, seen in masks_of(engine).items()})
+    for path, mask in masks.items():
+        assert torch.equal(mask, others[path]) == (path.rpartition(".")[2] in COMMON[False]), path
+
+
 def masks_of(engine: Any) -> dict[str, list[torch.Tensor]]:
     named = engine.module.named_modules()
     return {path.replace("block.", ""): module.seen for path, module in named if isinstance(module, Kept)}
