@@ -272,6 +272,19 @@ def test_the_layout_is_part_of_the_state() -> None:
     assert torch.equal(second.get_layout(61), first.master_layout[:, :8, :8])
 
 
+def test_plans_are_few_and_layers_share_them() -> None:
+    layers = [SparseSelfAttention(FixedSparsityConfig(HEADS, BLOCK), max_seq_length=20 * BLOCK) for _ in range(2)]
+    layers.append(copy.deepcopy(layers[0]))
+    for blocks_of in range(1, 21):
+        for samples in range(1, 12) if blocks_of == 20 else (1,):
+            q = torch.randn(samples, HEADS, blocks_of * BLOCK, 2)
+            assert torch.equal(layers[0](q, q, q), layers[1](q, q, q))
+    assert len(layers[0]._known) <= 8 and all(layer._known is layers[0]._known for layer in layers)
+    assert len(layers[0]._plan(20 * BLOCK)._chunks) <= 8
+    layers[1].get_buffer("master_layout").fill_(True)
+    assert layers[1].get_layout(BLOCK * 20).all() and not layers[0].get_layout(BLOCK * 20).all()
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [

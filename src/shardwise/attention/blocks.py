@@ -26,6 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _SCORES = {"cpu": 1 << 19}  # scores that are computed together: in fp32 2 MiB, which a cache holds
 _MORE_SCORES = 1 << 26  # of other devices: 256 MiB, for few launches
 _GATHER = 8  # the cost of gathering a block of keys, in products of two blocks
+_RECENT = 8  # lengths of sequences, and sizes of batches, of which plans are kept
 
 
 @dataclass
@@ -55,6 +56,14 @@ def keep(kept: dict[Hashable, Any], key: Hashable, like: torch.Tensor, make: Cal
         with torch.inference_mode(False):  # because autograd does not save tensors of inference mode
             kept[key] = make()
     return kept[key]
+
+
+def recent(kept: dict[Any, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return `kept[key]`, made if it is absent; the values that were used last are kept."""
+    kept[key] = found = kept.pop(key) if key in kept else make()
+    if len(kept) > _RECENT:
+        kept.pop(next(iter(kept)))
+    return found
 
 
 class BlockPlan:
@@ -102,9 +111,8 @@ class BlockPlan:
     def chunks(self, samples: int, device: torch.device) -> list[Chunk]:
         """Return the tiles in chunks, for a number of samples in a batch, of a size that suits the device."""
         key = samples, _SCORES.get(device.type, _MORE_SCORES)
-        if key not in self._chunks:
-            self._chunks[key] = list(self._divided(*key))
-        return self._chunks[key]
+        found: list[Chunk] = recent(self._chunks, key, lambda: list(self._divided(*key)))
+        return found
 
     def _divided(self, samples: int, scores: int) -> Iterator[Chunk]:
         tiles = self._tiles(self.rows)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from shardwise.attention.blocks import BlockPlan, block_attention
+from shardwise.attention.blocks import BlockPlan, block_attention, recent
 from shardwise.attention.layouts import ONE_WAY, SparsityConfig
 from shardwise.attention.masked import flex, masked_attention
 from shardwise.compat import has_values, never_compiled, without_modes
@@ -18,22 +20,35 @@ from shardwise.registry.heads import heads_of
 
 IMPLEMENTATIONS = {"blocks": block_attention, "flex": flex, "dense": masked_attention}
 
-_LENGTHS = 8  # plans that are kept for a layout
-
 _plans: weakref.WeakKeyDictionary[SparsityConfig, dict[int, BlockPlan]] = weakref.WeakKeyDictionary()
+
+
+class _Plans(dict[int, BlockPlan]):
+    """Plans by number of blocks, which all layers of one layout share."""
+
+    def __deepcopy__(self, memo: Any) -> _Plans:
+        return self
+
+
+_shared: weakref.WeakValueDictionary[Any, _Plans] = weakref.WeakValueDictionary()
+
+
+def _plans_with(layout: Any, block: int) -> _Plans:
+    key = block, layout.shape, hashlib.blake2b(np.packbits(layout).tobytes()).digest()
+    return _shared.setdefault(key, _Plans())
 
 
 def plan_of(sparsity: SparsityConfig, tokens: int) -> BlockPlan:
     """Return the plan of a layout for so many tokens. Layouts may not be changed after their first use."""
-    known = _plans.setdefault(sparsity, {})
     blocks = -(-tokens // sparsity.block)
-    if blocks not in known:
-        if len(known) >= _LENGTHS:
-            known.pop(next(iter(known)))
+
+    def made() -> BlockPlan:
         with without_modes():
             layout = checked(sparsity, sparsity.make_layout(blocks * sparsity.block))
-        known[blocks] = BlockPlan(layout, sparsity.block)
-    return known[blocks]
+        return BlockPlan(layout, sparsity.block)
+
+    found: BlockPlan = recent(_plans.setdefault(sparsity, {}), blocks, made)
+    return found
 
 
 def checked(sparsity: SparsityConfig, layout: torch.Tensor) -> Any:
@@ -104,7 +119,7 @@ class SparseSelfAttention(nn.Module):
             layout = checked(sparsity_config, sparsity_config.make_layout(max_seq_length))
         self.register_buffer("master_layout", torch.from_numpy(layout.copy()))
         self._layout, self._read = layout, self._version_now()
-        self._known: dict[int, BlockPlan] = {}
+        self._known = _plans_with(layout, sparsity_config.block)
 
     def get_layout(self, tokens: int) -> torch.Tensor:
         """Return the layout of so many tokens, (heads, blocks, blocks), boolean, on the CPU."""
@@ -125,11 +140,10 @@ class SparseSelfAttention(nn.Module):
         now = self._version_now()
         if now not in (None, self._read):
             self._layout, self._read = checked(self.sparsity_config, self.get_buffer("master_layout")), now
-            self._known.clear()
+            self._known = _plans_with(self._layout, block)
         blocks = -(-tokens // block)
-        if blocks not in self._known:
-            self._known[blocks] = BlockPlan(self._layout[:, :blocks, :blocks], block)
-        return self._known[blocks]
+        found: BlockPlan = recent(self._known, blocks, lambda: BlockPlan(self._layout[:, :blocks, :blocks], block))
+        return found
 
     @never_compiled
     def forward(
