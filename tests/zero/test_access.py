@@ -55,3 +55,14 @@ def test_changes_of_others_are_kept(stage: int) -> None:
         bias.fill_(7.0)
     utils.safe_set_full_fp32_param(weight, torch.full((5, 3), 2.0))
     assert bool((utils.safe_get_full_fp32_param(bias) == 7).all() and (bias == 7).all() and (weight == 2).all())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_autograd_and_readers_notice_a_new_value(stage: int) -> None:
+    engine = engine_of(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), stage, ADAMW)
+    loss, version = engine(torch.ones(2, 3, requires_grad=True)).square().sum(), engine.sharded.values_version
+    utils.safe_set_full_fp32_param(engine.module[1].weight, torch.full((2, 5), 2.0))
+    assert engine.sharded.values_version > version  # copies for generation are made anew
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)

@@ -104,6 +104,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     if unit.state is UnitState.SHARDED or model.local is not None:
         model.state.publish([unit])
     else:
+        model.values_changed()
         model.shards_written()
 
 
