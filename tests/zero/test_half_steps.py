@@ -19,7 +19,7 @@ CASE = CASES["odd_mlp"]
 class Raising(torch.optim.SGD):
     """Raises in its second step, before or after it has stepped the first parameter."""
 
-    late = False
+    late = hidden = False
     calls = 0
 
     @torch.no_grad()
@@ -29,7 +29,8 @@ class Raising(torch.optim.SGD):
             for parameter in group["params"]:
                 if self.calls == 2 and not self.late:
                     raise MemoryError("no memory")
-                parameter.add_(parameter.grad, alpha=-group["lr"])
+                target = parameter.data if self.hidden else parameter
+                target.add_(parameter.grad, alpha=-group["lr"])
                 if self.calls == 2:
                     raise MemoryError("no memory")
 
@@ -38,6 +39,19 @@ class RaisingByElement(Raising):
     """The same, in segments."""
 
     shardwise_sharding = "elementwise"
+
+
+class RaisingUnseen(Raising):
+    """Steps without a new version of the parameters."""
+
+    hidden = True
+
+
+class RaisingUnseenByElement(RaisingByElement):
+    hidden = True
+
+
+KINDS = [(0, Raising), (2, RaisingByElement), (2, RaisingUnseen), (0, RaisingUnseenByElement)]
 
 
 def train(kind: type[Raising], stage: int, late: bool, raises: bool = True) -> tuple[str, str]:
@@ -61,13 +75,13 @@ def train(kind: type[Raising], stage: int, late: bool, raises: bool = True) -> t
     return refusal, digest
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(0, Raising), (2, RaisingByElement)])
+@pytest.mark.parametrize(("stage", "kind"), KINDS)
 @on_ranks(2)
 def test_a_step_that_has_stepped_nothing_is_taken_again(kind: type[Raising], stage: int) -> None:
     assert train(kind, stage, late=False) == train(kind, stage, late=False, raises=False)
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(0, Raising), (2, RaisingByElement)])
+@pytest.mark.parametrize(("stage", "kind"), KINDS)
 @on_ranks(2)
 def test_after_half_a_step_the_engine_refuses_to_go_on(kind: type[Raising], stage: int) -> None:
     refusal, _ = train(kind, stage, late=True)

@@ -268,7 +268,7 @@ class WholeUpdate(UpdatePart):
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
         """Send gradients to owners, let the optimizer step in the block, and send results back; acquires all state."""
         with acquiring(self.stepping()):
-            with self._gradients_there(factor), keeping_memory(self.masters.values()):
+            with self._gradients_there(factor), keeping_memory(self.optimizer, self.masters.values()):
                 yield
             self._one_ahead(self._distribute)
             self.keep_state()

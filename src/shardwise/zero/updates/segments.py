@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from shardwise.zero.updates.update import (
     add_state,
     as_gradient,
     assign_groups,
+    has_known_step,
     hold,
     keeping_memory,
     state_dtype,
@@ -317,8 +317,7 @@ class SegmentUpdate(UpdatePart):
         own = all(str(getattr(h, "__module__", "")).startswith("shardwise.") for h in (*hooks, *global_step_hooks()))
         wrapper = vars(optimizer).get("step")
         plain = wrapper is None or only_counts_steps(wrapper)
-        known = "torch.optim.", "shardwise.optim."
-        return inspect.unwrap(type(optimizer).step).__module__.startswith(known) and own and plain
+        return has_known_step(optimizer) and own and plain
 
     def _step_alone(self, factor: float | torch.Tensor, part: Part) -> None:
         chosen = {id(segment) for _, _, segment in part.segments}
@@ -341,7 +340,7 @@ class SegmentUpdate(UpdatePart):
                     for section in part.sections
                 }
                 self._show_gradients(part.segments, shown)
-                with keeping_memory(segment for _, _, segment in part.segments):
+                with keeping_memory(self.optimizer, (segment for _, _, segment in part.segments)):
                     yield
             finally:
                 for _, _, segment in part.segments:

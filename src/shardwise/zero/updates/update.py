@@ -8,6 +8,7 @@ instance is kept: its groups are edited in place, and its state is taken over.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,8 @@ from shardwise.zero.units.unit import Unit
 
 OUTER = "outer_"
 """Prefix of the names of an outer optimizer's state (`shardwise.zero.updates.local_sgd`) in checkpoints."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 StateKind = Callable[[Any, int, str], bool]
 """Whether an entry of optimizer state (value, elements of the parameter, name) has one value per element."""
@@ -350,16 +353,34 @@ def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[n
 
 
 @contextlib.contextmanager
-def keeping_memory(stepped: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Copy parameters to the memory that they had before the block: an optimizer may assign `parameter.data`."""
+def keeping_memory(optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Copy parameters to the memory that they had before the block: an optimizer may assign `parameter.data`.
+
+    After an error, their versions show changes through `parameter.data`, too.
+    """
     before = [(parameter, parameter.detach()) for parameter in stepped]
+    sums = [] if has_known_step(optimizer) else [_sum_of_bits(values) for _, values in before]
     try:
         yield
+    except BaseException:
+        for (_, values), found in zip(before, sums, strict=False):
+            if not torch.equal(found, _sum_of_bits(values)):
+                torch.autograd.graph.increment_version(values)
+        raise
     finally:
         for parameter, values in before:
             if not share_memory(parameter, values):
                 values.copy_(parameter.detach().reshape(values.shape))
                 parameter.data = values
+
+
+def has_known_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `step` is that of a class of torch or of this library."""
+    return inspect.unwrap(type(optimizer).step).__module__.startswith(("torch.optim.", "shardwise.optim."))
+
+
+def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(_INTEGERS[values.dtype.itemsize]).sum()
 
 
 def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
