@@ -20,6 +20,7 @@ from tests.harness.training import (
     SGD,
     Setting,
     assert_close,
+    config_of,
     engine_of,
     gradients,
     masters,
@@ -133,6 +134,36 @@ def test_masters_keep_the_initial_precision() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     with shardwise.zero.GatheredParameters(list(model.parameters())):
         assert all(torch.equal(p, wanted[n].half()) for n, p in model.named_parameters())
+
+
+class Coded(nn.Module):
+    """A linear layer with quantized weights, and a factor that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.codes = nn.Parameter(torch.randn(6, 6).to(torch.float8_e4m3fn), requires_grad=False)
+        self.factor = nn.Parameter(torch.ones(6))
+        self.register_buffer("more", torch.randn(6).to(torch.float8_e4m3fn))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.codes.to(x.dtype) * self.factor + self.more.to(x.dtype)
+
+
+@pytest.mark.parametrize(("stage", "early"), [(0, False), (3, False), (3, True)])
+@on_ranks(2)
+def test_frozen_float8_weights_stay_as_they_are(stage: int, early: bool) -> None:
+    wanted, config = Coded(), config_of(stage, SGD, bf16={"enabled": True})
+    with shardwise.zero.Init(config_dict_or_path=config, enabled=early):
+        model = Coded()
+    engine = shardwise.initialize(model=model, config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 6, dtype=torch.bfloat16)).float().square().sum())
+        engine.step()
+    with engine.gathered():
+        assert model.factor.dtype is torch.bfloat16 and (model.factor != 1).all()
+        for found, old in ((model.codes, wanted.codes), (model.more, wanted.more)):
+            assert found.dtype is old.dtype and torch.equal(found.float(), old.float())
 
 
 # -- losses that do not come from the engine's outputs -----------------------------------------------------------------

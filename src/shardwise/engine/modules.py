@@ -12,6 +12,7 @@ from shardwise.comm.domain import Domains
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.pipeline.module import PipelineModule
+from shardwise.registry import takes_compute_dtype
 from shardwise.utils.logging import warn_once
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.parameters.init import PartStore, shard_module
@@ -89,7 +90,7 @@ def place_buffers(
             if buffer is None:
                 continue
             wide = any(part in path.split(".") for part in kept)
-            cast = dtype if dtype is not None and buffer.is_floating_point() and not wide else buffer.dtype
+            cast = dtype if dtype is not None and takes_compute_dtype(buffer) and not wide else buffer.dtype
             key = (id(buffer), cast)
             if key not in moved:
                 moved[key] = buffer.to(device=device, dtype=cast)

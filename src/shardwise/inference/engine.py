@@ -18,7 +18,7 @@ from shardwise.inference.loading import check_has_values, load_parts, materializ
 from shardwise.inference.quantization import quantize_weights
 from shardwise.parallel.tensor.entry import copy_first, divided_over, written_buffers
 from shardwise.parallel.tensor.watch import begin_pass
-from shardwise.registry import part_of
+from shardwise.registry import part_of, takes_compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -236,10 +236,10 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     for path, module in model.named_modules():
         wanted = torch.float32 if wide & set(path.split(".")) else dtype
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and parameter.dtype != wanted:
+            if parameter is not None and takes_compute_dtype(parameter) and parameter.dtype != wanted:
                 parameter.data = parameter.data.to(wanted)
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+            if buffer is not None and takes_compute_dtype(buffer) and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(wanted)
 
 

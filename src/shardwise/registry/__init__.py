@@ -6,7 +6,16 @@ planning) uses the registry. Nothing is attached to the user's tensors; the regi
 
 from shardwise.registry.narrowing import Keeper, keep_elsewhere, narrow
 from shardwise.registry.parts import Part, copy_part, declare_part, declare_stack, part_of, without_part
-from shardwise.registry.tensors import DomainKey, HeldPart, LogicalTensor, Registry, cut, paste, taken
+from shardwise.registry.tensors import (
+    DomainKey,
+    HeldPart,
+    LogicalTensor,
+    Registry,
+    cut,
+    paste,
+    taken,
+    takes_compute_dtype,
+)
 
 __all__ = [
     "DomainKey",
@@ -24,5 +33,6 @@ __all__ = [
     "part_of",
     "paste",
     "taken",
+    "takes_compute_dtype",
     "without_part",
 ]

@@ -18,6 +18,11 @@ DomainKey = tuple[tuple[int, ...], int | None]
 """Key of a domain: its ranks, and the divisor of gradient sums over them."""
 
 
+def takes_compute_dtype(tensor: torch.Tensor) -> bool:
+    """Return True if a model's compute dtype replaces that of a tensor; frozen float8 values are quantized weights."""
+    return tensor.is_floating_point() and (tensor.dtype.itemsize > 1 or tensor.requires_grad)
+
+
 @dataclass(frozen=True)
 class LogicalTensor:
     """A parameter as the user knows it, and the part of it that this rank's parameter object holds.
@@ -190,7 +195,7 @@ class Registry:
         for index, (key, known_as) in enumerate(names.items()):
             parameter = objects[key]
             dtype = parameter.dtype
-            cast = compute_dtype is not None and dtype.is_floating_point
+            cast = compute_dtype is not None and takes_compute_dtype(parameter)
             group = None if groups is None else groups.get(key)
             part = part_of(parameter)
             shape = tuple(parameter.shape) if part.shape is None else part.shape

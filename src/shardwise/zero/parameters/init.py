@@ -26,7 +26,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.compat import is_fake_group, without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
-from shardwise.registry import cut, keep_elsewhere, part_of, without_part
+from shardwise.registry import cut, keep_elsewhere, part_of, takes_compute_dtype, without_part
 from shardwise.zero.units import released
 from shardwise.zero.units.flat_param import same_bits
 
@@ -411,7 +411,7 @@ class Init:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             original(module, name, param)
             if Init._active and Init._active[-1] is self and param is not None and not param.is_meta:
-                if dtype is not None and param.is_floating_point() and not released.is_released(param):
+                if dtype is not None and takes_compute_dtype(param) and not released.is_released(param):
                     param.data = param.data.to(dtype)
                 store.register(module, name, param)
 
@@ -482,7 +482,7 @@ def shard_module(
         fresh = {id(parameter) for parameter in made}
         for parameter in own:
             if not released.is_released(parameter):
-                if dtype is not None and parameter.is_floating_point():
+                if dtype is not None and takes_compute_dtype(parameter):
                     parameter.data = parameter.data.to(dtype)
                 keeper = store_of(part_of(parameter).ranks)
                 keeper.names[parameter] = repr(f"{name}.{named[parameter]}".lstrip("."))
