@@ -251,17 +251,21 @@ def test_a_part_of_a_sequence_is_not_truncated() -> None:
 
 @on_ranks(2)
 def test_a_pipeline_truncates_its_batches() -> None:
-    """Batches of evaluation keep their length."""
+    """Batches of evaluation keep their length; between stages values are (samples * length, features)."""
     seen = []
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         seen.append(labels.shape[1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(logits, labels.flatten())
+
+    class Words(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids).flatten(0, 1)
 
     def batches(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(batch(2 * step + micro, 0), batch(2 * step + micro, 0)) for micro in range(2)]
 
-    layers = [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)]
+    layers = [Words(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)]
     torch.manual_seed(5)
     alone = copy.deepcopy(nn.Sequential(*layers))
     model = shardwise.pipe.PipelineModule(layers, num_stages=2, loss_fn=loss)
@@ -273,7 +277,7 @@ def test_a_pipeline_truncates_its_batches() -> None:
 
         def mean(most: int, step: int = step) -> torch.Tensor:
             parts = [ids[:, :most] for ids, _ in batches(step)]
-            losses = [nn.functional.cross_entropy(alone(ids).flatten(0, 1), ids.flatten()) for ids in parts]
+            losses = [nn.functional.cross_entropy(alone(ids), ids.flatten()) for ids in parts]
             return torch.stack(losses).mean()
 
         value, parameters = mean(length), list(alone.parameters())

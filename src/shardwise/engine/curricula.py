@@ -43,6 +43,7 @@ class Curricula:
     def __init__(self, config: Config, model: nn.Module, step: TrainStep, batches: Batches) -> None:
         self._step, self._batches = step, batches
         self._taken = inspect.signature(model.forward).parameters
+        self._truncates = not isinstance(model, PipelineModule)  # a pipeline truncates its batches, which stages divide
         self._config = config
         seed, drop, ltd = config.data_efficiency.seed, config.progressive_layer_drop, config.data_efficiency.token_drop
         self.layer_drop = self.lengths = self.tokens = None
@@ -112,7 +113,7 @@ class Curricula:
         if self.lengths is not None:
             if _LENGTH in self._taken:
                 added[_LENGTH] = self.lengths.update_difficulty(self._step.global_steps + 1)
-            else:
+            elif self._truncates:
                 inputs, kwargs = self.truncated((inputs, kwargs))
         return inputs, {**kwargs, **added}
 
