@@ -177,7 +177,9 @@ def test_peaks() -> None:
     assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32) == Peak(19.5, "A100, FP32")
     assert peak_of("NVIDIA H100 PCIe", torch.bfloat16) == Peak(756.0, "H100 PCIe, 16-bit")
     assert peak_of("NVIDIA A100-SXM4-80GB", torch.float64) is None
-    assert peak_of("NVIDIA Unheard 9000", torch.bfloat16) is None
+    assert peak_of("NVIDIA H100 NVL", torch.bfloat16) == Peak(835.0, "H100 NVL, 16-bit")
+    for other in ("NVIDIA Unheard 9000", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA A10G", "NVIDIA T400 4GB"):
+        assert peak_of(other, torch.bfloat16) is None
     torch.set_float32_matmul_precision("high")
     try:
         assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32) == Peak(156.0, "A100, TF32")

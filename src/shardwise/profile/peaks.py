@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,13 @@ class Peak(NamedTuple):
     name: str
 
 
-# Part of the driver's device name -> TFLOP/s; the first match counts.
+# Words of the driver's device name -> TFLOP/s; the first match counts.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100 PCIe", {"16-bit": 756.0, "TF32": 378.0, "FP32": 51.0}),
+    ("H100 NVL", {"16-bit": 835.0, "TF32": 417.0, "FP32": 60.0}),
     ("H100", {"16-bit": 989.0, "TF32": 494.0, "FP32": 67.0}),
+    ("GH200", {"16-bit": 989.0, "TF32": 494.0, "FP32": 67.0}),
+    ("H200 NVL", {"16-bit": 835.0, "TF32": 417.0, "FP32": 60.0}),
     ("H200", {"16-bit": 989.0, "TF32": 494.0, "FP32": 67.0}),
     ("A100", {"16-bit": 312.0, "TF32": 156.0, "FP32": 19.5}),
     ("L40S", {"16-bit": 362.0, "TF32": 183.0, "FP32": 91.6}),
@@ -38,7 +42,7 @@ def peak_of(name: str, dtype: torch.dtype) -> Peak | None:
     """
     kind = "16-bit" if dtype.itemsize == 2 else "FP32" if torch.get_float32_matmul_precision() == "highest" else "TF32"
     for part, peaks in _PEAKS:
-        if part in name:
+        if re.search(rf"\b{part}\b", name):
             kind = "FP32" if kind == "TF32" and kind not in peaks else kind  # no TF32 units
             return Peak(peaks[kind], f"{part}, {kind}") if dtype.itemsize in (2, 4) and kind in peaks else None
     return None
