@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
+from shardwise.comm.fake import FakeCommunicator
 from shardwise.compression import Compression, init_compression, redundancy_clean
 from shardwise.errors import CheckpointError, ConfigError, ConflictError, DesyncError, UsageError
 from shardwise.pipeline.module import PipelineModule
@@ -479,6 +480,21 @@ def _recomputed() -> None:
         engine.destroy()
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_exchanged_bounds_do_not_grow_with_the_ranks() -> None:
+    found = []
+    for world in (2, 8):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+        section = {"activation_quantization": method({"a": (["*"], {"bits": 4})}, range_calibration="static")}
+        init_compression(model, {"compression_training": section})
+        ranks = FakeCommunicator(world, torch.device("cpu"))
+        compression = Compression.of(model)
+        assert compression is not None
+        model(torch.randn(3, 4))
+        compression.advance(1, ranks)
+        found.append(sum(record.size for record in ranks.ledger.records() if record.label == "input_bounds"))
+    assert found[0] == found[1] > 0
 
 
 # -- the older section -------------------------------------------------------------------------------------------------

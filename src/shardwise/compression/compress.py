@@ -273,12 +273,10 @@ class Compression:
             return
         device = static[0].module.get_buffer("input_bounds").device
         nothing = numbers_on(device, [float("inf"), float("-inf")], torch.float32)
-        own = torch.stack([nothing if (seen := one.inputs.seen) is None else seen for one in static])  # type: ignore[union-attr]
-        every = own.unsqueeze(0)
+        signs = numbers_on(device, [-1.0, 1.0], torch.float32)
+        found = torch.stack([nothing if (seen := one.inputs.seen) is None else seen for one in static])  # type: ignore[union-attr]
         if ranks is not None and ranks.world > 1:
-            every = own.new_empty((ranks.world, *own.shape))
-            ranks.all_gather([(every.view(-1), own.view(-1))], "input_bounds", "explicit").wait()
-        found = torch.stack([every[..., 0].amin(0), every[..., 1].amax(0)], 1)
+            found = _largest((found * signs).flatten(), ranks, "input_bounds").view_as(found) * signs
         found = torch.where(found.isinf(), float("nan"), found)
         for one, seen in zip(static, found, strict=True):
             assert one.inputs is not None
@@ -299,6 +297,16 @@ class Compression:
                 f"{SECTION}: {len(unused)} modules have not been called ({', '.join(unused[:4])}): code that uses "
                 "their weights without calling them gets the weights themselves, neither pruned nor quantized"
             )
+
+
+def _largest(own: torch.Tensor, ranks: Communicator, label: str) -> torch.Tensor:
+    """Return the largest numbers of all ranks, or NaN; the received bytes do not grow with the ranks."""
+    given = nn.functional.pad(own, (0, -len(own) % ranks.world))
+    parts, every = torch.empty_like(given), torch.empty_like(given)
+    sizes = [len(given) // ranks.world] * ranks.world
+    ranks.all_to_all(parts, given, sizes, sizes, label).wait()
+    ranks.all_gather([(every, parts.view(ranks.world, -1).amax(0))], label, "explicit").wait()
+    return every[: len(own)]
 
 
 def _matches(
