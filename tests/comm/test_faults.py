@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from shardwise.comm.stall_watchdog import EXIT_CODE
 from tests.harness import thorough
+from tests.harness.jobs import run_job
 
 SCRIPT = """
 import os, signal, sys, time
@@ -150,14 +149,13 @@ def runs_in(process: Path, directory: Path) -> bool:
     # The judgement of the others is tested in test_stalls.py.
     [("forward", 2), thorough("extra", 4), thorough("shape", 4), *(thorough(f, 2) for f in FAULTS if f != "forward")],
 )
-def test_faults(tmp_path: Path, fault: str, ranks: int) -> None:
+def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, ranks: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     lines = {text.partition("# ")[2]: number for number, text in enumerate(SCRIPT.splitlines(), 1)}
     begin = time.monotonic()
-    job = subprocess.run(
-        [sys.executable, "-m", "shardwise.launch", "run", "--nproc", str(ranks), "train.py", fault],
-        cwd=tmp_path, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    job = run_job("--nproc", ranks, "train.py", fault)
+    monkeypatch.undo()
     print(job.stdout, job.stderr, time.monotonic() - begin)
     expected = FAULTS[fault]
     assert job.returncode == expected.code

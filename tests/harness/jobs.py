@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from unittest import mock
+
+from shardwise.launch import cli
 
 
 def environment(without: Sequence[str] = (), **changes: str) -> dict[str, str]:
@@ -23,10 +27,23 @@ def launch(*words: object) -> list[str]:
     return [sys.executable, "-m", "shardwise.launch", "run", *map(str, words)]
 
 
-def run_job(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a job to its end; `options` are those of `subprocess.run`."""
-    given = {"capture_output": True, "text": True, "timeout": 120, "env": environment(), **options}
-    return subprocess.run(launch(*words), **given)
+def run_job(*words: object, without: Sequence[str] = (), **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run a job to its end with this process as its launcher; `without` and `changes` are those of `environment`."""
+    out, err = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
+    with (
+        mock.patch.dict(os.environ, environment(without, **changes), clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            cli.main(["run", *map(str, words)])
+        except SystemExit as end:
+            code = int(end.code or 0)
+    printed = []
+    for stream in (out, err):
+        stream.flush()
+        printed.append(stream.buffer.getvalue().decode())
+    return subprocess.CompletedProcess(list(map(str, words)), code, *printed)
 
 
 def script(folder: Path, text: str) -> Path:

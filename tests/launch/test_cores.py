@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.errors import CommandLineError
 from shardwise.launch import cores
-from tests.harness.jobs import environment, run_job, script
+from tests.harness.jobs import run_job, script
 
 TELL = """
 import json, os, threading
@@ -135,10 +135,10 @@ def test_processes_and_their_threads_stay_on_their_cores(tmp_path: Path) -> None
     usable = cores.available()
     if len(usable) < 2:
         pytest.skip("one core cannot be divided")
-    path, env = script(tmp_path, TELL), environment(["OMP_NUM_THREADS"])
+    path, without = script(tmp_path, TELL), ["OMP_NUM_THREADS"]
 
     def run(*options: str) -> tuple[list[list[object]], str]:
-        done = run_job("--nproc", 2, "--tag-output", "never", *options, path, env=env)
+        done = run_job("--nproc", 2, "--tag-output", "never", *options, path, without=without)
         assert done.returncode == 0, done.stderr
         return sorted(json.loads(line) for line in done.stdout.splitlines()), done.stderr
 

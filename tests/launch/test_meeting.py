@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.errors import CommandLineError
 from shardwise.launch.job import Job, check
-from tests.harness.jobs import environment, free_port, launch, script
+from tests.harness.jobs import environment, free_port, launch, run_job, script
 
 pytestmark = pytest.mark.limit(120)
 
@@ -41,17 +41,16 @@ class Parts:
         self.parts: list[subprocess.Popen[str]] = []
         self.script, self.port = script(folder, SCRIPT), free_port()
 
-    def command(self, rank: int, nodes: str) -> list[str]:
-        """Return the command of the part of a machine."""
+    def words(self, rank: int, nodes: str) -> list[object]:
+        """Return options, script and argument of the part of a machine."""
         place = ("--nnodes", nodes, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", self.port)
-        return launch(*place, "--nproc", 1, self.script, self.folder)
+        return [*place, "--nproc", 1, self.script, self.folder]
 
     def start(self, rank: int, nodes: str, *, secret: str = "s" * 16) -> subprocess.Popen[str]:
         """Start the part of a machine."""
         env = environment(HIDDEN, SHARDWISE_SECRET=secret)
-        part = subprocess.Popen(
-            self.command(rank, nodes), env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        command = launch(*self.words(rank, nodes))
+        part = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.parts.append(part)
         return part
 
@@ -119,6 +118,6 @@ def test_wrong_options_are_refused(options: dict[str, str | int], message: str) 
 
 
 def test_a_machine_without_the_secret_is_told_where_to_copy_it_from(tmp_path: Path) -> None:
-    env = environment(HIDDEN, XDG_CONFIG_HOME=str(tmp_path))
-    done = subprocess.run(Parts(tmp_path).command(1, "2"), capture_output=True, text=True, env=env, timeout=60)
+    words = Parts(tmp_path).words(1, "2")
+    done = run_job(*words, without=HIDDEN, XDG_CONFIG_HOME=str(tmp_path))
     assert done.returncode == 2 and f"{tmp_path}/shardwise/secret does not exist. Copy it" in done.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.errors import CommandLineError, LaunchError, ShardwiseError
 from shardwise.launch.pidfile import pid_file
-from tests.harness.jobs import environment, run_job, script
+from tests.harness.jobs import run_job, script
 
 SCRIPT = """
 import json, os, sys, time
@@ -33,7 +33,7 @@ HERE = socket.gethostname()
 def test_a_job_writes_its_processes_again_after_a_restart_and_removes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "pids.json"
     options = ("--nproc", 2, "--max-restarts", 1, "-q", "--tag-output", "never", "--pid-file", path)
-    done = run_job(*options, script(tmp_path, SCRIPT), path, env=environment(CUDA_VISIBLE_DEVICES=""))
+    done = run_job(*options, script(tmp_path, SCRIPT), path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) >= {"0 1", "1 0", "1 1"}
     assert sorted(one.name for one in tmp_path.iterdir()) == ["script.py"]

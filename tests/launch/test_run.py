@@ -55,13 +55,18 @@ time.sleep(600)
 """
 
 
-def _run(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return run_job(*words, **{"env": environment(NOT_INHERITED), **options})
+PLAIN = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+"""Without `tests/startup`, which changes how processes end."""
 
 
-def _run_plainly(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run a job without `tests/startup`, which changes how processes end."""
-    return _run(*words, env=environment(NOT_INHERITED, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
+def _run(*words: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    return run_job(*words, without=NOT_INHERITED, **changes)
+
+
+def _run_outside(*words: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run a job by a launcher in a process of its own, with a line of input."""
+    pipes: dict[str, Any] = {"input": "typed", "capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run(launch(*words), **pipes, env=environment(NOT_INHERITED, **changes))
 
 
 @pytest.fixture
@@ -222,7 +227,7 @@ def test_a_program_and_standard_input(tmp_path) -> None:
     program = tmp_path / "program.sh"
     program.write_text('#!/bin/sh\necho "$RANK got $(cat) $*"\n')
     program.chmod(0o755)
-    done = _run("-q", "--nproc", "2", "--no_python", program, "a b", input="typed")
+    done = _run_outside("-q", "--nproc", "2", "--no_python", program, "a b")
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 got typed a b", "[rank 1] 1 got  a b"]
 
@@ -257,7 +262,7 @@ dist.destroy_process_group()
 
 def test_a_job_listens_on_loopback_only_and_no_thread_is_left_when_the_interpreter_ends(tmp_path) -> None:
     """Where a thread is inside of torch, or belongs to a group that torch has kept, the process aborts now and then."""
-    done = _run_plainly("--nproc", "2", script(tmp_path, OPENED_AND_LEFT))
+    done = _run_outside("--nproc", "2", script(tmp_path, OPENED_AND_LEFT), **PLAIN)
     assert done.returncode == 0, done.stderr
     found = [line.rpartition("listens ")[2] for line in done.stdout.splitlines() if "listens" in line]
     assert len(found) > 2 and set(found) <= {"127.0.0.1", "::1"}
@@ -279,7 +284,7 @@ print("done", engine.global_steps)
 
 @pytest.mark.parametrize(("ranks", "first_to_end"), [(2, 0), *(thorough(3, first) for first in (0, 2))])
 def test_a_script_may_end_without_destroying_its_engine(tmp_path, ranks: int, first_to_end: int) -> None:
-    done = _run_plainly("--nproc", ranks, script(tmp_path, NO_DESTROY), first_to_end)
+    done = _run("--nproc", ranks, script(tmp_path, NO_DESTROY), first_to_end, **PLAIN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done 1") == ranks
     assert re.findall(r"^\[rank 0\] step (\d)/1 \| loss ", done.stderr, re.MULTILINE) == ["1"]  # by default

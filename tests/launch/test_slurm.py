@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
@@ -20,6 +19,7 @@ from shardwise.launch import slurm
 from shardwise.launch.commands import run
 from shardwise.launch.job import Job, command_line
 from shardwise.launch.placement import Devices, Host, Placement, Resources, place
+from tests.harness.jobs import run_job
 from tests.launch.conftest import Call
 
 SLURM = Job("train.py", slurm=True)
@@ -173,7 +173,6 @@ def test_a_node_without_slots_gives_its_devices() -> None:
 def test_a_batch_job_of_one_node_runs_without_srun() -> None:
     Path("train.py").write_text("import os; print('rank', os.environ['RANK'], os.environ['WORLD_SIZE'])")
     program("scontrol", "hostname")
-    command = [sys.executable, "-m", "shardwise.launch", "run", "--slurm", "--nproc", "2", "-q", "train.py"]
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "CUDA_VISIBLE_DEVICES": ""}
+    done = run_job("--slurm", "--nproc", 2, "-q", "train.py", **variables)
     assert sorted(done.stdout.splitlines()) == ["[rank 0] rank 0 2", "[rank 1] rank 1 2"], done.stderr

@@ -233,10 +233,9 @@ def real(place: Path, **batch: object) -> Path:
 @pytest.mark.parametrize(
     ("batch", "name"),
     [
-        ({"train_batch_size": 4}, "z0_mbs4_gas1"),
+        thorough({"train_batch_size": 4}, "z0_mbs4_gas1", id="global"),
         ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}, "z0_mbs1024_gas2"),
     ],
-    ids=["global", "auto"],
 )
 def test_a_real_script_is_tuned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: dict[str, object], name: str
@@ -251,9 +250,10 @@ def test_a_real_script_is_tuned(
     assert "steps" not in (tmp_path / "autotuning_exps" / one.name / "stdout.log").read_text()  # ended before
 
 
-@pytest.mark.parametrize("mode", [thorough("run")])
-def test_a_real_script_is_tuned_and_then_run(tmp_path: Path, mode: str) -> None:
-    done = run_job("--autotuning", mode, real(tmp_path), "ds.json", cwd=tmp_path)
+@pytest.mark.thorough
+def test_a_real_script_is_tuned_and_then_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_job("--autotuning", "run", real(tmp_path), "ds.json")
     assert done.returncode == 0, done.stderr
     assert "z0_mbs4_gas1" in done.stdout and "steps 8 4" in done.stdout
     assert done.stdout.count("steps") == 1  # of the job; the others ended before
