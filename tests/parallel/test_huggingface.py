@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.nn.functional
 
-from shardwise.parallel import begin, end, share_attention
+from shardwise.parallel import begin, end, share_attention, split
 from shardwise.parallel.data import complete
 from tests.families import build
 from tests.harness import on_ranks, run_ranks
@@ -37,10 +37,13 @@ def test_in_evaluation_each_rank_may_have_whole_sequences() -> None:
         new = model.generate(whole()[:, :5], max_new_tokens=4, do_sample=False)
         assert torch.equal(share_attention(made()).eval()(whole()).logits, expected)  # without a group
         group = begin(2)
+        other = share_attention(made()).eval()
         shared = share_attention(made(), in_eval=False).eval()
         torch.testing.assert_close(shared(whole()).logits, expected)
         assert torch.equal(shared.generate(whole()[:, :5], max_new_tokens=4, do_sample=False), new)
-    assert group.exchanges == 0
+        assert group.exchanges == 0
+        part = expected.tensor_split([8], dim=1)[group.rank]  # another model still shares sequences in evaluation
+        torch.testing.assert_close(other(**split({"input_ids": whole()})).logits, part)
     end()
 
 

@@ -29,6 +29,7 @@ from shardwise.parallel.ulysses import query_runs
 from shardwise.utils.logging import warn_once
 
 PREFIX = "shardwise_"  # of the registered names
+_IN_TRAINING = "_in_training"  # end of the names that have unsplit sequences in evaluation, as other models may not
 
 EAGER = "eager"  # the plain torch attention in each model's file
 
@@ -64,14 +65,16 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
             f"share_attention(model) expects a model of transformers, got {type(model).__name__}; wrap the attention "
             "of other models in shardwise.parallel.DistributedAttention"
         )
-    chosen = core or str(getattr(config, "_attn_implementation", None) or "sdpa").removeprefix(PREFIX)
+    before = str(getattr(config, "_attn_implementation", None) or "sdpa")
+    chosen = core or before.removeprefix(PREFIX).removesuffix(_IN_TRAINING)
     _check(model, chosen)
-    register(chosen, PREFIX + chosen, in_eval=in_eval)
+    name = f"{PREFIX}{chosen}{'' if in_eval else _IN_TRAINING}"
+    register(chosen, name, in_eval=in_eval)
     shared_here = functools.partial(shares, in_eval)
     if model._can_set_attn_implementation():  # type: ignore[operator]
-        choose(PREFIX + chosen)
+        choose(name)
     elif chosen == EAGER and share_scores(model, shared_here, whole_mask):
-        config._attn_implementation = PREFIX + chosen
+        config._attn_implementation = name
     else:
         raise UsageError(
             f"{type(model).__name__} does not let others compute its attention ({chosen}), so sequences cannot be "
