@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from shardwise.data import EngineDataLoader
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, UsageError
 from tests.harness import thorough
 
 
@@ -344,6 +344,21 @@ def test_set_epoch_keeps_a_restored_position_in_that_epoch(caplog: pytest.LogCap
         late.set_epoch(0)
     assert "set_epoch(0) discards the restored position in epoch 1" in caplog.text
     assert list(late) == epochs[0]
+
+
+def test_a_position_restored_before_the_first_batch_counts() -> None:
+    expected = list(EngineDataLoader(Numbers(8), 2, collate_fn=as_list))
+    early, late = (EngineDataLoader(Numbers(8), 2, collate_fn=as_list) for _ in range(2))
+    first(early, 2)
+    batches = iter(late)
+    late.load_state_dict(saved(early))
+    assert next(batches) == expected[2]
+    late.load_state_dict(saved(early))
+    with pytest.raises(UsageError, match="was restored while this iteration ran; begin a new"):
+        next(batches)
+    batches = iter(late)
+    next(batches)
+    assert saved(late)["position"] == 6
 
 
 def test_the_saved_order_wins() -> None:

@@ -38,6 +38,17 @@ def test_resumes(count: int, drop_last: bool, stop: int) -> None:
     assert next(early) == next(late)
 
 
+def test_goes_on_from_a_position_that_the_loader_has_restored() -> None:
+    expected = list(islice(RepeatingLoader(make()), 7))
+    loader = make()
+    repeating = RepeatingLoader(loader)
+    assert list(islice(repeating, 3)) == expected[:3]
+    state = loader.state_dict()
+    next(repeating)
+    loader.load_state_dict(state)
+    assert list(islice(repeating, 4)) == expected[3:]
+
+
 def test_reshuffles_a_distributed_sampler_of_a_plain_loader() -> None:
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
     expected = []

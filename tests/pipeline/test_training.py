@@ -449,6 +449,13 @@ def test_labels_belong_to_inputs_also_after_another_schedule(tmp_path: Path) -> 
     engine.load_checkpoint(tmp_path)
     assert [*losses, *(float(engine.train_batch()) for _ in range(3))] == [0.0] * 6
     assert engine.training_dataloader.state_dict()["position"] == 24
+    seen: list[float] = []
+    engine.set_batch_fn(lambda pair: (seen.extend(pair[0].flatten().tolist()), pair)[1])
+    engine.load_checkpoint(tmp_path)
+    engine.train_batch()
+    engine.load_checkpoint(tmp_path)
+    engine.train_batch()
+    assert seen[:4] == seen[4:]
 
 
 def recorded(setting: Setting, directory: str) -> None:

@@ -89,6 +89,7 @@ class EngineDataLoader:
         self.collate_fn = collate_fn
         self._share = Share(rank, world_size, batch_size, drop_last, seed, blocks)
         self._unclaimed = 0  # batches since `claim`
+        self.loads = 0  # restored positions
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
         self._generator = torch.Generator("cpu")
         options: dict[str, Any] = {
@@ -153,13 +154,26 @@ class EngineDataLoader:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        number, start = self._next
+        number, start = self._next  # when the first batch is taken
         self._next = (number + 1, Position())
         if self._share.unequal is not None and not any(start):
             self._share.unequal.begin_epoch()
         self._generator.manual_seed(mixed_seed(self._share.seed, number, self._share.rank))
         current = self._current = _Epoch(number, start)
-        return self._hand_out(self._source.batches(number, start), current)
+        loads = self.loads
+        for batch in self._source.batches(number, start):
+            current.handed_out += 1
+            self._unclaimed += 1
+            if self.post_process is not None:
+                state = self._source.order_state(self._source.after(current.start, current.handed_out))
+                batch = self.post_process(batch, state["curriculum"])
+            yield batch
+            if self.loads != loads:
+                raise UsageError(
+                    "engine.training_dataloader: the position in the data was restored while this iteration ran; begin "
+                    "a new iteration, which goes on from there"
+                )
+        current.ended = True
 
     @property
     def progress(self) -> str:
@@ -237,6 +251,8 @@ class EngineDataLoader:
             position = self._source.divided_anew(position, state["world_size"])
         self._next = (state["epoch"], position)
         self._current = None
+        self._unclaimed = 0
+        self.loads += 1
 
     def _same_parts(self, parts: Unequal, state: Mapping[str, Any], position: Position) -> bool:
         """Take over saved sizes of the same ranks and mean; return False if the rest of the epoch is divided anew."""
@@ -294,16 +310,6 @@ class EngineDataLoader:
 
     def _number(self, current: _Epoch) -> int:
         return current.start.local // self._share.batch_size + current.handed_out
-
-    def _hand_out(self, batches: Iterator[Any], current: _Epoch) -> Iterator[Any]:
-        for batch in batches:
-            current.handed_out += 1
-            self._unclaimed += 1
-            if self.post_process is not None:
-                state = self._source.order_state(self._source.after(current.start, current.handed_out))
-                batch = self.post_process(batch, state["curriculum"])
-            yield batch
-        current.ended = True
 
 
 class _Epoch:

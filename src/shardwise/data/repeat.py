@@ -20,7 +20,7 @@ class RepeatingLoader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._iterator: Iterator[Any] | None = None
-        self._epoch = 0
+        self._epoch = self._loads = 0
 
     def __iter__(self) -> RepeatingLoader:
         return self
@@ -29,8 +29,9 @@ class RepeatingLoader:
         return len(self.loader)
 
     def __next__(self) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(self.loader)
+        loads = getattr(self.loader, "loads", 0)
+        if self._iterator is None or loads != self._loads:  # a restored position needs a new iterator
+            self._iterator, self._loads = iter(self.loader), loads
         try:
             return next(self._iterator)
         except StopIteration:
