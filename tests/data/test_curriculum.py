@@ -286,6 +286,12 @@ def test_micro_batches_resume_on_any_ranks(stop: int, ranks: int) -> None:
     assert following == rounds(by_tokens(ranks, 1, order="random"), 3) or following != rest[: len(following)]
 
 
+def test_samples_of_a_window_over_two_epochs_are_counted() -> None:
+    (loader,) = by_tokens(1)
+    sizes = [len(batch) for count in (3, 1) for batch in islice(loader, count)]
+    assert loader.claim_samples(4) == sum(sizes)
+
+
 def test_what_forms_no_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 micro-batches of at most 4000 tokens make no step of 2 ranks"):
         TokenBatches(LENGTHS, 4000, world_size=2)

@@ -88,7 +88,7 @@ class EngineDataLoader:
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self._share = Share(rank, world_size, batch_size, drop_last, seed, blocks)
-        self._unclaimed = 0  # batches since `claim`
+        self._unclaimed = self._samples = 0  # batches since `claim`, and their samples of dynamic batching
         self.loads = 0  # restored positions
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
         self._generator = torch.Generator("cpu")
@@ -164,6 +164,8 @@ class EngineDataLoader:
         for batch in self._source.batches(number, start):
             current.handed_out += 1
             self._unclaimed += 1
+            if isinstance(self.sampler, TokenBatches):
+                self._samples += self.sampler.samples(number, start.local + current.handed_out - 1, start.offset, 1)
             if self.post_process is not None:
                 state = self._source.order_state(self._source.after(current.start, current.handed_out))
                 batch = self.post_process(batch, state["curriculum"])
@@ -251,7 +253,7 @@ class EngineDataLoader:
             position = self._source.divided_anew(position, state["world_size"])
         self._next = (state["epoch"], position)
         self._current = None
-        self._unclaimed = 0
+        self._unclaimed = self._samples = 0
         self.loads += 1
 
     def _same_parts(self, parts: Unequal, state: Mapping[str, Any], position: Position) -> bool:
@@ -286,16 +288,14 @@ class EngineDataLoader:
         """Return the samples of all ranks in the `steps` micro-batches that each rank has had since the last call, of
         dynamic batching. Raises UsageError if there were more or fewer.
         """
-        count, self._unclaimed = self._unclaimed, 0
-        if count != steps or self._current is None:
+        count, samples = self._unclaimed, self._samples
+        self._unclaimed = self._samples = 0
+        if count != steps:
             raise UsageError(
                 f"dynamic batching: {count} batches were taken from engine.training_dataloader for a step of {steps} "
                 "micro-batches, and the learning rate depends on their samples. Take each batch when it is needed"
             )
-        start = self._current.start
-        done = start.local + self._current.handed_out
-        assert isinstance(self.sampler, TokenBatches)
-        return self.sampler.samples(self._current.number, done - steps, start.offset, steps)
+        return samples
 
     def divide(self, sizes: Sequence[int]) -> None:
         """Change the ranks' parts, from the first micro-batch on that no worker process may have begun (all ranks call
