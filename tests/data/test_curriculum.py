@@ -183,6 +183,26 @@ def test_another_batch_size_goes_on_between_steps(tmp_path: Path) -> None:
         again.load_state_dict(of[0].state_dict())
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_positions_of_another_analysis_are_refused(known: bool, tmp_path: Path) -> None:
+    def sampler(count: int, seed: int = 1234) -> CurriculumSampler:
+        rarity = {**metric("percentile", 20, 100), **files(tmp_path, f"{count}", RARITY[:count])}
+        return CurriculumSampler({**section({"rarity": rarity}), "seed": seed}, count, 4)
+
+    whole = list(sampler(COUNT))
+    early = sampler(COUNT)
+    list(islice(early, 12))
+    state = early.state_dict()
+    if not known:  # as earlier versions have saved it
+        state = {name: value for name, value in state.items() if name not in ("samples", "seed", "sizes")}
+    for other in (sampler(COUNT // 2), sampler(COUNT // 6)):
+        with pytest.raises(CheckpointError, match="position in the curriculum: it was saved with .* samples"):
+            other.load_state_dict(state)
+    again = sampler(COUNT, seed=5 if known else 1234)
+    again.load_state_dict(state)
+    assert list(again) == whole[12:]
+
+
 def test_an_iteration_that_was_left_goes_on(tmp_path: Path) -> None:
     given = both(tmp_path)
     whole = flat(loaders(given, 1, 4))

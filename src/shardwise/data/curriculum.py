@@ -241,7 +241,10 @@ class CurriculumSampler(Sampler[list[int]]):
             "seen": self.number * self._micro * self._ranks,
             "taken": self._taken,
             "batch": self.batch,
+            "samples": self._samples,
+            "seed": self.seed,
             "clusters": [cluster.state() for cluster in self._clusters],
+            "sizes": [len(cluster.samples) for cluster in self._clusters],
             "metrics": list(names),
             "current_difficulties": {name: schedule.get_current_difficulty() for name, schedule in names.items()},
         }
@@ -260,7 +263,8 @@ class CurriculumSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, also on another number of ranks, whose micro-batches then go on with the next samples.
 
-        Raises CheckpointError if the metrics are others, or the rest of a batch cannot be divided.
+        The saved seed goes on. Raises CheckpointError if metrics, samples or clusters are others, or the rest of a
+        batch cannot be divided.
         """
         if state["metrics"] != list(self.schedules):
             raise CheckpointError(
@@ -275,11 +279,23 @@ class CurriculumSampler(Sampler[list[int]]):
                 f"rest cannot be divided into micro-batches of {part} of all ranks; save after the engine.step() that "
                 "ends a window, or use the same batch sizes"
             )
-        self._clusters = []
-        for difficulties, _, _ in state["clusters"]:
-            self._add(difficulties)
-        for cluster, (_, lap, position) in zip(self._clusters, state["clusters"], strict=True):
-            cluster.lap, cluster.position = lap, position
+        own, seed = self._clusters, self.seed
+        self._clusters, self.seed = [], state.get("seed", seed)  # earlier versions have saved no seed and sizes
+        for saved in state["clusters"]:
+            self._add(*saved)
+        sizes = [len(cluster.samples) for cluster in self._clusters]
+        if (
+            state.get("samples", self._samples) != self._samples
+            or state.get("sizes", sizes) != sizes
+            or len(sizes) != len(state["clusters"])
+            or any(not 0 <= cluster.position < size for cluster, size in zip(self._clusters, sizes, strict=True))
+        ):
+            self._clusters, self.seed = own, seed
+            raise CheckpointError(
+                f"position in the curriculum: it was saved with {state.get('samples', 'other')} samples in clusters of "
+                f"{state.get('sizes', 'other sizes')}, and there are {self._samples} in clusters of {sizes}; use the "
+                "same dataset and analysis, or begin a new epoch with set_epoch"
+            )
         for name, value in state["current_difficulties"].items():
             self.schedules[name].set_current_difficulty(value)
         self.step, self._taken, self._before, self.number = state["step"], taken, {}, state["seen"] // part
