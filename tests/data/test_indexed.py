@@ -175,8 +175,17 @@ def test_an_interrupted_analysis_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     DataAnalyzer(again, save_path=tmp_path, **METRICS).run_map_reduce()
     assert again.read == COUNT - 16  # the parts of 8 that were complete are not read again
     check_files(tmp_path)
+    DataAnalyzer(Lines(), save_path=tmp_path, **METRICS).run_map()
     with pytest.raises(ConfigError, match="has parts of another analysis"):
         DataAnalyzer(list(range(9)), save_path=tmp_path, **METRICS).run_map()
+
+
+def test_a_complete_analysis_begins_anew(tmp_path: Path) -> None:
+    for factor in (1, 2):
+        metrics = {**METRICS, "metric_functions": [lambda batch, factor=factor: factor * lengths(batch), counts]}
+        DataAnalyzer(Lines(), save_path=tmp_path, **metrics).run_map_reduce()
+        found = MMapIndexedDataset(tmp_path / "len gth;" / "len gth;_sample_to_metric").values.tolist()
+        assert found == [factor * length for length in WANTED]
 
 
 def on_both_ranks(path: Path) -> None:

@@ -1,11 +1,12 @@
 """Metrics of the samples of a dataset, computed once by map and reduce, for sampling by difficulty.
 
 The map writes parts (`.npy`), each complete or absent, so an interrupted analysis goes on where it was. The reduction
-writes indexed datasets (`shardwise.data.indexed`). Reading either runs no code, and no command line is built.
+writes indexed datasets (`shardwise.data.indexed`), and removes the parts. Reading either runs no code, and no command line is built.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +130,9 @@ class DataAnalyzer:
                     os.replace(temporary, path)
 
     def run_reduce(self) -> None:
-        """Write the files of each metric from the parts of all workers. Raises UsageError if parts are missing."""
+        """Write the files of each metric from the parts of all workers, which are removed. Raises UsageError if parts
+        are missing.
+        """
         for name, kind in self._types.items():
             paths = [self._part(name, start, stop) for start, stop in self._parts()]
             missing = [path for path in paths if not os.path.exists(path)]
@@ -144,6 +147,10 @@ class DataAnalyzer:
                 self._write(name, "metric_value", total.reshape(-1), [total.size], self._dtypes[name])
             else:
                 self._write_order(name, np.concatenate(parts))
+        for name in self._types:
+            for path in glob.glob(os.path.join(glob.escape(os.path.join(self._path, name)), "part_*.npy")):
+                os.remove(path)
+            os.remove(os.path.join(self._path, name, "analysis.json"))
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
         """Map, and reduce once all workers are done: those of a process group if there is one (worker 0 reduces)."""
