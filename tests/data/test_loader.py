@@ -28,7 +28,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from shardwise.data import EngineDataLoader
+from shardwise.data import EngineDataLoader, TokenBatches
 from shardwise.errors import CheckpointError, ConfigError, UsageError
 from tests.harness import thorough
 
@@ -196,6 +196,17 @@ def test_random_numbers_of_workers_resume_too(data: Any, workers: int) -> None:
     late.load_state_dict(saved(early))
     assert torch.equal(torch.cat([seen, noise(late, 5)]), noise(whole, 9))
     assert len(set(seen[:, 1].tolist())) == len(seen)
+
+
+def test_random_numbers_and_batches_by_tokens_have_seeds_of_their_own() -> None:
+    def make(seed: int) -> EngineDataLoader:
+        batches = TokenBatches([1] * 12, 2, order="random", seed=seed)
+        return EngineDataLoader(Noise(12), 2, num_workers=1, data_sampler=batches)
+
+    whole, early, late = make(5), make(5), make(6)
+    seen = noise(early, 4)
+    late.load_state_dict(saved(early))
+    assert torch.equal(torch.cat([seen, noise(late, 5)]), noise(whole, 9))
 
 
 @pytest.mark.parametrize("make", [Noise, NoisyStream])

@@ -192,7 +192,7 @@ class Indexed(SampleSource):
                     "so the order cannot be continued; use the same, or begin a new epoch with "
                     f"set_epoch({state['epoch'] + 1}) instead of restoring the position"
                 )
-            self.sampler.seed = state["seed"]
+            self.sampler.seed = state.get("batches_seed", state["seed"])  # earlier versions have saved one seed
         elif state["position"] and not _repeats(self.sampler):
             _log.warning(
                 "%s has no set_epoch: the position in the training data is exact only if it gives the same order each "

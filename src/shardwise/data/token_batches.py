@@ -141,4 +141,4 @@ class TokenBatches(Sampler[list[int]]):
 
     def state(self) -> dict[str, Any]:
         """Return the parameters of the order as JSON types."""
-        return {"seed": self.seed, "batches": self.fingerprint}
+        return {"batches_seed": self.seed, "batches": self.fingerprint}
