@@ -139,6 +139,7 @@ def test_positions_resume_on_any_ranks(stop: int, other: tuple[int, int, int], t
     for loader in again:
         loader.load_state_dict(state)
         assert loader.state_dict()["curriculum"]["clusters"] == again[0].state_dict()["curriculum"]["clusters"]
+        assert loader.state_dict()["curriculum"]["seen"] == state["curriculum"]["seen"]
     assert seen + flat(again) == whole or stop == 60
 
 

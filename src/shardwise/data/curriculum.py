@@ -354,6 +354,7 @@ class CurriculumSource(SampleSource):
         return {**super().order_state(position), "curriculum": self.sampler.state_dict(position.local)}
 
     @override
-    def restore_order(self, state: Mapping[str, Any]) -> None:
+    def restore_order(self, state: Mapping[str, Any]) -> Position:
         super().restore_order(state)
         self.sampler.load_state_dict(state["curriculum"])
+        return Position(self.sampler.number)

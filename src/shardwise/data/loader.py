@@ -244,8 +244,7 @@ class EngineDataLoader:
                 f"{self._source.kind}; use the same kind of data and sampler as the saved run, or begin a new epoch "
                 f"with set_epoch({state['epoch'] + 1}) instead of restoring the position"
             )
-        self._source.restore_order(state)
-        position = Position(state["position"], state.get("offset", 0))
+        position = self._source.restore_order(state)
         parts = self._share.unequal
         same = parts is not None and self._same_parts(parts, state, position)
         # Blocks begin where the batches of all ranks have ended, also with another batch size.

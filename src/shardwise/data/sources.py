@@ -97,11 +97,12 @@ class SampleSource(ABC):
         """Return the parameters of the order, as JSON types, at a position."""
         return {"seed": self.share.seed}
 
-    def restore_order(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved order."""
+    def restore_order(self, state: Mapping[str, Any]) -> Position:
+        """Restore a saved order; return the saved position."""
         if (seed := state.get("seed")) != self.share.seed:
             _log.info("the training data goes on in the saved order (seed %s, not %d)", seed, self.share.seed)
         self.share.seed = state["seed"]
+        return Position(state["position"], state.get("offset", 0))
 
 
 class Indexed(SampleSource):
@@ -170,8 +171,8 @@ class Indexed(SampleSource):
             state |= {"length": len(self._dataset), "shuffle": self.sampler.shuffle}
         return state
 
-    def restore_order(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved order."""
+    def restore_order(self, state: Mapping[str, Any]) -> Position:
+        """Restore a saved order; return the saved position."""
         if self._ours:
             if state.get("length") != len(self._dataset):
                 raise CheckpointError(
@@ -199,7 +200,7 @@ class Indexed(SampleSource):
                 "time it is iterated over",
                 type(self.sampler).__name__,
             )
-        super().restore_order(state)
+        return super().restore_order(state)
 
     def _unequal(self, unequal: Unequal, epoch: int, start: Position) -> Iterator[Indices]:
         share = self.share
