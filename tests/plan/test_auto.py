@@ -119,6 +119,21 @@ def test_a_sample_of_the_training_data_is_taken() -> None:
     engine.destroy()
 
 
+class Unreadable(list[torch.Tensor]):
+    """A dataset whose files only worker processes may open."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("a sample was read")
+
+
+def test_training_data_is_read_only_for_a_choice() -> None:
+    data = Unreadable([sample()[0] for _ in range(2 * ROWS)])
+    fixed = {"train_batch_size": 2 * ROWS, "train_micro_batch_size_per_gpu": ROWS, "optimizer": AUTO["optimizer"]}
+    shardwise.initialize(model(), config=fixed, training_data=data).engine.destroy()
+    with pytest.raises(AssertionError, match="a sample was read"):
+        shardwise.initialize(model(), config={**AUTO, "memory_budget": "1300KiB"}, training_data=data)
+
+
 def machine(tmp_path: Any) -> str:
     facts = dict(when="now", host_name="elsewhere", processor="p", cores=2, device="cpu", torch="2", threads=1)
     add = OperatorTime(name="aten.add.Tensor", seconds=1e-3, flops=0, moved=1000)

@@ -248,8 +248,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         spread_from_first(model, job)
 
     # A plan chooses what is left to "auto"; it needs the limits of all ranks.
-    sample = sample_of(given.sample_batch, given.training_data, given.collate_fn)
-    if is_open(resolution, sample):
+    if is_open(resolution, given.sample_batch, given.training_data):
+        sample = sample_of(given.sample_batch, given.training_data, given.collate_fn)
         model_parameters = None if model_parameters is None else list(model_parameters)
         chosen = choice_of(resolution, model, job, optimizer, model_parameters, sample)
         again = _resolve(chosen.raw, members, optimizer, requested, pipeline)

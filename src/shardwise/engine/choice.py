@@ -26,9 +26,14 @@ DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offl
 MICRO, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
+def has_sample(given: Any, data: Any) -> bool:
+    """Return True if `sample_of` returns a sample batch. Reads no sample."""
+    return given is not None or (isinstance(data, Sized) and hasattr(data, "__getitem__") and len(data) > 0)
+
+
 def sample_of(given: Any, data: Any, collate: Callable[[list[Any]], Any] | None) -> Any:
     """Return the sample batch that was given, or one sample of a dataset with a length; else None."""
-    if given is None and isinstance(data, Sized) and hasattr(data, "__getitem__") and len(data):
+    if given is None and has_sample(given, data):
         return (collate or default_collate)([data[0]])
     return given
 
@@ -39,11 +44,11 @@ def micro_is_open(resolution: Resolution) -> bool:
     return MICRO in resolution.autos and steps_open and "train_batch_size" in resolution.given - resolution.autos
 
 
-def is_open(resolution: Resolution, sample: Any) -> bool:
+def is_open(resolution: Resolution, given: Any, data: Any) -> bool:
     """Whether a plan has to choose a value, or to compare the price with a budget."""
     tiers = any(path in resolution.autos for path in (STAGE, *DEVICES))
     asked = resolution.config.cost_budget.amount is not None
-    return tiers or asked or (sample is not None and micro_is_open(resolution))
+    return tiers or asked or (micro_is_open(resolution) and has_sample(given, data))
 
 
 @dataclass(frozen=True)
