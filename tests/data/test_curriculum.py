@@ -197,7 +197,7 @@ def test_positions_of_another_analysis_are_refused(known: bool, tmp_path: Path) 
     if not known:  # as earlier versions have saved it
         state = {name: value for name, value in state.items() if name not in ("samples", "seed", "sizes")}
     for other in (sampler(COUNT // 2), sampler(COUNT // 6)):
-        with pytest.raises(CheckpointError, match="position in the curriculum: it was saved with .* samples"):
+        with pytest.raises(CheckpointError, match=r"position in the curriculum: it was saved with .* samples"):
             other.load_state_dict(state)
     again = sampler(COUNT, seed=5 if known else 1234)
     again.load_state_dict(state)

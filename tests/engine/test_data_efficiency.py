@@ -16,8 +16,10 @@ from shardwise.data import MMapIndexedDataset, RepeatingLoader
 from shardwise.data.token_batches import TokenBatches
 from shardwise.errors import BatchSizeError, ConfigError, UsageError
 from shardwise.utils import safe_get_full_fp32_param
+from shardwise.utils.logging import warn_once
 from tests.data.test_curriculum import COUNT, LENGTHS, RARITY, files, metric, section
 from tests.harness import of_all_ranks, run_ranks, thorough
+from tests.harness.logs import logged
 from tests.harness.training import parameters_digest
 
 WIDTH = 6
@@ -216,6 +218,23 @@ def overflowing() -> None:
 
 def test_a_skipped_step_moves_the_data_only() -> None:
     run_ranks(overflowing, 1)
+
+
+def without_a_loader(path: Path) -> None:
+    def warned(own: bool) -> bool:
+        warn_once.cache_clear()
+        with logged() as told:
+            engine = engine_of(by_difficulty(path), training_data=None)
+            train(engine, 2, [torch.ones(2, WIDTH)] * 4 if own else engine.deepspeed_io(Rows()))
+        lines = [line for line in told.lines if "data_efficiency.data_sampling has no effect" in line]
+        assert len(lines) < 2 and all("engine.deepspeed_io(dataset)" in line for line in lines)
+        return bool(lines)
+
+    assert warned(own=True) and not warned(own=False)
+
+
+def test_samplers_without_a_loader_are_warned_about(tmp_path: Path) -> None:
+    run_ranks(without_a_loader, 1, tmp_path)
 
 
 def from_files(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Metrics of the samples of a dataset, computed once by map and reduce, for sampling by difficulty.
 
 The map writes parts (`.npy`), each complete or absent, so an interrupted analysis goes on where it was. The reduction
-writes indexed datasets (`shardwise.data.indexed`), and removes the parts. Reading either runs no code, and no command line is built.
+writes indexed datasets (`shardwise.data.indexed`), and removes the parts. Reading either runs no code, and no
+command line is built.
 """
 
 from __future__ import annotations

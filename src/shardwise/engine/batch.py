@@ -13,7 +13,7 @@ from shardwise.data.indexed import MMapIndexedDataset
 from shardwise.data.token_batches import scale_rate
 from shardwise.device import Later
 from shardwise.errors import BatchSizeError, ConfigError, UsageError
-from shardwise.utils.logging import logger
+from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -42,6 +42,8 @@ class Batches:
         self.data = data
         self.claimed = 0  # samples of this rank, where micro-batches are unequal
         self._device = device
+        sampling = config.data_efficiency
+        self._unsampled = sampling.curriculum is not None or sampling.token_batches is not None
 
     @property
     def ranks(self) -> int:
@@ -69,6 +71,12 @@ class Batches:
     def dynamic(self) -> tuple[int, float] | None:
         """Return the samples of the step and the factor of its learning rate; None without dynamic batching."""
         loader, section = self.training_dataloader, self._config.data_efficiency.token_batches
+        if self._unsampled and loader is None and self.data.rank == 0:
+            warn_once(
+                "data_efficiency.data_sampling has no effect: the engine has made no data loader. Pass training_data "
+                "to initialize(), or call engine.deepspeed_io(dataset) for a curriculum, or "
+                "engine.dynamic_batching(dataset, lengths)"
+            )
         if section is None or loader is None or not isinstance(loader.sampler, TokenBatches):
             return None
         samples = loader.claim_samples(self.steps)
@@ -79,6 +87,7 @@ class Batches:
         section = self._config.data_efficiency.token_batches
         if section is None or section.max_tokens is None:
             raise ConfigError(f"{_DYNAMIC}.enabled: batches by tokens were requested, and the section is not enabled")
+        self._unsampled = False
         made = TokenBatches(
             lengths,
             section.max_tokens,
@@ -106,6 +115,7 @@ class Batches:
             )
         if config.curriculum is not None:
             ranks = (self.data.rank, self.data.world)
+            self._unsampled = False
             return CurriculumSampler(config, len(dataset), micro, *ranks, gradient_accumulation_steps=self.steps)
         assert config.token_batches is not None
         path = config.token_batches.metrics_path
