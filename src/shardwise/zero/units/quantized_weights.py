@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +48,12 @@ class Exact:
     """Elements of a quantised flat parameter that are sent exactly.
 
     Attributes:
-        runs: of each rank, offset in its range, and number of elements, of each run; they follow one another in the
-            exact part of its message.
+        runs: of each rank that has some, offset in its range, and number of elements, of each run; they follow one
+            another in the exact part of its message.
         most: number of elements that the exact part of each message has room for.
     """
 
-    runs: tuple[tuple[tuple[int, int], ...], ...]
+    runs: Mapping[int, Sequence[tuple[int, int]]]
     most: int
 
     @classmethod
@@ -61,11 +62,15 @@ class Exact:
         count = sum(slot.numel for slot in section.slots if is_exact(slot.index))
         if section.dtype not in CODED or 2 * count >= sum(slot.numel for slot in section.slots):
             return None
-        size, runs = section.size(1), []
-        for rank in range(section.sizes[0]):
-            pieces = section.pieces(rank * size, (rank + 1) * size)
-            runs.append(tuple((p.offset, p.stop - p.start) for p in pieces if is_exact(p.index)))
-        return cls(tuple(runs), max(sum(count for _, count in own) for own in runs))
+        size, runs = section.size(1), defaultdict[int, list[tuple[int, int]]](list)
+        for slot in section.slots:
+            start, end = slot.offset, slot.offset + slot.numel
+            while is_exact(slot.index) and start < end:
+                rank, offset = divmod(start, size)
+                stop = min(end, (rank + 1) * size)
+                runs[rank].append((offset, stop - start))
+                start = stop
+        return cls(dict(runs), max((sum(count for _, count in own) for own in runs.values()), default=0))
 
     def of_range(self, values: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return views of the exact elements in a rank's range."""
@@ -162,7 +167,7 @@ class UnitCodes(GatherSource):
         if part.exact_part is None:
             exact.copy_(values)
             return
-        if part.exact_part.runs[rank]:
+        if rank in part.exact_part.runs:
             torch._foreach_copy_(part.exact_part.of_message(exact, rank), part.exact_part.of_range(values, rank))
         self._encode_codes(part, values, part.codes_in(message), rank)
 
@@ -174,9 +179,9 @@ class UnitCodes(GatherSource):
             return
         self._decode_codes(part, part.codes_in(messages), rows)
         if part.exact_part.most:
-            ranks, own = range(self._world), part.exact_part
-            to = [view for rank in ranks for view in own.of_range(rows[rank], rank)]
-            torch._foreach_copy_(to, [view for rank in ranks for view in own.of_message(exact[rank], rank)])
+            own = part.exact_part
+            to = [view for rank in own.runs for view in own.of_range(rows[rank], rank)]
+            torch._foreach_copy_(to, [view for rank in own.runs for view in own.of_message(exact[rank], rank)])
 
     # -- the code ------------------------------------------------------------------------------------------------------
 
@@ -188,7 +193,7 @@ class UnitCodes(GatherSource):
 
     def _encode_codes(self, part: _Part, values: torch.Tensor, codes: torch.Tensor, rank: int) -> None:
         assert part.exact_part is not None
-        if part.exact_part.runs[rank]:
+        if rank in part.exact_part.runs:
             values = values.clone()
             self._hold(values)
             torch._foreach_zero_(part.exact_part.of_range(values, rank))
