@@ -204,6 +204,10 @@ class Domain:
         """Return the number of a rank's range at the finest level."""
         return self._places[rank]
 
+    def rank_of(self, place: int) -> int:
+        """Return the rank that has a range at the finest level."""
+        return self.arrangement.order[place]
+
     def within(self, memory: torch.Tensor, coarse: int, fine: int) -> torch.Tensor:
         """Return this rank's range at level `fine` of 1-D memory at level `coarse`, as a view."""
         parts = math.prod(self.sizes[coarse:fine])

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -58,8 +60,15 @@ class _Route(NamedTuple):
     owned_sizes: list[int]
 
 
-def _sizes(by_rank: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
-    return [sum(run[-1] - run[-2] for run in runs) for runs in by_rank]
+R = TypeVar("R", tuple[int, int], tuple[int, int, int])
+
+
+def _by_rank(runs: Sequence[tuple[int, R]], world: int) -> tuple[list[R], list[int]]:
+    """Return the ranges of (rank, range) by rank, and the number of elements of each rank's."""
+    sizes = [0] * world
+    for rank, run in runs:
+        sizes[rank] += run[-1] - run[-2]
+    return [run for _, run in sorted(runs, key=operator.itemgetter(0))], sizes
 
 
 def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]] | None = None) -> list[int]:
@@ -73,10 +82,18 @@ def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]
     """
     load = [0.0] * world
     found = [0] * len(costs)
+    least = [(0.0, rank) for rank in range(world)]  # a heap, which also has former loads of ranks
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
-        able = range(world) if among is None else among.get(place, range(world))
-        found[place] = min(able, key=lambda rank: (load[rank], rank))
-        load[found[place]] += costs[place]
+        able = () if among is None else among.get(place, ())
+        if able:
+            chosen = min(able, key=lambda rank: (load[rank], rank))
+        else:
+            while least[0][0] != load[least[0][1]]:
+                heapq.heappop(least)
+            chosen = least[0][1]
+        found[place] = chosen
+        load[chosen] += costs[place]
+        heapq.heappush(least, (load[chosen], chosen))
     return found
 
 
@@ -432,22 +449,23 @@ class WholeUpdate(UpdatePart):
         known = self._routes.get(section)
         if known is not None:
             return known
-        domain, here = section.domain, section.domain.ranks.rank
-        mine: list[list[tuple[int, int]]] = [[] for _ in range(domain.world)]
-        theirs: list[list[tuple[int, int, int]]] = [[] for _ in range(domain.world)]
-        for rank in range(domain.world):
-            for piece in section.layout.pieces(*section.layout.range_of(domain.place_of(rank))):
-                owner = self.owner[piece.index]
-                if rank == here:
-                    mine[owner].append((piece.offset, piece.offset + piece.stop - piece.start))
-                if owner == here:
-                    theirs[rank].append((piece.index, piece.start, piece.stop))
-        found = self._routes[section] = _Route(
-            [run for runs in mine for run in runs],
-            [run for runs in theirs for run in runs],
-            _sizes(mine),
-            _sizes(theirs),
-        )
+        domain, layout, here = section.domain, section.layout, section.domain.ranks.rank
+        own = [
+            (self.owner[piece.index], (piece.offset, piece.offset + piece.stop - piece.start))
+            for piece in layout.pieces(*section.own_range)
+        ]
+        owned = [
+            (domain.rank_of(place), (piece.index, piece.start, piece.stop))
+            for slot in layout.slots
+            if slot.numel and self.owner[slot.index] == here
+            for place in range(slot.offset // layout.shard, (slot.offset + slot.numel - 1) // layout.shard + 1)
+            for piece in layout.pieces(
+                max(slot.offset, place * layout.shard), min(slot.offset + slot.numel, (place + 1) * layout.shard)
+            )
+        ]
+        given, given_sizes = _by_rank(own, domain.world)
+        taken, taken_sizes = _by_rank(owned, domain.world)
+        found = self._routes[section] = _Route(given, taken, given_sizes, taken_sizes)
         return found
 
     @override
