@@ -261,6 +261,19 @@ def test_a_section_that_no_layer_reads() -> None:
     assert engine.config["sparse_attention"]["mode"] == "bigbird"
 
 
+@on_ranks(1)
+def test_a_failed_initialize_leaves_the_model_dense() -> None:
+    def fails(parameters: Any) -> Any:
+        raise RuntimeError("no optimizer")
+
+    model = made("llama")
+    before, expected = model.config._attn_implementation, model(**data(0)).logits
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        shardwise.initialize(model=model, config=config_of(1, None, sparse_attention=SECTION), optimizer=fails)
+    assert model.config._attn_implementation == before and not any(map(is_sparse, model.modules()))
+    assert torch.equal(model(**data(0)).logits, expected)
+
+
 def test_long_positions() -> None:
     for family, first in (("bert", 0), ("roberta", 1)):
         model = made(family).eval()

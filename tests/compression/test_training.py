@@ -387,6 +387,25 @@ def test_other_refusals() -> None:
         shardwise.initialize(model=model, config=source, optimizer=optimizer)
 
 
+def test_a_failed_initialize_leaves_the_model_as_it_was() -> None:
+    def fails(parameters: Any) -> Any:
+        raise RuntimeError("no optimizer")
+
+    section = {**SECTIONS["movement"], **SECTIONS["static"], **SECTIONS["weights"]}
+    source = {"train_batch_size": 4, "compression_training": section}
+    model, tokens = made(), batch(0, 0)[0]
+    names, expected = list(model.state_dict()), model(tokens)
+    wrong = {"row_pruning": method({"a": (["up"], {"dense_ratio": 0.5}), "b": (["no"], {"dense_ratio": 0.5})})}
+    for config, error in ((source, RuntimeError), ({**source, "compression_training": wrong}, ConfigError)):
+        with pytest.raises(error):
+            shardwise.initialize(model=model, config=config, optimizer=fails)
+        assert Compression.of(model) is None and list(model.state_dict()) == names
+        assert torch.equal(model(tokens), expected)
+    init_compression(model, source)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shardwise.initialize(model=model, config=source, optimizer=optimizer)[0].destroy()
+
+
 # -- the schedule and the state ----------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,14 @@ def set_layout(modules: Iterable[nn.Module], sparsity: SparsityConfig, implement
             set_heads(module, None)  # tensor parallelism restores attributes that exist, in its whole copies
 
 
+def remove_layout(model: nn.Module, implementation: str) -> None:
+    """Undo `sparsify`: give a model back the attention implementation that it had."""
+    for module in model.modules():
+        for name in (_LAYOUT, _IMPLEMENTATION):
+            vars(module).pop(name, None)
+    model.set_attn_implementation(implementation)  # type: ignore[operator]
+
+
 def is_sparse(module: nn.Module) -> bool:
     """Return True if a module has a layout from `sparsify`."""
     return isinstance(getattr(module, _LAYOUT, None), SparsityConfig)

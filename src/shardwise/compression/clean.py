@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.compression.compress import ATTRIBUTE, NORMS, SECTION, Compression, section_of
+from shardwise.compression.compress import NORMS, SECTION, Compression, section_of
 from shardwise.compression.modules import is_convolution, is_linear, outputs_dim
 from shardwise.errors import ConfigError, UsageError
 from shardwise.zero.parameters.gathered import GatheredParameters
@@ -137,13 +137,7 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
             if related and mask.parts:
                 kept = mask.kept(one.module).nonzero().flatten()
                 _Cleaner(model, one.name, kept, mask.parts).clean(one.module, kind, related)
-    for one in compression.modules.values():
-        for mask in one.own.values():
-            delattr(one.module, mask.key)
-    for one in compression.modules.values():
-        one.remove()
-    for module in model.modules():
-        vars(module).pop(ATTRIBUTE, None)
+    compression.remove(model, inputs=False)
     return model
 
 

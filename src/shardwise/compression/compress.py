@@ -111,13 +111,29 @@ class Compression:
         Raises ConfigError for patterns that match no module, and values that do not fit the model.
         """
         compression = cls(section)
-        for method, settings in section.methods.items():
-            for name, group in settings.different_groups.items():
-                compression._add(model, method, settings.shared_parameters, name, group)
+        try:
+            for method, settings in section.methods.items():
+                for name, group in settings.different_groups.items():
+                    compression._add(model, method, settings.shared_parameters, name, group)
+        except BaseException:
+            compression.remove(model, inputs=True)
+            raise
         for compressed in compression.modules.values():
             compressed.install()
         setattr(model, ATTRIBUTE, compression)
         return compression
+
+    def remove(self, model: nn.Module, *, inputs: bool) -> None:
+        """Remove masks and hooks from the model; quantization of inputs stays without `inputs`."""
+        for one in self.modules.values():
+            for mask in one.own.values():
+                delattr(one.module, mask.key)
+            if inputs:
+                one.module._buffers.pop("input_bounds", None)
+                one.inputs = None
+            one.remove()
+        for module in model.modules():
+            vars(module).pop(ATTRIBUTE, None)
 
     @property
     def step(self) -> int:

@@ -207,6 +207,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         use_sparse_attention(
             model,
             settings.sparse_attention,
+            undo,
             of_deepspeed=isinstance(given.config, Document) and given.config.written is not None,
         )
         positions = 1 if settings.pipeline.stages == "auto" else settings.pipeline.stages
@@ -221,7 +222,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 "local_sgd: a replica is divided by ZeRO only, and this model is a pipeline, or has tensor or sequence "
                 f"parallelism ({requested.where or 'configured'}). Leave local_sgd out"
             )
-        compression = compressing.prepare(model, settings, pipeline=pipeline is not None)
+        compression = compressing.prepare(model, settings, undo, pipeline=pipeline is not None)
         trained = optimizer is not None or settings.optimizer.type is not None
         check_divisible(settings, given.training_data, trained and pipeline is None)
         check_packages(settings)

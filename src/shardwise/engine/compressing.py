@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 _COUNTER = "compression_steps"
 
 
-def prepare(model: nn.Module, settings: Config, *, pipeline: bool) -> Compression | None:
-    """Return the compression of a model, which is installed now if `init_compression` was not called. Raises as
-    `compression_for` and `check_alone`.
+def prepare(model: nn.Module, settings: Config, undo: ExitStack, *, pipeline: bool) -> Compression | None:
+    """Return the compression of a model, which is installed now if `init_compression` was not called; `undo` then
+    removes it. Raises as `compression_for` and `check_alone`.
     """
     check_alone(model, settings, pipeline=pipeline)
-    return None if pipeline else compression_for(model, settings.compression_methods)
+    before = Compression.of(model)
+    found = None if pipeline else compression_for(model, settings.compression_methods)
+    if found is not None and before is None:
+        undo.callback(found.remove, model, inputs=True)
+    return found
 
 
 def check_alone(model: nn.Module, settings: Config, *, pipeline: bool) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwise.attention import SparseSelfAttention, is_sparse, sparsify
+from shardwise.attention.huggingface import remove_layout
 from shardwise.errors import ConfigError
 from shardwise.pipeline.module import PipelineModule
 from shardwise.utils.logging import warn_once
@@ -22,12 +24,14 @@ def sparse_copy(model: nn.Module, section: SparseAttention | None) -> nn.Module:
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     found: nn.Module = copy.deepcopy(model, shared)
-    use_sparse_attention(found, section, of_deepspeed=False)
+    use_sparse_attention(found, section, ExitStack(), of_deepspeed=False)
     return found
 
 
-def use_sparse_attention(model: nn.Module, section: SparseAttention | None, *, of_deepspeed: bool) -> None:
-    """Give a model of transformers the section's layout, unless some of its layers have one.
+def use_sparse_attention(
+    model: nn.Module, section: SparseAttention | None, undo: ExitStack, *, of_deepspeed: bool
+) -> None:
+    """Give a model of transformers the section's layout, unless some of its layers have one; `undo` removes it.
 
     `of_deepspeed`: DeepSpeed, whose configuration this is, leaves the section to the script; a warning names the call.
     Raises a ConfigError if no layer of the model can have the layout.
@@ -48,4 +52,6 @@ def use_sparse_attention(model: nn.Module, section: SparseAttention | None, *, o
             f"sparse_attention: {name} is no model of transformers, and has no SparseSelfAttention layer. Build one "
             'with shardwise.attention.layout_of(config["sparse_attention"], num_heads), or remove the section'
         )
+    before = str(model.config._attn_implementation)  # type: ignore[union-attr]
     sparsify(model, section)
+    undo.callback(remove_layout, model, before)
