@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.comm.desync import Confirmation, Position, Positions, Report, judge, order_of, seal
 from shardwise.comm.ledger import Ledger, follow, follow_devices, followed
@@ -24,8 +25,9 @@ from shardwise.comm.rank_status import (
     state_of,
 )
 from shardwise.comm.stall_watchdog import EXIT_CODE, StallWatch
-from tests.harness import thorough
+from tests.harness import on_ranks, thorough
 from tests.harness.logs import logged
+from tests.harness.training import SGD, engine_of
 
 GATHER = Position("all_gather 'layers.0' #7", kind="gather", line="train.py:12", seconds=9.0, number=3)
 REDUCE = Position("reduce_scatter 'layers.3' #2", kind="reduce", line="train.py:20", seconds=8.0, number=5)
@@ -356,3 +358,13 @@ def test_values_of_strangers_are_ignored() -> None:
     store.add("shardwise/stalls/0/requests", 10**9)
     job.run(40.0)
     assert not job.ended
+
+
+@on_ranks(2)
+def test_with_an_engine_ends_its_watchdog_and_an_earlier_one_runs_again() -> None:
+    engines = [engine_of(torch.nn.Linear(2, 1), 1, SGD) for _ in range(3)]
+    watchdogs = [engine._faults._stalls for engine in engines]
+    for ended, running in ((0, [2]), (2, [1]), (1, [])):
+        engines[ended].destroy()
+        assert [place for place, watchdog in enumerate(watchdogs) if watchdog.running] == running
+        assert (followed() is not None) == bool(running)

@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,9 @@ class StallWatch:
         here: finds the position of this rank.
         end: ends the process with an exit code, from any thread.
         clock: returns seconds.
+
+    Attributes:
+        world: returns the default group of its time, or None if that has been destroyed.
     """
 
     def __init__(
@@ -118,6 +122,8 @@ class StallWatch:
         self._end = end
         self._clock = clock
         self._shared = store if store is not None else default_store()
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self.world: Callable[[], Any] = (lambda: None) if group is None else weakref.ref(group)
         self._store: Any = None
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -131,13 +137,23 @@ class StallWatch:
         self._requested: float | None = None  # time since which the store has not answered
 
     def start(self) -> None:
-        """Start the threads, if there is a store."""
-        if self._shared is None or not self.join(_connected_anew(self._shared)):
+        """Start the threads, if there is a store; after `close`, start them again."""
+        if self._threads or self._shared is None or not self.join(_connected_anew(self._shared)):
             return
+        self._closed.clear()
+        self._request, self._failed, self._due = None, None, {}
         for name, work in (("shardwise-stalls", self._watch), ("shardwise-store", self._watch_store)):
             self._threads.append(threading.Thread(target=work, name=name, daemon=True))
             self._threads[-1].start()
         atexit.register(self._close_at_exit)
+
+    def run(self) -> None:
+        """Start the threads, sign failures, and follow device collectives."""
+        desync.sign_failures(self._secret)
+        follow_devices(True)
+        self.start()
+        if not self.running:
+            follow_devices(False)
 
     def join(self, store: dist.Store) -> bool:
         """Write the facts of this process; return True if the store keeps values."""
@@ -186,7 +202,7 @@ class StallWatch:
             return  # the store's process has ended, and soon this one will
         finally:
             self._requested = None
-            if self in _watching:
+            if _living()[-1:] == [self]:
                 follow_devices(False)  # because only this thread reads followed collectives
 
     def _watch_store(self) -> None:
@@ -421,7 +437,13 @@ def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Map
     return desync.parting_in_words(min(known, key=lambda one: min(launch[3] for launch in one.values()), default={}))
 
 
-_watching: list[StallWatch] = []
+_watching: list[weakref.ref[StallWatch]] = []
+"""Watchdogs of engines, of which the newest runs. Weak references, because scripts may drop engines without destroy().
+"""
+
+
+def _living() -> list[StallWatch]:
+    return [watch for known in _watching if (watch := known()) is not None]
 
 
 def watch(
@@ -436,24 +458,24 @@ def watch(
 
     `limit` is in seconds; `secret` is shared by all ranks, unknown to other programs; `facts` as in `rank_status.Here`.
     """
-    while _watching:
-        _watching.pop().close()
-    desync.sign_failures(secret)
+    earlier = _living()
     started = StallWatch(ranks, rank, limit, secret, here=Here(ledger, threading.get_ident(), facts))
-    _watching.append(started)
-    follow_devices(True)
-    started.start()
-    if not started.running:
-        follow_devices(False)
+    _watching.append(weakref.ref(started))
+    for other in earlier:
+        other.close()
+    started.run()
     return started
 
 
 def stop_watching(watch: StallWatch) -> None:
-    """End a watchdog from `watch`."""
+    """End a watchdog from `watch`; that of the newest earlier engine runs again."""
     watch.close()
-    if watch in _watching:
-        _watching.remove(watch)
+    ran = _living()[-1:] == [watch]
+    _watching[:] = [known for known in _watching if known() not in (watch, None)]
+    if ran:
         follow_devices(False)
+        for other in [one for one in _living() if one.world() is dist.group.WORLD][-1:]:
+            other.run()
 
 
 def _connected_anew(store: dist.Store) -> Any:
