@@ -97,10 +97,21 @@ def test_scripts_may_read_parameters_before_the_engine_builds_stages() -> None:
 
 
 @on_ranks(2)
-def test_parameters_of_other_stages_than_the_engine_builds_are_refused() -> None:
-    setting = Setting(2, "interleaved", given=of_a_tutorial)
-    with pytest.raises(UsageError, match=r"has a parameter of shape .* that is not in the model"):
-        engine_of(setting)
+def test_changes_of_modules_before_the_engine_are_kept_or_refused() -> None:
+    model = model_of(2).eval()
+    assert model.to(torch.float64) is model
+    assert {(p.dtype, m.training) for m in model.modules() for p in m.parameters()} == {(torch.float64, False)}
+    assert [name for name, _ in model.named_children()] == ["layers"]
+    with pytest.raises(UsageError, match="the modules of this rank are unknown before its stages are built"):
+        model_of(None).half()
+
+
+@on_ranks(2)
+def test_stages_that_were_used_before_the_engine_builds_others_are_refused() -> None:
+    rank = dist.get_rank()
+    text = rf"in stages \[{rank}\] of 2, and this rank gets stages \[{rank}, {rank + 2}\] of 4.*build\("
+    with pytest.raises(UsageError, match=text):
+        engine_of(Setting(2, "interleaved", given=of_a_tutorial))
 
 
 def of_many_lengths(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,7 +65,7 @@ def untied() -> list[Any]:
 
 
 def model_of(
-    stages: int, made: Callable[[], list[Any]] = layers, loss: Any = loss_of, **options: Any
+    stages: int | None, made: Callable[[], list[Any]] = layers, loss: Any = loss_of, **options: Any
 ) -> PipelineModule:
     """Return the model with equal weights on any number of stages."""
     torch.manual_seed(0)

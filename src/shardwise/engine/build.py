@@ -187,10 +187,11 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     model, optimizer, model_parameters = given.model, given.optimizer, given.model_parameters
     lr_scheduler, mesh, mpu = given.lr_scheduler, given.mesh, given.mpu
     with refusing(mpu):
-        check_unwrapped(model)
         pipeline = model if isinstance(model, PipelineModule) else None
         # The layers of a pipeline are built below, once the ranks of each stage are known.
         known = model if pipeline is None else nn.Module()
+        for part in chunks_of(model) or [known]:
+            check_unwrapped(part)
         check_lazy(known)
         check_one_device(known)
         # The process group first, because batch sizes depend on the number of ranks.
@@ -222,7 +223,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 "local_sgd: a replica is divided by ZeRO only, and this model is a pipeline, or has tensor or sequence "
                 f"parallelism ({requested.where or 'configured'}). Leave local_sgd out"
             )
-        compression = compressing.prepare(model, settings, undo, pipeline=pipeline is not None)
+        compression = compressing.prepare(known, settings, undo, pipeline=pipeline is not None)
         trained = optimizer is not None or settings.optimizer.type is not None
         check_divisible(settings, given.training_data, trained and pipeline is None)
         check_packages(settings)

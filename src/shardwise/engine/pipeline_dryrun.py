@@ -246,10 +246,9 @@ def with_stages(module: PipelineModule, stages: Iterable[int], count: int) -> Pi
     """
     known = module.boundaries
     boundaries = known if known is not None and len(known) == count + 1 else module.partition(count)
-    copied: PipelineModule = copy.deepcopy(
-        module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    )
-    copied.partition_method = boundaries
+    tensors = [tensor for stage in module.built_stages for tensor in (*stage.parameters(), *stage.buffers())]
+    copied: PipelineModule = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    copied.partition_method, copied.assumed = boundaries, False
     with torch.device("meta"):
         copied.build(stages, count)
     return copied

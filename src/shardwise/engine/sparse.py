@@ -38,7 +38,8 @@ def use_sparse_attention(
     """
     if section is None or section.mode == "dense":
         return
-    if any(isinstance(module, SparseSelfAttention) or is_sparse(module) for module in model.modules()):
+    parts = model.built_stages if isinstance(model, PipelineModule) else [model]
+    if any(isinstance(module, SparseSelfAttention) or is_sparse(module) for part in parts for module in part.modules()):
         return
     name = type(model).__name__
     if of_deepspeed or isinstance(model, PipelineModule):

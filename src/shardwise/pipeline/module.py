@@ -104,6 +104,7 @@ class PipelineModule(nn.Module):
         self.costs: list[LayerCost] | None = None
         self.boundaries: list[int] | None = None
         self._stages: dict[int, PipelineStage] = {}
+        self.assumed = False  # the stages are those that `initialize` would build, as far as the ranks tell
         if _ranks() == 1:
             self.build(range(self.num_stages or 1), self.num_stages or 1)
 
@@ -190,11 +191,18 @@ class PipelineModule(nn.Module):
             costs: measured costs of the layers, equal on all ranks.
         """
         count = count or self.num_stages or 1
-        self.boundaries = self.partition(count, costs)
-        parts = list(pairwise(self.boundaries))
+        boundaries = self.partition(count, costs)
+        parts = list(pairwise(boundaries))
         numbers = sorted(set(stages))
         if not numbers or not 0 <= numbers[0] <= numbers[-1] < count:
             raise UsageError(f"PipelineModule.build: expected stages of 0 to {count - 1}, found {numbers}")
+        if self.assumed and (numbers != [*self._stages] or boundaries != self.boundaries):
+            raise UsageError(
+                f"PipelineModule: parameters or modules were used before initialize, in stages {[*self._stages]} of "
+                f"{self.num_stages}, and this rank gets stages {numbers} of {count}: changes would be lost. Use them "
+                f"after initialize, or call build({numbers}, {count}) first"
+            )
+        self.boundaries, self.assumed = boundaries, False
         self._stages = {number: self._layers.build(number, *parts[number], self.recompute) for number in numbers}
         self._layers.keep([layer for number in numbers for layer in range(*parts[number])])
         self._modules.clear()
@@ -262,21 +270,24 @@ class PipelineModule(nn.Module):
         return value
 
     def train(self, mode: bool = True) -> PipelineModule:
-        """Set training mode of all stages."""
+        """Set training mode of all stages, also of those that are built later."""
+        if self.boundaries is None:
+            self.training = mode
+            return self
         super().train(mode)
         for stage in self.built_stages:
             stage.train(mode)
         return self
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return names and parameters of the stages of this rank."""
-        self._require_stages("parameters")
-        return super().named_parameters(*args, **kwargs)
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> PipelineModule:
-        """Call a function with each module of the stages of this rank."""
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Return names and modules of the stages of this rank, whose parameters and buffers are the model's."""
         self._require_stages("modules")
-        return super().apply(fn)
+        return super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Return names and modules of which the stages of this rank consist, also for `apply` and `to`."""
+        self._require_stages("modules")
+        return super().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the stages of this rank, under the names of the whole model."""
@@ -294,8 +305,9 @@ class PipelineModule(nn.Module):
             return
         count, ranks = self.num_stages, _ranks()
         if count is not None and ranks % count == 0 and not self.measures and torch.distributed.is_initialized():
-            # Ranks of one stage are consecutive. With several stages on a rank, the engine refuses this optimizer.
+            # Ranks of one stage are consecutive. `build` refuses other stages.
             self.build([torch.distributed.get_rank() * count // ranks], count)
+            self.assumed = True
             return
         raise UsageError(
             f"PipelineModule: the {thing} of this rank are unknown before its stages are built. Call "
