@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.data import RepeatingLoader
 from tests import harness
 from tests.harness import run_ranks
 
@@ -140,7 +141,7 @@ class Run:
         )
         self.engine = engine
         _running.append(self)
-        self._batches: Any = None
+        self._batches = RepeatingLoader(engine.training_dataloader)
 
     def step(self) -> float:
         """Train one step; return the loss of the last micro-batch."""
@@ -150,21 +151,13 @@ class Run:
 
     def micro_batch(self) -> None:
         """One forward, backward and step."""
-        if self._batches is None:
-            self._batches = iter(self.engine.training_dataloader)
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._batches = iter(self.engine.training_dataloader)
-            batch = next(self._batches)
-        loss = self.engine(batch)
+        loss = self.engine(next(self._batches))
         self.engine.backward(loss)
         self.engine.step()
         self.loss = float(loss.detach())
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint, and go on in the data from there."""
-        self._batches = None
         return self.engine.load_checkpoint(*args, **kwargs)
 
     def fingerprint(self) -> dict[str, Any]:

@@ -44,12 +44,7 @@ def one_step(run: Run, factor: float = 1.0, bad: float = 1.0) -> list[float]:
     """Train one window whose losses are multiplied, on rank 1 also by `bad`; return them."""
     losses = []
     for _ in range(2):
-        run._batches = run._batches or iter(run.engine.training_dataloader)
-        batch = next(run._batches, None)
-        if batch is None:
-            run._batches = iter(run.engine.training_dataloader)
-            batch = next(run._batches)
-        loss = run.engine(batch) * (factor * bad if dist.get_rank() == 1 else factor)
+        loss = run.engine(next(run._batches)) * (factor * bad if dist.get_rank() == 1 else factor)
         run.engine.backward(loss)
         losses.append(float(loss.detach()))
         run.engine.step()
