@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import shardwise
 from shardwise.engine.plans import MARGIN
@@ -132,6 +133,39 @@ def test_training_data_is_read_only_for_a_choice() -> None:
     shardwise.initialize(model(), config=fixed, training_data=data).engine.destroy()
     with pytest.raises(AssertionError, match="a sample was read"):
         shardwise.initialize(model(), config={**AUTO, "memory_budget": "1300KiB"}, training_data=data)
+
+
+class Indexed(Net):
+    """It runs with all of its layers only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(6):
+            x = self.layers[number](x).relu()
+        return x.mean()
+
+
+class OnValues(Net):
+    """It does not run on fake tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.sum().item()
+
+
+@pytest.mark.parametrize(("kind", "known"), [(Net, True), (Indexed, True), (OnValues, False)])
+def test_models_that_take_no_targets_or_all_layers_or_values(kind: type[Net], known: bool) -> None:
+    data = TensorDataset(sample(2 * ROWS), torch.zeros(2 * ROWS))
+    config = {**AUTO, "memory_budget": "1300KiB"}
+    engine = shardwise.initialize(kind(), config=config, training_data=data).engine
+    reason = next(note.reason for note in engine._resolution.notes if note.path == "zero_optimization.stage")
+    assert (chosen(engine)[2] < 2 * ROWS) is known and ("the model raises" in reason) is not known
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_any_error_of_planning_is_raised_on_all_ranks() -> None:
+    config = {**AUTO, "cost_budget": {"amount": 1, "rank_hour": 1.0, "steps": 1, "rates": "absent.json"}}
+    with pytest.raises(UsageError, match=r"CommandLineError: .*absent\.json"):
+        shardwise.initialize(model(), config=config, sample_batch=sample())
 
 
 def machine(tmp_path: Any) -> str:

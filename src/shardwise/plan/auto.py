@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config import Resolution
 from shardwise.engine.choice import DEVICES, MICRO, STAGE, STEPS, micro_is_open
 from shardwise.engine.dryrun import MemoryPlan
-from shardwise.engine.plans import MARGIN, Offload, PlanningTarget, Setting, offloads, target_of
+from shardwise.engine.plans import MARGIN, Offload, PlanningTarget, Room, Setting, offloads, target_of
 from shardwise.engine.preflight import Check, Resource, checks_of, resources_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import OutOfMemoryError, Tier
 from shardwise.plan.layers import deep_planner
 from shardwise.plan.rates import Machine
+from shardwise.plan.script import accepted
 from shardwise.plan.search import Branch, Candidate, Search, in_words, search
 from shardwise.trees import tensors_in
 from shardwise.units import format_size
@@ -52,20 +53,23 @@ def choose(
     Raises, on all ranks:
         OutOfMemoryError: no setting fits. The message has the least that is needed.
         ConfigError: the training would cost more than `cost_budget`.
-        UsageError: something cannot be chosen without a sample, or without rates.
+        UsageError: something cannot be chosen without a sample, without rates, or because planning raised an error.
     """
     target = target_of(model, resolution, job.world, device=job.device, optimizer=optimizer, parameters=parameters)
     checks = _checks(target, job)
     found: Any = None
+    cause: Exception | None = None
     if job.rank == 0:
         try:
             found = "found", *_chosen(target, checks, sample)
-        except (OutOfMemoryError, ConfigError, UsageError) as error:
-            found = next(name for name, kind in _KINDS.items() if isinstance(error, kind)), str(error)
+        except Exception as error:  # the other ranks wait for the result
+            name = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), None)
+            found = (name, str(error)) if name else ("usage", f"{type(error).__name__}: {error}")
+            cause = error
     shared: Any = job.share_object(found, "auto")
     kind, *rest = shared
     if kind != "found":
-        raise _KINDS[kind](rest[0])
+        raise _KINDS[kind](rest[0]) from cause
     return rest[0], rest[1]
 
 
@@ -90,22 +94,38 @@ def _chosen(target: PlanningTarget, checks: Sequence[Check], sample: Any) -> tup
         if not rows:
             raise UsageError("initialize(sample_batch=...): it has no tensor with a dimension of samples")
         target = replace(target, setting=replace(now, micro_batch=rows))
+        sample = accepted(target.module, sample)
     rates = None if budget.rates is None else Machine.load(budget.rates)
     rooms = list(dict.fromkeys(check.room for check in checks))
-    branch = Branch(deep_planner(target, sample), now.ranks)
-    space = list(_space(branch, resolution, now, open_micro=sample is not None and micro_is_open(resolution)))
-    result = search(space, rooms, rates)
-    whole = Branch(deep_planner(target, sample, deep=False), now.ranks)
-    best = None
-    for candidate in result.ranking[:_MOST_TRIED]:
-        best = next(iter(search([replace(candidate, branch=whole)], rooms, rates).ranking), None)
-        if best is not None:
+    tries = [(sample, True), (sample, False), *([(None, True)] if rates is None else [])]
+    missing = "" if sample is not None else "activations are not in it, pass initialize(sample_batch=...)"
+    for batch, deep in tries:
+        best, result = _best(target, now, batch, rooms, rates, deep=deep)
+        if best is not None or not result.unknown:
             break
+        missing = result.unknown
     if best is None:
-        raise OutOfMemoryError(_too_large(result, checks))
+        raise _refusal(result, checks)
     if budget.amount is not None:
         _check_cost(best, budget)
-    return dict(_values(resolution, best.setting, sample)), _reason(best, result, checks, budget, sample)
+    missing = "" if batch is not None else f"; {missing}"
+    return dict(_values(resolution, best.setting, batch)), _reason(best, result, checks, budget) + missing
+
+
+def _best(
+    target: PlanningTarget, now: Setting, sample: Any, rooms: Sequence[Room], rates: Machine | None, *, deep: bool
+) -> tuple[Candidate | None, Search]:
+    """Return the best setting by a plan of the whole model, and the search; `deep`: search with shallow models."""
+    resolution = target.resolution
+    branch, whole = (Branch(deep_planner(target, sample, deep=each), now.ranks) for each in (deep, False))
+    space = _space(branch, resolution, now, open_micro=sample is not None and micro_is_open(resolution))
+    result = search(space, rooms, rates)
+    for candidate in result.ranking[:_MOST_TRIED]:
+        confirmed = search([replace(candidate, branch=whole)], rooms, rates)
+        if confirmed.ranking:
+            return confirmed.ranking[0], result
+        result.unknown = result.unknown or confirmed.unknown
+    return None, result
 
 
 def _space(branch: Branch, resolution: Resolution, now: Setting, *, open_micro: bool) -> Iterator[Candidate]:
@@ -146,22 +166,25 @@ def _values(resolution: Resolution, setting: Setting, sample: Any) -> Iterator[t
         yield STEPS, setting.accumulation
 
 
-def _reason(best: Candidate, result: Search, checks: Sequence[Check], budget: CostBudget, sample: Any) -> str:
+def _reason(best: Candidate, result: Search, checks: Sequence[Check], budget: CostBudget) -> str:
     plan = best.plan
     assert plan is not None
     order = f"the fastest by {budget.rates}" if best.time is not None else "the cheapest in tiers and bytes sent"
     limits = ", ".join(dict.fromkeys(f"{format_size(check.room.size)} a rank: {check.limit}" for check in checks))
     took = "" if best.time is None else f", {1e3 * best.time.total:.0f} ms a step"
-    rest = "" if sample is not None else "; activations are not in it, pass initialize(sample_batch=...)"
     return (
         f"{order} of {result.settings} settings that fits with {MARGIN:.0%} to spare: {format_size(plan.total)} "
-        f"planned{took} ({limits or 'no limit is known'}){rest}"
+        f"planned{took} ({limits or 'no limit is known'})"
     )
 
 
-def _too_large(result: Search, checks: Sequence[Check]) -> str:
+def _refusal(result: Search, checks: Sequence[Check]) -> Exception:
+    if result.smallest is None and result.refused:
+        return UsageError(f'initialize(): no setting for what is "auto" can be planned. {in_words(result)}')
     rooms = "; ".join(f"{format_size(check.room.size)} for each rank ({check.limit})" for check in checks)
-    return f'initialize(): of {result.settings} settings for what is "auto" none fits into {rooms}. {in_words(result)}'
+    return OutOfMemoryError(
+        f'initialize(): of {result.settings} settings for what is "auto" none fits into {rooms}. {in_words(result)}'
+    )
 
 
 def _check_cost(best: Candidate, budget: CostBudget) -> None:

@@ -75,12 +75,15 @@ def choose(
     """
     tiers = offloads() if ways is None else ways
     given: dict[str, Any] = {"ranks": ranks, "tensor": tensor, "recompute": recompute}
-    space = [
-        one
-        for branch in branches(build, config, sample, **given)
-        for one in candidates(branch, tiers, batch=batch, micro_batches=_micro_batches(batch))
-    ]
-    found = search(space, rooms, rates, objective, limit, progress)
+    for deep in (True, False):  # not all models run with fewer layers
+        space = [
+            one
+            for branch in branches(build, config, sample, **given, deep=deep)
+            for one in candidates(branch, tiers, batch=batch, micro_batches=_micro_batches(batch))
+        ]
+        found = search(space, rooms, rates, objective, limit, progress)
+        if found.planned or not found.unknown:
+            break
     whole = {(branch.ranks, branch.passes): branch for branch in branches(build, config, sample, **given, deep=False)}
     found.ranking = list(_confirmed(found.ranking, whole, rooms, rates, objective))
     return found

@@ -121,7 +121,7 @@ def _frames_of(error: Exception, script: str) -> TracebackType | None:
     return trace
 
 
-def _accepted(model: nn.Module, batch: Any) -> Any:
+def accepted(model: nn.Module, batch: Any) -> Any:
     """Return the part of a batch that the model's forward takes; of a pipeline a pair of inputs and labels."""
     if isinstance(model, PipelineModule):
         return (batch, batch) if isinstance(batch, torch.Tensor) else batch
@@ -184,6 +184,6 @@ def _model_of(given: engine_build.EngineArguments, ranks: int, changes: Changes,
         cpu = torch.device("cpu")
         batches = Batches(config, FakeCommunicator(1, cpu), cpu)
         batch = next(iter(batches.loader(given.training_data, collate_fn=given.collate_fn)))
-        batch = _accepted(model, batch)
+        batch = accepted(model, batch)
     parameters = None if given.model_parameters is None else list(given.model_parameters)
     return ScriptModel(model, settings, config, optimizer, parameters, batch)

@@ -90,7 +90,8 @@ class Search:
         smallest: the candidate that needs the least memory of the device, if none fits.
         settings: in the space. `planned`: by a dry run, of which `too_large` do not fit. Not planned are `unplanned`,
             which cannot fit, and `slower`, which cannot be faster than the best or than one with the same batch.
-        refused: settings that the configuration does not allow, or without a planned time, by the reason.
+        refused: settings that the configuration does not allow, or that cannot be planned, by the reason.
+        unknown: why a setting that the configuration allows cannot be planned; empty if all can.
         seconds: that the search took.
     """
 
@@ -102,6 +103,7 @@ class Search:
     unplanned: int = 0
     slower: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    unknown: str = ""
     seconds: float = 0.0
 
 
@@ -298,6 +300,8 @@ class _State:
             planned = self._plan(candidate)
         except (ConfigError, UsageError) as error:
             found.refused[str(error)] = found.refused.get(str(error), 0) + 1
+            if isinstance(error, UsageError):
+                found.unknown = str(error)
             return
         found.planned += 1
         plan = planned.plan
@@ -332,7 +336,12 @@ class _State:
     def _plan(self, candidate: Candidate) -> Candidate:
         branch, setting = candidate.branch, candidate.setting
         if self._rates is None:
-            return replace(candidate, plan=branch.planner.plan(setting, self._rooms))
+            plan = branch.planner.plan(setting, self._rooms)
+            if plan.total is None:
+                raise ConfigError(plan.note)
+            if plan.fits is None and plan.note:
+                raise UsageError(plan.note)
+            return replace(candidate, plan=plan)
         found, computing = self._timed(branch, branch.planner, setting)
         plan = branch.planner.plan(setting, self._rooms)
         activations = plan.peaks.get(Category.ACTIVATIONS.value, 0)
