@@ -1,9 +1,11 @@
-"""Schedules on the command line."""
+"""Schedules on the command line, and classes of schedules that scripts build themselves."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -100,3 +102,33 @@ def test_the_rate_of_a_section() -> None:
     ):
         rate, found = get_lr_from_config(section)
         assert rate is None and found.startswith(error)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "params", "rates"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear"}, [0.0, 0.125, 0.25, 0.375, 0.5, 0.5]),
+        ("WarmupLR", {"warmup_num_steps": 4}, [0.0, 0.25, 0.3962, 0.5, 0.5, 0.5]),
+        (
+            "WarmupDecayLR",
+            {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_type": "linear"},
+            [0.0, 0.0005, 0.001, 0.00066667, 0.00033333, 0.0],
+        ),
+        ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_max_lr": None}, [0, 0.5, 0.5, 0.25, 0]),
+        ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2}, [0, 0.5, 0.42678, 0.250025, 0.07327, 5e-5]),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}, [0.1, 0.2, 0.3, 0.2, 0.1]),
+        ("LRRangeTest", {"lr_range_test_step_size": 2}, [0.001, 0.0015, 0.002, 0.0025, 0.003]),
+    ],
+)
+def test_rates_of_classes_without_a_configuration(name: str, params: dict[str, Any], rates: list[float]) -> None:
+    """DeepSpeed's defaults: WarmupDecayLR warms up to 0.001, and WarmupLR to the rate of the optimizer."""
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
+    schedule = getattr(importlib.import_module("deepspeed.runtime.lr_schedules"), name)(optimizer, **params)
+    found = []
+    for _ in rates:
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert found == pytest.approx(rates, rel=1e-3, abs=1e-9)
+    assert isinstance(build(name, optimizer, params), type(schedule))

@@ -6,7 +6,7 @@ from shardwise.schedules import LRRangeTest as LRRangeTest
 from shardwise.schedules import OneCycle as OneCycle
 from shardwise.schedules import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
 from shardwise.schedules import WarmupCosineLR as WarmupCosineLR
-from shardwise.schedules import WarmupDecayLR as WarmupDecayLR
+from shardwise_deepspeed.schedules import WarmupDecayLR as WarmupDecayLR
 from shardwise.schedules import WarmupLR as WarmupLR
 from shardwise_deepspeed.schedule_arguments import add_tuning_arguments as add_tuning_arguments
 from shardwise_deepspeed.schedule_arguments import get_config_from_args as get_config_from_args
