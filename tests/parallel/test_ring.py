@@ -69,6 +69,34 @@ def test_a_ring_needs_no_heads(
             assert order == [n * own for n in (heads + 2 * keys, heads, heads, heads + 2 * keys)]
 
 
+def autocast(plain: bool) -> list[Any]:
+    group = begin(2)
+    parts = [x[:, :, 6 * group.rank : 6 * group.rank + 6] for x in whole(2, 2, 12)]
+    q, k, v = (x.to(dtype).requires_grad_() for x, dtype in zip(parts, (*[torch.float32] * 2, torch.bfloat16)))  # noqa: B905
+    with torch.autocast("cpu", torch.bfloat16), PLAIN if plain else nullcontext():
+        found = RingAttention()(q, k, v)
+    (found * parts[3]).sum().backward()
+    end()
+    return [found.detach(), q.grad, k.grad, v.grad]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_autocast_computes_as_that_of_torch(plain: bool) -> None:
+    """Also where rotary embeddings have made q and k wider than v."""
+    q, k, v, weights = (x.float() for x in whole(2, 2, 12))
+    v = v.bfloat16()
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = scaled_dot_product_attention(q, k, v, is_causal=True)
+    (expected * weights).sum().backward()
+    ranks = run_ranks(autocast, 2, plain)
+    for number, tensor in enumerate([expected.detach(), q.grad, k.grad, v.grad]):
+        assert tensor is not None
+        found = torch.cat([parts[number] for parts in ranks], dim=2)
+        torch.testing.assert_close(found, tensor, rtol=0.03, atol=0.06)
+
+
 def backward_events() -> list[str]:
     """Return the launches and waits of hops of gradients, which are fp32, and the computed blocks."""
     log: list[str] = []

@@ -369,7 +369,11 @@ def ring_attention(
         )
     mask = mask or WholeMask(Layout(list(lengths)), Pattern(causal), rows)
     ring = _Ring(group, lengths, mask, width**-0.5 if scale is None else scale)
-    found: torch.Tensor = _RingAttention.apply(ring, query, key, value)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as torch's attention does; the backward pass is without autocast
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    with torch.autocast(kind, enabled=False):
+        found: torch.Tensor = _RingAttention.apply(ring, query, key, value)
     return found
 
 
