@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import shardwise
@@ -213,6 +216,18 @@ def test_inputs_on_the_host(unconfigured: None) -> None:
     assert step({"cpu_checkpointing": True}, activation_offload={"min_bytes": size + 1})[0] == 0
     script.configure(None)
     assert step({})[0] == 0
+
+
+def test_a_section_that_no_call_reads_is_warned_of(unconfigured: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="shardwise"):
+        step({"cpu_checkpointing": True})
+        assert "activation_checkpointing" not in caplog.text
+        other = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        with mock.patch.object(checkpointing, "checkpoint", other):
+            step({})
+            assert "activation_checkpointing" not in caplog.text
+            step({"cpu_checkpointing": True, "selective": "matmuls"})
+    assert "activation_checkpointing: cpu_checkpointing, selective had no effect" in caplog.text
 
 
 def test_settings_without_an_engine(unconfigured: None) -> None:

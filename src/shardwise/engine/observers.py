@@ -19,9 +19,9 @@ from shardwise.monitor import Monitor
 from shardwise.offload import ActivationOffload
 from shardwise.profile.breakdown import BACKWARD, FORWARD, INNER, REDUCE, STEP
 from shardwise.recompute import times
-from shardwise.recompute.settings import Settings, following, in_force
+from shardwise.recompute.settings import Settings, calls, following, in_force
 from shardwise.trees import tensors_in
-from shardwise.utils.logging import logger
+from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -155,6 +155,8 @@ class Activations(StepObserver):
         self.active = step is not None
         self._group = group
         self._settings = Settings.of(config.activation_checkpointing)
+        self._keys = [name for name, value in config.activation_checkpointing.model_dump().items() if value]
+        self._called = False
         self._moves = config.activation_offload.enabled
         every = config.steps_per_print
         self._every = int(every) if every and math.isfinite(every) else 1
@@ -172,13 +174,23 @@ class Activations(StepObserver):
     @contextlib.contextmanager
     def _around(self, given: Any) -> Iterator[None]:
         moved = self._offload.around(tensors_in(given)) if self._moves else NOTHING
+        before = calls()
         with following(self._settings, self._offload, self._group), moved:
             yield
+        self._called = self._called or calls() > before
 
     @override
     def after_step(self) -> None:
-        """Log the times of checkpointed functions, if `profile` is set and a log line is due."""
+        """Log the times of checkpointed functions, if `profile` is set and a log line is due. Warn of a section without
+        a call that reads it.
+        """
         assert self._step is not None
+        if self._settings and not self._called:
+            warn_once(
+                f"activation_checkpointing: {', '.join(self._keys)} had no effect, because only "
+                "shardwise.checkpointing.checkpoint reads the section. Call it in the model instead of "
+                "torch.utils.checkpoint and gradient_checkpointing_enable(), or remove the section"
+            )
         steps = self._step.global_steps
         if steps % self._every == 0 and (self._settings | in_force()).profile:
             for name, found in times(clear=True).items():

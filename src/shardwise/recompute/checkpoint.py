@@ -13,7 +13,7 @@ from shardwise.errors import UsageError
 from shardwise.recompute.partitioned import dividing
 from shardwise.recompute.rng_tracker import drawing_again, get_cuda_rng_tracker
 from shardwise.recompute.selective import Selective, selective_contexts
-from shardwise.recompute.settings import Settings, in_force, mover, sharing
+from shardwise.recompute.settings import Settings, count_call, in_force, mover, sharing
 from shardwise.recompute.timing import TIMER
 
 
@@ -43,6 +43,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     settings = in_force()
     if not settings:
         return _checkpointed(function, args, kwargs, None)
+    count_call()
     return _attended(settings, function, args, kwargs)
 
 

@@ -67,6 +67,7 @@ _own: ActivationOffload | None = None  # activation offload of calls outside of 
 
 class _Scope(threading.local):
     settings = NOTHING
+    calls = 0
     offload: ActivationOffload | None = None
     group: TensorGroup | None = None
 
@@ -94,6 +95,16 @@ def unit_of_script() -> Any:
 def in_force() -> Settings:
     """Return the options of a call made now."""
     return _script | _scope.settings
+
+
+def count_call() -> None:
+    """Count a call with options."""
+    _scope.calls += 1
+
+
+def calls() -> int:
+    """Return the number of calls with options on this thread."""
+    return _scope.calls
 
 
 def mover() -> ActivationOffload:
