@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, DesyncError, PeerLostError, PipelineEr
 from shardwise.pipe import LayerSpec
 from tests.harness import RankFailure, on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
-from tests.pipeline.training import WIDTH, Block, Setting, data, engine_of, layers, loss_of, model_of
+from tests.pipeline.training import WIDTH, Block, Setting, batch, data, engine_of, layers, loss_of, model_of
 
 
 def another(engine: Any, batches: list[Any]) -> None:
@@ -107,6 +107,42 @@ def test_values_that_cannot_be_sent_and_stages_that_raise_end_the_batch_on_all_r
     (name, text), other = run_ranks(broken, 2, Raising)
     assert (name, text) == ("ValueError", "a bad sample")
     assert other[0] == "PeerLostError"
+
+
+class Failing:
+    """Loss that raises in the second micro-batch."""
+
+    calls = 0
+
+    def __call__(self, output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("a bad label")
+        return loss_of(output, ids)
+
+
+def longer(step: int, micro_batch: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(2, 9, dtype=torch.int64), torch.ones(2, 9, dtype=torch.int64)
+
+
+def going_on_after_an_error() -> list[str]:
+    setting, found = Setting(2, loss=Failing()), []
+    engine = engine_of(setting)
+    for call, batches in ((engine.train_batch, batch), (engine.train_batch, longer), (engine.eval_batch, longer)):
+        with pytest.raises((ValueError, PeerLostError, PipelineError)) as error:
+            call(data(replace(setting, batches=batches), 0))
+        found.append(f"{error.type.__name__}: {error.value}")
+    return found
+
+
+def test_batches_after_one_that_an_error_has_ended_are_refused_on_all_ranks() -> None:
+    """Messages would be taken for those of the batch that has ended."""
+    first, last = run_ranks(going_on_after_an_error, 2)
+    assert "PeerLostError" in first[0] and last[0] == "ValueError: a bad label"
+    for texts, error in ((first, "PeerLostError"), (last, "ValueError: a bad label")):
+        for text, call in zip(texts[1:], ("train_batch()", "eval_batch()"), strict=True):
+            assert text.startswith(f"PipelineError: {call}: an error has ended an earlier batch on this rank (stage ")
+            assert error in text and text.endswith("End the job, and resume from a checkpoint")
 
 
 @pytest.mark.parametrize(

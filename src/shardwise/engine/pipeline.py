@@ -136,8 +136,9 @@ class PipelineEngine(Engine):
             None before the step is complete.
 
         Raises:
-            PipelineError: the data iterators of some ranks have ended, or a loss is missing.
+            PipelineError: the data iterators of some ranks have ended, or an error has ended an earlier batch.
         """
+        self._runtime.check("train_batch()")
         if self._broken_off:  # an error has ended the last batch, whose gradients are of some micro-batches
             self.sharded.hooks.settle()
             self._step.begin_again()
@@ -185,6 +186,7 @@ class PipelineEngine(Engine):
             bcast_loss: give the loss to all ranks; without, ranks without the last stage get None.
             num_micro_batches: default: as many as in training.
         """
+        self._runtime.check("eval_batch()")
         if reduce_output not in ("avg", None):
             raise UsageError(f"eval_batch(reduce_output={reduce_output!r}): expected 'avg' or None")
         count = self._batches.steps if num_micro_batches is None else num_micro_batches

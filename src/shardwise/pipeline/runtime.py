@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.links import Link
 from shardwise.comm.setup import ordered_kernels_overlap
+from shardwise.errors import PipelineError
 from shardwise.pipeline.actions import WEIGHT_GRADIENT, Action, Op, Schedule
 from shardwise.pipeline.idle import range_of
 from shardwise.pipeline.messages import Form, Receiver, Sender, form_of
@@ -137,6 +138,7 @@ class Runtime:
                         receivers[made] = Receiver(made, self._device, form_for, ahead=ahead)
                     self._receivers[owner, what] = receivers[made]
         self._links = list(links.values())
+        self._failure = ""
         self._held: dict[tuple[int, int], _Held] = {}
         self._values: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -146,6 +148,14 @@ class Runtime:
         for (stage, what), end in (*self._senders.items(), *self._receivers.items()):
             if what == "activations" and not isinstance(end, Link):
                 end.forms[stage] = forms[stage]
+
+    def check(self, call: str) -> None:
+        """Raise PipelineError if an error has ended an earlier batch before all of its messages were exchanged."""
+        if self._failure and self._links:
+            raise PipelineError(
+                f"{call}: an error has ended an earlier batch on this rank ({self._failure}), and other ranks wait for "
+                "messages of that batch. End the job, and resume from a checkpoint"
+            )
 
     def run(self, schedule: Schedule, work: StageWork, *, fixed: bool) -> dict[int, Any]:
         """Execute a schedule; return the outputs of the last stage by micro-batch, on the rank that has this stage.
@@ -167,17 +177,14 @@ class Runtime:
             try:
                 with range_of(action):
                     self._execute(action, batch, last=number in batch.last)
-            except Exception as error:
+            except BaseException as error:
                 if action.micro_batch < 0:
                     raise
-                logger.error(
-                    "%s, %s of micro-batch %d: %s: %s",
-                    self._where(action.stage),
-                    action.op.value,
-                    action.micro_batch,
-                    type(error).__name__,
-                    error,
+                self._failure = (
+                    f"{self._where(action.stage)}, {action.op.value} of micro-batch {action.micro_batch}: "
+                    f"{type(error).__name__}: {error}"
                 )
+                logger.error(self._failure)
                 raise
         self._flush()
         return batch.results
