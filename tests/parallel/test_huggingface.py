@@ -30,6 +30,17 @@ def whole() -> torch.Tensor:
 
 
 @on_ranks(2)
+def test_a_model_may_be_shared_again_for_training_only() -> None:
+    plain = build("roberta", 7).eval()
+    group = begin(2)
+    shared = share_attention(share_attention(build("roberta", 7)), in_eval=False).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(shared(whole()).logits, plain(whole()).logits)
+    assert group.exchanges == 0
+    end()
+
+
+@on_ranks(2)
 def test_in_evaluation_each_rank_may_have_whole_sequences() -> None:
     model = made().eval()
     with torch.no_grad():

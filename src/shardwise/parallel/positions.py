@@ -82,8 +82,10 @@ class _FromMask(_Positions):
 def count_positions(model: nn.Module, shares: Shares) -> None:
     """Install hooks that compute positions of whole sequences where a model derives them from padding."""
     for module in model.modules():
-        hooks = module._forward_pre_hooks.values()
-        if any(isinstance(hook, _Positions) for hook in hooks):
+        known = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Positions)]
+        for hook in known:
+            hook.shares = shares
+        if known:
             continue
         takes = inspect.signature(module.forward).parameters
         if "position_ids" not in takes:
