@@ -103,6 +103,9 @@ def test_a_line_for_each_collective_of_each_rank(tmp_path: Path) -> None:
         for unit, one in units.items():
             assert one.sent == sum(row[3] for row in records if (row[0], row[1], row[4]) == (op, unit, 1))
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(step)
+    file = log.file
+    engine_of(1, comms_logger={"enabled": True})
+    assert log.file is file is not None  # another engine leaves the file open
     log.configure(enabled=False, path="")
     log.reset_data()
 

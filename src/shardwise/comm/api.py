@@ -402,7 +402,8 @@ def configure(
     """Configure the communication log; a configuration's `comms_logger` section is applied first."""
     section = getattr(deepspeed_config, "comms_logger", None)
     if section is not None:
-        comms_logger.configure(**{name: getattr(section, name, None) for name in SETTINGS})
+        given = {name: getattr(section, name, None) for name in SETTINGS}
+        comms_logger.configure(**{**given, "path": given["path"] or None})  # "" leaves an earlier engine's file open
     comms_logger.configure(enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
 
 
