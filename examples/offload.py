@@ -23,7 +23,7 @@ from torch import nn
 import shardwise
 from shardwise.memory import OutOfMemoryError, track_activations
 
-WIDTH, LAYERS, CONTEXT = 256, 32, 64
+WIDTH, CONTEXT = 256, 64
 SYMBOLS = 256  # bytes
 
 
@@ -47,10 +47,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Predicts the next byte of a text; returns its own loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.symbols = nn.Embedding(SYMBOLS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
@@ -66,10 +66,10 @@ def batch(text: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Te
     return torch.stack([text[start : start + CONTEXT + 1] for start in starts])
 
 
-def initialize(config: dict[str, Any]) -> Any:
+def initialize(layers: int, config: dict[str, Any]) -> Any:
     """Return an engine."""
     torch.manual_seed(0)
-    engine, *_ = shardwise.initialize(model=Model(), config=config)
+    engine, *_ = shardwise.initialize(model=Model(layers), config=config)
     return engine
 
 
@@ -78,10 +78,11 @@ def main() -> None:
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     found.add_argument("--config", default=str(Path(__file__).with_suffix(".json")))
     found.add_argument("--times", type=float, default=8, help="how much larger than the device the state is")
+    found.add_argument("--layers", type=int, default=32)
     found.add_argument("--steps", type=int, default=20)
     options = found.parse_args()
     config = json.loads(Path(options.config).read_text())
-    parameters = sum(parameter.numel() for parameter in Model().parameters())
+    parameters = sum(parameter.numel() for parameter in Model(options.layers).parameters())
     shardwise.init_distributed()
     # Masters, two moments of Adam and gradients in fp32, and bf16 weights; each rank has its part.
     state = 18 * parameters // torch.distributed.get_world_size()
@@ -92,11 +93,11 @@ def main() -> None:
     resident = {key: value for key, value in config.items() if key != "activation_offload"}
     resident["zero_optimization"] = {"stage": 3}
     try:
-        initialize(resident)
+        initialize(options.layers, resident)
     except OutOfMemoryError as error:
         print(f"everything on the device is refused:\n  {error}\n")
 
-    engine = initialize(config)
+    engine = initialize(options.layers, config)
     text = torch.tensor(list(Path(__file__).read_bytes() * 4))
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     rows = engine.train_micro_batch_size_per_gpu()
