@@ -204,3 +204,12 @@ def test_budgets_that_contradict(more: dict[str, Any], kind: type[Exception], me
 def test_pipelines_are_not_chosen_when_they_are_built() -> None:
     with pytest.raises(ConfigError, match="shardwise plan --pp"):
         shardwise.initialize(PipelineModule([nn.Linear(4, 4)], loss_fn=nn.MSELoss()), config=AUTO)
+
+
+def test_a_pipeline_takes_the_micro_batch_of_the_batch_equation() -> None:
+    config = {**AUTO, "zero_optimization": {"stage": 1}}
+    pipeline = PipelineModule([nn.Linear(4, 4)], loss_fn=nn.MSELoss())
+    data = TensorDataset(torch.ones(2 * ROWS, 4), torch.ones(2 * ROWS, 4))
+    engine = shardwise.initialize(pipeline, config=config, training_data=data).engine
+    assert engine.train_micro_batch_size_per_gpu() == 2 * ROWS
+    engine.destroy()

@@ -42,7 +42,7 @@ from shardwise.engine.advice import (
 )
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
-from shardwise.engine.choice import choice_of, is_open, sample_of
+from shardwise.engine.choice import choice_of, has_sample, is_open, sample_of
 from shardwise.engine.curricula import Curricula
 from shardwise.engine.engine import Engine
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
@@ -250,7 +250,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         spread_from_first(model, job)
 
     # A plan chooses what is left to "auto"; it needs the limits of all ranks.
-    if is_open(resolution, given.sample_batch, given.training_data):
+    sampled = pipeline is None and has_sample(given.sample_batch, given.training_data)
+    if is_open(resolution, sampled=sampled):
         sample = sample_of(given.sample_batch, given.training_data, given.collate_fn)
         model_parameters = None if model_parameters is None else list(model_parameters)
         chosen = choice_of(resolution, model, job, optimizer, model_parameters, sample)

@@ -44,11 +44,11 @@ def micro_is_open(resolution: Resolution) -> bool:
     return MICRO in resolution.autos and steps_open and "train_batch_size" in resolution.given - resolution.autos
 
 
-def is_open(resolution: Resolution, given: Any, data: Any) -> bool:
-    """Whether a plan has to choose a value, or to compare the price with a budget."""
+def is_open(resolution: Resolution, *, sampled: bool) -> bool:
+    """Whether a plan has to choose a value, or to compare the price with a budget; `sampled`: there is a sample."""
     tiers = any(path in resolution.autos for path in (STAGE, *DEVICES))
     asked = resolution.config.cost_budget.amount is not None
-    return tiers or asked or (micro_is_open(resolution) and has_sample(given, data))
+    return tiers or asked or (sampled and micro_is_open(resolution))
 
 
 @dataclass(frozen=True)
