@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import shardwise
@@ -17,6 +18,7 @@ from shardwise.launch.cli import app
 from shardwise.launch.machine_measure import of_this_machine
 from shardwise.memory.dryrun import loss_of
 from shardwise.plan.clock import Costs, StepTime, step_time
+from shardwise.plan.cluster import Cluster
 from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
 from shardwise.plan.rates import Collectives, CollectiveTime, Crowd, Machine, Operators, OperatorTime, measure_operators
 from shardwise.plan.time import plan_times
@@ -254,3 +256,12 @@ def test_rates_of_a_gpu_say_nothing_about_the_host() -> None:
         offloaded["zero_optimization"] |= keys
         with pytest.raises(UsageError, match="the time of offloaded state was not measured"):
             plan_times(GPT(), offloaded, machine, ranks=1, stages=[3], batch=batch())
+
+
+def test_images_are_no_tokens_and_an_offloaded_update_keeps_the_work_of_units() -> None:
+    config = config_of(1)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    model, images = nn.Sequential(nn.Flatten(), nn.Linear(48, 4)), torch.zeros(ROWS, 3, 4, 4)
+    (plan,) = plan_times(model, config, Cluster.of("h100", None, 8), ranks=2, stages=[1], batch=images)
+    assert plan.tokens == plan.samples == 2 * ROWS
+    assert sum(work.flops for work in plan.time.units.values()) > 0

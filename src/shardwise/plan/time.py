@@ -201,13 +201,16 @@ def stepped_on_host(one: Pass) -> Pass:
         ]
         for phase, events in one.phases.items()
     }
-    return Pass(phases, one.stage)
+    return replace(one, phases=phases)
 
 
 def _length(batch: Any) -> int:
     """Return the tokens of a sample: of token ids, or of sequences of vectors; 1 for other samples."""
     first = next(iter(tensors_in(batch)), None)
-    return 1 if first is None or first.dim() < 2 + first.is_floating_point() else first.shape[1]
+    if first is None:
+        return 1
+    sequences = first.dim() == 3 if first.is_floating_point() else first.dim() >= 2
+    return first.shape[1] if sequences else 1
 
 
 def _share_of_peak(positions: Sequence[StepTime], total: float, peaks: Mapping[str, float]) -> float | None:
