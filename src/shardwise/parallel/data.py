@@ -114,7 +114,7 @@ def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
 class SequenceLoader:
     """Splits the batches of a dataloader over the sequence-parallel group; all its ranks have the same batches.
 
-    `initialize(training_data=...)` makes such a loader. Other attributes are those of the wrapped loader.
+    Wrap the dataloader of `initialize(training_data=...)` in it. Other attributes are those of the wrapped loader.
 
     Args:
         loader: yields batches for `split`.
