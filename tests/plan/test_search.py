@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,13 +168,18 @@ def test_the_command_writes_reasons_beside_values(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     Path("chosen_model.py").write_text(OWN)
     options = ["--ranks", "2", "--card", "h100", "--length", "8", "--batch", "2"]
-    code, text = run("chosen_model:Model", *options, "--cost-budget", "1000,2,10", "--out", "best.json")
-    assert code == 0 and "best.json has the first setting" in text and "10 steps cost " in text
+    zero = {"stage": 2, "reduce_bucket_size": 12345, "cpu_offload": True}
+    Path("own.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
+    more = ["--config", "own.json", "--cost-budget", "1000,2,10", "--out", "best.json"]
+    code, text = run("chosen_model:Model", *options, *more)
+    assert code == 0, text
+    assert "best.json has the first setting" in text and "10 steps cost " in text
     written = Path("best.json").read_text()
     assert "// 2 ranks: the most samples a second, of " in written and "rates of data sheets" in written
     config: dict[str, Any] = load("best.json")
     assert resolve(config, world_size=2).config.train_batch_size == 2
-    assert config["zero_optimization"]["offload_optimizer"]["device"] == "none"
+    zero = config["zero_optimization"]
+    assert zero["offload_optimizer"]["device"] == "none" and zero["reduce_bucket_size"] == 12345
     code, text = run("chosen_model:Model", *options, "--device-limit", "1KiB")
     assert code != 0 and "nothing fits. The least: " in text and "--host-limit" in text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from shardwise.comm.domain import Arrangement, Domain
 from shardwise.comm.fake import FakeCommunicator
 from shardwise.comm.replicas import Replicas
 from shardwise.config import Facts, Resolution, resolve
+from shardwise.config.read import merged
 from shardwise.engine.batch import accumulated
 from shardwise.engine.dryrun import DryRunEngine, MemoryPlan, Recorder
 from shardwise.engine.mesh import domain_of
@@ -412,7 +413,7 @@ class Planner:
 
     def _engine(self, setting: Setting, batch: Any = None, journal: Journal | None = None) -> DryRunEngine:
         target = self.target
-        raw = _merged(target.resolution.raw, setting)
+        raw = _planned(target.resolution.raw, setting)
         same = setting.ranks == target.setting.ranks
         config = resolve(raw, world_size=setting.ranks * setting.pipeline, facts=_facts(target)).config
         like, grid = (target.comm, target.grid) if same else (None, None)
@@ -452,23 +453,19 @@ _OLD_OFFLOAD = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_o
 """Former keys of `offload_optimizer` and `offload_param`."""
 
 
-def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
+def with_keys(raw: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the keys of a setting in the place of its own."""
     zero = raw.get("zero_optimization")
-    own = setting.config | {"steps_per_print": None}  # dry runs print no progress
-    given = dict(zero) if isinstance(zero, dict) else {}
-    if setting.offload is not None:
-        for name in _OLD_OFFLOAD:
-            given.pop(name, None)
-        for name in ("offload_optimizer", "offload_param"):
-            before = given.get(name)
-            own["zero_optimization"][name] = {
-                **(before if isinstance(before, dict) else {}),
-                **own["zero_optimization"][name],
-            }
-    own["zero_optimization"] = {**given, **own["zero_optimization"]}
+    if isinstance(zero, dict) and "offload_optimizer" in keys.get("zero_optimization", {}):
+        raw = {**raw, "zero_optimization": {name: value for name, value in zero.items() if name not in _OLD_OFFLOAD}}
+    return merged(dict(raw), dict(keys))
+
+
+def _planned(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    own = with_keys(raw, setting.config) | {"steps_per_print": None}  # dry runs print no progress
     if raw.get("managed_gradient_accumulation") is False:
         own["managed_gradient_accumulation"] = True  # memory does not depend on this key
-    return {**raw, **own}
+    return own
 
 
 def _facts(target: PlanningTarget) -> Facts:

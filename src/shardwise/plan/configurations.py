@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.plans import MARGIN, Offload, Room, offloads, planners_of
+from shardwise.engine.plans import MARGIN, Offload, Room, offloads, planners_of, with_keys
 from shardwise.errors import UsageError
 from shardwise.memory import Tier
 from shardwise.plan.architectures import Decoder, Shape
@@ -47,7 +47,8 @@ def branches(
                 if count % size:
                     continue
                 keys = {} if size == 1 else {"tensor_parallel": {"autotp_size": size}}
-                (planner, *_), _ = planners_of(model, {**config, "train_micro_batch_size_per_gpu": 1, **keys}, count)
+                own = with_keys(config, {"train_micro_batch_size_per_gpu": 1, **keys})
+                (planner, *_), _ = planners_of(model, own, count)
                 yield Branch(
                     deep_planner(planner.target, batch, deep=deep), count, (again, size), keys, recompute=again
                 )
@@ -138,7 +139,7 @@ def with_reasons(best: Candidate, found: Search, config: Mapping[str, Any], obje
         + (str(setting.offload) if setting.offload is not None else "state as configured"),
         "tensor_parallel": "ranks that share a layer",
     }
-    values = {**config, **best.config}
+    values = with_keys(config, best.config)
     lines = [
         f"  {json.dumps(key)}: {json.dumps(value, indent=2).replace(chr(10), chr(10) + '  ')},"
         for key, value in values.items()
