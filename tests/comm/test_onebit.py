@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression.onebit import OnebitAllReduce, message_bytes, pack_signs, unpack_signs
@@ -83,3 +85,27 @@ def test_bytes_are_a_thirty_second_of_an_exact_reduction() -> None:
     exact = 2 * (world - 1) * 4 * size // world  # reduce-scatter and all-gather
     own = 2 * (world - 1) * message_bytes(size // world, 40)
     assert 32 * own == pytest.approx(exact, rel=1e-3)
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators(world: int) -> int:
+    """Count the operators of an average on one of many ranks, which receives its own messages from all."""
+    comm, values = mock.Mock(world=world, rank=1, device=torch.device("cpu")), torch.randn(48 * world)
+    comm.all_to_all.side_effect = lambda received, sent, *_, **__: mock.Mock(wait=lambda: received.copy_(sent))
+    mean = OnebitAllReduce(comm, 48 * world, [(at, at + 20) for at in range(0, 48 * world, 24)], torch.float32, "test")
+    with Counting() as counting:
+        assert len(list(mean.average(values))) == 2
+    return counting.count
+
+
+def test_operators_do_not_grow_with_ranks() -> None:
+    assert operators(64) == operators(16)

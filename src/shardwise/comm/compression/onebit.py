@@ -13,12 +13,14 @@ The scales preserve the L2 norm of a run (1-bit Adam, 1-bit LAMB), or the mean o
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from shardwise.comm.communicator import Communicator
@@ -59,16 +61,30 @@ def _signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return table
 
 
-@dataclass
-class _Chunk:
-    """The range of one rank. `gaps` are padding, which stays zero.
+_GROUPS = 8
+"""Groups of ranks whose ranges are encoded together: more need less memory, and launch more kernels."""
 
-    Each run has a length, up to the next run's first value, and a weight, from its norm to its scale (0: no values).
+
+@dataclass
+class _Runs:
+    """Runs of the ranges of some ranks.
+
+    Attributes:
+        ranks: these ranks.
+        lengths: of each run, up to the next run's first value.
+        weights: from the norm of each run to its scale; 0: no values.
+        words: of each run, the place of its scale among the 32-bit words of the messages.
+        repeats, counts: lengths of the runs, and of the padding between them, which stays zero.
+        sources: run of each of these; padding has the number behind the last one.
     """
 
+    ranks: slice
     lengths: list[int]
     weights: torch.Tensor
-    gaps: list[tuple[int, int]]
+    words: torch.Tensor
+    repeats: list[int]
+    counts: torch.Tensor
+    sources: torch.Tensor
 
 
 class OnebitAllReduce(BlockMean):
@@ -111,72 +127,107 @@ class OnebitAllReduce(BlockMean):
         self._shard = numel // comm.world
         for name, size in (("worker", numel), ("server", self._shard)):
             self.errors[name] = torch.zeros(size, dtype=dtype, device=comm.device)
-        self._chunks = [self._chunk(start, runs) for start in range(0, numel, self._shard)]
-        self.scales = max(len(chunk.lengths) for chunk in self._chunks)
+        starts = [start for start, _ in runs]
+        inside = [self._inside(rank, runs, starts) for rank in range(comm.world)]
+        self.scales = 1 if joined else max(len(own) or 1 for own in inside)
         self.message_bytes = message_bytes(self._shard, self.scales)
+        self._most = -(-comm.world // _GROUPS)
+        self._groups = [self._runs(rank, inside[rank : rank + self._most]) for rank in range(0, comm.world, self._most)]
+        self._own = self._runs(comm.rank, inside[comm.rank : comm.rank + 1])
 
-    def _chunk(self, start: int, runs: Sequence[tuple[int, int]]) -> _Chunk:
+    def _inside(self, rank: int, runs: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the parts of the runs inside of a rank's range."""
+        size, start = self._shard, rank * self._shard
+        begin = max(bisect.bisect_right(starts, start) - 1, 0)
+        some = runs[begin : bisect.bisect_left(starts, start + size)]
+        cut = [(max(low - start, 0), min(high - start, size)) for low, high in some]
+        return [(low, high) for low, high in cut if low < high]
+
+    def _runs(self, first: int, ranges: Sequence[Sequence[tuple[int, int]]]) -> _Runs:
         size, server = self._shard, self.errors["server"]
-        inside = [(max(low - start, 0), min(high - start, size)) for low, high in runs]
-        inside = [(low, high) for low, high in inside if low < high]
-        counts = [high - low for low, high in inside]
-        edges = [0, *(edge for run in inside for edge in run), size]
-        gaps = [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
-        lengths = [high - low for low, high in pairwise([0, *(low for low, _ in inside[1:]), size])]
-        if self._joined or not inside:
-            lengths, counts = [size], [sum(counts)]
-        weights = [count and count ** (-1 / self._order) for count in counts]
-        return _Chunk(lengths, torch.tensor(weights, dtype=server.dtype, device=server.device), gaps)
+        lengths, weights, words, repeats, sources = list[int](), list[float](), list[int](), list[int](), list[int]()
+        padding = sum(1 if self._joined else len(inside) or 1 for inside in ranges)
+        for number, inside in enumerate(ranges):
+            before, counts = len(lengths), [high - low for low, high in inside]
+            for place, (low, high) in enumerate([*inside, (size, size)]):
+                repeats += [low - inside[place - 1][1] if place else low, high - low]
+                sources += [padding, before if self._joined else before + place]
+            if self._joined or not inside:
+                lengths.append(size)
+                counts = [sum(counts)]
+            else:
+                lengths += [high - low for low, high in pairwise([0, *(low for low, _ in inside[1:]), size])]
+            weights += [count and count ** (-1 / self._order) for count in counts]
+            words += [number * self.message_bytes // _SCALE_BYTES + place for place in range(len(counts))]
+            sources[-1] = padding
+        device = server.device
+        return _Runs(
+            slice(first, first + len(ranges)),
+            lengths,
+            torch.tensor(weights, dtype=server.dtype, device=device),
+            torch.tensor(words, device=device),
+            repeats,
+            torch.tensor(repeats, dtype=torch.int32, device=device),
+            torch.tensor(sources, device=device),
+        )
 
     @override
     def average(self, values: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
-        size, comm = self.message_bytes, self._comm
+        size, comm, shape = self.message_bytes, self._comm, (self._comm.world, -1)
         worker, server = self.errors.values()
         worker.add_(values)
-        sent = torch.zeros(comm.world * size, dtype=torch.uint8, device=values.device)
-        for part, chunk, message in zip(worker.split(self._shard), self._chunks, sent.split(size), strict=True):
-            self._encode(part, chunk, message)
+        sent = torch.zeros(comm.world, size, dtype=torch.uint8, device=values.device)
+        for runs in self._groups:
+            self._encode(worker.view(shape)[runs.ranks], runs, sent[runs.ranks])
         received, sizes = torch.empty_like(sent), [size] * comm.world
-        handle = comm.all_to_all(received, sent, sizes, sizes, self._label, kind="reduce")
+        handle = comm.all_to_all(received.view(-1), sent.view(-1), sizes, sizes, self._label, kind="reduce")
         yield received, sent
         handle.wait()
-        own = self._chunks[comm.rank]
-        first, *others = received.split(size)
-        total, term = self._decode(first, own, torch.empty_like(server)), torch.empty_like(server)
-        for message in others:
-            total.add_(self._decode(message, own, term))
-        server.add_(total.div_(comm.world))
-        del first, others, message, total, term
+        server.add_(self._total(received).div_(comm.world))
         received = torch.empty_like(sent)
-        sent = received.split(size)[comm.rank]
-        self._encode(server, own, sent)
-        handle = comm.all_gather([(received, sent)], self._label, kind="reduce")
+        sent = received[comm.rank]
+        self._encode(server, self._own, sent.unsqueeze(0))
+        handle = comm.all_gather([(received.view(-1), sent)], self._label, kind="reduce")
         yield received, sent
         handle.wait()
-        for part, chunk, message in zip(values.split(self._shard), self._chunks, received.split(size), strict=True):
-            self._decode(message, chunk, part)
+        for runs in self._groups:
+            self._decode(received[runs.ranks].view(1, -1), runs, values.view(shape)[runs.ranks])
 
-    def _encode(self, values: torch.Tensor, chunk: _Chunk, message: torch.Tensor) -> None:
-        """Write signs and scales of a range into a message; leave the error in `values`."""
-        norms = torch.stack(torch._foreach_norm(list(values.split(chunk.lengths)), self._order))
-        scales, signs = self._fields(message, chunk)
-        scales.copy_(norms.mul_(chunk.weights))
-        signs.copy_(pack_signs(values))
-        values.sub_(self._decode(message, chunk, torch.empty_like(values)))
+    def _total(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the values of this rank's range in messages, one a row."""
+        own, total = self.errors["server"], None
+        for some in messages.split(self._most):
+            values = self._decode(some, self._own, own.new_empty(len(some), self._shard)).sum(0)
+            total = values if total is None else total.add_(values)
+        assert total is not None
+        return total
 
-    def _decode(self, message: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> torch.Tensor:
-        scales, signs = self._fields(message, chunk)
-        unpack_signs(signs, out.dtype, out)
-        torch._foreach_mul_(list(out.split(chunk.lengths)), list(scales.to(out.dtype).unbind()))
-        for start, stop in chunk.gaps:
-            out[start:stop].zero_()
+    def _encode(self, values: torch.Tensor, runs: _Runs, messages: torch.Tensor) -> None:
+        """Write signs and scales of some ranges into messages, one a row; leave the error in `values`."""
+        values = values.view(-1)
+        norms = torch.stack(torch._foreach_norm(list(values.split(runs.lengths)), self._order))
+        scales = norms.mul_(runs.weights).to(torch.float32)
+        messages.view(-1).view(torch.float32).index_copy_(0, runs.words, scales)
+        self._signs(messages).copy_(pack_signs(values).view(len(messages), -1))
+        values.sub_(self._decode(messages.view(1, -1), runs, torch.empty_like(values)))
+
+    def _decode(self, messages: torch.Tensor, runs: _Runs, out: torch.Tensor) -> torch.Tensor:
+        """Write the values of messages into `out`. Each row has a message of each of the ranks of `runs`."""
+        scales = messages.view(torch.float32).index_select(1, runs.words).to(out.dtype)
+        unpack_signs(self._signs(messages.view(-1, self.message_bytes)).reshape(-1), out.dtype, out.view(-1))
+        rows = out.view(len(messages), -1)
+        each = nn.functional.pad(scales, (0, 1)).index_select(1, runs.sources)
+        if rows.is_cpu:
+            torch._foreach_mul_(list(rows.split(runs.repeats, 1)), list(each.split(1, 1)))
+        else:  # Because that would launch a kernel for each run. Numbers of runs as int64 would need twice the memory.
+            numbers = torch.repeat_interleave(runs.counts, output_size=rows.shape[1])
+            rows.mul_(each.index_select(1, numbers))
         return out
 
-    def _fields(self, message: torch.Tensor, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the views of scales and signs in a message."""
+    def _signs(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the view of the signs in messages, one a row."""
         head = _SCALE_BYTES * self.scales
-        scales = message[: _SCALE_BYTES * len(chunk.lengths)].view(torch.float32)
-        return scales, message[head : head + self._shard // 8]
+        return messages[:, head : head + self._shard // 8]
 
 
 def message_bytes(shard: int, scales: int) -> int:
