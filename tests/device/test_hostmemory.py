@@ -18,6 +18,7 @@ from shardwise.device import hostmemory
 from shardwise.device.hostmemory import HostMemory, HostPool
 from shardwise.device.staging import Copied, CopyStream
 from shardwise.memory import Accountant, Category, Tier
+from shardwise.memory.moved import MovedTensors
 from shardwise.memory.places import TieredTensors, in_turn
 from shardwise.offload import DiskPlace, Disks
 from shardwise.offload.host import HostPlace
@@ -139,6 +140,24 @@ def test_a_pool_has_no_more_than_was_in_use_at_one_time(log: list[Any]) -> None:
     assert used(400, 100) == []
     pool.close()
     assert log == ["unpin", "unpin"]
+
+
+def test_offloaded_states_take_their_own_bytes_and_the_same_memory_again(log: list[Any]) -> None:
+    with mock.patch("shardwise.memory.moved.copy_stream", lambda device: Device(log)):
+        moved = MovedTensors(torch.device("cuda", 0), Accountant())
+    tensors = [torch.arange(3000.0), torch.ones(700)]
+    for _ in range(2):
+        for tensor in tensors:
+            moved.put(tensor)
+        assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+        moved.bring()
+        assert torch.equal(tensors[0], torch.arange(3000.0)) and torch.equal(tensors[1], torch.ones(700))
+    assert log == [("pin", 12000), ("pin", 2800)]  # torch's own would be 16384 and 4096 bytes
+    moved.pinned = False
+    moved.put(tensors[0])
+    moved.bring()
+    del moved
+    assert log[2:] == ["unpin", "unpin"]
 
 
 class Gated(Device):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from shardwise.device.hostmemory import HostMemory, HostPool
 from shardwise.device.staging import copy_stream
 from shardwise.memory.accountant import Accountant, Category, Tier
+
+
+class HostCopy(NamedTuple):
+    """Bytes of a tensor on the host; `memory`: their page-locked memory, if any."""
+
+    values: torch.Tensor
+    memory: HostMemory | None
 
 
 class MovedTensors:
@@ -13,7 +23,7 @@ class MovedTensors:
 
     A tensor and its views stay, but have no memory and must not be used. Copies run concurrently with compute, after
     earlier work of the current stream. Device memory is reused only after the copies. `pinned`: on a CUDA device
-    page-lock the host memory, for asynchronous copies.
+    page-lock the host memory, for asynchronous copies; it is kept for the next time.
 
     >>> moved = MovedTensors(torch.device("cpu"), Accountant())
     >>> tensor = torch.arange(4)
@@ -25,11 +35,12 @@ class MovedTensors:
     tensor([0, 1, 2, 3])
     """
 
-    def __init__(self, device: torch.device, accountant: Accountant, *, pinned: bool = True) -> None:
+    def __init__(self, device: torch.device, accountant: Accountant) -> None:
         self._copies = copy_stream(device)
         self._accountant = accountant
-        self._pinned = pinned
-        self._put: dict[int, tuple[torch.Tensor, torch.Tensor, Category | None]] = {}  # by storage
+        self._pool = HostPool(self._copies)
+        self.pinned = True
+        self._put: dict[int, tuple[torch.Tensor, HostCopy, Category | None]] = {}  # by storage
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return True if the memory of a tensor is offloaded."""
@@ -49,37 +60,43 @@ class MovedTensors:
             self._accountant.remove(category, size)
             self._accountant.add(category, size, Tier.HOST)
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy(self, tensor: torch.Tensor) -> HostCopy:
         """Start a copy of a tensor's memory to the host; the device memory may be freed at once."""
         source = _bytes(tensor)
+        size = source.numel()
         with self._accountant.owning(None):
-            if self._pinned:
-                values = self._copies.host_bytes(source.numel())
-            else:
-                values = torch.empty(source.numel(), dtype=torch.uint8, device="cpu")
+            memory = self._pool.take(max(1, size)) if self.pinned else None
+            values = torch.empty(size, dtype=torch.uint8, device="cpu") if memory is None else memory.bytes[:size]
             self._copies.follow()
             self._copies.copy(values, source)
             self._copies.keep(source)
-        return values
+        if memory is not None:
+            memory.used(self._copies.mark())
+        return HostCopy(values, memory)
 
     def bring(self) -> None:
         """Restore all tensors, for the current stream. If memory runs out, the others can be restored later."""
-        for key, (tensor, values, category) in list(self._put.items()):
+        for key, (tensor, copied, category) in list(self._put.items()):
             # Allocated on the current stream, which owns the memory from now on.
-            tensor.untyped_storage().resize_(values.numel())
-            self.fill(tensor, values)
+            size = copied.values.numel()
+            tensor.untyped_storage().resize_(size)
+            self.fill(tensor, copied)
             del self._put[key]
             if category is None:
                 self._accountant.rehouse(tensor, Tier.DEVICE)
             else:
-                self._accountant.remove(category, values.numel(), Tier.HOST)
-                self._accountant.add(category, values.numel())
+                self._accountant.remove(category, size, Tier.HOST)
+                self._accountant.add(category, size)
 
-    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy the result of `copy` into the memory of a tensor, for the current stream."""
+    def fill(self, tensor: torch.Tensor, copied: HostCopy) -> None:
+        """Move the result of `copy` into the memory of a tensor, for the current stream."""
         self._copies.follow()
-        self._copies.copy(_bytes(tensor), values)
-        self._copies.mark().wait()
+        self._copies.copy(_bytes(tensor), copied.values)
+        ended = self._copies.mark()
+        ended.wait()
+        if copied.memory is not None:
+            copied.memory.used(ended)
+            self._pool.give_back(copied.memory)
 
     def synchronize(self) -> None:
         """Block the host until all copies finish."""

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.memory import Category, Tier, give_back_freed_memory
-from shardwise.memory.moved import MovedTensors
+from shardwise.memory.moved import HostCopy, MovedTensors
 from shardwise.memory.places import ON_DEVICE, StateHome
 from shardwise.zero.passes.order import Phase
 from shardwise.zero.units.flat_param import FlatParamStorage
@@ -42,7 +42,7 @@ class MovingStates:
         self._gradients = () if model.reducer is None else model.reducer.gradients.values()
         self._device, self._accountant, self._presence = model.device, model.accountant, model.presence
         self._moved: MovedTensors | None = None
-        self._whole: list[tuple[FlatParamStorage, torch.Tensor]] = []
+        self._whole: list[tuple[FlatParamStorage, HostCopy]] = []
 
     def offload(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool, wait: bool) -> None:
         """Move kinds of state from the device to the host, until `reload` (all ranks call, between passes).
@@ -78,8 +78,9 @@ class MovingStates:
 
     def _move(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool) -> None:
         if self._moved is None:
-            self._moved = MovedTensors(self._device, self._accountant, pinned=pinned)
+            self._moved = MovedTensors(self._device, self._accountant)
         moved = self._moved
+        moved.pinned = pinned
         new = [kind for kind in OffloadStateTypeEnum if kind in kinds and kind not in self._presence.away]
         for kind in new:
             self._presence.away |= {kind}
@@ -104,16 +105,16 @@ class MovingStates:
 
     def bring_back(self, *, wait: bool = False) -> None:
         """Move all state back on this rank only."""
-        if self._moved is None:
+        if self._moved is None or not self._presence.away:
             return
         self._moved.bring()
         while self._whole:
-            section, values = self._whole[-1]
+            section, copied = self._whole[-1]
             full = torch.empty(section.layout.numel, dtype=section.layout.dtype, device=self._device)
             self._accountant.hold(Category.PARAMETERS, full)
-            self._moved.fill(full, values)
+            self._moved.fill(full, copied)
             section.lie_in(full)
-            self._accountant.remove(Category.PARAMETERS, values.numel(), Tier.HOST)
+            self._accountant.remove(Category.PARAMETERS, copied.values.numel(), Tier.HOST)
             self._whole.pop()
         if OffloadStateTypeEnum.lp_params in self._presence.away:
             self._take_new_views()
@@ -123,11 +124,10 @@ class MovingStates:
         if wait:
             self._moved.synchronize()
         self._presence.away = frozenset()
-        self._moved = None
 
     def close(self) -> None:
-        """Drop the gradients of the closed model."""
-        self._gradients = ()
+        """Drop the gradients and the host memory of the closed model."""
+        self._gradients, self._moved = (), None
 
     def tiers(self, kind: OffloadStateTypeEnum) -> set[Tier]:
         """Return the tiers of the state of a kind; empty if there is none."""
@@ -187,9 +187,9 @@ class MovingStates:
     def _move_replicated(self, unit: Unit, moved: MovedTensors) -> None:
         unit.hide()
         for section in unit.sections:
-            values = moved.copy(section.full)
-            self._accountant.add(Category.PARAMETERS, values.numel(), Tier.HOST)
-            self._whole.append((section, values))
+            copied = moved.copy(section.full)
+            self._accountant.add(Category.PARAMETERS, copied.values.numel(), Tier.HOST)
+            self._whole.append((section, copied))
             section.lie_in(blank(section.full))
 
     def _take_new_views(self) -> None:
