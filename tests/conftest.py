@@ -35,7 +35,7 @@ for path in (DROP_IN, STARTUP):
     if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
 sys.path[:] = [path for path in sys.path if path != STARTUP]  # some tests make a PYTHONPATH of it
-gc.set_threshold(700, 10, 10)
+gc.disable()  # until all tests are imported
 
 # A shell without job control starts background jobs with SIGINT ignored, and all their children inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -79,6 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = len(left_out), len({item.nodeid.partition("[")[0] for item in left_out})
     items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage as Python does from now on, but look at nothing that imports have left."""
+    gc.freeze()
+    gc.set_threshold(700, 10, 10)
+    gc.enable()
 
 
 LEFT_OUT = pytest.StashKey[tuple[int, int]]()
