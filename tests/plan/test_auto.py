@@ -213,3 +213,14 @@ def test_a_pipeline_takes_the_micro_batch_of_the_batch_equation() -> None:
     engine = shardwise.initialize(pipeline, config=config, training_data=data).engine
     assert engine.train_micro_batch_size_per_gpu() == 2 * ROWS
     engine.destroy()
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "1100KiB"])
+def test_parameters_are_offloaded_without_the_optimizer(budget: str) -> None:
+    zero = {"stage": "auto", "offload_param": {"device": "cpu" if budget == "1GiB" else "auto"}}
+    config = {**FIXED, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "memory_budget": budget}
+    engine = shardwise.initialize(model(), config=config, sample_batch=sample()).engine
+    section = engine._resolution.config.zero_optimization
+    assert (section.stage, section.offload_param.device) == (3, "cpu")
+    assert section.offload_optimizer is None or section.offload_optimizer.device == "none"
+    engine.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from shardwise.memory.dryrun import loss_of
 from shardwise.plan.clock import Costs, StepTime, step_time
 from shardwise.plan.cluster import Cluster
 from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
+from shardwise.plan.models import micro_batch
 from shardwise.plan.rates import Collectives, CollectiveTime, Crowd, Machine, Operators, OperatorTime, measure_operators
 from shardwise.plan.time import plan_times
 from shardwise.profile.counting import FlopCount
 from tests.harness import on_ranks, thorough
 from tests.models import GPT
+from tests.parallel.models import llama
 
 ROWS, LENGTH = 2, 6
 
@@ -112,6 +115,37 @@ def test_work_is_counted_by_unit(stage: int) -> None:
         unit = one.units[f"blocks.{number}"]
         assert unit.flops == sum(flops for (module, _), flops in count.flops.items() if module in parts) > 0
         assert unit.sent > 0
+
+
+def test_ranks_of_a_sequence_share_its_work() -> None:
+    cards = Cluster.of("h100", None, 8)
+    found = []
+    for parts in (1, 2):
+        model = llama(shared=parts > 1)
+        given = micro_batch(model, ROWS, 64, pipeline=False, parts=parts)
+        config = config_of(0, sequence_parallel_size=parts)
+        (one,) = plan_times(model, config, cards, ranks=2, stages=[0], batch=given)
+        found.append((sum(one.time.flops.values()), one.tokens))
+    assert found[1][0] == pytest.approx(found[0][0] / 2, rel=0.05)
+    assert found[0][1] == 2 * found[1][1] == 2 * ROWS * 64
+
+
+def test_an_update_on_the_host_keeps_the_work_of_units() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    given: dict[str, Any] = {"ranks": 2, "stages": [2], "batch": batch()}
+    (one,) = plan_times(GPT(), config_of(2, zero_optimization=zero), Cluster.of("h100", None, 8), **given)
+    assert one.time.units["blocks.0"].flops > 0
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens"), [((8, 3, 32, 32), 1), ((8, 16, 4), 16), ((8, 5), 1)], ids=["images", "vectors", "features"]
+)
+def test_tokens_of_a_sample(form: tuple[int, ...], tokens: int) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(form[1:]), 2))
+    config = {**config_of(0), "train_micro_batch_size_per_gpu": 8}
+    given: dict[str, Any] = {"ranks": 1, "stages": [0], "batch": torch.empty(form, device="meta")}
+    (one,) = plan_times(model, config, Cluster.of("h100", None, 8), **given)
+    assert one.tokens == 8 * tokens
 
 
 def op(seconds: float) -> Operator:

@@ -18,6 +18,7 @@ from .schema.gradients import METHODS, canonical_method
 from .schema_index import Key, keys_of, takes_any_key
 
 Choice = tuple[Any, str] | None
+_STAGE = ("zero_optimization", "stage")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -72,7 +73,10 @@ def resolve_autos(found: Scan, facts: Facts) -> tuple[list[Note], list[Problem]]
         if path in [(name,) for name in _BATCH]:
             continue
         key = found.autos[path]
-        chosen = _argument(path, found, facts) if key is None else _value(path, key, facts)
+        if path == _STAGE:
+            chosen: _Chosen | str = _least_stage(found)
+        else:
+            chosen = _argument(path, found, facts) if key is None else _value(path, key, facts)
         spelled = dotted(found.given[path])
         if isinstance(chosen, str):
             problems.append(Problem(spelled, chosen))
@@ -92,6 +96,18 @@ def _value(path: Path, key: Key, facts: Facts) -> _Chosen:
     reason = REASONS.get(dotted(path), unknown)
     # Not written, because a number would look like the user's choice.
     return _Chosen(key.default, reason, write=False)
+
+
+def _least_stage(found: Scan) -> _Chosen:
+    """Return the lowest stage for the tiers that are configured; a plan of the built model chooses from there on."""
+    zero = found.data[_STAGE[0]]
+
+    def is_offloaded(name: str) -> bool:
+        section = zero.get(name)
+        return isinstance(section, dict) and section.get("device") in ("cpu", "nvme")
+
+    stage = 3 if is_offloaded("offload_param") else int(is_offloaded("offload_optimizer"))
+    return _Chosen(stage, "the lowest for the configured offloading" if stage else "the default", write=stage > 0)
 
 
 def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:

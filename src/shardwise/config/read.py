@@ -6,6 +6,7 @@ import base64
 import binascii
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -53,7 +54,7 @@ def load(source: Any) -> dict[str, Any]:
     return read(source).data
 
 
-def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the values of another one in the place of its own, section by section.
 
     >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})

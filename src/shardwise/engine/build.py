@@ -252,7 +252,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     # A plan chooses what is left to "auto"; it needs the limits of all ranks.
     sampled = pipeline is None and has_sample(given.sample_batch, given.training_data)
     if is_open(resolution, sampled=sampled):
-        sample = sample_of(given.sample_batch, given.training_data, given.collate_fn)
+        sample = sample_of(given.sample_batch, given.training_data, given.collate_fn, settings.sequence_parallel_size)
         model_parameters = None if model_parameters is None else list(model_parameters)
         chosen = choice_of(resolution, model, job, optimizer, model_parameters, sample)
         again = _resolve(chosen.raw, members, optimizer, requested, pipeline)

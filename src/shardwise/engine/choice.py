@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from shardwise.config import Note, Resolution
 from shardwise.config.normalize import put
 from shardwise.errors import ConfigError
+from shardwise.parallel.data import first_part
 from shardwise.pipeline.module import PipelineModule
 from shardwise.utils.logging import logger
 
@@ -31,10 +32,12 @@ def has_sample(given: Any, data: Any) -> bool:
     return given is not None or (isinstance(data, Sized) and hasattr(data, "__getitem__") and len(data) > 0)
 
 
-def sample_of(given: Any, data: Any, collate: Callable[[list[Any]], Any] | None) -> Any:
-    """Return the sample batch that was given, or one sample of a dataset with a length; else None."""
+def sample_of(given: Any, data: Any, collate: Callable[[list[Any]], Any] | None, sequence: int) -> Any:
+    """Return the sample batch that was given, or the part of the first of `sequence` ranks of one sample of a dataset
+    with a length; else None.
+    """
     if given is None and has_sample(given, data):
-        return (collate or default_collate)([data[0]])
+        return first_part((collate or default_collate)([data[0]]), sequence)
     return given
 
 

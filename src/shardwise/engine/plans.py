@@ -77,6 +77,10 @@ class Offload:
         """Tiers of optimizer and parameters."""
         return self.optimizer, self.parameters
 
+    def is_no_farther(self, other: Offload) -> bool:
+        """Whether neither optimizer nor parameters lie farther from the device than those of another setting."""
+        return all(_TIERS.index(own) <= _TIERS.index(far) for own, far in zip(self.devices, other.devices, strict=True))
+
     @property
     def stage(self) -> int:
         """The lowest ZeRO stage that supports it."""
@@ -89,10 +93,30 @@ class Offload:
         return f"optimizer state {words[self.optimizer]}, parameters {words[self.parameters]}"
 
 
-def offloads(path: str = NO_PATH) -> list[Offload]:
-    """Return the offload settings to be tried, from the fastest to the slowest."""
-    ways = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme"))
-    return [Offload(optimizer, parameters, path) for optimizer, parameters in ways]
+_TIERS = ("none", "cpu", "nvme")
+_WAYS = (
+    ("none", "none"),
+    ("cpu", "none"),
+    ("none", "cpu"),
+    ("cpu", "cpu"),
+    ("nvme", "none"),
+    ("none", "nvme"),
+    ("nvme", "cpu"),
+    ("cpu", "nvme"),
+    ("nvme", "nvme"),
+)
+"""Tiers of optimizer and parameters, from the fastest to the slowest."""
+
+
+def offloads(path: str = NO_PATH, *, nested: bool = True) -> list[Offload]:
+    """Return the offload settings to be tried, from the fastest to the slowest. `nested`: only those that keep
+    parameters no farther than the optimizer's state, which moves less often.
+    """
+    return [
+        Offload(optimizer, parameters, path)
+        for optimizer, parameters in _WAYS
+        if not nested or _TIERS.index(parameters) <= _TIERS.index(optimizer)
+    ]
 
 
 @dataclass(frozen=True)
@@ -183,7 +207,7 @@ class Setting:
 
 
 def _slowness(offload: Offload) -> int:
-    return [way.devices for way in offloads()].index(offload.devices)
+    return _WAYS.index(offload.devices)
 
 
 @dataclass(frozen=True)

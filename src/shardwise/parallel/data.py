@@ -42,7 +42,14 @@ def split(batch: Any, group: SequenceGroup | None = None) -> Any:
         >>> end()
     """
     group = group or needed()
-    return _part(complete(batch), group, group.rank)
+    whole = complete(batch)
+    _note_aligned(whole, group)
+    return _part(whole, group.size, group.rank)
+
+
+def first_part(batch: Any, size: int) -> Any:
+    """Return the part of the first of `size` ranks of a batch, as `split`; for plans, also of meta tensors."""
+    return batch if size == 1 else _part(complete(batch), size, 0)
 
 
 def complete(batch: Any) -> Any:
@@ -70,21 +77,20 @@ def _key(batch: Mapping[str, Any]) -> str:
     )
 
 
-def _part(batch: Any, group: SequenceGroup, rank: int) -> Any:
+def _part(batch: Any, size: int, rank: int) -> Any:
     if isinstance(batch, torch.Tensor):
-        return _cut(batch, batch.shape[1] if batch.dim() > 1 else -1, group, rank)
+        return _cut(batch, batch.shape[1] if batch.dim() > 1 else -1, size, rank)
     if isinstance(batch, Mapping):
         key = _key(batch)
         length = batch[key].shape[1]
-        _note_aligned(batch.get("position_ids"), length, group)
         return {
-            name: _cut(value, length, group, rank)
+            name: _cut(value, length, size, rank)
             if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
             else value
             for name, value in batch.items()
         }
     if isinstance(batch, (tuple, list)) and batch and all(isinstance(value, torch.Tensor) for value in batch):
-        parts = [_part(value, group, rank) for value in batch]
+        parts = [_part(value, size, rank) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     raise UsageError(
         f"a batch of type {type(batch).__name__} cannot be split among the ranks of a sequence: expected a tensor, a "
@@ -92,20 +98,22 @@ def _part(batch: Any, group: SequenceGroup, rank: int) -> Any:
     )
 
 
-def _cut(tensor: torch.Tensor, length: int, group: SequenceGroup, rank: int) -> torch.Tensor:
-    if length < group.size:
+def _cut(tensor: torch.Tensor, length: int, size: int, rank: int) -> torch.Tensor:
+    if length < size:
         raise UsageError(
-            f"sequence parallelism: a batch of shape {tuple(tensor.shape)} cannot be split among {group.size} ranks; "
-            f"expected (rows, tokens, ...) with at least {group.size} tokens. Pad it, or lower sequence_parallel_size"
+            f"sequence parallelism: a batch of shape {tuple(tensor.shape)} cannot be split among {size} ranks; "
+            f"expected (rows, tokens, ...) with at least {size} tokens. Pad it, or lower sequence_parallel_size"
         )
-    first, end = run_of(length, group.size, rank)
+    first, end = run_of(length, size, rank)
     return tensor[:, first:end].contiguous()
 
 
-def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
+def _note_aligned(batch: Any, group: SequenceGroup) -> None:
     """Set `SequenceGroup.aligned` if positions restart in each rank's part."""
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if group.aligned or group.size == 1 or not isinstance(positions, torch.Tensor) or positions.is_cuda:
         return
+    length = batch[_key(batch)].shape[1]
     runs = (run_of(length, group.size, rank) for rank in range(group.size))
     parts = [positions.reshape(-1, length)[:, first:end] for first, end in runs]
     group.aligned = all(bool((part == torch.arange(part.shape[1], device=part.device)).all()) for part in parts)
@@ -177,7 +185,8 @@ class RoundRobinLoader:
                 + (f" with {[k for k, v in batch.items() if not isinstance(v, torch.Tensor)]}" if batch else "")
             )
         whole = complete(batch)
-        return [_part(whole, group, rank) for rank in range(group.size)]
+        _note_aligned(whole, group)
+        return [_part(whole, group.size, rank) for rank in range(group.size)]
 
     def _handed_round(
         self, parts: list[dict[str, torch.Tensor]], coming: list[Any], group: SequenceGroup

@@ -134,7 +134,7 @@ def _space(branch: Branch, resolution: Resolution, now: Setting, *, open_micro: 
     stages = TABLE if STAGE in autos else [now.stage]
     open_tiers = [path in autos for path in DEVICES]
     samples = now.micro_batch * now.accumulation
-    for way in offloads(configured.path):
+    for way in offloads(configured.path, nested=False):
         if any(
             not free and own != was for free, own, was in zip(open_tiers, way.devices, configured.devices, strict=True)
         ):

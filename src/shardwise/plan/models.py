@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import CommandLineError
+from shardwise.parallel.data import first_part
 from shardwise.pipeline.transformer import model_loss
 from shardwise.plan.architectures import CONFIGS, SHAPES, Decoder, Layers, Shape, decoder_pipeline
 
@@ -197,10 +198,15 @@ def longest(model: nn.Module) -> int | None:
     return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
-def micro_batch(model: nn.Module, sequences: int, length: int, *, pipeline: bool) -> Any:
+def micro_batch(model: nn.Module, sequences: int, length: int, *, pipeline: bool, parts: int = 1) -> Any:
     """Return a meta batch of token ids for a model, with labels where it takes them; of a pipeline a pair (inputs,
-    labels); None for length 0.
+    labels); None for length 0. `parts`: ranks that share a sequence, of which the first has the batch.
     """
+    whole = _whole(model, sequences, length, pipeline=pipeline)
+    return whole if pipeline or whole is None else first_part(whole, parts)
+
+
+def _whole(model: nn.Module, sequences: int, length: int, *, pipeline: bool) -> Any:
     given = tokens(sequences, length)
     if isinstance(model, Layers) and given is not None:
         return torch.empty(sequences, length, model.width, device="meta")

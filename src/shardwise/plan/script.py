@@ -32,6 +32,7 @@ from shardwise.engine.mesh import requested_by
 from shardwise.engine.pipeline_plans import requested_stages
 from shardwise.engine.stages import as_pipeline
 from shardwise.errors import CommandLineError, ShardwiseError, UsageError
+from shardwise.parallel.data import first_part
 from shardwise.pipe import PipelineModule
 
 Changes = Callable[[dict[str, Any]], dict[str, Any]]
@@ -156,8 +157,9 @@ def _fake_rank(
 
 def _model_of(given: engine_build.EngineArguments, ranks: int, changes: Changes, with_batch: bool) -> ScriptModel:
     model, optimizer = given.model, given.optimizer
-    check_unwrapped(model)
     pipeline = isinstance(model, PipelineModule)
+    if not pipeline:  # the layers of a pipeline may not be there yet
+        check_unwrapped(model)
     requested = requested_by(given.mpu, given.mesh, nn.Module() if pipeline else model, range(ranks))
     settings = load(given.config)
     if isinstance(given.config, Document) and given.config.written is not None:
@@ -177,7 +179,8 @@ def _model_of(given: engine_build.EngineArguments, ranks: int, changes: Changes,
     config = resolve(settings, world_size=ranks, facts=facts).config
     if given.loss_fn is not None and not pipeline:
         model = as_pipeline(model, config.pipeline.partition, given.loss_fn)
-    if isinstance(model, PipelineModule) and model.boundaries is None:
+    if isinstance(model, PipelineModule) and (model.boundaries is None or model.assumed):
+        model.assumed = False  # the plan has the layers of all stages
         model.build([0], 1)
     batch = None
     if with_batch and given.training_data is not None:
@@ -185,5 +188,7 @@ def _model_of(given: engine_build.EngineArguments, ranks: int, changes: Changes,
         batches = Batches(config, FakeCommunicator(1, cpu), cpu)
         batch = next(iter(batches.loader(given.training_data, collate_fn=given.collate_fn)))
         batch = accepted(model, batch)
+        if not isinstance(model, PipelineModule):
+            batch = first_part(batch, config.sequence_parallel_size)
     parameters = None if given.model_parameters is None else list(given.model_parameters)
     return ScriptModel(model, settings, config, optimizer, parameters, batch)

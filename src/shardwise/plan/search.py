@@ -218,8 +218,8 @@ def _no_slower(kind: _Kind) -> Iterator[_Kind]:
     layers not recomputed; and the kind itself.
     """
     ranks, keys, recompute, way, accumulation, stage = kind
-    ways: list[Offload | None] = [None] if way is None else [*offloads(way.path)]
-    for near in ways[: ways.index(way) + 1]:
+    ways = [None] if way is None else [one for one in offloads(way.path, nested=False) if one.is_no_farther(way)]
+    for near in ways:
         for again in {False, recompute}:
             for lower in range(min(stage, 1), stage + 1):
                 yield ranks, keys, again, near, accumulation, lower
@@ -307,7 +307,7 @@ class _State:
         plan = planned.plan
         assert plan is not None
         self._kinds.setdefault(kind, {})[setting.micro_batch] = plan.total or 0, self.seconds(planned)
-        if not plan.fits:
+        if self._rooms and not plan.fits:
             found.too_large += 1
             self._failed[kind] = min(setting.micro_batch, self._failed.get(kind, setting.micro_batch))
             known = found.smallest

@@ -185,7 +185,7 @@ def _planned(
         time,
         time.estimated / time.computing if time.computing else 0.0,
         samples,
-        samples * _length(planners[0].batch),
+        samples * _length(planners[0].batch) * setting.sequence,
         ranks,
         _share_of_peak(positions, time.total, rates.peaks),
         idle,

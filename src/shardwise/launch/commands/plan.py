@@ -321,7 +321,8 @@ def _of_name(request: Request, name: str) -> Subject:
     staged = has_stages(config)
     model = named_model(name, request.recompute, pipeline=staged)
     sequences, length = int(config.train_micro_batch_size_per_gpu or 1), request.tokens(model, name, letters.get("l"))
-    batch = micro_batch(model, sequences, length, pipeline=staged or isinstance(model, PipelineModule))
+    staged = staged or isinstance(model, PipelineModule)
+    batch = micro_batch(model, sequences, length, pipeline=staged, parts=config.sequence_parallel_size)
     sizes = f"{sequences} x {length} tokens" if length else "no activations"
     return Subject(name, model, settings, config, batch, sizes)
 
@@ -344,7 +345,7 @@ def _of_script(request: Request, script: str, arguments: tuple[str, ...]) -> Sub
         sizes = f"{sequences} of training_data"
     elif length := request.tokens(model, script):
         staged = has_stages(config) or isinstance(model, PipelineModule)
-        batch = micro_batch(model, sequences, length, pipeline=staged)
+        batch = micro_batch(model, sequences, length, pipeline=staged, parts=config.sequence_parallel_size)
         sizes = f"{sequences} x {length} token ids, because initialize has no training_data"
     client = {"optimizer": found.optimizer, "model_parameters": found.model_parameters}
     return Subject(script, model, found.settings, config, batch, sizes, client)
