@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise
+from shardwise.engine.choice import sample_of
 from shardwise.engine.plans import MARGIN
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import OutOfMemoryError
@@ -118,6 +119,12 @@ def test_a_sample_of_the_training_data_is_taken() -> None:
     engine = shardwise.initialize(model(), config={**AUTO, "memory_budget": "1300KiB"}, training_data=data).engine
     assert chosen(engine)[2] < 2 * ROWS and next(iter(engine.training_dataloader)).shape[0] == chosen(engine)[2]
     engine.destroy()
+
+
+def test_a_sample_that_only_the_script_can_split_is_not_taken() -> None:
+    data = TensorDataset(torch.ones(2, 6), torch.ones(2))
+    assert sample_of(None, data, None, 2) is None
+    assert [part.shape for part in sample_of(None, data, None, 1)] == [(1, 6), (1,)]
 
 
 class Unreadable(list[torch.Tensor]):

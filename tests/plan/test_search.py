@@ -24,7 +24,7 @@ from shardwise.memory import Tier
 from shardwise.plan.architectures import Decoder, Shape
 from shardwise.plan.clock import StepTime
 from shardwise.plan.cluster import Cluster
-from shardwise.plan.configurations import decoder_of, get_training_config
+from shardwise.plan.configurations import branches, decoder_of, get_training_config
 from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
 from shardwise.plan.layers import DeepPlanner, deep_planner, equal_layers
 from shardwise.plan.search import Branch, Candidate, Objective, candidates, search
@@ -141,6 +141,12 @@ def test_a_configuration_of_a_size_and_a_number_of_cards() -> None:
     assert sum(p.numel() for p in decoder(shape=decoder_of(1.3e9)).parameters()) == pytest.approx(1.3e9, rel=0.1)
     with pytest.raises(UsageError, match="number of parameters"):
         get_training_config(0, 4)
+
+
+def test_ranks_that_share_sequences_are_searched_with_their_part() -> None:
+    config = {**CONFIG, "sequence_parallel_size": 2}
+    (one,) = branches(lambda _: nn.Embedding(8, 4), config, SAMPLE, ranks=[4])
+    assert one.planner.batch.shape == (1, SAMPLE.shape[1] // 2)
 
 
 OWN = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 from collections.abc import Callable, Sequence, Sized
@@ -12,7 +13,7 @@ from torch.utils.data import default_collate
 
 from shardwise.config import Note, Resolution
 from shardwise.config.normalize import put
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel.data import first_part
 from shardwise.pipeline.module import PipelineModule
 from shardwise.utils.logging import logger
@@ -34,10 +35,11 @@ def has_sample(given: Any, data: Any) -> bool:
 
 def sample_of(given: Any, data: Any, collate: Callable[[list[Any]], Any] | None, sequence: int) -> Any:
     """Return the sample batch that was given, or the part of the first of `sequence` ranks of one sample of a dataset
-    with a length; else None.
+    with a length; else None, also of a batch that only the script can split.
     """
     if given is None and has_sample(given, data):
-        return first_part((collate or default_collate)([data[0]]), sequence)
+        with contextlib.suppress(UsageError):
+            return first_part((collate or default_collate)([data[0]]), sequence)
     return given
 
 

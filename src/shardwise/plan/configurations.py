@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.engine.plans import MARGIN, Offload, Room, offloads, planners_of, with_keys
 from shardwise.errors import UsageError
 from shardwise.memory import Tier
+from shardwise.parallel.data import first_part
 from shardwise.plan.architectures import Decoder, Shape
 from shardwise.plan.clock import Rates
 from shardwise.plan.cluster import Cluster
@@ -49,9 +50,8 @@ def branches(
                 keys = {} if size == 1 else {"tensor_parallel": {"autotp_size": size}}
                 own = with_keys(config, {"train_micro_batch_size_per_gpu": 1, **keys})
                 (planner, *_), _ = planners_of(model, own, count)
-                yield Branch(
-                    deep_planner(planner.target, batch, deep=deep), count, (again, size), keys, recompute=again
-                )
+                part = first_part(batch, planner.target.setting.sequence)
+                yield Branch(deep_planner(planner.target, part, deep=deep), count, (again, size), keys, recompute=again)
 
 
 def choose(
