@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.ledger import user_line
 from shardwise.errors import UsageError
+from shardwise.pipeline.module import PipelineModule
 from shardwise.utils.logging import warn_once
 from shardwise.zero.units import released
 
@@ -27,7 +28,8 @@ _MISMATCH = re.compile(r"mixed dtype|(same|but (got|found)).*(BFloat16|Half)|(BF
 
 def check_unwrapped(model: nn.Module) -> None:
     """Raise a UsageError if the model or a submodule is wrapped for distributed training."""
-    for name, module in model.named_modules():
+    parts = model.built_stages if isinstance(model, PipelineModule) else [model]
+    for name, module in (item for part in parts for item in part.named_modules()):
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
                 where = f"its module {name!r} is" if name else "it is"

@@ -187,11 +187,10 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     model, optimizer, model_parameters = given.model, given.optimizer, given.model_parameters
     lr_scheduler, mesh, mpu = given.lr_scheduler, given.mesh, given.mpu
     with refusing(mpu):
+        check_unwrapped(model)
         pipeline = model if isinstance(model, PipelineModule) else None
         # The layers of a pipeline are built below, once the ranks of each stage are known.
         known = model if pipeline is None else nn.Module()
-        for part in chunks_of(model) or [known]:
-            check_unwrapped(part)
         check_lazy(known)
         check_one_device(known)
         # The process group first, because batch sizes depend on the number of ranks.
