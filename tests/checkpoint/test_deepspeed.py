@@ -165,7 +165,7 @@ def test_code_in_a_file_is_refused_and_not_run(where: str, legacy: bool, held: f
     assert proof.exists()  # so it would have run
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 @as_ranks(2)
 def test_what_does_not_fit_the_engine_is_refused(stage: int, held: files.Content, tmp_path: Path) -> None:
     path = str(tmp_path / str(torch.distributed.get_rank()))
@@ -241,7 +241,7 @@ def load_converted(path: str) -> list[int]:
     return [run.engine.global_steps, run.engine.micro_steps]
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), thorough(2, 3), (3, 2)])
 def test_a_checkpoint_is_converted_without_a_model(
     stage: int, world: int, held: files.Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

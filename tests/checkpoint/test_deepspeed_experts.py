@@ -138,7 +138,7 @@ def refused(path: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [thorough(0), 2])
 def test_other_groups_are_refused(stage: int, held: files.Content, tmp_path: Path) -> None:
     files.write(str(tmp_path), "x", held, stage, 2, ep=2)
     for told in run_ranks(refused, 2, str(tmp_path)):

@@ -155,7 +155,7 @@ def known_only_here(path: str, again: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(2), 3])
 def test_what_files_do_not_tell_the_engine_tells_or_nobody(stage: int, held: files.Content, tmp_path: Path) -> None:
     path = write(str(tmp_path / "theirs"), held, 2, None, stage, 2)
     for told in run_ranks(known_only_here, 2, str(tmp_path / "theirs"), str(tmp_path / "again")):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint import Checkpoint, verify
 from tests.checkpoint import job, stages
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 ROOT = Path(__file__).parent / "fixtures"
 CLIENT = {
@@ -120,7 +120,7 @@ def test_the_files_hold_what_was_saved(name: str) -> None:
     assert {**client, "table": None} == {**CLIENT, "table": None}
 
 
-@pytest.mark.parametrize("world", [2, 1])
+@pytest.mark.parametrize("world", [2, thorough(1)])
 @pytest.mark.parametrize("name", ["stage3", "stage1_bf16", "pipeline"])
 def test_an_engine_goes_on_from_it(name: str, world: int) -> None:
     expected = load_file(ROOT / name / "values.safetensors")

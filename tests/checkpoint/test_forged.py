@@ -106,7 +106,7 @@ def test_another_job_in_the_same_directory_is_said_once(tmp_path: Path) -> None:
 
 def test_two_jobs_may_save_into_one_directory(tmp_path: Path) -> None:
     def job(name: str) -> None:
-        for number in range(300):
+        for number in range(100):
             draft = directory.StagingDirectory(str(tmp_path), f"{name}{number % 3}")
             directory.write_file(os.path.join(draft.path, "manifest.json"), b"{}")
             draft.publish()

@@ -263,7 +263,7 @@ def test_a_load_that_is_not_strict_tells_what_differed(saved: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 @on_ranks(2)
 def test_names_may_have_changed(saved: str, stage: int) -> None:
     expected, end = values_in(saved), torch.load(f"{saved}/end.pt", weights_only=True)

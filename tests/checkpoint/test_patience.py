@@ -16,6 +16,7 @@ from shardwise.checkpoint import save as saving
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, as_ranks, config
 from tests.checkpoint.test_async import started
+from tests.harness import thorough
 from tests.harness.logs import logged
 
 
@@ -47,7 +48,7 @@ def test_a_disk_that_hangs_is_given_up_and_the_next_save_works(tmp_path: Path) -
     assert names == {"c", "first", "latest"}
 
 
-@pytest.mark.parametrize("where", ["before the parts", "before the rename", "before latest"])
+@pytest.mark.parametrize("where", ["before the parts", thorough("before the rename"), "before latest"])
 @as_ranks(2)
 def test_a_save_that_rank_0_gave_up_does_not_undo_a_later_one(tmp_path: Path, where: str) -> None:
     settings = config(2, checkpoint={"async_save": True, "keep_last": 1})

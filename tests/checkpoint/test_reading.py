@@ -98,7 +98,7 @@ def load(path: str, trained: bool) -> tuple[int, int]:
     return sum(counts), taken
 
 
-@pytest.mark.parametrize("world", [thorough(1), 2, 3])
+@pytest.mark.parametrize("world", [thorough(1), thorough(2), 3])
 def test_a_resuming_job_reads_optimizer_state_once(saved: str, world: int) -> None:
     """With other cuts than those of the files it is read again, from the page cache."""
     found = run_ranks(load, world, saved, False)

@@ -124,7 +124,7 @@ def test_a_state_dict_that_does_not_fit_is_refused() -> None:
     assert torch.equal(engine.module_state_dict()["embedding.weight"], source["embedding.weight"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 @as_ranks(2)
 def test_a_function_of_the_user_may_load_the_module(stage: int, tmp_path: Path) -> None:
     source = Run(config(stage, "bf16"), seed=1)

@@ -146,7 +146,7 @@ def test_updated_parameters_are_all_that_stays_of_an_all_gather(
     assert watched == [(whole, 0)] * 3 and most <= whole + 512 * world
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 def test_no_activation_that_ranks_exchange_outlives_its_last_reader(stage: int, tmp_path: Path) -> None:
     """Outputs of collectives of tensor, sequence and expert parallelism."""
     outputs, alive = Outputs(), []

@@ -93,7 +93,7 @@ TWO_LEVELS = {
 
 @pytest.mark.parametrize(
     ("world", "stage", "config"),
-    [thorough(2, 3, {}), thorough(3, 3, {}), (2, 0, {}), (2, 3, TWO_LEVELS)],
+    [thorough(2, 3, {}), thorough(3, 3, {}), thorough(2, 0, {}), (2, 3, TWO_LEVELS)],
     ids=["2 ranks", "3 ranks", "stage 0", "replicas"],
 )
 def test_a_late_rank_is_named(world: int, stage: int, config: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from shardwise.comm.groups import PURPOSES
 from shardwise.comm.intra_node_transport import IntraNodeTransport
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import ShardwiseError
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, run_ranks, thorough
 from tests.harness.training import SGD, engine_of
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def different_collectives(same_kind: bool) -> Told:
     return tell(lambda: comm.reduce_scatter([(torch.zeros(4), torch.zeros(8))], "blocks.2").wait())
 
 
-@pytest.mark.parametrize("same_kind", [False, True])
+@pytest.mark.parametrize("same_kind", [thorough(False), True])
 def test_ranks_in_different_collectives_are_compared(same_kind: bool) -> None:
     """Also where sizes differ within a kind, for which Gloo would end the process."""
     results = run_ranks(different_collectives, 2, same_kind)
@@ -140,7 +140,9 @@ def train(how: str, folder: str) -> None:
             engine.step()
 
 
-@pytest.mark.parametrize(("how", "own"), [("save", "exchange 'checkpoint'"), ("skip", "all_reduce 'gradient_norm'")])
+@pytest.mark.parametrize(
+    ("how", "own"), [("save", "exchange 'checkpoint'"), thorough("skip", "all_reduce 'gradient_norm'")]
+)
 def test_an_engine_on_other_ways_than_the_others_says_where_each_rank_is(how: str, own: str, tmp_path) -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(train, 2, how, str(tmp_path))

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.config import resolve
 from shardwise.config.schema_index import lookup
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "from-fsdp.md").read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def loaded(directory: str, stage: int) -> list[tuple[list[str], dict[str, torch.
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [thorough(2), 3])
 def test_checkpoints_of_fsdp2_load_into_an_engine(world: int, tmp_path: Path) -> None:
     run_ranks(saved_by_fsdp2, 2, str(tmp_path))
     saved = torch.load(tmp_path / "consolidated.pt", weights_only=True)

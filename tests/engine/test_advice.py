@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import shardwise
 from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
-from tests.harness import on_ranks
+from tests.harness import on_ranks, thorough
 from tests.harness.engines import end_engines
 from tests.harness.logs import logged
 from tests.harness.training import SGD, config_of
@@ -130,7 +130,7 @@ CASES: dict[Any, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 @on_ranks(2)
 def test_what_a_script_has_not_meant_is_said_once(stage: int) -> None:
     for case, texts in CASES.items():

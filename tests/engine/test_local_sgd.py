@@ -214,7 +214,7 @@ def in_flight(engine: Any) -> int:
 
 @pytest.mark.parametrize(
     ("stage", "size", "mixing", "overlap"),
-    [(1, 1, None, 2), (3, 2, 0.0, 1), thorough(0, 1, 0.25, 1), thorough(0, 2, None, 2)],
+    [thorough(1, 1, None, 2), (3, 2, 0.0, 1), thorough(0, 1, 0.25, 1), thorough(0, 2, None, 2)],
 )
 @on_ranks(4)
 def test_exchanges_overlap_the_following_steps(stage: int, size: int, mixing: float | None, overlap: int) -> None:
@@ -346,7 +346,7 @@ def test_initial_and_changed_parameters_are_those_of_one_rank(stage: int, precis
 
 @pytest.mark.parametrize(
     ("stage", "fragments", "overlap"),
-    [(0, 1, 0), (3, 2, 0), (1, 1, 3), (3, 1, 3), thorough(1, 2, 1), thorough(0, 2, 0)],
+    [(3, 2, 0), (1, 1, 3), thorough(0, 1, 0), thorough(3, 1, 3), thorough(1, 2, 1), thorough(0, 2, 0)],
 )
 @on_ranks(2)
 def test_resumed_between_exchanges(tmp_path: Path, stage: int, fragments: int, overlap: int) -> None:
@@ -420,7 +420,7 @@ def test_loaded_by_other_replicas(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "fragments", "bits", "overlap"),
-    [thorough(0, 1, None, 0), (1, 1, 8, 0), thorough(3, 2, None, 0), (1, 1, None, 1), thorough(3, 1, 8, 1)],
+    [thorough(0, 1, None, 0), (1, 1, 8, 0), thorough(3, 2, None, 0), thorough(1, 1, None, 1), thorough(3, 1, 8, 1)],
 )
 @on_ranks(2)
 def test_memory_is_planned(stage: int, fragments: int, bits: int | None, overlap: int) -> None:

@@ -17,7 +17,7 @@ from tests.device.recording import recording
 from tests.engine.late import late_reads
 from tests.engine.test_idle_steps import exchange_rank, known, same
 from tests.engine.test_tracing import BadGradient
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
 from tests.harness.training import engine_of
 
@@ -91,7 +91,7 @@ def test_a_warning_names_step_rank_and_parameter(stage: int, how: str, config: d
     assert [s[:2] for s in seen] == [(True, 0)] * 3  # as it always was
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_steps_are_skipped_or_end_the_run(stage: int) -> None:
     for config in ({"non_finite": "skip"}, {"bf16": {"check_grad_overflow": True}}):
         (told, seen), _ = run_ranks(spoilt_at, 2, stage, "gradient", False, config)

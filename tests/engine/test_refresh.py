@@ -230,7 +230,7 @@ def test_other_precisions_tiers_and_optimizers_keep_their_state(kind: str, tmp_p
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 @on_ranks(2)
 def test_a_refreshed_engine_holds_no_more_than_a_new_one(stage: int) -> None:
     found = []

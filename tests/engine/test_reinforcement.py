@@ -203,7 +203,7 @@ def ppo(stage: int, expected: dict[str, Tensors]) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", [3, thorough(0), thorough(1), 2])
+@pytest.mark.parametrize("stage", [3, *map(thorough, range(3))])
 def test_ppo_of_five_engines_is_that_of_one_process(stage: int) -> None:
     run_ranks(ppo, 2, stage, plain_ppo(2))
 

@@ -15,7 +15,7 @@ import shardwise
 from shardwise.data import RepeatingLoader
 from shardwise.errors import ConfigError, UsageError
 from shardwise.utils import safe_get_full_fp32_param
-from tests.harness import of_all_ranks, on_ranks
+from tests.harness import of_all_ranks, on_ranks, thorough
 from tests.harness.training import parameters_digest
 from tests.parallel.tensor.together import RULES, decoder
 
@@ -98,7 +98,7 @@ def test_training_is_that_of_one_process(stage: int, accumulation: int) -> None:
     assert engine.last_step.samples == 2 * MEAN * accumulation == engine.global_samples / STEPS
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 @on_ranks(2)
 def test_parts_follow_measured_speed(stage: int) -> None:
     """One rank takes longer for a sample, and waits of the other are not its work."""

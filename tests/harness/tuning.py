@@ -77,7 +77,7 @@ def pretended_launcher(place: Path) -> tuple[str, ...]:
 
 def configure(place: Path, **section: Any) -> None:
     """Write the user's configuration."""
-    options = {"time_limit": 3, **section}
+    options = {"time_limit": 2, **section}
     (place / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 16, "autotuning": options}))
 
 

@@ -75,7 +75,7 @@ def phases(stage: int, lora: bool, section: dict[str, Any], zero: dict[str, Any]
 @pytest.mark.parametrize(
     ("stage", "lora", "section", "zero"),
     [
-        (0, False, {"inference_tp_size": 2}, {}),
+        thorough(0, False, {"inference_tp_size": 2}, {}),
         (3, True, {}, {}),
         (3, False, {"inference_tp_size": 2, "pin_parameters": False}, {"offload_param": {"device": "cpu"}}),
         thorough(1, True, {"inference_tp_size": 2}, {}),
@@ -118,7 +118,7 @@ def window(stage: int, section: dict[str, Any], zero: dict[str, Any]) -> Any:
     ("stage", "section", "zero"),
     [
         (0, {"inference_tp_size": 2}, {}),
-        (2, {"pin_parameters": False}, {}),
+        thorough(2, {"pin_parameters": False}, {}),
         (3, {}, {}),
         thorough(3, {"inference_tp_size": 2}, {"offload_param": {"device": "cpu"}}),
     ],
@@ -196,7 +196,7 @@ def refreshed(stage: int, section: dict[str, Any]) -> Any:
     return found, launched
 
 
-@pytest.mark.parametrize(("stage", "section"), [(1, {"inference_tp_size": 2}), (3, {})])
+@pytest.mark.parametrize(("stage", "section"), [(1, {"inference_tp_size": 2}), thorough(3, {})])
 def test_answers_follow_a_refresh(stage: int, section: dict[str, Any]) -> None:
     for (first, wanted, second), launched in run_ranks(refreshed, 2, stage, section):
         assert first == wanted == second

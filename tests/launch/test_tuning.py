@@ -43,7 +43,7 @@ def test_every_end_of_a_run_is_a_result(place: Path) -> None:
     assert ends == {
         1: ("failed", ends[1][1]),
         2: ("failed", "ValueError: bad batch"),
-        4: ("time limit", "no result after 3 s (autotuning.time_limit)"),
+        4: ("time limit", "no result after 2 s (autotuning.time_limit)"),
         8: ("not as configured", ends[8][1]),
         16: ("measured", ""),
         32: ("out of memory", "shardwise.memory.OutOfMemoryError: no room"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.memory import Category, memory_sources, track_activations
 from shardwise.optim import Muon
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 from tests.harness.training import engine_of
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -88,7 +88,7 @@ def mixed(stage: int) -> Any:
     return held, row.planned, row.floor
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "world"), [thorough(0, 1), (1, 2), thorough(2, 1), (3, 2)])
 def test_both_kinds_of_stepping_are_told(stage: int, world: int) -> None:
     matrices, rest = 300 * (60 + 41), 300 * 3 + 41
     told = run_ranks(mixed, world, stage)

@@ -282,7 +282,7 @@ class Recomputed(Model):
         return self.head(values).square().mean() + total
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("recompute", 3), ("offload", 2), thorough("offload", 3)])
+@pytest.mark.parametrize(("kind", "stage"), [("recompute", 3), thorough("offload", 2), thorough("offload", 3)])
 @on_ranks(4)
 def test_bits_beside_other_features(kind: str, stage: int) -> None:
     found = []

@@ -35,7 +35,7 @@ def problems(directory: Path, stage: int, place: str, *, world: int = 2) -> list
     return [str(problem) for problem in checking.check(traces)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [thorough(1), 2])
 @pytest.mark.parametrize("place", [p if p == "some parameters near" else thorough(p) for p in PLACES])
 def test_every_schedule_is_in_order(tmp_path: Path, place: str, world: int) -> None:
     assert problems(tmp_path, 3, place, world=world) == []

@@ -294,11 +294,11 @@ def test_second_moments_in_bf16_can_fall() -> None:
     optimizer = AdamW([weight], lr=0.0, state_dtype=torch.bfloat16)
     step_with(optimizer, gradients=[(weight, torch.ones(4096))])
     first = float(optimizer.state[weight]["exp_avg_sq"].float().mean())
-    for _ in range(500):
+    for _ in range(200):
         step_with(optimizer, gradients=[(weight, torch.zeros(4096))])
     last = optimizer.state[weight]["exp_avg_sq"]
     assert last.dtype is torch.bfloat16
-    assert float(last.float().mean()) == pytest.approx(first * 0.999**500, rel=0.01)
+    assert float(last.float().mean()) == pytest.approx(first * 0.999**200, rel=0.01)
 
 
 @pytest.mark.parametrize(("cls", "states"), [(AdamW, 2), (Adagrad, 1), (Lion, 1)])

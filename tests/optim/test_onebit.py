@@ -113,7 +113,7 @@ def test_the_first_steps_are_bit_for_bit_the_plain_optimizer(name: str) -> None:
         assert found[0] == found[1], setting
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 @on_ranks(1)
 def test_one_rank_has_nothing_to_send_and_is_exact(name: str) -> None:
     found = []
@@ -429,7 +429,7 @@ def test_between_averages_ranks_differ_and_can_be_made_equal(tmp_path: Path) -> 
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 @on_ranks(2)
 def test_state_is_adopted_read_and_set(name: str) -> None:
     case = CASES["gpt_groups"]

@@ -121,7 +121,7 @@ def train(stage: int, tiled: bool) -> Any:
     return grads
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 @on_ranks(2)
 def test_parameters_that_are_gathered(stage: int) -> None:
     plain, tiled = (train(stage, how) for how in (False, True))

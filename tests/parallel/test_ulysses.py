@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.parallel import DistributedAttention, begin, end
-from tests.harness import run_ranks
+from tests.harness import run_ranks, thorough
 
 ROWS, WIDTH = 2, 8
 
@@ -67,7 +67,7 @@ def shared(heads: int, keys: int, lengths: list[int], transposed: bool) -> Any:
         (6, 2, [5, 4, 4, 4]),  # ranks whose query heads belong to several key heads
     ],
 )
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [thorough(False), True])
 def test_attention_and_gradients_are_those_of_one_process(
     heads: int, keys: int, lengths: list[int], transposed: bool
 ) -> None:

@@ -182,7 +182,11 @@ def with_loss(name: str, evaluates: bool) -> str:
 
 @pytest.mark.parametrize(
     ("name", "evaluates"),
-    [("vector", False), ("number", True), *(thorough(name, False) for name in ("nothing", "number", "detached"))],
+    [
+        ("number", True),
+        thorough("vector", False),
+        *(thorough(name, False) for name in ("nothing", "number", "detached")),
+    ],
 )
 def test_a_loss_that_is_no_number_is_refused_with_stage_and_micro_batch(name: str, evaluates: bool) -> None:
     first, second = run_ranks(with_loss, 2, name, evaluates)

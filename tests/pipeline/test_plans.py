@@ -176,14 +176,14 @@ def plans_of(setting: Setting, ranks: int, **more: Any) -> MemoryPlans:
 
 
 def test_one_process_plans_all_positions_as_the_ranks_do() -> None:
-    setting = setting_of(2, "zb-h1", 1)
+    setting = setting_of(2, "zb-h1", 1, micro_batches=3)
     plans = plans_of(setting, 2)
     assert [plan.position for plan in plans.plans] == [0, 1] and not any(plan.note for plan in plans.plans)
     for rank, planned in enumerate(run_ranks(planned_by, 2, setting)):
         assert plans.plans[rank].peaks | {"total": plans.plans[rank].total} == planned
     facts = plans.schedule
     assert facts is not None and facts.layers == ("0 to 3", "4 to 8") and facts.in_flight == (2, 2)
-    assert facts.idle == simulate(make_schedule("zb-h1", 2, 6)).idle
+    assert facts.idle == simulate(make_schedule("zb-h1", 2, 3)).idle
     # The second rank computes the logits, too, which takes the first one's time of waiting.
     assert facts.idle_by_flops is not None and facts.idle_by_flops[1] < facts.idle[1] < facts.idle_by_flops[0]
 

@@ -153,7 +153,7 @@ def frozen_last() -> list[Any]:
     [
         (frozen_middle, 3, 0),
         (frozen_first, 2, 1),
-        (frozen_last, 2, 1),
+        thorough(frozen_last, 2, 1),
         thorough(adapted, 2, 1),
         thorough(adapted, 3, 3),
         thorough(frozen_middle, 3, 2),

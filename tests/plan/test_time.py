@@ -53,7 +53,7 @@ def recorded(stage: int, ranks: int = 2, accumulation: int = 1) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), 3])
 @on_ranks(2)
 def test_recorded_collectives_are_those_of_an_engine(stage: int) -> None:
     events = [event for one in recorded(stage, accumulation=2).passes for _, event in one.events]
@@ -93,7 +93,7 @@ def test_flops_are_those_of_the_profiler() -> None:
     assert sum(operator.flops for operator in operators) == sum(count.flops.values()) > 0
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_work_is_counted_by_unit(stage: int) -> None:
     (planner,), _ = planners_of(GPT(), config_of(stage), 2, batch())
     recorder = Recorder(by_unit=True)

@@ -24,7 +24,7 @@ from shardwise.memory import Category, Tier, track_activations
 from shardwise.recompute import settings
 from shardwise.utils import safe_get_full_grad
 from shardwise_deepspeed import checkpointing as script
-from tests.harness import on_ranks
+from tests.harness import on_ranks, thorough
 from tests.harness.training import ADAMW, engine_of
 from tests.models import GPT, language_loss
 
@@ -64,7 +64,7 @@ def trained(runner: str, stage: int, selective: str | None = None) -> tuple[list
     return found, peak
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 @on_ranks(2)
 def test_gradients_are_the_same_and_memory_is_less(stage: int) -> None:
     gradients, most = trained("kept", stage)

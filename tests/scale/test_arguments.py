@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import DesyncError, ShardwiseError
-from tests.harness import of_all_ranks, on_ranks, run_ranks
+from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.engines import forget_engines
 from tests.scale.test_groups import TENSOR, Net
 
@@ -73,7 +73,7 @@ def from_first(stage: int, spread: bool) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in model.state_dict().items() if "running" not in name}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), 3])
 def test_a_model_on_the_meta_device_but_on_rank_0_gets_the_values_of_rank_0(stage: int) -> None:
     plain = run_ranks(from_first, 2, stage, False)[0]
     assert run_ranks(from_first, 2, stage, True) == [plain, plain]

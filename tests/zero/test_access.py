@@ -10,13 +10,13 @@ from torch import nn
 
 from shardwise import utils
 from shardwise.memory import Accountant, track_activations
-from tests.harness import on_ranks
+from tests.harness import on_ranks, thorough
 from tests.harness.training import ADAMW, engine_of
 
-LARGE = (1024, 4096)
+LARGE = (512, 2048)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 @on_ranks(4)
 def test_whole_tensors_cost_one_parameter_on_any_number_of_ranks(stage: int) -> None:
     torch.manual_seed(0)

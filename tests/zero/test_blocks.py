@@ -51,7 +51,7 @@ def problems(number: int, world: int, who: str, zero: tuple[tuple[str, Any], ...
 GROUPS = {"all": (2, ()), "hsdp": (4, (("mics_shard_size", 2),)), "hpz": (4, (("zero_hpz_partition_size", 2),))}
 
 
-@pytest.mark.parametrize(("groups", "who"), [("all", "device"), ("hsdp", "device"), ("hpz", "host")])
+@pytest.mark.parametrize(("groups", "who"), [("all", "device"), thorough("hsdp", "device"), ("hpz", "host")])
 def test_streams_are_in_order_whatever_blocks_ranks_call(groups: str, who: str) -> None:
     """A rank of this schedule also fetches units whose gathers it has launched ahead."""
     assert problems(3, GROUPS[groups][0], who, GROUPS[groups][1]) == []

@@ -107,7 +107,7 @@ def losses_of(form: str, backend: Backend, stage: int) -> tuple[list[float], lis
 
 @pytest.mark.parametrize(
     ("stage", "forms"),
-    [(0, ("blocks",)), (3, ("engine", "wrapped blocks", "step")), thorough(3, FORMS)],
+    [(3, ("engine", "wrapped blocks", "step")), thorough(0, ("blocks",)), thorough(3, FORMS)],
 )
 @on_ranks(2)
 def test_every_way_to_compile_trains_as_if_it_were_not_compiled(stage: int, forms: tuple[str, ...]) -> None:
@@ -119,7 +119,7 @@ def test_every_way_to_compile_trains_as_if_it_were_not_compiled(stage: int, form
         assert compiled[-1] == compiled[0], (form, compiled)  # nothing that guards compare changes between steps
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 def test_a_unit_of_a_compiled_engine_is_one_graph(stage: int) -> None:
     """No hook of the engine divides a block: its graph has a third of the operators of three blocks."""
     sizes: list[int] = []

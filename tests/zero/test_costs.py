@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.memory import Category
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import DTYPES, SGD, Setting, each, engine_of, start, take_steps
 from tests.models import CASES
 
@@ -46,7 +46,10 @@ def resident(name: str, setting: Setting) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "world", "cap", "precisions"),
-    [("gpt", 2, None, ("bf16", "fp32", "fp32", "fp32")), ("frozen_half", 3, 50, ("fp32", "bf16", "bf16", "bf16"))],
+    [
+        thorough("gpt", 2, None, ("bf16", "fp32", "fp32", "fp32")),
+        ("frozen_half", 3, 50, ("fp32", "bf16", "bf16", "bf16")),
+    ],
 )
 def test_resident_bytes_are_those_of_the_table(
     name: str, world: int, cap: int | None, precisions: tuple[str, ...]

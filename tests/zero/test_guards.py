@@ -17,7 +17,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
 from tests.harness.training import each, engine_of, masters
 
@@ -83,7 +83,8 @@ def changed_between_steps(stage: int, precision: str, kind: type, how: str) -> l
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "kind"), [(0, "fp32", torch.optim.SGD), (1, "bf16", WholeSGD), (2, "bf16", torch.optim.SGD)]
+    ("stage", "precision", "kind"),
+    [thorough(0, "fp32", torch.optim.SGD), (1, "bf16", WholeSGD), (2, "bf16", torch.optim.SGD)],
 )
 def test_changes_between_steps_reach_the_master_weights(stage: int, precision: str, kind: type) -> None:
     ways = [(stage, precision, kind, how) for how in ("before", "load", "submodules", "in place")]
@@ -226,7 +227,7 @@ ATTACHMENTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 @on_ranks(2)
 def test_parameters_attached_to_something_empty_are_named(stage: int) -> None:
     for name, attach in ATTACHMENTS.items():

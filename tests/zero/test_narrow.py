@@ -12,7 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import narrow, part_of
-from tests.harness import RankFailure, on_ranks, run_ranks
+from tests.harness import RankFailure, on_ranks, run_ranks, thorough
 from tests.harness.training import engine_of
 
 TP = 2
@@ -77,7 +77,7 @@ def taken(whole: torch.Tensor, box: list[Any]) -> torch.Tensor:
     return whole
 
 
-@pytest.mark.parametrize("how", ["plain", "meta", "init"])
+@pytest.mark.parametrize("how", ["plain", thorough("meta"), "init"])
 @on_ranks(4)
 def test_parts_of_a_model_however_it_was_built(how: str) -> None:
     model = build(how)

@@ -13,7 +13,7 @@ from shardwise.config import names as known
 from shardwise.errors import ConfigError, UsageError
 from shardwise.optim import build
 from shardwise.utils import safe_get_full_optimizer_state
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import (
     Setting,
     Tensors,
@@ -47,12 +47,12 @@ def test_every_name_trains_at_every_stage() -> None:
         def make(groups: Any, name: str = name) -> torch.optim.Optimizer:
             return build(name, groups, options_of(name), device="cpu")
 
-        loop, exact = (plain(WITH_BIASES, Setting(), 2, 3, wide=wide, optimizer=make) for wide in (False, True))
+        loop, exact = (plain(WITH_BIASES, Setting(), 2, 2, wide=wide, optimizer=make) for wide in (False, True))
         digests = set()
         for stage in (0,) if name in known.ONEBIT_STAGES else (0, 3):
             config = {**Setting(stage=stage).config(), "optimizer": {"type": name, "params": options_of(name)}}
             engine, *_ = shardwise.initialize(model=WITH_BIASES.make(), config=config)
-            take_steps(engine, WITH_BIASES, range(3))
+            take_steps(engine, WITH_BIASES, range(2))
             found = masters(engine.module)
             digests.add(digest(list(found.values())) + parameters_digest(engine.module))
             # Orthogonalisation amplifies rounding of small singular values, in whichever order sums are formed.
@@ -77,7 +77,7 @@ def warmed_up(kind: str, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 # An Adam step divides by a square root that may be small, and Muon's iteration amplifies rounding of the gradient.
-@pytest.mark.parametrize(("kind", "bound"), [("own Adagrad", 2e-5), ("subclass", 2e-5), ("Muon", 2e-3)])
+@pytest.mark.parametrize(("kind", "bound"), [("own Adagrad", 2e-5), thorough("subclass", 2e-5), ("Muon", 2e-3)])
 @on_ranks(2)
 def test_existing_state_is_sharded_with_its_optimizer(kind: str, bound: float) -> None:
     case = CASES["gpt_groups"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.errors import UsageError
-from tests.harness import on_ranks
+from tests.harness import on_ranks, thorough
 from tests.harness.training import assert_close, engine_of, make_optimizer, masters
 from tests.zero.test_loops import network, noise, plain_adversarial
 
@@ -29,7 +29,7 @@ def adversaries(*scales: float | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("scales", [(64.0, 1024.0), (None, 1024.0)])
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", [True, thorough(False)])
 @on_ranks(2)
 def test_a_gradient_through_another_engine_has_one_scale(told: bool, scales: tuple[float | None, float]) -> None:
     generator, critic = adversaries(*scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ import shardwise
 from shardwise.engine.window import checked_weight
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import (
     Setting,
     Tensors,
@@ -215,7 +216,12 @@ def loop_of_windows(world: int) -> tuple[list[Tensors], Tensors]:
 
 @pytest.mark.parametrize(
     ("stage", "declared", "unsynchronised"),
-    [(0, False, False), (1, True, False), (2, False, False), (3, True, False), (0, True, True), (1, True, True)],
+    [
+        (0, False, False),
+        (3, True, False),
+        (1, True, True),
+        *itertools.starmap(thorough, [(1, True, False), (2, False, False), (0, True, True)]),
+    ],
 )
 @on_ranks(2)
 def test_windows_of_the_script(stage: int, declared: bool, unsynchronised: bool) -> None:
@@ -266,7 +272,8 @@ def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local(
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulate"), [(0, None), (1, None), (2, None), (3, None), (0, "bf16"), (3, "bf16")]
+    ("stage", "accumulate"),
+    [(0, None), (3, None), (3, "bf16"), *itertools.starmap(thorough, [(1, None), (2, None), (0, "bf16")])],
 )
 @on_ranks(2)
 def test_small_gradients_are_not_lost_on_large_ones(stage: int, accumulate: str | None) -> None:
@@ -297,8 +304,8 @@ SCALING = {"initial_scale_power": 8, "loss_scale_window": 1}
 @pytest.mark.parametrize(
     "config",
     [
-        configured(0, **SCRIPT),
-        configured(1, fp16={"enabled": True, **SCALING}),
+        thorough(configured(0, **SCRIPT)),
+        thorough(configured(1, fp16={"enabled": True, **SCALING})),
         configured(2, torch_autocast={"enabled": True, "dtype": "fp16"}, fp16=SCALING, **SCRIPT),
         configured(3, torch_autocast={"enabled": True}),
     ],

@@ -6,9 +6,8 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -39,27 +38,27 @@ class Key:
     kind: Literal["value", "section", "list", "named", "free"]
     child: type[ConfigSection] | None
 
-    @property
+    @cached_property
     def extra(self) -> dict[str, Any]:
         """Extra data of the schema (other names, replacement, no effect, note on the default)."""
         return self.field.json_schema_extra if isinstance(self.field.json_schema_extra, dict) else {}
 
-    @property
+    @cached_property
     def spellings(self) -> tuple[str, ...]:
         """The canonical name and every other accepted one."""
         return (self.name, *self.extra.get(OTHER_NAMES, ()))
 
-    @property
+    @cached_property
     def replacement(self) -> str:
         """Dotted path of the key that replaced this one, or an empty string."""
         return str(self.extra.get(DEPRECATED_FOR, ""))
 
-    @property
+    @cached_property
     def no_effect(self) -> str:
         """Reason why the key changes nothing here, or an empty string."""
         return str(self.extra.get(NO_EFFECT, ""))
 
-    @property
+    @cached_property
     def secret(self) -> bool:
         """Whether the value is masked in output."""
         return bool(self.extra.get(SECRET))
@@ -126,15 +125,18 @@ def takes_any_key(section: type[ConfigSection]) -> bool:
     return section.model_config.get("extra") == "allow"
 
 
-def walk(section: type[ConfigSection] = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
-    """Yield every key of the schema with its path; `[]` stands for a list index, `*` for any name."""
+@cache
+def walk(section: type[ConfigSection] = Config, path: tuple[str, ...] = ()) -> tuple[tuple[tuple[str, ...], Key], ...]:
+    """Return every key of the schema with its path; `[]` stands for a list index, `*` for any name."""
+    found: list[tuple[tuple[str, ...], Key]] = []
     for spelling, key in keys_of(section).items():
         if spelling != key.name:
             continue
         here = (*path, key.name)
-        yield here, key
+        found.append((here, key))
         if key.child is not None:
-            yield from walk(key.child, (*here, *_BELOW.get(key.kind, ())))
+            found += walk(key.child, (*here, *_BELOW.get(key.kind, ())))
+    return tuple(found)
 
 
 def lookup(path: str) -> Key:

@@ -36,9 +36,11 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[li
     read: list[Note] = []
     listed: set[tuple[str, ...]] = set()
     for path, key in walk():
+        if path not in found.given or "*" in path:
+            continue
         client = clients.get(".".join(path))
         within = any(path[:depth] in listed for depth in range(1, len(path)))
-        if path not in found.given or "*" in path or (within and client is None):
+        if within and client is None:
             continue
         value = value_at(config, ".".join(path))
         off = "" if _holds_anyway(path, config) else _switched_off(key, value)

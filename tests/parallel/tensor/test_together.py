@@ -237,7 +237,7 @@ FOURS = [(2, 1, 0), (1, 2, 0), (1, 1, 2), (2, 2, 0), (2, 1, 2), (1, 2, 2), (2, 2
     "cases",
     [
         PAIRS,
-        [Case(3, Mesh(4))],  # one copy of the model has no labels, and exchanges more than the other
+        thorough([Case(3, Mesh(4))]),  # one copy of the model has no labels, and exchanges more than the other
         *(thorough([Case(stage, Mesh(4, *ranks)) for ranks in FOURS]) for stage in range(4)),
     ],
     ids=["2", "4", *(f"stage {stage}" for stage in range(4))],

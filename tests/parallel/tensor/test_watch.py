@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ConfigError
 from shardwise.parallel.tensor.check import Comparison
-from tests.harness import on_ranks
+from tests.harness import on_ranks, thorough
 from tests.parallel.tensor.test_division import Refused, alone, config, differing, gradients
 
 WIDTH = 8
@@ -263,7 +263,7 @@ def test_norms_with_several_names_and_blocks_of_a_ranks_tokens() -> None:
     assert "its input 0 of shape [2, 2, 8] differs between the ranks" in tail, tail
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [thorough(0), 3])
 @on_ranks(2)
 def test_a_divided_weight_used_by_hand_among_sharded_tokens_is_refused(stage: int) -> None:
     """All ranks have one loss, because each rank's wrong tokens are put together."""
