@@ -374,6 +374,12 @@ def is_fake_group(group: dist.ProcessGroup | None = None) -> bool:
     return dist.get_backend(group) == "fake"
 
 
+def dtype_of_to(*args: Any, **kwargs: Any) -> torch.dtype | None:
+    """Return the dtype to which arguments of `Module.to` convert; None: they only move."""
+    found: torch.dtype | None = torch._C._nn._parse_to(*args, **kwargs)[1]
+    return found
+
+
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Give modules that are built inside the block parameters without values, on the meta device, which takes no memory
@@ -393,7 +399,7 @@ def parameters_on_meta() -> Iterator[None]:
         module._parameters[name] = known[param]
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        dtype = dtype_of_to(*args, **kwargs)
         return module if dtype is None else originals["to"](module, dtype)
 
     torch.nn.Module.register_parameter = register_parameter  # type: ignore[assignment,method-assign]

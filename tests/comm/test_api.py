@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
@@ -70,12 +71,14 @@ def test_a_name_in_the_log_leaves_time_and_bandwidth() -> None:
         for name in ("is_available", "is_initialized"):
             patch.setattr(torch.cuda, name, lambda: True)
         patch.setattr(torch.cuda, "synchronize", lambda: called.append("wait"))
+        stream = SimpleNamespace(synchronize=lambda: called.append("wait for the stream"))
+        patch.setattr(torch.cuda, "current_stream", lambda: stream)
         patch.setattr(torch.distributed, "all_reduce", lambda *given: called.append("launch") or reduce(*given))
         for logged in (None, "mine"):
             api.all_reduce(torch.ones(4), prof=True, log_name=logged)
         api.all_reduce(torch.ones(4), async_op=True, prof=True, log_name="later").wait()
     # Work before a collective is no part of its time, and a collective that does not block waits for nothing.
-    assert called == ["wait", "launch", "wait"] * 2 + ["launch"]
+    assert called == ["wait for the stream", "launch", "wait"] * 2 + ["launch"]
     for name in ("all_reduce", "mine"):
         _, (milliseconds,), (algorithm,), (bus,) = comms_logger.comms_dict[name][16]
         assert (algorithm, bus) == pytest.approx((2 * 16 * 8 / milliseconds / 1e6, 16 * 8 / milliseconds / 1e6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -260,7 +261,9 @@ def under_limit(room: int, width: int, config: dict[str, Any], world: int = 1) -
 @pytest.mark.slow
 def test_memory_that_runs_out_under_a_limit() -> None:
     (told,) = under_limit(400, 16384, {"train_micro_batch_size_per_gpu": 512, "optimizer": OPTIMIZER})
-    assert "rank 0 has run out of memory in engine.backward(): " in told["text"] and told["cause"] == "RuntimeError"
+    # How much the process maps before differs between processors.
+    assert re.search(r"rank 0 has run out of memory in (engine\.backward\(\)|the engine's forward\(\)): ", told["text"])
+    assert told["cause"] == "RuntimeError"
     assert "Limit: RLIMIT_AS" in told["text"]
     assert told["requested"] >= 16 * MIB
 

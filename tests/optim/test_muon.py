@@ -228,3 +228,16 @@ def test_groups_of_one_kind_stay_the_dictionaries_of_the_caller() -> None:
     optimizer = Muon([matrices, vectors])
     assert optimizer.param_groups[0] is matrices and optimizer.param_groups[1] is vectors
     assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+
+
+def test_states_of_earlier_versions_and_costs_of_tensors_that_are_one_matrix() -> None:
+    weight = nn.Parameter(torch.ones(4, 3, 2, 2))
+    optimizer = Muon([weight], lr=0.1, stacked=False)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["stacked"]
+    optimizer.load_state_dict(state)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not torch.equal(weight, torch.ones_like(weight))
+    assert optimizer.shardwise_cost((4, 3, 2, 2)) == optimizer.shardwise_cost((4, 12))

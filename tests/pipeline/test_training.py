@@ -104,6 +104,8 @@ def test_changes_of_modules_before_the_engine_are_kept_or_refused() -> None:
     assert [name for name, _ in model.named_children()] == ["layers"]
     with pytest.raises(UsageError, match="the modules of this rank are unknown before its stages are built"):
         model_of(None).half()
+    for moved in (model_of(None).to("cpu"), model_of(None).cpu()):
+        assert moved.boundaries is None
 
 
 @on_ranks(2)

@@ -188,6 +188,9 @@ class Evaluating(torch.optim.SGD):
             for p in group["params"]:
                 p.mul_(0)
 
+    def train(self) -> None:
+        """Keep the parameters."""
+
 
 class EvaluatingByElement(Evaluating):
     shardwise_sharding = "elementwise"
@@ -205,6 +208,19 @@ def test_the_model_has_what_an_optimizer_writes_for_evaluation() -> None:
         assert not engine(x).any()
         engine.destroy()
         assert "eval" not in vars(engine.optimizer)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_stays_in_its_mode_publishes_nothing() -> None:
+    """Trainers call train() for each micro-batch."""
+    engine = engine_of(nn.Linear(5, 3), 1, lambda ps: Evaluating(ps, lr=0.1), bf16={"enabled": True})
+    for group in engine.optimizer.param_groups:
+        group["train_mode"] = False
+    engine.ledger.reset()
+    engine.optimizer.eval()
+    assert not engine.ledger.totals
+    engine.optimizer.train()
+    assert engine.ledger.totals
 
 
 # -- ways of giving an optimizer ---------------------------------------------------------------------------------------

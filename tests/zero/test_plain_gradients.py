@@ -96,6 +96,20 @@ def test_parameters_that_require_gradients_later(op: str) -> None:
 
 
 @on_ranks(2)
+def test_a_parameter_frozen_within_a_window_is_averaged_with_it() -> None:
+    model, rank = Branches(), dist.get_rank()
+    engine = engine_of(model, 0)
+    with engine.no_sync():
+        engine.backward(engine(batch(rank, 0), rank))
+    model.first.requires_grad_(False)
+    engine.backward(engine(batch(rank, 1), rank))
+    for parameter in model.first.parameters():
+        grads = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(grads, parameter.grad)
+        assert torch.equal(*grads)
+
+
+@on_ranks(2)
 def test_local_gradients_that_a_script_changes_are_refused() -> None:
     engine, rank = made("sum"), dist.get_rank()
     with engine.no_sync():

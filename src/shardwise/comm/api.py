@@ -140,7 +140,7 @@ def _collective(
                     comms_logger.append, name, size, world=world, line=line, name=logged, requested=requested
                 )
                 if not (given.get("async_op") or name in _BEGUN):
-                    _await_device()  # because its earlier work is no part of the time
+                    _await_device(whole=False)  # because its earlier work is no part of the time
             launch = _RENAMED.get(name) or getattr(dist, name)
             start = time.perf_counter()
             work = launch(*(given[argument] for argument in passed))
@@ -163,9 +163,10 @@ def _collective(
     return decorate
 
 
-def _await_device() -> None:
+def _await_device(*, whole: bool = True) -> None:
+    """Wait for the GPU; not `whole`: for the current stream, because others may wait for what is not launched yet."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        (torch.cuda if whole else torch.cuda.current_stream()).synchronize()
 
 
 def _of_log(*, prof: bool = False, log_name: str | None = None, debug: Any = None) -> None:

@@ -63,6 +63,10 @@ def close_former_engine(model: nn.Module) -> None:
             "engine.destroy() to do so explicitly"
         )
         engine = None if former.model.engine is None else former.model.engine()
+        if engine is not None and engine._tensors is not None and engine._tensors.of_dtensors:
+            raise UsageError(
+                "initialize(): the model's DTensors belong to an engine. Call engine.destroy() first: it restores them"
+            )
         if engine is not None:
             engine.destroy()
         former.model.close()

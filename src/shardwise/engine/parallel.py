@@ -193,6 +193,11 @@ class SharedTensors:
         self._hooks: list[RemovableHandle] = []
         self._compared = False
 
+    @property
+    def of_dtensors(self) -> bool:
+        """Whether the model's DTensors are local tensors while this engine is open."""
+        return bool(self._dtensors)
+
     def exchange(self, optimizer: Any, parameters: Any) -> Any:
         """Replace the parameters of optimizer and client list by the model's current ones; return the list."""
         return self._dtensors.exchange(optimizer, parameters) if self._dtensors else parameters

@@ -127,6 +127,10 @@ def give_methods(optimizer: torch.optim.Optimizer, engine: Any) -> None:
             assert owner is not None
             sharded: ShardedModel = owner.sharded
             sharded.check_there(f"optimizer.{name}()")
+            # Schedule-free optimizers write nothing while the mode stays; trainers call train() for each micro-batch.
+            modes = {group.get("train_mode") for group in optimizer.param_groups}
+            if modes == {name == "train"} and name != "swap_swa_sgd":
+                return original(*args, **kwargs)
             with sharded.state.writing_masters():
                 return original(*args, **kwargs)
 

@@ -143,8 +143,8 @@ def _works(device: torch.device) -> tuple[Callable[[], object], Callable[[], obj
     width = _WIDTHS[1]
     with device:
         model = Decoder(Shape(1, width, width // 64, _WORDS))
-        source = torch.rand(4 << 20)
-        batch = torch.zeros(_ROWS, _LENGTH, dtype=torch.int64)
+    source = torch.rand(4 << 20, device=device)
+    batch = torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device=device)
     target = torch.empty_like(source)
 
     def move() -> None:
@@ -178,8 +178,9 @@ def _crowd(comm: Communicator, count: int) -> Crowd:
 def _interference(comm: Communicator) -> float:
     """Measure by how much collectives in flight delay the computing of all ranks, per second of flight."""
     compute, _ = _works(comm.device)
-    full = [torch.zeros(comm.world << 22, device=comm.device) for _ in range(4)]
-    own = torch.zeros(1 << 22, device=comm.device)
+    size = max(1, (1 << 24) // comm.world)
+    full = [torch.zeros(size * comm.world, device=comm.device) for _ in range(4)]
+    own = torch.zeros(size, device=comm.device)
 
     def launch() -> list[Handle]:
         return [comm.all_gather([(one, own)], "machine.gather") for one in full]

@@ -199,11 +199,20 @@ class Muon(Optimizer):
         """Return the sharding of a group: "whole" for matrices."""
         return "whole" if group["use_muon"] else "elementwise"
 
-    @staticmethod
-    def shardwise_cost(shape: Sequence[int]) -> float:
-        """Return the operations to orthogonalise a stack of matrices, up to a factor; owners are balanced by it."""
+    def shardwise_cost(self, shape: Sequence[int]) -> float:
+        """Return the operations to orthogonalise the matrices of a tensor, up to a factor; owners are balanced by it.
+        Groups with a key `stacked` of their own are not known here.
+        """
+        if self._stacked is False:
+            shape = (shape[0], math.prod(shape[1:]))
         short, long = sorted(shape[-2:])
         return float(math.prod(shape[:-2]) * short * short * (2 * long + short))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state; in those of earlier versions each tensor is one matrix."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("stacked", False)
 
     def _step(self) -> None:
         for group in self.param_groups:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.topology import ProcessTopology
+from shardwise.compat import dtype_of_to
 from shardwise.errors import ConfigError, UsageError
 from shardwise.pipeline.layers import (
     Alias,
@@ -278,6 +279,19 @@ class PipelineModule(nn.Module):
         for stage in self.built_stages:
             stage.train(mode)
         return self
+
+    def to(self, *args: Any, **kwargs: Any) -> PipelineModule:
+        """Move or convert the stages of this rank. A move alone does nothing before `initialize`, which moves them."""
+        only_moves = self.boundaries is None and dtype_of_to(*args, **kwargs) is None
+        return self if only_moves else super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> PipelineModule:
+        """Move the stages of this rank, as `to`."""
+        return self if self.boundaries is None else super().cuda(device)
+
+    def cpu(self) -> PipelineModule:
+        """Move the stages of this rank, as `to`."""
+        return self if self.boundaries is None else super().cpu()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Return names and modules of the stages of this rank, whose parameters and buffers are the model's."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardwise.config.schema.budget import CostBudget
 
 _KINDS: dict[str, type[Exception]] = {"memory": OutOfMemoryError, "config": ConfigError, "usage": UsageError}
+_FAILED = 'initialize(): rank 0 could not plan what is "auto"; write the values'
 _MOST_TRIED = 10
 """Settings that a plan of the shallow model takes for fitting, and that of the whole model may refuse."""
 
@@ -64,7 +65,7 @@ def choose(
             found = "found", *_chosen(target, checks, sample)
         except Exception as error:  # the other ranks wait for the result
             name = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), None)
-            found = (name, str(error)) if name else ("usage", f"{type(error).__name__}: {error}")
+            found = (name, str(error)) if name else ("usage", f"{_FAILED} ({type(error).__name__}: {error})")
             cause = error
     shared: Any = job.share_object(found, "auto")
     kind, *rest = shared

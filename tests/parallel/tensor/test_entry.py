@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
+from shardwise.errors import UsageError
 from shardwise.parallel import current_tensors, end_tensors
 from shardwise.parallel.tensor.entry import copy_first
 from shardwise_deepspeed import groups
@@ -170,6 +171,8 @@ def test_dtensors(stage: int, size: int, own: bool) -> None:
     assert own is (stepped is optimizer)
     check(train(engine), 4 // size)
     assert not any(isinstance(p, DTensor) for p in engine.module.blocks[0].q.parameters())
+    with pytest.raises(UsageError, match="it restores them"):
+        shardwise.initialize(model=model, config=config(stage))
     engine.destroy()
     assert all(isinstance(p, DTensor) for p in model.blocks[0].q.parameters())
     with torch.no_grad():

@@ -39,6 +39,7 @@ class PlainGradients:
         self._done = False
         self._units = [(unit.name, unit.parameters) for unit in units]
         self._trained: list[bool] = []
+        self._window: set[nn.Parameter] = set()  # trained since the last average: equal on all ranks
         self._members: list[tuple[str, list[nn.Parameter]]] = []
         self._handles: list[Any] = []
         self.follow()
@@ -50,8 +51,9 @@ class PlainGradients:
             return
         self.remove()
         self._trained = trained
-        self._members = [(name, [p for p in parameters if p.requires_grad]) for name, parameters in self._units]
-        for parameter in (parameter for _, members in self._members for parameter in members):
+        self._window.update(p for _, parameters in self._units for p in parameters if p.requires_grad)
+        self._members = [(name, [p for p in parameters if p in self._window]) for name, parameters in self._units]
+        for parameter in (p for _, members in self._members for p in members if p.requires_grad):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
             if not self._averages and self._comm.world > 1:
                 self._handles.append(parameter.register_hook(self._before(parameter)))
@@ -116,6 +118,8 @@ class PlainGradients:
                     parameter.grad = reduced
                 elif found and parameter.grad is not None:
                     parameter.grad.detach().copy_(reduced)
+        self._window.clear()
+        self._trained = []  # `follow` finds the parameters of the next window
 
     def _average_some(self, name: str, parameters: Sequence[nn.Parameter]) -> list[Unsure]:
         """Average gradients of one dtype where this rank has new ones; return the other parameters."""
