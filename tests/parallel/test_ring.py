@@ -97,6 +97,16 @@ def test_autocast_computes_as_that_of_torch(plain: bool) -> None:
         torch.testing.assert_close(found, tensor, rtol=0.03, atol=0.06)
 
 
+def test_autocast_leaves_fp64_and_the_meta_device() -> None:
+    begin(1)
+    attention, tensors = RingAttention(), whole(2, 2, 12)[:3]
+    expected = attention(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(*tensors), expected)
+        assert attention(*(x.to("meta") for x in tensors)).shape == expected.shape
+    end()
+
+
 def backward_events() -> list[str]:
     """Return the launches and waits of hops of gradients, which are fp32, and the computed blocks."""
     log: list[str] = []

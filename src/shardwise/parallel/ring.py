@@ -13,6 +13,7 @@ masks, and other dtypes on CUDA than 16-bit, use plain operators.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -370,9 +371,11 @@ def ring_attention(
     mask = mask or WholeMask(Layout(list(lengths)), Pattern(causal), rows)
     ring = _Ring(group, lengths, mask, width**-0.5 if scale is None else scale)
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as torch's attention does; the backward pass is without autocast
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    with torch.autocast(kind, enabled=False):
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    if autocast:  # as torch's attention does; the backward pass is without autocast
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    with torch.autocast(kind, enabled=False) if autocast else contextlib.nullcontext():
         found: torch.Tensor = _RingAttention.apply(ring, query, key, value)
     return found
 
