@@ -96,8 +96,14 @@ def test_a_weight_that_modules_share_is_cleaned_only_if_they_compute_the_same() 
     ):
         group = (modules, {"start_bits": 3, "target_bits": 3})
         source = {"compression_training": {"weight_quantization": method({"g": group})}}
-        model = init_compression(transformers.GPT2LMHeadModel(config).eval(), source)
-        before = model(TOKENS).logits
+        model = transformers.GPT2LMHeadModel(config).eval()
+        plain = model(TOKENS).logits
+        if match:
+            with pytest.raises(UsageError, match=match):
+                redundancy_clean(model, source)
+            assert Compression.of(model) is None
+            assert torch.equal(model(TOKENS).logits, plain)
+        before = init_compression(model, source)(TOKENS).logits
         if match:
             with pytest.raises(UsageError, match=match):
                 redundancy_clean(model, source)

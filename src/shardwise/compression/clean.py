@@ -121,11 +121,17 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
     if any(owner_of(parameter) is not None for parameter in model.parameters()):
         raise UsageError("redundancy_clean(): the parameters belong to an engine. Call engine.destroy() before")
     section = section_of(config)
-    compression = Compression.of(model) or Compression.start(model, section)
+    before = Compression.of(model)
+    compression = before or Compression.start(model, section)
     if compression.section != section:
         raise ConfigError(f"{SECTION}: init_compression() was called with another section than redundancy_clean()")
-    compression.advance(max(compression.step, compression.last_step))
-    _check_shared(model, compression)
+    try:
+        compression.advance(max(compression.step, compression.last_step))
+        _check_shared(model, compression)
+    except BaseException:
+        if before is None:
+            compression.remove(model, inputs=True)
+        raise
     for one in compression.modules.values():
         for key in ("weight", "bias"):
             values = one.values(one.module, key, compression.step)
@@ -159,7 +165,7 @@ def _check_shared(model: nn.Module, compression: Compression) -> None:
             first, second = (".".join(places[at]) for at in (0, other))
             raise UsageError(
                 f"redundancy_clean(): {first} and {second} are one parameter, and compression gives them different "
-                "values. Untie them before init_compression(), or leave both out of `modules`"
+                "values. Untie them before compression, or leave both out of `modules`"
             )
 
 
