@@ -270,7 +270,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         rank_of = placement_of(settings.pipeline.schedule, positions, settings.pipeline.chunks)
         place = PipelineRanks.of(job.rank, job.world, positions, rank_of)
         build_stages(pipeline, place, job)
-        job.together("building stages", lambda: compressing.check_alone(model, settings, pipeline=True))
+        job.together("building stages", lambda: compressing.check_combinations(model, settings, pipeline=True))
         pipe = job.part([list(ranks) for ranks in zip(*place.stage_ranks, strict=True)], "pipeline")
         if positions > 1:
             whole = job.part(place.stage_ranks, "stage")

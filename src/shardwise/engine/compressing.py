@@ -25,9 +25,9 @@ _COUNTER = "compression_steps"
 
 def prepare(model: nn.Module, settings: Config, undo: ExitStack, *, pipeline: bool) -> Compression | None:
     """Return the compression of a model, which is installed now if `init_compression` was not called; `undo` then
-    removes it. Raises as `compression_for` and `check_alone`.
+    removes it. Raises as `compression_for` and `check_combinations`.
     """
-    check_alone(model, settings, pipeline=pipeline)
+    check_combinations(model, settings, pipeline=pipeline)
     before = Compression.of(model)
     found = None if pipeline else compression_for(model, settings.compression_methods)
     if found is not None and before is None:
@@ -35,7 +35,7 @@ def prepare(model: nn.Module, settings: Config, undo: ExitStack, *, pipeline: bo
     return found
 
 
-def check_alone(model: nn.Module, settings: Config, *, pipeline: bool) -> None:
+def check_combinations(model: nn.Module, settings: Config, *, pipeline: bool) -> None:
     """Raise ConflictError if a pipeline, or a model under `local_sgd`, is compressed by a schedule."""
     prepared = scheduled(model)
     if (prepared or settings.compression_methods.enabled) and (pipeline or settings.local_sgd.enabled):

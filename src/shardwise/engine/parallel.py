@@ -90,7 +90,7 @@ class SharedSequences:
         self._checked |= trains
         if self.group.exchanges > self._before:
             return
-        said = (
+        message = (
             f"sequence_parallel_size is {self.group.size}, but {type(model).__name__} has run without any exchange "
             "of heads between ranks: its attention sees a rank's own tokens only. Call "
             "shardwise.parallel.share_attention(model) (models of transformers), or wrap the attention in "
@@ -100,9 +100,9 @@ class SharedSequences:
             "position_ids"
         )
         if trains or (runs_of(positions) or [0])[0] > 0:  # as in a part of a sequence
-            raise UsageError(said)
+            raise UsageError(message)
         if not known[0]:
-            warn_once(f"{said}. In evaluation each rank may have whole sequences instead")
+            warn_once(f"{message}. In evaluation each rank may have whole sequences instead")
 
     def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, stage: int = -1) -> None:
         """Compare outputs before the first training pass with a run on unsharded sequences; raises on all ranks.

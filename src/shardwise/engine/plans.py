@@ -78,7 +78,7 @@ class Offload:
         return self.optimizer, self.parameters
 
     def is_no_farther(self, other: Offload) -> bool:
-        """Whether neither optimizer nor parameters lie farther from the device than those of another setting."""
+        """Return True if neither optimizer nor parameters lie farther from the device than those of another setting."""
         return all(_TIERS.index(own) <= _TIERS.index(far) for own, far in zip(self.devices, other.devices, strict=True))
 
     @property

@@ -171,7 +171,7 @@ class UnitUsage:
             self._count[unit.index] = 0
 
     def count(self, unit: Unit, *, builds_graph: bool, counts: bool = True) -> bool:
-        """Record a use that has ended (it `counts`, unless the unit stays unsharded to the end of the pass anyway).
+        """Record a use that has ended. `counts`: False if the unit stays unsharded to the end of the pass anyway.
 
         Returns True if earlier passes have shown no further use.
         """
