@@ -30,10 +30,10 @@ def test_every_pair_of_layouts_is_exact_and_goes_on_exactly(labels: tuple[str, .
     plan = matrix.part()
     if labels:  # the first one into more ranks, as many and fewer, the others into fewer
         some = {entry: pair for entry, pair in plan.items() if entry.label in labels}
-        plan = {entry: (saved[-2:], loaded[:2]) for entry, (saved, loaded) in some.items()}
+        plan = {entry: (saved[-1:], loaded[:2]) for entry, (saved, loaded) in some.items()}
         plan |= {e: (saved[1:3], loaded[1:3]) for e, (saved, loaded) in some.items() if e.label == labels[0]}
     pairs, wrong = matrix.run(plan, str(tmp_path), timeout=600)
-    assert pairs >= (4 * 4 if labels else 16 * 16)
+    assert pairs >= (10 if labels else 16 * 16)
     assert wrong == []
 
 

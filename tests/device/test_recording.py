@@ -1,6 +1,6 @@
 """Every schedule of streams that the engine makes is in order, and mistakes that are planted in it are found.
 
-Eight ranks are imagined, one after the other; their traces are checked together. A mistake is a change of the engine
+Four ranks are imagined, one after the other; their traces are checked together. A mistake is a change of the engine
 that no test of values on a CPU could notice, because there everything has run when it has been launched.
 """
 
@@ -32,7 +32,7 @@ from tests.harness import thorough
 from tests.harness.training import Setting
 from tests.models import CASES, GPT, Case, Router, language, language_loss
 
-WORLD = 8
+WORLD = 4
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_the_same_bits_at_every_stage_also_where_tensors_are_stepped_whole_or_me
     setting = Setting(precision="bf16", accumulation=2, clip=0.5, optimizer="AdamW", lr=1e-2)
     muon, lamb = (Setting(optimizer=name, lr=1e-2) for name in ("Muon", "Lamb"))
     others = [lamb.with_stage(1, precision="bf16"), muon.with_stage(3)]
-    compare([*(setting.with_stage(stage) for stage in range(4)), *others])
+    compare([*(setting.with_stage(stage) for stage in (0, 3)), *others])
 
 
 @on_ranks(2)

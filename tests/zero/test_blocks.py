@@ -23,7 +23,7 @@ STEPS = 3
 
 @pytest.mark.parametrize(
     ("world", "first", "count"),
-    [(2, 0, 6), thorough(2, 6, 100), thorough(3, 1000, 60)],
+    [(2, 0, 4), thorough(2, 4, 102), thorough(3, 1000, 60)],
 )
 @on_ranks("world", timeout=300)
 def test_ranks_that_meet_blocks_at_other_times_train_as_one_process(world: int, first: int, count: int) -> None:
