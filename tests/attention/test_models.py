@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from shardwise.attention import (
     layout_of,
     sparsify,
 )
+from shardwise.config.schema.attention import SparseAttention
 from shardwise.engine.plans import plan_model
+from shardwise.engine.sparse import use_sparse_attention
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel import begin, end, share_attention
 from shardwise.parallel.data import complete
@@ -272,6 +275,20 @@ def test_a_failed_initialize_leaves_the_model_dense() -> None:
         shardwise.initialize(model=model, config=config_of(1, None, sparse_attention=SECTION), optimizer=fails)
     assert model.config._attn_implementation == before and not any(map(is_sparse, model.modules()))
     assert torch.equal(model(**data(0)).logits, expected)
+
+
+def test_the_parts_of_a_model_get_back_their_own_attention() -> None:
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = transformers.CLIPVisionConfig(**size, image_size=8, patch_size=4)
+    text = transformers.LlamaConfig(**size, vocab_size=WORDS)
+    own = {"": "sdpa", "vision_config": "eager", "text_config": "sdpa"}
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, attn_implementation=own)
+    model = transformers.LlavaForConditionalGeneration(config)
+    configs = [model.config, model.config.vision_config, model.config.text_config]
+    with ExitStack() as undo:
+        use_sparse_attention(model, SparseAttention(**SECTION), undo, of_deepspeed=False)
+        assert model.config.text_config._attn_implementation == "block_sparse"
+    assert [config._attn_implementation for config in configs] == ["sdpa", "eager", "sdpa"]
 
 
 def test_long_positions() -> None:

@@ -188,6 +188,26 @@ def test_a_complete_analysis_begins_anew(tmp_path: Path) -> None:
         assert found == [factor * length for length in WANTED]
 
 
+def test_a_second_reduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (DataAnalyzer(Lines(), 2, worker, save_path=tmp_path, **METRICS) for worker in range(2))
+    with pytest.raises(UsageError, match=r"reduced already, or run_map\(\) has not begun"):
+        first.run_reduce()
+    first.run_map()
+    second.run_map()
+    write = first._write
+
+    def write_late(name: str, *args: Any) -> None:
+        if name == "words":
+            second.run_reduce()
+        write(name, *args)
+
+    monkeypatch.setattr(first, "_write", write_late)
+    first.run_reduce()
+    check_files(tmp_path)
+    with pytest.raises(UsageError, match=r"reduced already, or run_map\(\) has not begun"):
+        second.run_reduce()
+
+
 def on_both_ranks(path: Path) -> None:
     DistributedDataAnalyzer(Lines(), save_path=path, **METRICS).run_map_reduce()
     assert dist.get_world_size() == 2

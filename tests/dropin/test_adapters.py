@@ -276,6 +276,17 @@ def test_options_without_a_meaning_are_refused() -> None:
         optimizers.DeepSpeedCPULion([weight, narrow], fp32_optimizer_states=False)
 
 
+@pytest.mark.parametrize("fp32", [True, False])
+def test_optimizers_have_named_parameters_and_groups_of_one(fp32: bool) -> None:
+    layer, scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.0))
+    named = optimizers.DeepSpeedCPUAdam(layer.named_parameters(), fp32_optimizer_states=fp32)
+    assert list(map(id, named.param_groups[0]["params"])) == list(map(id, layer.parameters()))
+    groups = [{"params": scale}, {"params": layer.weight}]
+    alone = optimizers.DeepSpeedCPUAdam(groups, fp32_optimizer_states=fp32)
+    assert [group["params"][0] is one for group, one in zip(alone.param_groups, (scale, layer.weight), strict=True)]
+    assert [len(group["params"]) for group in alone.param_groups] == [1, 1]
+
+
 # -- collectives and groups -------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from shardwise_deepspeed.schedule_arguments import (
     override_params,
     parse_arguments,
 )
+from shardwise_deepspeed.schedules import WarmupDecayLR
 
 
 def parsed(line: str) -> argparse.Namespace:
@@ -132,3 +133,13 @@ def test_rates_of_classes_without_a_configuration(name: str, params: dict[str, A
         schedule.step()
     assert found == pytest.approx(rates, rel=1e-3, abs=1e-9)
     assert isinstance(build(name, optimizer, params), type(schedule))
+
+
+def test_a_subclass_has_its_own_instances() -> None:
+    class Own(WarmupDecayLR):
+        pass
+
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    built = build("WarmupDecayLR", optimizer, {"total_num_steps": 5})
+    assert isinstance(built, WarmupDecayLR) and not isinstance(built, Own)
+    assert isinstance(Own(optimizer, 5), Own) and not isinstance(WarmupDecayLR(optimizer, 5), Own)

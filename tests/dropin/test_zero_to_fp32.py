@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import shardwise
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 from shardwise_deepspeed.zero_to_fp32 import (
@@ -32,6 +33,24 @@ def make(path: str) -> dict[str, torch.Tensor]:
     run.step()
     run.engine.save_checkpoint(path)
     return expected
+
+
+def make_wide(path: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    model.register_buffer("clock", torch.tensor([1 / 3], dtype=torch.float64))
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine, *_ = shardwise.initialize(model=model, config={"train_batch_size": 1, "optimizer": sgd})
+    engine.save_checkpoint(path)
+
+
+def test_a_module_keeps_the_precision_of_its_buffers(tmp_path: Path) -> None:
+    on_ranks(make_wide, 1, str(tmp_path))
+    model = torch.nn.Linear(3, 2)
+    model.weight = torch.nn.Parameter(torch.ones(3, 2).t())
+    model.register_buffer("clock", torch.zeros(1, dtype=torch.float64))
+    load_state_dict_from_zero_checkpoint(model, tmp_path)
+    saved = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert model.clock.item() == 1 / 3 and torch.equal(model.weight, saved["weight"])
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ def test_what_has_no_weight_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"dataloader_drop_last": False}, "dataloader_drop_last"),
+        ({"dataloader_drop_last": False}, "dataloader_drop_last: .*; set it to true"),
         ({"sample_seed": 1}, "sample_seed"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"unequal_batches": {"enabled": True, "samples": [4]}}, "samples"),

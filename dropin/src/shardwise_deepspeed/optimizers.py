@@ -62,7 +62,9 @@ def _with_state(optimizer: torch.optim.Optimizer, given: Iterable[Any], fp32: bo
     for entry in params:
         if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
             entry["params"] = list(entry["params"])
-        kinds |= {tensor.dtype for tensor in (entry["params"] if isinstance(entry, dict) else [entry])}
+        held = entry["params"] if isinstance(entry, dict) else [entry]
+        for one in [held] if isinstance(held, torch.Tensor) else held:
+            kinds.add((one[1] if isinstance(one, tuple) else one).dtype)
     if not fp32 and (len(kinds) != 1 or torch.float16 in kinds):
         raise ConfigError(
             f"{type(optimizer).__name__}(fp32_optimizer_states=False): states are kept in the parameters' one type, "

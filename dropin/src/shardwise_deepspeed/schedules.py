@@ -12,7 +12,8 @@ from shardwise.schedules.base import Rates
 
 class _Schedule(type):
     def __instancecheck__(cls, instance: Any) -> bool:  # engines have the schedule of shardwise
-        return isinstance(instance, schedules.WarmupDecayLR)
+        own = cls is WarmupDecayLR and isinstance(instance, schedules.WarmupDecayLR)
+        return own or super().__instancecheck__(instance)
 
 
 class WarmupDecayLR(schedules.WarmupDecayLR, metaclass=_Schedule):

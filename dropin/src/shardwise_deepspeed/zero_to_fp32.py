@@ -158,7 +158,11 @@ def load_state_dict_from_zero_checkpoint(
                     f"{list(targets[name].shape)}"
                 )
         for name in both:
-            targets[name].copy_(_read(source, found[name]))
+            target = targets[name]
+            values = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+            source.read_into(found[name], 0, values.view(-1))
+            if values is not target:
+                target.copy_(values)
     missing = [name for name in targets if name not in found]
     unexpected = [tensor.name for tensor in tensors if targets.keys().isdisjoint((tensor.name, *tensor.aliases))]
     for what, names in (("not in the checkpoint", missing), ("not in the model", unexpected)):

@@ -94,12 +94,13 @@ def set_layout(modules: Iterable[nn.Module], sparsity: SparsityConfig, implement
             set_heads(module, None)  # tensor parallelism restores attributes that exist, in its whole copies
 
 
-def remove_layout(model: nn.Module, implementation: str) -> None:
-    """Undo `sparsify`: give a model back the attention implementation that it had."""
+def remove_layout(model: nn.Module, before: Iterable[tuple[Any, str | None]]) -> None:
+    """Undo `sparsify`: give the configurations of a model, outer ones first, the attention that they had before."""
     for module in model.modules():
         for name in (_LAYOUT, _IMPLEMENTATION):
             vars(module).pop(name, None)
-    model.set_attn_implementation(implementation)  # type: ignore[operator]
+    for config, implementation in before:
+        config._attn_implementation = implementation  # also of the configurations in it
 
 
 def is_sparse(module: nn.Module) -> bool:

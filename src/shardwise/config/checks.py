@@ -322,7 +322,7 @@ def _pairs(config: Config) -> Iterator[Problem]:
         (*experts, *unequal, "ranks exchange tokens of equal micro-batches"),
         (*seed, *unequal, "it needs micro-batches of equal size"),
         (*total, *unequal, "losses count by samples only in a mean"),
-        (*rest, *unequal, "a last batch that is not full cannot be divided, so this has to be true"),
+        (*rest, *unequal, "a last batch that is not full cannot be divided"),
         (*skips, *stages, "a skipped layer would leave its stage idle, and no step would be shorter"),
         (*drops, *stages, "stages pass whole sequences on"),
         (*drops, *sequences, "a rank has a part of each sequence, and attention needs all"),
@@ -335,4 +335,5 @@ def _pairs(config: Config) -> Iterator[Problem]:
     )
     for path, on, other, held, reason in rules:
         if on and held:
-            yield Problem(path, f"cannot be combined with `{other}`: {reason}; remove one of the two", ConflictError)
+            fix = "set it to true" if path == rest[0] else "remove one of the two"
+            yield Problem(path, f"cannot be combined with `{other}`: {reason}; {fix}", ConflictError)

@@ -7,10 +7,10 @@ command line is built.
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ VALUE, TOTAL = "single_value_per_sample", "accumulate_value_over_samples"
 _PART = 1 << 16
 """Most samples of a part."""
 _PERCENTS = 100
+_CLAIM = "analysis.json"
 
 
 class _Measure:
@@ -131,10 +132,16 @@ class DataAnalyzer:
                     os.replace(temporary, path)
 
     def run_reduce(self) -> None:
-        """Write the files of each metric from the parts of all workers, which are removed. Raises UsageError if parts
-        are missing.
+        """Write the files of each metric from the parts of all workers, which are removed; one worker calls it.
+
+        Raises UsageError if parts are missing.
         """
         for name, kind in self._types.items():
+            if not os.path.exists(os.path.join(self._path, name, _CLAIM)):
+                raise UsageError(
+                    f"DataAnalyzer.run_reduce(): there is no analysis under way in {self._path}: it was reduced "
+                    "already, or run_map() has not begun"
+                )
             paths = [self._part(name, start, stop) for start, stop in self._parts()]
             missing = [path for path in paths if not os.path.exists(path)]
             if missing:
@@ -149,9 +156,9 @@ class DataAnalyzer:
             else:
                 self._write_order(name, np.concatenate(parts))
         for name in self._types:
-            for path in glob.glob(os.path.join(glob.escape(os.path.join(self._path, name)), "part_*.npy")):
-                os.remove(path)
-            os.remove(os.path.join(self._path, name, "analysis.json"))
+            folder = Path(self._path, name)
+            for file in (*folder.glob("part_*.npy"), folder / _CLAIM):
+                file.unlink(missing_ok=True)  # another worker may have reduced as well
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
         """Map, and reduce once all workers are done: those of a process group if there is one (worker 0 reduces)."""
@@ -210,7 +217,7 @@ class DataAnalyzer:
         """Compare the analysis with that whose parts the directory has."""
         for name in self._types:
             os.makedirs(os.path.join(self._path, name), exist_ok=True)
-            path = os.path.join(self._path, name, "analysis.json")
+            path = os.path.join(self._path, name, _CLAIM)
             own = {"samples": len(self._dataset), "type": self._types[name]}
             if os.path.exists(path):
                 with open(path, encoding="utf-8") as file:

@@ -73,9 +73,9 @@ class Batches:
         loader, section = self.training_dataloader, self._config.data_efficiency.token_batches
         if self._unsampled and loader is None and self.data.rank == 0:
             warn_once(
-                "data_efficiency.data_sampling has no effect: the engine has made no data loader. Pass training_data "
-                "to initialize(), or call engine.deepspeed_io(dataset) for a curriculum, or "
-                "engine.dynamic_batching(dataset, lengths)"
+                "data_efficiency.data_sampling: the engine has made no data loader that reads the section. Pass "
+                "training_data to initialize(), or call engine.deepspeed_io(dataset) for a curriculum, or "
+                "engine.dynamic_batching(dataset, lengths). Ignore this warning if the script has a CurriculumSampler"
             )
         if section is None or loader is None or not isinstance(loader.sampler, TokenBatches):
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -53,6 +53,7 @@ def use_sparse_attention(
             f"sparse_attention: {name} is no model of transformers, and has no SparseSelfAttention layer. Build one "
             'with shardwise.attention.layout_of(config["sparse_attention"], num_heads), or remove the section'
         )
-    before = str(model.config._attn_implementation)  # type: ignore[union-attr]
+    configs: dict[int, Any] = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
+    before = [(one, one._attn_implementation) for one in configs.values() if hasattr(one, "_attn_implementation")]
     sparsify(model, section)
     undo.callback(remove_layout, model, before)
