@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import re
 from typing import Any
@@ -22,6 +23,7 @@ from shardwise.parallel import RingAttention, RoundRobinLoader, SequenceLoader, 
 from shardwise.parallel.data import complete
 from shardwise.utils import safe_get_full_grad
 from tests.harness import of_all_ranks, on_ranks, thorough
+from tests.harness.engines import forget_engines
 from tests.harness.training import SGD
 from tests.parallel.models import MODELS, ROWS, data, llama, loss_of
 
@@ -314,3 +316,18 @@ def test_recomputed_passes_of_other_lengths() -> None:
     engine.backward(loss, weight=tokens)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(safe_get_full_grad(shared.get_parameter(name)), parameter.grad)
+
+
+@on_ranks(2)
+def test_a_group_ends_without_an_engine_that_was_dropped() -> None:
+    group = begin(2)
+    config = {"optimizer": SGD, "train_micro_batch_size_per_gpu": ROWS}
+    engine = shardwise.initialize(model=MODELS["gpt"](shared=True), config=config, mpu=group).engine
+    del engine
+    forget_engines()
+    gc.collect()
+    assert current() is group
+    end()
+    assert current() is None
+    assert begin(1).size == 1
+    end()

@@ -63,7 +63,7 @@ class SharedSequences:
         if existing is None or existing.members != self._part.members:
             existing = SequenceGroup(self._part, data)
         self.group = existing
-        sequence.take_over(self.group)
+        sequence.take_over(self.group, self)
         self.group.attach(self._part, data)
         self._hooks: list[Any] = []
         self._job = job
@@ -132,7 +132,7 @@ class SharedSequences:
             self._open = False
             self.group.end_passes()
             self.group.detach(self._part)
-            sequence.let_go(self.group)
+            sequence.let_go(self.group, self)
 
 
 class OwnSequences:

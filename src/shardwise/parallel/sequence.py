@@ -268,7 +268,8 @@ def active(group: SequenceGroup) -> SequenceGroup:
     return SequenceGroup(Communicator(None, group.comm.ledger, group.comm.device, name=NAME, alone=True))
 
 
-_current: list[weakref.ref[SequenceGroup]] = []  # owned by engines and by `_begun`
+# Groups and their owners: engines, or groups of `begin` themselves. An entry lives as long as its owner.
+_current: list[tuple[weakref.ref[SequenceGroup], weakref.ref[Any]]] = []
 _given: dict[dist.ProcessGroup, SequenceGroup] = {}
 _begun: list[tuple[SequenceGroup, Communicator]] = []
 _alone: list[weakref.ref[SequenceGroup]] = []  # weak, because scripts may drop engines without destroy()
@@ -297,7 +298,8 @@ _default_group = DefaultGroup()
 def current() -> SequenceGroup | None:
     """Return the process's sequence-parallel group; None without sequence parallelism."""
     _settle()
-    return next((group for known in reversed(_current) if (group := known()) is not None), None)
+    found = (known() for known, owner in reversed(_current) if owner() is not None)
+    return next((group for group in found if group is not None), None)
 
 
 def comparing() -> bool:
@@ -326,8 +328,10 @@ def needed() -> SequenceGroup:
     return group
 
 
-def take_over(group: SequenceGroup) -> None:
-    """Set the process's sequence-parallel group. Raises a ConflictError if a group of other ranks is set."""
+def take_over(group: SequenceGroup, owner: Any = None) -> None:
+    """Set the process's sequence-parallel group, as long as `owner` lives (None: the group). Raises a ConflictError if
+    a group of other ranks is set.
+    """
     before = current()
     if before is not None and before.members != group.members:
         del before
@@ -338,7 +342,7 @@ def take_over(group: SequenceGroup) -> None:
             f"sequences are shared by ranks {before.members} here, and should be by {group.members} now: there is one "
             "such group in a process. Destroy the engine that uses the other one, or call shardwise.parallel.end()"
         )
-    _current.append(weakref.ref(group))
+    _current.append((weakref.ref(group), weakref.ref(group if owner is None else owner)))
 
 
 def stay_alone(group: SequenceGroup) -> None:
@@ -347,12 +351,11 @@ def stay_alone(group: SequenceGroup) -> None:
     _alone.append(weakref.ref(group))
 
 
-def let_go(group: SequenceGroup) -> None:
-    """Undo the last `take_over` or `stay_alone` of the group."""
-    for known in (_current, _alone):
-        places = [place for place, other in enumerate(known) if other() is group]
-        if places:
-            del known[places[-1]]
+def let_go(group: SequenceGroup, owner: Any = None) -> None:
+    """Undo `take_over` by the owner, or `stay_alone`."""
+    pair = group, group if owner is None else owner
+    _current[:] = [entry for entry in _current if (entry[0](), entry[1]()) != pair]
+    _alone[:] = [known for known in _alone if known() is not group]
 
 
 @contextlib.contextmanager
@@ -360,11 +363,12 @@ def imagined(group: SequenceGroup) -> Iterator[None]:
     """Use the group of a dry run inside the block, instead of an engine's."""
     _settle()
     known = weakref.ref(group)
-    _current.append(known)
+    entry = known, known
+    _current.append(entry)
     try:
         yield
     finally:
-        _current[:] = [other for other in _current if other is not known]
+        _current[:] = [other for other in _current if other is not entry]
 
 
 def partition(size: int, world: int) -> list[list[int]]:
