@@ -281,7 +281,7 @@ class PipelineModule(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> PipelineModule:
-        """Move or convert the stages of this rank. A move without a dtype does nothing before `initialize`, which moves them."""
+        """Move or convert the stages of this rank. Before `initialize`, which moves them, only a dtype counts."""
         only_moves = self.boundaries is None and dtype_of_to(*args, **kwargs) is None
         return self if only_moves else super().to(*args, **kwargs)
 
