@@ -137,10 +137,10 @@ def test_a_machine_whose_connection_broke_may_come_again_before_that_is_noticed(
 def test_a_launcher_that_is_too_busy_to_answer_is_asked_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = int(busy.getsockname()[1])
-        threading.Thread(target=lambda: busy.accept()[0].close()).start()
         asked = threading.Thread(target=lambda: answers.append(wire.connect("127.0.0.1", port, KEY, 30.0)))
         answers: list[Any] = []
         asked.start()
+        busy.accept()[0].close()
         wire._handshake(wire._connection(busy.accept()[0]), KEY, first=True)
         asked.join(30)
         assert len(answers) == 1
