@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
@@ -431,6 +432,24 @@ def requested_device(function: Any, args: Sequence[Any]) -> torch.device | None:
 def has_values(tensor: torch.Tensor) -> bool:
     """Return True if a tensor has values: False if its class dispatches operators, as torch's fake tensors do."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+_standing_for: ContextVar[int] = ContextVar("standing_for", default=1)
+
+
+@contextlib.contextmanager
+def standing_for(times: int) -> Iterator[None]:
+    """Let the operators of a block, in a dry run, stand for so many times of them, which are left out."""
+    token = _standing_for.set(times)
+    try:
+        yield
+    finally:
+        _standing_for.reset(token)
+
+
+def times_of_operators() -> int:
+    """Return how many times the operators of this place count; see `standing_for`."""
+    return _standing_for.get()
 
 
 def allow_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import shardwise
@@ -130,6 +132,37 @@ def test_ranks_of_a_sequence_share_its_work() -> None:
     assert found[0][1] == 2 * found[1][1] == 2 * ROWS * 64
 
 
+class Names(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_dry_run_leaves_out_counts() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "Lion", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+    }
+    sample, recorder = torch.zeros(ROWS, 700, dtype=torch.bfloat16), Recorder()
+    (planner,), _ = planners_of(nn.Linear(700, 900), config, 1, sample)
+    planner.record(planner.target.setting, recorder)
+    planned = Counter(event.name for event in recorder.of(Operator))
+    engine = shardwise.initialize(model=nn.Linear(700, 900), config=config).engine
+    engine.backward(engine(sample).sum())
+    with Names() as names:
+        engine.step()
+    engine.destroy()
+    for name in ("aten.dot.default", "aten._foreach_sign_.default"):
+        assert planned[name] == names.found[name] > 3, (name, planned, names.found)
+
+
 def test_an_update_on_the_host_keeps_the_work_of_units() -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     given: dict[str, Any] = {"ranks": 2, "stages": [2], "batch": batch()}
@@ -175,6 +208,7 @@ def timed(events: list[Event], accumulation: int = 1, passes: int = 1, **costs: 
         ([op(0.1), op(0.1)], {"host": 1, "asynchronous": True}, 2, 0),
         ([launch(0, 2), op(3), Wait(0)], {"launch": 0.5}, 3.5, 0),
         ([launch(0, 4), op(3), Wait(0)], {"launch": 0.5, "asynchronous": True}, 4, 1),
+        ([replace(launch(0, 2), at_once=True), Wait(0)], {"launch": 0.5}, 2, 2),
         ([op(3), launch(0, 1), Wait(0)], {"host": 0.5, "asynchronous": True}, 4, 1),  # it reads what is computed
         ([Wait(0), op(2), launch(1, 3)], {}, 5, 3),  # a step begins with a wait for the end of the step before
     ],
@@ -207,7 +241,8 @@ def test_estimates() -> None:
         "b": OperatorTime(name="mm", seconds=3.0, flops=200, moved=10),
         "c": OperatorTime(name="add", seconds=2.0, flops=0, moved=50),
     }
-    operators = Operators(known, Crowd(ranks=2, computing=2.0, moving=3.0))
+    operators = Operators(known, Crowd(ranks=2, computing=2.0, narrow=1.5, moving=3.0))
+    assert operators.seconds(Operator("a", "mm", 100, 10, "bf16")) == 1.5
     assert operators.seconds(Operator("a", "mm", 100, 10)) == 2.0
     assert operators.seconds(Operator("new", "mm", 150, 10)) == 4.0
     assert operators.seconds(Operator("new", "mul", 0, 100)) == 12.0  # as others that move memory

@@ -287,6 +287,14 @@ def test_groups_keep_their_options_and_are_edited_in_place() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
+class Captured(torch.optim.SGD):
+    """An optimizer that steps what its constructor got."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.chosen = {"flat": [parameter.detach().view(-1) for parameter in parameters]}
+
+
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_with_the_reason() -> None:
     model, extra = nn.Linear(3, 2), nn.Parameter(torch.zeros(2))
@@ -294,6 +302,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_reason() -> None:
         (torch.optim.LBFGS(model.parameters()), ConfigError, "LBFGS.*inner products"),
         (torch.optim.SparseAdam(model.parameters()), ConfigError, "SparseAdam.*use Adam"),
         (torch.optim.SGD([*model.parameters(), extra], lr=0.1), UsageError, r"group 0.*\(2,\).*not in the model"),
+        (Captured([*model.parameters()], lr=0.1), UsageError, "Captured keeps 2 parameters.*'chosen'.*param_groups"),
     ):
         with pytest.raises(error, match=f"(?s){words}"):
             shardwise.initialize(model=model, optimizer=optimizer, config=Setting(stage=1).config())

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.setup import destroy, init_distributed, local_rank
 from shardwise.device.choice import choose_device
@@ -36,11 +36,19 @@ _OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 _WIDTHS = (256, 768, 1536)
 """Of the decoders whose operators are measured; those of other sizes are interpolated."""
 _LENGTH, _ROWS, _WORDS = 256, 2, 8192
+_SMALL, _SMALL_LENGTH = Shape(8, 256, 4, 1024), 128
+"""The host is a part of what its step takes."""
 _TINY = Shape(16, 16, 1, 32)
 """Its operators take no time: what a step takes is the host's."""
 _SHORT = 4
-_STEPS = 12
+_MIDDLE = Shape(1, _WIDTHS[1], _WIDTHS[1] // 64, _WORDS)
+"""Its step shows what operators and collectives take together."""
+_MOST = 3.0
+"""The most that is believed of what a step takes longer than its parts."""
+_STEPS = 4
 _TRIALS = 5
+_FEW_TRIALS = 3
+"""Of what takes long."""
 
 
 def of_this_machine(device: torch.device) -> Machine:
@@ -100,9 +108,11 @@ def measure(comm: Communicator, limit: float) -> Machine:
                 groups = [list(range(first, first + count)) for first in range(0, comm.world, count)]
                 group = comm if count == comm.world else comm.part(groups, f"machine.{count}")
                 machine.collectives += [_collective(comm, group, op, size) for op in _OPS for size in _SIZES]
-        machine.crowds = [_crowd(comm, count) for count in _counts(comm.world)]
-        machine.interference = _interference(comm)
-        machine.launch = _launch(machine, comm)
+        machine.crowds = [_crowd(comm)]
+        longer, count, known = _beside(machine, comm, _TINY, _SHORT)
+        machine.launch = max(0.0, longer - known) / count
+        longer, count, known = _beside(machine, comm, _MIDDLE, _LENGTH)
+        machine.interference = min(_MOST, max(0.0, (longer - count * machine.launch) / known))
     return machine
 
 
@@ -111,11 +121,14 @@ def _counts(world: int) -> list[int]:
 
 
 def _timed(
-    comm: Communicator, run: Callable[[], object], of: Callable[[list[float]], float] = statistics.median
+    comm: Communicator,
+    run: Callable[[], object],
+    of: Callable[[list[float]], float] = statistics.median,
+    trials: int = _FEW_TRIALS,
 ) -> float:
     """Return the seconds of the slowest rank: `of` some trials."""
     times = []
-    for _ in range(_TRIALS):
+    for _ in range(trials):
         comm.barrier("machine.barrier")
         begun = time.perf_counter()
         run()
@@ -135,30 +148,31 @@ def _collective(comm: Communicator, group: Communicator, op: str, size: int) -> 
         for _ in range(inner):
             exchange.ours()
 
-    return CollectiveTime(op=op, ranks=group.world, size=exchange.size, seconds=_timed(comm, run) / inner)
+    seconds = _timed(comm, run, trials=_TRIALS) / inner
+    return CollectiveTime(op=op, ranks=group.world, size=exchange.size, seconds=seconds)
 
 
-def _works(device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return a pass of a decoder, and a movement of memory, neither of which the cache can hold."""
-    width = _WIDTHS[1]
-    with device:
-        model = Decoder(Shape(1, width, width // 64, _WORDS))
+def _works(device: torch.device) -> tuple[Callable[[], object], ...]:
+    """Return passes of a decoder in fp32 and bf16, and a movement of memory, none of which the cache can hold."""
+    batch = _batch(_LENGTH, device)
+
+    def passes(dtype: torch.dtype) -> Callable[[], object]:
+        with device:
+            model = Decoder(_MIDDLE).to(dtype)
+        return lambda: loss_of(model(batch)).backward()
+
     source = torch.rand(4 << 20, device=device)
-    batch = torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device=device)
     target = torch.empty_like(source)
 
     def move() -> None:
         for _ in range(16):
             torch.add(source, 1.0, out=target)
 
-    def compute() -> None:
-        loss_of(model(batch)).backward()
-
-    return compute, move
+    return passes(torch.float32), passes(torch.bfloat16), move
 
 
-def _crowd(comm: Communicator, count: int) -> Crowd:
-    """Measure how much longer work takes with the first `count` ranks at work than with one."""
+def _crowd(comm: Communicator) -> Crowd:
+    """Measure how much longer work takes with all ranks at work than with one."""
     found = []
     for work in _works(comm.device):
         work()
@@ -171,70 +185,61 @@ def _crowd(comm: Communicator, count: int) -> Crowd:
 
             return _timed(comm, until_all_are_done, min)  # another program makes it longer
 
-        found.append(max(1.0, of(count) / of(1)))
-    return Crowd(ranks=count, computing=found[0], moving=found[1])
-
-
-def _interference(comm: Communicator) -> float:
-    """Measure by how much collectives in flight delay the computing of all ranks, per second of flight."""
-    compute, _ = _works(comm.device)
-    size = max(1, (1 << 24) // comm.world)
-    full = [torch.zeros(size * comm.world, device=comm.device) for _ in range(4)]
-    own = torch.zeros(size, device=comm.device)
-
-    def launch() -> list[Handle]:
-        return [comm.all_gather([(one, own)], "machine.gather") for one in full]
-
-    def fly() -> None:
-        for one in launch():
-            one.wait()
-
-    def both() -> None:
-        works = launch()
-        compute()
-        for one in works:
-            one.wait()
-
-    flight, work, together = _timed(comm, fly), _timed(comm, compute), _timed(comm, both)
-    return min(1.0, max(0.0, (together - max(flight, work)) / min(flight, work)))
+        found.append(max(1.0, of(comm.world) / of(1)))
+    computing, narrow, moving = found
+    return Crowd(ranks=comm.world, computing=computing, narrow=narrow, moving=moving)
 
 
 def _host(machine: Machine, device: torch.device) -> float:
-    """Return the seconds that a step of a tiny model takes besides its operators, for each of them."""
-    found = recorded(_TINY, _config("fp32"), _SHORT)
-    operators = measure_operators(found.calls, operators_of(found), device, 10.0)
-    count = sum(1 for _ in found.of(Operator))
-    costs = Costs(Operators(operators, machine.crowd(1)).seconds, lambda launch: 0.0)
-    return max(0.0, _step_of_engine(device, stage=0) - step_time(found.passes, 1, costs).total) / count
+    """Return the seconds that steps of small layers take besides their operators, for each of these."""
+    found = []
+    for precision in ("fp32", "bf16"):
+        recorder = recorded(_SMALL, _config(precision), _SMALL_LENGTH)
+        operators = measure_operators(recorder.calls, operators_of(recorder), device, 10.0)
+        costs = Costs(Operators(operators, machine.crowd(1)).seconds, lambda launch: 0.0)
+        rest = _step_of_engine(_SMALL, _SMALL_LENGTH, device, 0, precision) - step_time(recorder.passes, 1, costs).total
+        found.append(rest / sum(1 for _ in recorder.of(Operator)))
+    return max(0.0, statistics.mean(found))
 
 
-def _launch(machine: Machine, comm: Communicator) -> float:
-    """Return the seconds that a step of a tiny model at stage 3 takes longer than one without an engine, besides its
-    collectives, for each of them.
+def _beside(machine: Machine, comm: Communicator, shape: Shape, length: int) -> tuple[float, int, float]:
+    """Return what a step at stage 3 takes longer than its computing, and (on rank 0) the number of its collectives and
+    the seconds that they take by themselves.
     """
     with comm.device:
-        model = Decoder(_TINY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        model = Decoder(shape)
+    optimizer, batch = torch.optim.AdamW(model.parameters(), lr=1e-4), _batch(length, comm.device)
 
-    def step() -> None:
-        loss_of(model(_short_batch(comm.device))).backward()
-        optimizer.step()
+    def compute() -> None:
         optimizer.zero_grad()
+        loss_of(model(batch)).backward()
 
-    plain, whole = _median(step, comm.barrier), _step_of_engine(comm.device, stage=3, between=comm.barrier)
-    launches = list(recorded(_TINY, _config("fp32", stage=3), _SHORT, comm.world).of(Launch))
-    known = sum(map(machine.costs(comm.world).collective, launches))
-    slowest = max(comm.exchange(whole - plain - known, "machine.times"))
-    return max(0.0, slowest) / len(launches)
+    passes = _median(compute, comm.barrier)
+    update = _median(optimizer.step, comm.barrier) / comm.world  # a rank steps its share
+    whole = _step_of_engine(shape, length, comm.device, 3, between=comm.barrier)
+    longer = max(comm.exchange(whole - passes - update, "machine.times"))
+    if comm.rank != 0:
+        return longer, 1, 1.0  # rank 0 writes the file
+    launches = list(recorded(shape, _config("fp32", stage=3), length, comm.world).of(Launch))
+    return longer, len(launches), sum(map(machine.costs(comm.world).collective, launches))
 
 
-def _step_of_engine(device: torch.device, stage: int, between: Callable[[str], object] = len) -> float:
+def _step_of_engine(
+    shape: Shape,
+    length: int,
+    device: torch.device,
+    stage: int,
+    precision: str = "fp32",
+    between: Callable[[str], object] = len,
+) -> float:
     import shardwise
 
-    engine = shardwise.initialize(model=Decoder(_TINY), config=_config("fp32", stage)).engine
+    with device:
+        model = Decoder(shape)
+    engine, batch = shardwise.initialize(model=model, config=_config(precision, stage)).engine, _batch(length, device)
 
     def step() -> None:
-        engine.backward(loss_of(engine(_short_batch(device))))
+        engine.backward(loss_of(engine(batch)))
         engine.step()
 
     found = _median(step, between)
@@ -249,11 +254,11 @@ def _median(step: Callable[[], object], between: Callable[[str], object]) -> flo
         begun = time.perf_counter()
         step()
         times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
-def _short_batch(device: torch.device) -> torch.Tensor:
-    return torch.zeros(_ROWS, _SHORT, dtype=torch.int64, device=device)
+def _batch(length: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(_ROWS, length, dtype=torch.int64, device=device)
 
 
 def _processor() -> str:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardwise.compat import has_values
+from shardwise.compat import has_values, standing_for
 from shardwise.errors import ConfigError, UsageError
 from shardwise.optim.base import Optimizer
 from shardwise.optim.rounding import (
@@ -248,10 +248,13 @@ class ElementwiseOptimizer(Optimizer):
         plain = not self.temporaries_of(group, device, dtype) and _all_in(runs, dtype)
         limit = sum(map(_room, numels)) if plain else _limit(numels, device)
         memory = _Memory(limit, device)
-        for parts in _batches(runs, limit):
+        batches = _batches(runs, limit)
+        if not has_values(runs[0].tensors["parameter"]):
+            with standing_for(-(-sum(map(_room, numels)) // limit)):
+                self._step_batch(next(batches), memory, group, dtype, step)
+            return
+        for parts in batches:
             self._step_batch(parts, memory, group, dtype, step)
-            if not has_values(parts[0].tensors["parameter"]):
-                return  # a dry run has seen all batches
 
     def _step_batch(
         self,

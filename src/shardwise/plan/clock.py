@@ -19,7 +19,7 @@ class Costs:
         collective: of a collective, from the launch on an idle link to its end.
         link: name of the link that a collective keeps busy; "": groups do not share links.
         measured: whether the seconds of an operator were measured, rather than estimated from others.
-        host: of the host for each operator, besides the operator itself; `launch`: for each collective.
+        host: of the host for each operator, besides the operator itself; `launch`: for each collective beside others.
         interference: seconds by which a second of a collective in flight delays computing.
         asynchronous: the device works while the host goes on, as a GPU does.
     """
@@ -158,9 +158,10 @@ class Clock:
         self.found.collectives[what] += seconds
         self.found.sent[what] += event.sent
         self.found.links[what] = link = self._costs.link(event)
-        self._host += self._costs.launch
+        launch = 0.0 if event.at_once else self._costs.launch
+        self._host += launch
         if not self._costs.asynchronous:
-            self.found.host += self._costs.launch
+            self.found.host += launch
             self._device = self._host
         # It reads what the device has computed before.
         begins = max(self._device, self._host, self._links.get(link or event.group, 0.0))

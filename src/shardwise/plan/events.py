@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.ledger import Record
-from shardwise.compat import requested_device
+from shardwise.compat import requested_device, times_of_operators
 from shardwise.profile.counting import Callers
 from shardwise.profile.formulas import formulas
 
@@ -60,7 +60,9 @@ class Operator:
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective begins. `number` is that of its `Wait`; `size` and `sent` are those of the ledger's record."""
+    """A collective begins. `number` is that of its `Wait`; `size` and `sent` are those of the ledger's record.
+    `at_once`: the rank waits for it before it does anything else.
+    """
 
     number: int
     op: str
@@ -70,6 +72,7 @@ class Launch:
     size: int
     sent: int
     label: str
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,9 +210,10 @@ class Recorder(TorchDispatchMode):
         found = func(*args, **kwargs)
         if self._into is not None:
             operator = self._operator(func, args, kwargs, found)
-            self._into.append(operator)
+            times = times_of_operators()
+            self._into.extend([operator] * times)
             if self._by_unit:
-                self._unit().add(UnitWork(operator.flops, operator.moved))
+                self._unit().add(UnitWork(operator.flops, operator.moved), times)
         return found
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Operator:
@@ -241,6 +245,9 @@ class Recorder(TorchDispatchMode):
     def closed(self, record: Record) -> None:
         """Record the wait for a collective."""
         if self._into is not None and record.ranks > 1:
+            last = self._into[-1] if self._into else None
+            if isinstance(last, Launch) and last.number == record.sequence:
+                self._into[-1] = replace(last, at_once=True)
             self._into.append(Wait(record.sequence))
 
 

@@ -21,11 +21,16 @@ from shardwise.plan.clock import Costs
 from shardwise.plan.events import Call, Form, Launch, Operator, Recorder
 
 _TRIALS = 5
-_ENOUGH_S = 0.3
+_ENOUGH_S = 0.2
 """An operator that has taken so long in all is not measured more often."""
 _LEAST_TRIALS = 2
-_CACHE = 32 << 20
+_MOST_TRIALS = 15
+_SOON_S = 2e-3
+"""An operator that has taken less in all is measured more often."""
+_CACHE = 8 << 20
 """Bytes that take the place of an operator's tensors in the cache."""
+_STAYS = 2 << 20
+"""Tensors of so few bytes are in the cache when an operator reads them, because the one before has written them."""
 
 
 class OperatorTime(BaseModel):
@@ -51,12 +56,16 @@ class CollectiveTime(BaseModel):
 
 
 class Crowd(BaseModel):
-    """How many times as long operators take where `ranks` ranks work on the machine at once."""
+    """How many times as long operators take where `ranks` ranks work on the machine at once.
+
+    `narrow`: those that compute in 16 bits, for which cores may share units.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     ranks: int = Field(ge=1)
     computing: float = Field(ge=0)
+    narrow: float = Field(ge=0)
     moving: float = Field(ge=0)
 
 
@@ -164,14 +173,13 @@ class Machine(BaseModel):
 
     def crowd(self, ranks: int) -> Crowd:
         """Return how much longer operators take where `ranks` ranks share the machine."""
-        if self.device != "cpu" or ranks == 1:
-            return Crowd(ranks=ranks, computing=1.0, moving=1.0)
         known = sorted(self.crowds, key=lambda one: abs(one.ranks - ranks))
-        if not known:
-            return Crowd(ranks=ranks, computing=1.0, moving=1.0)
+        if self.device != "cpu" or ranks == 1 or not known:
+            return Crowd(ranks=ranks, computing=1.0, narrow=1.0, moving=1.0)
         nearest = known[0]
-        more = max(1.0, ranks / max(nearest.ranks, self.cores))  # ranks beyond the cores take turns
-        return Crowd(ranks=ranks, computing=nearest.computing * more, moving=nearest.moving * more)
+        times = max(ranks, self.cores) / max(nearest.ranks, self.cores)  # ranks beyond the cores take turns
+        given = {name: max(1.0, times * getattr(nearest, name)) for name in ("computing", "narrow", "moving")}
+        return Crowd(ranks=ranks, **given)
 
 
 def _device_of(name: str) -> torch.device | None:
@@ -213,7 +221,9 @@ class Operators:
             seconds = interpolated(points, float(operator.flops or operator.moved))
         else:
             seconds = known.seconds
-        return seconds * (self._crowd.computing if operator.flops else self._crowd.moving)
+        if not operator.flops:
+            return seconds * self._crowd.moving
+        return seconds * (self._crowd.narrow if operator.dtype in ("bf16", "f16") else self._crowd.computing)
 
 
 class Collectives:
@@ -272,7 +282,7 @@ def measure_operators(
             if time.monotonic() > end:
                 break
             try:
-                seconds = _seconds(calls[signature], device)
+                seconds = _seconds(calls[signature], device, flush=operator.moved > _STAYS)
             except (RuntimeError, ValueError, IndexError, TypeError):
                 continue
             found[signature] = OperatorTime(
@@ -281,14 +291,17 @@ def measure_operators(
     return found
 
 
-def _seconds(call: Call, device: torch.device) -> float:
+def _seconds(call: Call, device: torch.device, *, flush: bool) -> float:
     function, args, kwargs = call
     least = min((size for one in tree_leaves((args, kwargs)) if _floats(one) for size in one.shape if size), default=1)
     args, kwargs = tree_map(lambda value: _real(value, least, device), (args, kwargs))
     function(*args, **kwargs)
     times: list[float] = []
-    while len(times) < _LEAST_TRIALS or (len(times) < _TRIALS and sum(times) < _ENOUGH_S):
-        _flush(device)
+    while len(times) < _LEAST_TRIALS or sum(times) < (_ENOUGH_S if len(times) < _TRIALS else _SOON_S):
+        if len(times) == _MOST_TRIALS:
+            break
+        if flush:
+            _flush(device)
         _arrive(device)
         begun = time.perf_counter()
         function(*args, **kwargs)

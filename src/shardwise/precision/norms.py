@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.compat import has_values
+from shardwise.compat import has_values, standing_for
 
 CHUNK = 1 << 16
 """Elements converted to fp64 at a time on a CPU, because the fp64 copy must fit the cache."""
@@ -82,11 +82,13 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
     scratch = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
     for run in runs:
         total = 0.0
-        # A dry run processes only the first of possibly thousands of chunks.
-        values = run.reshape(-1) if has_values(run) else run.reshape(-1)[:CHUNK]
-        for chunk in values.split(CHUNK):
-            wide = scratch[: chunk.numel()].copy_(chunk)
-            total += torch.dot(wide, wide).item()
+        values, times = run.reshape(-1), 1
+        if not has_values(run):  # a dry run processes only the first of possibly thousands of chunks
+            values, times = values[:CHUNK], -(-values.numel() // CHUNK)
+        with standing_for(times):
+            for chunk in values.split(CHUNK):
+                wide = scratch[: chunk.numel()].copy_(chunk)
+                total += torch.dot(wide, wide).item()
         sums.append(total)
     return torch.tensor(sums, dtype=torch.float64, device="cpu")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from shardwise.comm.domain import Domain, Domains
 from shardwise.comm.machines import by_machine, groups_of
@@ -13,6 +15,7 @@ from shardwise.errors import ConflictError, UsageError
 from shardwise.memory.places import ON_DEVICE, Homes, acquiring
 from shardwise.precision.float8 import weights_to_gather
 from shardwise.registry import Registry
+from shardwise.trees import tensors_in
 from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.init import PartStore, whole_values
 from shardwise.zero.passes.modulehook import weakly
@@ -229,9 +232,9 @@ def connect_domains(
         domain.connect(finest, trained=trained, registered=registered)
 
 
-def check_optimizer(groups: Sequence[dict[str, Any]], registry: Registry, model: str) -> None:
-    """Raise UsageError for parameters of the optimizer outside of the model, because no rank would step them."""
-    for number, group in enumerate(groups):
+def check_optimizer(optimizer: torch.optim.Optimizer, registry: Registry, model: str) -> None:
+    """Raise UsageError for parameters of the optimizer that are not in the model, or that it also has elsewhere."""
+    for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if registry.find(parameter) is None:
                 raise UsageError(
@@ -239,6 +242,29 @@ def check_optimizer(groups: Sequence[dict[str, Any]], registry: Registry, model:
                     f"not in the model ({model}). Put it into a module of the model, or give it an optimizer "
                     "of its own."
                 )
+    _check_captured(optimizer)
+
+
+def _check_captured(optimizer: torch.optim.Optimizer) -> None:
+    # Through a list of its own, such as one that its constructor made, it would step the parameters of before.
+    kept = [group["params"] for group in optimizer.param_groups]
+    memory = {parameter.untyped_storage()._cdata for members in kept for parameter in members if parameter.numel()}
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for name, value in vars(optimizer).items():
+            dense = (tensor for tensor in tensors_in(value) if tensor.layout == torch.strided)
+            found = [tensor for tensor in dense if tensor.untyped_storage()._cdata in memory]
+            if found:
+                raise UsageError(
+                    f"{type(optimizer).__name__} keeps {len(found)} parameters of the model (or views of them) in its "
+                    f"attribute {name!r}, beside its param_groups. shardwise divides parameters by replacing them "
+                    "in param_groups, and the optimizer would go on to step those that it keeps, without effect. Let "
+                    "its step() read self.param_groups each time"
+                )
+    finally:
+        for group, members in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = members
 
 
 def check_domains(registry: Registry, domains: Domains, plan: Plan, *, compresses: bool) -> None:

@@ -205,7 +205,8 @@ class ShardedModel:
         self.registry = registry = Registry.of(
             module, compute_dtype=self.policy.compute_dtype, groups=owners, wires=sharding.wires, sources=sources
         )
-        check_optimizer(groups, registry, type(module).__name__)
+        if optimizer is not None:
+            check_optimizer(optimizer, registry, type(module).__name__)
         self.client_groups = [list(group["params"]) for group in groups]
         specs = find_units(module, registry, plan.unit_cap, sharding.leaves, largest_sizes(registry, domains))
         self.numbering = numbering = GlobalTensorIds(registry, specs, domains, self.comm)
