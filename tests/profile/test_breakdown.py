@@ -188,6 +188,14 @@ def test_peaks() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+def test_tf32_of_torch_s_newer_interface() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32) == Peak(156.0, "A100, TF32")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
 @on_ranks(2)
 def test_lines_of_two_ranks() -> None:
     """Each step sleeps."""

@@ -40,7 +40,8 @@ def peak_of(name: str, dtype: torch.dtype) -> Peak | None:
     Peak(tflops=989.0, name='H100, 16-bit')
     >>> peak_of("Some CPU", torch.float32)
     """
-    kind = "16-bit" if dtype.itemsize == 2 else "FP32" if torch.get_float32_matmul_precision() == "highest" else "TF32"
+    rounds = torch.backends.cuda.matmul.fp32_precision == "tf32"  # by either of torch's interfaces
+    kind = "16-bit" if dtype.itemsize == 2 else "TF32" if rounds else "FP32"
     for part, peaks in _PEAKS:
         if re.search(rf"\b{part}\b", name):
             kind = "FP32" if kind == "TF32" and kind not in peaks else kind  # no TF32 units
