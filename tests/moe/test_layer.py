@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
@@ -151,6 +152,16 @@ def test_load_is_counted_while_somebody_looks() -> None:
     load.close()
     model(torch.randn(10, WIDTH))
     assert load.counts() == {}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_load_counts_recomputed_tokens_once(reentrant: bool) -> None:
+    model = MoE(WIDTH, expert(), EXPERTS, k=1, drop_tokens=False)
+    load = ExpertUtilization(model)
+    tokens = torch.randn(6, WIDTH, requires_grad=True)
+    checkpoint(lambda x: model(x)[0].square(), tokens, use_reentrant=reentrant).sum().backward()
+    assert sum(int(counts.sum()) for counts in load.counts().values()) == 6
+    load.close()
 
 
 @pytest.mark.parametrize(

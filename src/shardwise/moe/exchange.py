@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.native import await_release, users_of
-from shardwise.compat import assert_later, has_values
+from shardwise.compat import assert_later, backward_pass, has_values
 from shardwise.device.streams import Later, numbers_on
 from shardwise.errors import ConfigError, UsageError
 from shardwise.registry import declare_part, narrow
@@ -226,8 +226,8 @@ class ExpertParallelModule(nn.Module):
     counts: torch.Tensor | None = None  # choices of each expert since the last read
 
     def count(self, chosen: torch.Tensor) -> None:
-        """Add the choices of each expert, if counting is on."""
-        if self.counting:
+        """Add the choices of each expert, if counting is on and this is no recomputation."""
+        if self.counting and backward_pass() is None:
             self.counts = chosen.detach().clone() if self.counts is None else self.counts + chosen.detach()
 
     def bind(self, path: str, group: ExpertGroup) -> None:
