@@ -219,6 +219,55 @@ def test_ranks_with_answers_of_other_lengths_end_together(stage: int) -> None:
         assert found == wanted
 
 
+def in_training() -> Any:
+    """Generate in training and in evaluation mode."""
+    section = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+    engine, *_ = shardwise.initialize(model=generating("llama"), config=config_of(1, SGD, tensor_parallel=section))
+    engine.train()
+    found = [answers(engine, 2, "left", NEW)]
+    assert all(module.training for module in engine.modules())
+    engine.eval()
+    found.append(answers(engine, 2, "left", NEW))
+    engine.destroy()
+    return found
+
+
+def test_divided_heads_give_all_logits_also_in_training_mode() -> None:
+    assert run_ranks(in_training, 2) == [[expected(generating("llama"), 2, NEW)] * 2] * 2
+
+
+class Greedy(nn.Module):
+    """Model with a `generate` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = generating("llama")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor) -> torch.Tensor:
+        for _ in range(NEW):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
+        return tokens
+
+
+def of_its_own(stage: int, size: int) -> list[list[int]]:
+    config = config_of(stage, SGD, tensor_parallel={"autotp_size": size})
+    engine, *_ = shardwise.initialize(model=Greedy(), config=config)
+    found: list[list[int]] = engine.generate(prompts(1, "left")["input_ids"]).tolist()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 1)])
+def test_models_answer_by_a_generate_of_their_own(stage: int, size: int) -> None:
+    wanted = Greedy().generate(prompts(1, "left")["input_ids"]).tolist()
+    assert run_ranks(of_its_own, 2, stage, size) == [wanted] * 2
+
+
 class Fused(nn.Linear):
     """Layer with an adapter as DeepSpeed-Chat's."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import DesyncError, UsageError
 from shardwise.parallel.tensor.group import fingerprint
+from shardwise.parallel.tensor.layers import ColumnParallel
 from shardwise.trees import tensors_in
 
 
@@ -33,7 +35,7 @@ def generate(
         module: a model of transformers, or another with `generate`.
         args, kwargs: of `generate`.
         ranks: ranks that share each layer. They get the same prompts, draw random numbers as the first rank does,
-            compare tokens after each step, and stop when the first rank's criteria do.
+            and, by `stopping_criteria`, compare tokens after each step and stop when the first rank's criteria do.
         streams: passes of ranks have to be equal in number, because weights are gathered in them (`synced_gpus`).
         limit: most tokens of prompt and answer, which the configuration has under `key`.
 
@@ -47,7 +49,7 @@ def generate(
     args, given = _left_padded(module, args, given)
     if limit is not None:
         _check_length(module, args, given, limit, key)
-    if streams:
+    if streams and _takes(module, "synced_gpus"):
         given.setdefault("synced_gpus", dist.is_initialized() and dist.get_world_size() > 1)
     if ranks is None or ranks.world == 1:
         return module.generate(*args, **given)  # type: ignore[operator]
@@ -57,8 +59,32 @@ def generate(
             f"generate(): ranks {list(ranks.members)} share a model, and their prompts differ: {gathered}. Give "
             "them the same"
         )
-    with numbers_of_first(ranks):
-        return module.generate(*args, **_of_first(module, given, ranks))  # type: ignore[operator]
+    if _takes(module, "stopping_criteria"):
+        given = _of_first(module, given, ranks)
+    with numbers_of_first(ranks), _whole_logits(module):
+        return module.generate(*args, **given)  # type: ignore[operator]
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    parameters = inspect.signature(cast(Any, module).generate).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+@contextlib.contextmanager
+def _whole_logits(module: nn.Module) -> Iterator[None]:
+    """Let output heads all-gather logits inside the block, also in training mode (`vocab_parallel_lm_head`)."""
+    heads = [
+        one
+        for one in module.modules()
+        if isinstance(one, ColumnParallel) and one.cut.whole_in_evaluation and one.training
+    ]
+    for head in heads:
+        head.training = False
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.training = True
 
 
 def _of_first(module: nn.Module, kwargs: dict[str, Any], ranks: Communicator) -> dict[str, Any]:
