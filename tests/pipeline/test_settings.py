@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.memory import Category
 from shardwise.pipe import LayerSpec
+from shardwise.runfiles import steps_file
 from tests.harness import run_ranks, thorough
+from tests.harness.logs import logged
 from tests.harness.training import each
 from tests.pipeline.families import setting_of, with_lora
 from tests.pipeline.gradients import compare, gradients_alone
 from tests.pipeline.training import (
+    LENGTH,
     MICRO_BATCHES,
+    ROWS,
     WIDTH,
     WORDS,
     Block,
@@ -302,3 +309,30 @@ def test_units_may_stay_unsharded_over_several_passes(schedule: str) -> None:
         for one in runs[:2]:
             assert one.losses == runs[2].losses
             assert all(torch.equal(one.parameters[name], runs[2].parameters[name]) for name in one.parameters)
+
+
+def counted(directory: Path) -> list[str]:
+    """Train three steps with a profile and a run log; return the lines about throughput."""
+    sections = {
+        "steps_per_print": 1,
+        "flops_profiler": {"enabled": True, "profile_step": 0, "output_file": str(directory / "profile.txt")},
+        "run_log": {"enabled": True, "path": str(directory), "plan": False},
+    }
+    setting = Setting(2, "interleaved", made=untied, config=sections)
+    engine = engine_of(setting)
+    with logged() as kept:
+        for step in range(setting.steps):
+            engine.train_batch(data(setting, step))
+    engine.destroy()
+    return [line for line in kept.lines if "throughput" in line]
+
+
+def test_tokens_and_micro_batches_of_several_stages_of_a_rank_are_counted_once(tmp_path: Path) -> None:
+    lines, others = run_ranks(counted, 2, tmp_path)
+    assert len(lines) == 2 and others == []
+    for line in lines:
+        samples, tokens = (float(re.findall(rf"([\d.e+]+) {what}", line)[0]) for what in ("samples/s", "tokens/s"))
+        assert tokens == pytest.approx(samples * LENGTH, rel=1e-2)
+    rows = [json.loads(row) for row in (tmp_path / steps_file(0)).read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [MICRO_BATCHES * ROWS * LENGTH] * 3
+    assert f"computes for {MICRO_BATCHES} micro-batches of {ROWS} samples" in (tmp_path / "profile.txt").read_text()

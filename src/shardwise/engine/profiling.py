@@ -88,7 +88,7 @@ class Profiling(StepObserver):
     @override
     def during(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
         forward = phase == "forward"
-        if forward and self._rates is not None:
+        if forward and self._rates is not None and self._sharded.model_pass.in_first_chunk:
             self._rates.saw(args, kwargs)
         if forward and self._waits:
             self._begin_count()
@@ -179,12 +179,12 @@ class Profiling(StepObserver):
         self.profile = profile_of(count, self._sharded.registry.numel_of)
         seconds = self._parts.read()
         options = self._options
-        passes = count.calls[count.model]
+        micro_batches = count.calls[count.model] // len(self._sharded.model_pass.chunks)
         head = summary(
             self.profile,
             title=(
                 f"profile of {type(count.model).__name__}, step {options.profile_step}: what rank 0 of "
-                f"{self._job.world} computes for {passes} micro-batches of {self._batches.micro} samples"
+                f"{self._job.world} computes for {micro_batches} micro-batches of {self._batches.micro} samples"
             ),
             backward_s=seconds.get(BACKWARD, 0.0),
             step_s=seconds.get(STEP, 0.0),

@@ -83,7 +83,7 @@ class Following(StepObserver):
     @override
     def during(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
         if phase == "forward":
-            if self._tokens is not None:
+            if self._tokens is not None and self._sharded.model_pass.in_first_chunk:
                 found = tokens_in(args, kwargs)
                 self._tokens = None if found is None else self._tokens + found
             if self._ended is None:

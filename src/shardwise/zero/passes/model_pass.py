@@ -96,6 +96,11 @@ class Pass:
         if self.reducer is not None:
             self.reducer.select(chunk)
 
+    @property
+    def in_first_chunk(self) -> bool:
+        """Whether the next pass is one of the first chunk."""
+        return self.order is self.chunks[0].order
+
     def begin_part(self, part: Part) -> None:
         """Set the part of the next backward pass."""
         self._part, self.saved.reads = part, part is not Part.SECOND
