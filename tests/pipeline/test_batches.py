@@ -70,6 +70,35 @@ def test_a_micro_batch_without_tokens_is_no_part_of_the_mean(kind: Any) -> None:
     plain.destroy()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@on_ranks(2)
+def test_a_loss_of_one_element_is_evaluated_as_in_training(weighted: bool) -> None:
+    def single(output: torch.Tensor, ids: torch.Tensor) -> Any:
+        loss = loss_of(output, ids).view(1)
+        return (loss, torch.ones(1)) if weighted else loss
+
+    engine, plain = engine_of(Setting(2, loss=single)), engine_of(Setting(2))
+    for reduction in ("avg", None):
+        found, wanted = (one.eval_batch(data(Setting(2), 0), reduce_output=reduction) for one in (engine, plain))
+        torch.testing.assert_close(found, wanted)
+    assert float(engine.train_batch(data(Setting(2), 0))) == pytest.approx(float(wanted.mean()))
+    engine.destroy()
+    plain.destroy()
+
+
+@on_ranks(2)
+def test_training_returns_from_evaluation_mode() -> None:
+    losses = []
+    for evaluates in (False, True):
+        engine = engine_of(Setting(2, made=with_dropout))
+        engine.train(not evaluates)
+        torch.manual_seed(5)
+        losses.append(float(engine.train_batch(data(Setting(2), 0))))
+        assert all(module.training for module in engine.modules())
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
 @on_ranks(2)
 def test_a_batch_that_an_error_has_ended_leaves_nothing_for_the_next() -> None:
     calls = 0

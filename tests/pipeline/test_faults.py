@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -59,6 +60,18 @@ def test_calls_that_do_not_fit_are_refused_on_every_rank(name: str) -> None:
     with pytest.raises(PipelineError) as error:
         call(engine, list(data(setting, 1)))
     assert text in str(error.value) and isinstance(error.value, UsageError)
+
+
+@on_ranks(2)
+def test_a_refused_batch_leaves_the_forms_of_messages() -> None:
+    """Messages of training would be taken for those of evaluation."""
+    engine, setting = engine_of(Setting(2)), Setting(2)
+    engine.train_batch(data(setting, 0))
+    engine.eval_batch(data(setting, 0))
+    with pytest.raises(PipelineError, match="4 micro-batches are needed"):
+        engine.train_batch(iter(list(data(setting, 1))[:1]))
+    assert math.isfinite(engine.train_batch(data(setting, 1)))
+    engine.destroy()
 
 
 @on_ranks(3)

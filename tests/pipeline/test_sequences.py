@@ -21,7 +21,7 @@ from shardwise.errors import PeerLostError, UsageError
 from shardwise.parallel import DistributedAttention, share_attention
 from shardwise.pipe import LayerSpec
 from shardwise.runfiles import steps_file
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
 from tests.pipeline.families import called_with_inputs, model_of
 from tests.pipeline.gradients import close, gradients, gradients_alone
@@ -130,6 +130,18 @@ def test_tokens_of_stages_and_parts_of_sequences_are_counted_once(tmp_path: Path
     assert [row["tokens"] for row in rows] == [SETTING.micro_batches * 2 * TOKENS] * 2
     samples, tokens = (float(re.findall(rf"([\d.e+]+) {what}", line)[0]) for what in ("samples/s", "tokens/s"))
     assert tokens == pytest.approx(samples * TOKENS, rel=1e-2)
+
+
+@on_ranks(4)
+def test_ranks_that_share_a_sequence_are_one_data_parallel_rank() -> None:
+    engine = engine_of(replace(SETTING, made=partial(layers, True, True)))
+    grid = engine.grid
+    assert grid.data_parallel_size == engine.data.world == 1
+    assert grid.get_data_parallel_id() == engine.get_data_parallel_rank() == 0
+    assert grid.topology().get_dim("sequence") == SIZE
+    part = dist.get_rank() % SIZE
+    assert dist.get_process_group_ranks(grid.get_pipe_parallel_group()) == [part, part + SIZE]
+    engine.destroy()
 
 
 def refusal(setting: Setting) -> str:

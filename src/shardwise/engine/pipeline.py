@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from shardwise.comm.topology import PipeModelDataParallelTopology
+from shardwise.comm.topology import PipeModelDataParallelTopology, ProcessTopology
 from shardwise.engine.engine import Engine
 from shardwise.engine.grid import PipelineParallelGrid
 from shardwise.engine.refresh import Refreshed
@@ -110,12 +110,15 @@ class PipelineEngine(Engine):
         A group is created at its first use, by its ranks.
         """
         tensor = 1 if self._tensors is None else self._tensors.group.size
-        size = self.job.world // self.num_stages // tensor
+        sequence, stages, size = self._sequences.group.size, self.num_stages, self.data.world
+        topology: ProcessTopology = PipeModelDataParallelTopology(stages, tensor, size)
+        if sequence > 1:
+            topology = ProcessTopology(["pipe", "data", "sequence", "model"], [stages, size, sequence, tensor])
 
         def make(ranks: Sequence[int]) -> Any:
             return dist.new_group([self.job.members[rank] for rank in ranks], use_local_synchronization=True)
 
-        return PipelineParallelGrid(PipeModelDataParallelTopology(self.num_stages, tensor, size), self.job.rank, make)
+        return PipelineParallelGrid(topology, self.job.rank, make)
 
     def _stage_name(self, stage: int) -> str:
         return f"stage {stage} of {len(self._place.rank_of)} ({self._model.layers_of(stage)})"
@@ -124,6 +127,8 @@ class PipelineEngine(Engine):
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, num_micro_batches: int | None = None) -> Any:
         """Run micro-batches forward and backward, and the update if they complete a step (all ranks call).
+
+        A model in evaluation mode returns to training mode.
 
         Args:
             data_iter: yields (inputs, labels) for each micro-batch, on ranks with the first or last stage; default: the
@@ -139,6 +144,8 @@ class PipelineEngine(Engine):
             PipelineError: the data iterators of some ranks have ended, or an error has ended an earlier batch.
         """
         self._runtime.check("train_batch()")
+        if not self._model.training:
+            self.train()
         if self._broken_off:  # an error has ended the last batch, whose gradients are of some micro-batches
             self.sharded.hooks.settle()
             self._step.begin_again()
@@ -271,7 +278,6 @@ class PipelineEngine(Engine):
             texts = {f"{form_of(inputs, 'the data iterator')[0]}" for inputs, _ in batches}
             form = f"{torch.is_grad_enabled()} {texts.pop()}" if len(texts) == 1 else ""
         same = bool(form) and form == self._last_form
-        self._last_form = form
         own = [len(batches) if self._reads_data else -1, same, f"{call} of {count} micro-batches"]
         gathered = self._pipe.exchange(own, "pipeline_batch")
         calls = list(dict.fromkeys(entry[2] for entry in gathered))
@@ -290,6 +296,7 @@ class PipelineEngine(Engine):
                 "needs a data iterator of the same length: initialize(training_data=...), engine.set_dataloader() or "
                 "data_iter="
             )
+        self._last_form = form  # of a batch that runs: receivers keep the forms of a batch before a refused one
         return any(entry[1] for entry in gathered)
 
     def _loss(self, output: Any, labels: Any) -> Any:
@@ -299,12 +306,13 @@ class PipelineEngine(Engine):
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for loss in losses:
             value, weight = loss if isinstance(loss, tuple) else (loss, 1.0)
-            part = value.double() * weight
+            value = value.double().reshape(())
             if isinstance(weight, torch.Tensor):
-                part = torch.where(weight == 0.0, 0.0, part)  # the mean over no tokens may be NaN
+                weight = weight.to(value).reshape(())
+                value = torch.where(weight == 0.0, 0.0, value)  # the mean over no tokens may be NaN
             elif not weight:
                 continue
-            total[0] += part
+            total[0] += value * weight
             total[1] += weight
         self.job.all_reduce(total, "eval_loss").wait()
         return (total[0] / total[1]).float()
