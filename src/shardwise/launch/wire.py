@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import socket
 import threading
@@ -55,6 +56,7 @@ class Channel:
     def close(self) -> None:
         """Close the connection; `on_end` is not called any more."""
         self._closed.set()
+        _shut_down(self._connection)
         with contextlib.suppress(OSError):
             self._connection.close()
 
@@ -184,12 +186,18 @@ def _connection(made: socket.socket) -> Connection:
     return Connection(made.detach())
 
 
+def _shut_down(connection: Connection) -> None:
+    """End reads and writes in all threads. Because a read does not end when another thread closes the connection."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        shared.shutdown(socket.SHUT_RDWR)
+
+
 def _handshake(connection: Connection, secret: bytes, *, first: bool) -> bool:
     """Prove and check the secret, or close the connection and return False: the other end is gone, or takes too long.
 
     Raises AuthenticationError if the other end has another secret, or none.
     """
-    late = threading.Timer(_HANDSHAKE_S, connection.close)
+    late = threading.Timer(_HANDSHAKE_S, _shut_down, [connection])
     late.start()
     try:
         for step in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):
