@@ -11,7 +11,8 @@ import pytest
 
 from shardwise.comm.environment import PROGRESS
 from shardwise.errors import CommandLineError
-from shardwise.launch.job import Job, check
+from shardwise.launch import hosts
+from shardwise.launch.job import Job, by_hand, check
 from shardwise.launch.placement import Placement
 from shardwise.launch.start import run_job
 from shardwise.launch.workers import worker_command, worker_environment
@@ -103,3 +104,16 @@ def test_a_quiet_run_logs_warnings_and_errors_only() -> None:
         env = {**os.environ, "SHARDWISE_LOG_LEVEL": name}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert int(done.stdout) == expected
+
+
+def test_the_default_hostfile_names_the_machines_of_a_job(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(hosts, "DEFAULT_HOSTFILE", str(tmp_path / "hostfile"))
+    two, elsewhere = Job(__file__, nodes="2"), Job(__file__, master_addr="192.0.2.1")
+    for job, message in ((two, "the machines are not known"), (elsewhere, "not an address of this machine")):
+        with pytest.raises(CommandLineError, match=message):
+            check(job)
+    (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\n")
+    for job in (two, elsewhere):
+        check(job)
+        assert not by_hand(job)
+    assert by_hand(Job(__file__, nodes="2", node_rank=1))

@@ -52,11 +52,16 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
     return hosts
 
 
+def has_hostfile() -> bool:
+    """Whether the default hostfile exists."""
+    return Path(DEFAULT_HOSTFILE).is_file()
+
+
 def read_hostfile(path: str | None) -> dict[str, int] | None:
     """Read the hostfile at `path`, or the default one if `path` is None and it exists; else return None."""
-    file = Path(DEFAULT_HOSTFILE if path is None else path)
-    if path is None and not file.is_file():
+    if path is None and not has_hostfile():
         return None
+    file = Path(DEFAULT_HOSTFILE if path is None else path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

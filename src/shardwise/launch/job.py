@@ -17,7 +17,7 @@ from typer.models import OptionInfo
 from shardwise.comm.environment import LOOPBACK
 from shardwise.errors import CommandLineError
 from shardwise.launch.console import parse_bytes
-from shardwise.launch.hosts import is_address, is_this_machine
+from shardwise.launch.hosts import has_hostfile, is_address, is_this_machine
 from shardwise.launch.placement import Resources
 
 
@@ -310,7 +310,7 @@ def by_hand(job: Job) -> bool:
 
 
 def _several(job: Job) -> bool:
-    return job.slurm or job.hostfile is not None
+    return job.slurm or job.hostfile is not None or (job.node_rank is None and has_hostfile())
 
 
 def split_arguments(text: str, option: str) -> list[str]:
