@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import threading
 
 import pytest
 from hypothesis import given
@@ -138,3 +139,47 @@ def test_pseudo_terminal_looks_like_the_real_one() -> None:
 )
 def test_who_is_shown_raw(tags: output.Tags, rank: int, terminal: bool, raw: bool) -> None:
     assert is_raw(tags, rank, terminal) is raw
+
+
+def test_the_rest_is_shown_at_the_end_of_a_slow_terminal() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(io.BytesIO):
+        def write(self, data) -> int:
+            begun.set()
+            go.wait(10)
+            return super().write(data)
+
+    file = Slow()
+    reader, writer = os.pipe()
+    pump = OutputReader()
+    pump.add(reader, OutputChannel(1, Terminal(file)))
+    os.write(writer, b"first\n")
+    assert begun.wait(10)
+    os.write(writer, b"second\n")
+    threading.Timer(0.1, go.set).start()
+    pump.stop()
+    os.close(writer)  # held open by a process that goes on
+    assert file.getvalue() == b"first\nsecond\n"
+
+
+@pytest.mark.parametrize("buffering", [0, -1])
+def test_a_full_terminal_that_does_not_block_is_waited_for(buffering: int) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    read: list[bytes] = []
+
+    def drain() -> None:
+        while data := os.read(reader, 1 << 16):
+            read.append(data)
+
+    lines = [b"%06d" % number * 5000 + b"\n" for number in range(20)]
+    thread = threading.Timer(0.1, drain)
+    with open(writer, "wb", buffering) as file:
+        terminal = Terminal(file)
+        thread.start()
+        for line in lines:
+            terminal.write(line)
+    thread.join()
+    os.close(reader)
+    assert b"".join(read) == b"".join(lines)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import selectors
 import sys
 import threading
@@ -27,6 +28,8 @@ PROGRESS_S = 1.0
 LONGEST_LINE = 1 << 20
 KEPT_LINES = 2000
 CHUNK = 1 << 16
+_LAST_CHUNKS = 16
+"""Most chunks that the end of the job reads from a stream, because a process may go on writing into it."""
 
 _ERASED = b"\r\x1b[2K"
 _LINE_END = re.compile(rb"(\r*\n|\r+)")
@@ -63,10 +66,23 @@ class Terminal:
         self._cursor.bar = raw and (b"\r" in unfinished or (self._cursor.bar and b"\n" not in data))
         self._cursor.mid_line = raw and not data.endswith(b"\n")
         try:
-            self._file.write(start + data)
-            self._file.flush()
+            self._write_all(start + data)
         except (OSError, ValueError):
             self._broken = True
+
+    def _write_all(self, data: bytes) -> None:
+        """Write all bytes, also to a file that another process has set not to block."""
+        left = memoryview(data)
+        while True:
+            try:
+                if left:
+                    left = left[self._file.write(left) or 0 :]
+                self._file.flush()
+                if not left:
+                    return
+            except BlockingIOError as error:
+                left = left[error.characters_written :]
+            select.select([], [self._file], [])
 
 
 class LineCutter:
@@ -173,29 +189,35 @@ class OutputReader:
         self._selector.register(descriptor, selectors.EVENT_READ, channel)
 
     def stop(self) -> None:
-        """End the thread and close every channel, also those held open outside the workers' sessions."""
+        """End the thread, read the rest of every channel, and close it, also if it is held open outside the workers'
+        sessions.
+        """
         self._ended = True
         self._thread.join()
         for key in list(self._selector.get_map().values()):
+            for _ in range(_LAST_CHUNKS):
+                if not self._read(key.fd, key.data):
+                    break
             self._finish(key.fd, key.data)
         self._selector.close()
 
     def _run(self) -> None:
         while not self._ended:
             for key, _ in self._selector.select(timeout=0.05):
-                self._read(key.fd, key.data)
+                if self._read(key.fd, key.data) == b"":
+                    self._finish(key.fd, key.data)
 
-    def _read(self, descriptor: int, channel: OutputChannel) -> None:
+    def _read(self, descriptor: int, channel: OutputChannel) -> bytes | None:
+        """Read a chunk into a channel, and return it; empty: the end, None: nothing is there."""
         try:
             data = os.read(descriptor, CHUNK)
         except BlockingIOError:
-            return
+            return None
         except OSError:
-            data = b""  # a pseudo-terminal reports its end as an I/O error
+            return b""  # a pseudo-terminal reports its end as an I/O error
         if data:
             channel.feed(data)
-        else:
-            self._finish(descriptor, channel)
+        return data
 
     def _finish(self, descriptor: int, channel: OutputChannel) -> None:
         self._selector.unregister(descriptor)
