@@ -152,6 +152,14 @@ def test_the_store_moves_when_its_machine_is_lost() -> None:
     assert [(plan.first_rank, plan.master_addr) for plan in job.plans()] == [(0, "10.0.0.1"), (1, "10.0.0.1")]
 
 
+def test_the_address_that_a_user_has_given_is_that_of_the_first_machine() -> None:
+    job = Job([1, 1], min_nodes=1, master_addr="192.0.2.1", master_port=1234)
+    assert job.agents[0].messages[0] == ("serve", "192.0.2.1", 1234)
+    job.run.handle(job.nodes[0], "lost", "connection closed")
+    job.report(job.nodes[1])
+    assert job.agents[1].last == ("serve", "10.0.0.1", 1234)
+
+
 def test_a_machine_that_cannot_serve_the_store_is_named() -> None:
     job = Job([1, 1])
     job.run.begin()  # another attempt, whose store is not served yet

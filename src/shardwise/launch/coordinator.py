@@ -111,7 +111,8 @@ class Policy:
         min_nodes: least number of machines; None: all of the start, and no machine is replaced.
         max_nodes: most machines; further ones are spares. None: any number.
         wait_s: seconds to wait for machines if fewer than `min_nodes` are left.
-        master_addr, master_port: address of the store (None: that of the first machine; port None: any).
+        master_addr: address of the store while the first machine has not changed; None: that machine's.
+        master_port: port of the store; None: any.
     """
 
     max_restarts: int = 0
@@ -140,6 +141,7 @@ class Coordinator:
         self, nodes: Sequence[Node], policy: Policy, say: Callable[[str], None], pids: PidFile | None = None
     ) -> None:
         self.nodes = list(nodes)
+        self._first = self.nodes[0]
         self.outcome: Outcome | None = None
         self.attempt = -1
         self.failure: Failure | None = None
@@ -173,7 +175,8 @@ class Coordinator:
             node.exits = node.report = None
             node.ranks = range(0)
         first = self.used[0]
-        first.link.serve(self._policy.master_addr or first.address, self._policy.master_port)
+        own = self._policy.master_addr if first is self._first else None
+        first.link.serve(own or first.address, self._policy.master_port)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
