@@ -14,8 +14,10 @@ import torch
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
+from shardwise.launch import start
 from shardwise.launch.comm_measure import OPS, Exchange, Plan, measure
 from shardwise.launch.commbench import CommWanted, link_speed, share_of_link, show, verdicts
+from shardwise.launch.job import Job
 from tests.harness import run_ranks, thorough
 
 CPU = torch.device("cpu")
@@ -131,3 +133,19 @@ def test_an_interface_that_is_not_there(call: Callable[..., tuple[int, str, str]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     code, _, error = call("bench", "comm")
     assert code == 2 and "GLOO_SOCKET_IFNAME=eth77" in error
+
+
+def test_the_command_starts_the_ranks(call: Callable[..., tuple[int, str, str]], monkeypatch: Any) -> None:
+    jobs: list[Job] = []
+
+    def run(job: Job) -> int:
+        jobs.append(job)
+        Path(job.args[1]).write_text(json.dumps(found_by()))
+        return 0
+
+    monkeypatch.setattr(start, "run_job", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code, out, error = call("bench", "comm", "--nproc", "2")
+    assert code == 0 and "Results are right on all ranks." in out, error
+    assert [(job.nproc, job.nodes, job.module) for job in jobs] == [(2, None, True)]

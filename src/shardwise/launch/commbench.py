@@ -142,7 +142,17 @@ def _start(wanted: CommWanted) -> int:
         answer = Path(folder, "found.json")
         arguments = (json.dumps(wanted.plan), str(answer))
         module = "shardwise.launch.commranks"
-        code = run_job(Job(module, arguments, **vars(resources), module=True, quiet=True))
+        job = Job(
+            module,
+            arguments,
+            nproc=resources.nproc,
+            include=resources.include,
+            exclude=resources.exclude,
+            hostfile=resources.hostfile,
+            module=True,
+            quiet=True,
+        )
+        code = run_job(job)
         if code:
             return code
         return show(json.loads(answer.read_text(encoding="utf-8")), wanted)
