@@ -118,6 +118,43 @@ def test_children_are_told_after_a_worker_that_handles_the_signal() -> None:
         assert (gang.exits[0].code, gang.exits[1].code) == (0, -15)
 
 
+SAVES = """
+import os, signal, time
+def save(*_):
+    time.sleep({seconds})
+    print("saved", flush=True)
+    os._exit(7)
+signal.signal(15, save)
+signal.signal(10, lambda *_: print("asked", flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(600)
+"""
+BY_A_SHELL = "import os; os.execlp('sh', 'sh', '-c', '{python} -c \"$0\"; exit $?', {program!r})"
+
+
+@pytest.mark.parametrize(("seconds", "code", "killed"), [(0.3, 7, []), (600, -9, [0])])
+def test_a_program_that_a_shell_script_has_started_saves(seconds: float, code: int, killed: list[int]) -> None:
+    text = BY_A_SHELL.format(python=sys.executable, program=SAVES.format(seconds=seconds))
+    with _gang(text) as (gang, (reader,)):
+        _read_until(reader, b"ready")
+        assert gang.handles(signal.SIGTERM) and gang.forward(signal.SIGUSR1)
+        _read_until(reader, b"asked")
+        gang.stop(signal.SIGTERM, 0.5 if killed else 60)
+        assert (gang.exits[0].code, list(gang.killed)) == (code, killed)
+        if not killed:
+            _read_until(reader, b"saved")
+
+
+def test_a_loader_worker_that_handles_a_signal_is_not_the_rank() -> None:
+    forks = "import os, signal, time\nif not os.fork():\n    signal.signal(15, lambda *_: None)\n"
+    with _gang(forks + "    print('ready', flush=True)\nwhile True: time.sleep(600)") as (gang, (reader,)):
+        _read_until(reader, b"ready")
+        assert not gang.handles(signal.SIGTERM) and not gang.forward(signal.SIGTERM)
+        gang.stop(signal.SIGTERM, 0.5)
+        assert gang.exits[0].code == -15 and not gang.killed
+
+
 def test_children_left_by_a_worker_that_has_ended_are_found() -> None:
     leave = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with _gang(leave + "\nprint(p.pid, 'ready', flush=True)") as (gang, (reader,)):

@@ -127,18 +127,24 @@ class WorkerGroup:
         """End every process of every worker's session: `first`, then SIGKILL after `grace` seconds. Return the process
         ids that survive SIGKILL (stuck in the kernel).
 
-        Children of a worker that handles `first` get it after the worker's exit, because a save may need data loaders.
+        All others of its session get it after the exit of a process that handles `first` (`_handling`), because a save
+        may need data loaders, and a shell script passes on the exit code.
         """
         if self.stop_began is None:
             self.stop_began = time.time()
-        sessions = {process.pid: rank for rank, process in self._processes.items()}
+        sessions = self._sessions()
         deadline = time.monotonic() + grace
         signalled: set[int] = set()
+        able: set[int] = set()
+        waited: set[int] = set()
         while members := _members(sessions):
-            waiting = {pid for pid in sessions if pid in members and handles(pid, first)}
-            now = [pid for pid, session in members.items() if pid == session or session not in waiting]
+            able = (able | _handling(members, first)) & members.keys()  # also one that has removed its handler
+            waiting = {members[pid] for pid in able}
+            # A worker has a moment to end by itself with the exit code of its child.
+            now = [pid for pid, session in members.items() if pid in able or session not in waiting | waited]
             self._send(first, sessions, [pid for pid in now if pid not in signalled])
             signalled.update(now)
+            waited = waiting
             if time.monotonic() >= deadline or self.skip_grace_period:
                 break
             time.sleep(POLL_S)
@@ -161,17 +167,22 @@ class WorkerGroup:
         return {rank: state for rank, state in found.items() if state is not None}
 
     def handles(self, sig: signal.Signals) -> bool:
-        """Whether a worker has a handler for a signal."""
-        return any(handles(process.pid, sig) for process in list(self._processes.values()))
+        """Whether a worker, or a program that it has started, has a handler for a signal."""
+        return bool(_handling(_members(self._sessions()), sig))
 
     def forward(self, sig: signal.Signals) -> bool:
-        """Send a signal to the workers that handle it; return whether there are any. Safe in a signal handler."""
-        found = [process.pid for process in list(self._processes.values()) if handles(process.pid, sig)]
+        """Send a signal to the workers, or programs that they have started, that handle it; return whether there are
+        any. Safe in a signal handler.
+        """
+        found = _handling(_members(self._sessions()), sig)
         for pid in found:
-            # An exited worker is a zombie until the group is stopped, so its id is not reused.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
         return bool(found)
+
+    def _sessions(self) -> dict[int, int]:
+        """Return the session of each worker, which is its process id, and the rank."""
+        return {process.pid: rank for rank, process in list(self._processes.items())}
 
     def _send(self, sig: signal.Signals, sessions: Mapping[int, int], pids: Sequence[int]) -> None:
         for pid in pids:
@@ -198,12 +209,38 @@ def handles(pid: int, sig: signal.Signals) -> bool:
     >>> handles(os.getpid(), signal.SIGKILL)
     False
     """
+    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (sig - 1) & 1)
+
+
+def _status(pid: int) -> dict[str, str]:
+    """Return the lines of /proc/PID/status by name; empty if the process has exited."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False  # the process has exited
-    caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (sig - 1) & 1)
+        return {}
+    return {name: value for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+def _handling(members: Mapping[int, int], sig: signal.Signals) -> set[int]:
+    """Return the processes that get a signal first in their sessions: a leader that handles the signal, else programs
+    that do, started by a process that does not. `members` are of `_members`.
+
+    Because loader workers handle signals to outlive them, forks of a process without a handler do not count.
+    """
+    able = {pid for pid in members if handles(pid, sig)}
+    found = {pid for pid in able if pid == members[pid]}
+    for pid in able - found:
+        parent = int(_status(pid).get("PPid", "0"))
+        if parent in members and not able & {members[pid], parent} and _program(pid) != _program(parent):
+            found.add(pid)
+    return found
+
+
+def _program(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return ""  # the process has exited
 
 
 def _members(sessions: Mapping[int, int]) -> dict[int, int]:
