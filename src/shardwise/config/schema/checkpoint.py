@@ -57,7 +57,9 @@ class OnSignal(ConfigSection):
     """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. Not a section of DeepSpeed."""
 
     save_dir: str | None = key(None, "Directory as for `save_checkpoint`; required.", min_length=1)
-    exit_on: Signals = key(["SIGTERM"], "Signals after which the job saves and ends with 128 + signal.")
+    exit_on: Signals = key(
+        ["SIGTERM"], "Signals after which the job saves and ends with 128 + signal. SIGINT: with `--grace`."
+    )
     save_on: Signals = key(["SIGUSR1"], "Signals after which the job saves and goes on.")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
