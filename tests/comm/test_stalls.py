@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.comm import stall_watchdog
 from shardwise.comm.desync import Confirmation, Position, Positions, Report, judge, order_of, seal
 from shardwise.comm.ledger import Ledger, follow, follow_devices, followed
 from shardwise.comm.rank_status import (
@@ -95,6 +96,14 @@ def test_what_is_wrong_is_said_by_name() -> None:
     assert not judged({0: own, 1: own}).stuck
     roots = {rank: replace(own, what=f"torch.distributed.broadcast(src={rank})") for rank in range(2)}
     assert judged(roots).stuck and "torch.distributed.broadcast() with different arguments" in judged(roots).text
+
+
+def test_a_message_between_two_ranks_may_be_under_way() -> None:
+    reduces = Position("torch.distributed.all_reduce()", kind="torch/0", number=4, turn=3)
+    receives = Position("torch.distributed.recv(src=0)", kind="torch/pair/0>1/0", members=(0, 1), number=6)
+    slow = judged({0: reduces, 1: receives})
+    assert not slow.stuck and "others wait, too" in slow.text  # rank 0 may have called isend
+    assert judged({0: replace(receives, kind="torch/pair/1>0/5"), 1: receives}).stuck
 
 
 def test_ranks_in_the_same_place_share_a_line() -> None:
@@ -323,6 +332,18 @@ def test_ranks_that_do_not_wait_read_a_number_now_and_then(ranks: int) -> None:
     job.run(100.0)
     requests = job.store.requests - begun
     assert set(requests) == {"add"} and requests["add"] <= 0.2 * 100 * ranks + ranks
+
+
+def test_a_store_that_does_not_answer_once_is_asked_again(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False])
+    monkeypatch.setattr(stall_watchdog, "answers", lambda store: next(answers, True))
+    job = Job([waiting(GATHER), lambda _: BUSY])
+    job.run(45.0)
+    assert len(warnings) == 1 and next(answers, True)
+    monkeypatch.setattr(stall_watchdog, "answers", lambda store: False)
+    monkeypatch.setattr(stall_watchdog, "_SILENT_S", 0.0)
+    with pytest.raises(RuntimeError, match="the store has gone"):
+        job.run(45.0)
 
 
 def test_a_rank_that_has_ended_is_named(warnings: list[str]) -> None:

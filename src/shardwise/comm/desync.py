@@ -258,7 +258,9 @@ def is_stuck(places: Positions, confirmed: Mapping[int, Confirmation] | None) ->
     if confirmed is None or len(there) < len(places):
         return False
     still = all(rank in confirmed and confirmed[rank].number == place.number for rank, place in there.items())
-    return still and not any(_may_end(place, there, confirmed) for place in waits_of(places))
+    return still and not any(
+        _may_end(place, there, confirmed) or _may_be_sent(place, there) for place in waits_of(places)
+    )
 
 
 def waits_of(places: Positions) -> list[Position]:
@@ -276,6 +278,17 @@ def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping
         for rank in waited.members or there
         if rank in there
     )
+
+def _may_be_sent(waited: Position, there: Mapping[int, Position]) -> bool:
+    """Return True if a message between two ranks may be under way: its other end may have called isend or irecv.
+
+    Ranks that wait for messages in both directions wait for each other.
+    """
+    if not waited.kind.startswith(PAIR):
+        return False
+    source, target = waited.kind.removeprefix(PAIR).partition("/")[0].split(">")
+    return not any(place.kind.startswith(f"{PAIR}{target}>{source}/") for place in there.values())
+
 
 
 def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[int]] | None:

@@ -232,9 +232,11 @@ class StallWatch:
         suspected = self._request is not None or self._failed is not None or waited >= self._limit * _SUSPECTED
         if not suspected and self._clock() - self._read_at < self._idle:
             return
-        self._requested = time.monotonic()
+        self._requested = self._requested or time.monotonic()
         if not answers(self._store):
-            raise RuntimeError("the store has gone")
+            if time.monotonic() - self._requested >= _SILENT_S:
+                raise RuntimeError("the store has gone")
+            return  # this connection may only be slow
         self._read_at = self._clock()
         self._answer(here)
         if suspected or quiet_for() >= _AFTER_FAILURE_S:
