@@ -29,7 +29,17 @@ COMMAND = AgentCommand("python", "/work")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"), [("slurm", 0), ("openmpi", 2), ("mpich", 1), ("impi", 1), ("ssh", 3), ("pdsh", 3)]
+    ("launcher", "own", "number"),
+    [
+        ("slurm", "", 0),
+        ("openmpi", "", 2),
+        ("mpich", "", 1),
+        ("impi", "", 1),
+        ("slurm", "m3", 3),  # srun has sorted the names
+        ("slurm", "m0m1m2m3", 0),
+        ("ssh", "m3", 3),
+        ("pdsh", "m3", 3),
+    ],
 )
 def test_an_agent_imports_torch_before_it_connects_and_takes_the_number_of_its_launcher(
     launcher: str, number: int, monkeypatch: pytest.MonkeyPatch
@@ -42,7 +52,7 @@ def test_an_agent_imports_torch_before_it_connects_and_takes_the_number_of_its_l
 
     monkeypatch.setattr(local, "import_torch", lambda: calls.append("torch"))
     monkeypatch.setattr(machine, "find_devices", lambda: calls.append("devices"))
-    monkeypatch.setattr(machine, "is_this_machine", "m3".__eq__)
+    monkeypatch.setattr(machine, "is_this_machine", lambda name: name in own)
     monkeypatch.setattr(wire, "connect", connect)
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     # In a job of Slurm all are there, also of an outer mpirun.

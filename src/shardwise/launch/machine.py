@@ -74,15 +74,19 @@ def prepare() -> None:
 
 
 def _number(names: Sequence[str], launcher: str) -> int:
-    """Return the number of this machine: that of the runner, or by name."""
+    """Return the number of this machine: that of ssh, or by name, else that of the runner, which may sort names."""
     own = os.environ.pop(NODE, "")  # not for the ranks
-    for number in (own, os.environ.get(NUMBERS.get(launcher, ""), "")):
-        if number.isdigit():
-            return int(number)
+    if own.isdigit():
+        return int(own)
+    given = os.environ.get(NUMBERS.get(launcher, ""), "")
+    if given.isdigit() and is_this_machine(names[int(given)]):
+        return int(given)  # the other names are not looked up
     here = [number for number, name in enumerate(names) if is_this_machine(name)]
-    if len(here) != 1:
-        raise LaunchError(f"{socket.gethostname()} is {len(here)} of the machines {', '.join(names)}; expected one.")
-    return here[0]
+    if len(here) == 1:
+        return here[0]
+    if given.isdigit():
+        return int(given)
+    raise LaunchError(f"{socket.gethostname()} is {len(here)} of the machines {', '.join(names)}; expected one.")
 
 
 def serve(

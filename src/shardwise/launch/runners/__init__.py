@@ -26,8 +26,8 @@ NUMBERS = {
     "mpich": "PMI_RANK",
     "impi": "PMI_RANK",
 }
-"""Variables with this number by `--launcher`; without one the machine's name counts. No others are read, because a job
-of Slurm has SLURM_PROCID also where mpirun starts the agents."""
+"""Variables with this number by `--launcher`; the machine's name overrules it. No others are read, because a job of
+Slurm has SLURM_PROCID also where mpirun starts the agents."""
 
 
 class Started(Protocol):
