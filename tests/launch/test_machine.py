@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import queue
+import subprocess
 import tempfile
 import threading
 import time
@@ -41,8 +42,8 @@ COMMAND = AgentCommand("python", "/work")
         ("pdsh", "m3", 3),
     ],
 )
-def test_an_agent_imports_torch_before_it_connects_and_takes_the_number_of_its_launcher(
-    launcher: str, number: int, monkeypatch: pytest.MonkeyPatch
+def test_an_agent_imports_torch_before_it_connects_and_finds_its_machine(
+    launcher: str, own: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
 
@@ -116,3 +117,13 @@ def test_connections_of_ssh_are_shared_where_the_path_of_the_socket_fits(monkeyp
             monkeypatch.setenv("HOME", str(home))
             argv = SshRunner(COMMAND).argv("elsewhere.invalid", 1)
             assert any("ControlPath" in part for part in argv) is shared
+
+
+def test_the_agent_of_this_machine_is_started_in_the_shell_of_its_setup(tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("export FROM_SETUP=1\n")
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\necho "$PWD $FROM_SETUP $PYTHONPATH $SHARDWISE_NODE"\n')
+    program.chmod(0o755)
+    command = AgentCommand(str(program), str(tmp_path), ("PYTHONPATH=a b",), setup="setup.sh")
+    done = subprocess.run(SshRunner(command).argv("localhost", 2), capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path} 1 a b 2\n"

@@ -232,6 +232,17 @@ def test_a_program_and_standard_input(tmp_path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 got typed a b", "[rank 1] 1 got  a b"]
 
 
+def test_variables_and_a_shell_script_before_the_start(tmp_path) -> None:
+    (tmp_path / "setup.sh").write_text("export FROM_SETUP=$GIVEN-2\n")
+    text = "import os, sys; print(os.environ['GIVEN'], os.environ['FROM_SETUP'], sys.argv[1:])"
+    options = ["--export", "GIVEN=1", "--venv-script", tmp_path / "setup.sh", "--python", sys.executable]
+    done = _run("--nproc", "2", *options, script(tmp_path, text), "a b")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] 1 1-2 ['a b']" for rank in range(2)]
+    done = _run("--export", "NOT_SET_ANYWHERE", script(tmp_path, text))
+    assert done.returncode != 0 and "--export NOT_SET_ANYWHERE: this variable is not set here" in done.stderr
+
+
 OPENED_AND_LEFT = """
 import atexit, pathlib, psutil, threading
 def tell():

@@ -52,17 +52,28 @@ def exported(names: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> 
     for folder in dict.fromkeys((Path.home(), Path.cwd())):
         for name in _FILES:
             found |= _read(folder / name)
-    for entry in names:
-        name, equals, value = entry.partition("=")
-        if not equals and name not in env:
-            raise LaunchError(f"--export {name}: this variable is not set here. Set it, or give --export {name}=VALUE.")
-        found[name] = value if equals else env[name]
+    found |= named(names, env)
     for name in VARIABLES:
         if found.get(name) in ("lo", "lo0"):
             raise LaunchError(
                 f"{name}={found[name]}: machines do not reach each other over the loopback interface. Unset it; the "
                 "interface on the way to the launcher is taken."
             )
+    return found
+
+
+def named(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `--export`, as NAME or NAME=VALUE. Raises LaunchError for a name that is not set.
+
+    >>> named(("A", "B=2"), {"A": "1"})
+    {'A': '1', 'B': '2'}
+    """
+    found = {}
+    for entry in names:
+        name, equals, value = entry.partition("=")
+        if not equals and name not in env:
+            raise LaunchError(f"--export {name}: this variable is not set here. Set it, or give --export {name}=VALUE.")
+        found[name] = value if equals else env[name]
     return found
 
 

@@ -49,6 +49,7 @@ def main() -> None:
         here = machines[_number([machine["name"] for machine in machines], given["job"]["launcher"])]
         number = here["number"]
         os.environ.update(given["variables"])
+        given["job"]["setup"] = None  # the runner has sourced it
         prepare()
         connection, own = wire.connect(here["address"], here["port"], secret, CONNECT_S)
     except ShardwiseError as error:

@@ -23,6 +23,7 @@ from shardwise.comm.setup import DEFAULT_PORT
 from shardwise.errors import CommandLineError, LaunchError, ShardwiseError
 from shardwise.launch import local, machine, wire
 from shardwise.launch.hosts import is_this_machine
+from shardwise.launch.facts import exported
 from shardwise.launch.job import Job
 from shardwise.launch.machines import JOIN_S, NOTICE_S, command_of, run_on_machines
 from shardwise.launch.placement import Host, find_devices, place
@@ -53,8 +54,8 @@ def meet(job: Job) -> int:
     first = job.node_rank == 0 if job.node_rank is not None else is_this_machine(job.master_addr)
     secret = _secret(create=first)
     if first:
-        return run_on_machines(job, [host], (_own_address(job.master_addr), port, secret))
-    job = dataclasses.replace(job, nproc=len(host.slots))
+        return run_on_machines(job, [host], (_own_address(job, job.master_addr), port, secret))
+    os.environ.update(exported(job.export))
     elastic = job.machines is not None and job.machines[0] != job.machines[1]
     while True:
         found = _join(job, host, port, secret)

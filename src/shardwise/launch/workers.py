@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from shardwise.comm.environment import DEVICE_LIMIT, MEMORY_DIRECTORY, PROGRESS, RECOVERY_FILE
+from shardwise.launch.facts import named
 from shardwise.launch.interfaces import VARIABLES
 from shardwise.launch.job import Job
 from shardwise.launch.placement import Placement
@@ -21,7 +22,9 @@ def worker_command(job: Job, local_rank: int) -> list[str]:
         program = [shutil.which(job.script) or job.script]
     else:
         # Unbuffered, because buffered output is late, and lost when the process is killed.
-        program = [sys.executable, "-u", *(["-m"] if job.module else []), job.script]
+        program = [job.python or sys.executable, "-u", *(["-m"] if job.module else []), job.script]
+    if job.setup is not None:
+        program = ["sh", "-c", '. "$0" && exec "$@"', os.path.abspath(job.setup), *program]
     return [*program, *job.args, *([f"--local_rank={local_rank}"] if job.local_rank else [])]
 
 
@@ -35,6 +38,7 @@ def worker_environment(
     """Return the launcher's environment with devices, threads (for bound `cores`) and the job's network interface."""
     # Variables of an outer launcher are not for these ranks.
     variables = {name: value for name, value in env.items() if name not in (MEMORY_DIRECTORY, RECOVERY_FILE)}
+    variables |= named(job.export, env)
     if placement.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
     if job.device_limit is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -74,10 +76,13 @@ class AgentCommand:
     args: tuple[str, ...] = ()
     setup: str | None = None
 
-    @property
-    def argv(self) -> list[str]:
-        """Program and arguments of the agent."""
-        return [self.python, "-u", "-m", MODULE]
+    def shell(self, *variables: str) -> str:
+        """Return the agent's command line of the shell, with further variables."""
+        parts = [f"cd {shlex.quote(self.directory)}"]
+        if self.setup is not None:  # a name without a slash would be looked up in PATH
+            parts.append(f". {shlex.quote(os.path.join(self.directory, self.setup))}")
+        command = ("exec", "env", *variables, *self.variables, self.python, "-u", "-m", MODULE)
+        return " && ".join([*parts, shlex.join(command)])
 
 
 def runner_of(name: str, command: AgentCommand) -> Runner:

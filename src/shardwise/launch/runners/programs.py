@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -16,19 +15,11 @@ from shardwise.launch.runners import ASSIGNMENT, AgentCommand, Runner, Show, Sta
 from shardwise.launch.runners.ssh import started
 
 
-def _shell(command: AgentCommand, *variables: str) -> str:
-    parts = [f"cd {shlex.quote(command.directory)}"]
-    if command.setup is not None:
-        parts.append(f". {shlex.quote(command.setup)}")
-    given = map(shlex.quote, (*variables, *command.variables))
-    return " && ".join([*parts, " ".join(["exec env", *given, *map(shlex.quote, command.argv)])])
-
-
 def _pdsh(command: AgentCommand, machines: Sequence[str], line: str) -> list[str]:
     # pdsh passes on neither variables nor input: the job's secret is in the command, which users of the machines see.
     return [
         *("pdsh", "-S", "-N", "-R", "ssh", *command.args, "-f", str(len(machines)), "-w", ",".join(machines)),
-        _shell(command, f"{ASSIGNMENT}={line}"),
+        command.shell(f"{ASSIGNMENT}={line}"),
     ]
 
 
@@ -41,7 +32,7 @@ def _srun(command: AgentCommand, machines: Sequence[str], line: str) -> list[str
         *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(machines)),
         # Agents go on if another one or its node is lost: the launcher decides what follows.
         *("--export", "ALL", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"),
-        *(*each, "--cpu-bind=none", *command.args, "sh", "-c", _shell(command)),
+        *(*each, "--cpu-bind=none", *command.args, "sh", "-c", command.shell()),
     ]
 
 
@@ -51,7 +42,7 @@ def _openmpi(command: AgentCommand, machines: Sequence[str], line: str) -> list[
     binding = [] if "--bind-to" in command.args else ["--bind-to", "none"]
     return [
         *("mpirun", "-np", str(len(machines)), "--host", hosts, "--stdin", "all", *binding, *command.args),
-        *("sh", "-c", _shell(command)),
+        *("sh", "-c", command.shell()),
     ]
 
 
@@ -60,7 +51,7 @@ def _hydra(program: str) -> Callable[[AgentCommand, Sequence[str], str], list[st
         names = ",".join(machines)
         return [
             *(program, "-genv", ASSIGNMENT, line, "-hosts", names, "-ppn", "1", *command.args),
-            *("-n", str(len(machines)), "sh", "-c", _shell(command)),
+            *("-n", str(len(machines)), "sh", "-c", command.shell()),
         ]
 
     return argv

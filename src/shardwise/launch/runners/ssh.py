@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -75,29 +74,23 @@ class SshRunner(Runner):
     def argv(self, host: str, number: int) -> list[str]:
         """Return the command that starts the agent on a machine."""
         command = self._command
+        line = command.shell(f"{NODE}={number}")
         if is_this_machine(host):
-            return command.argv
-        remote = [f"cd {shlex.quote(command.directory)}"]
-        if command.setup is not None:
-            remote.append(f". {shlex.quote(command.setup)}")
-        variables = map(shlex.quote, (f"{NODE}={number}", *command.variables))
-        remote.append(" ".join(["exec env", *variables, *map(shlex.quote, command.argv)]))
+            return ["sh", "-c", line]
         folder = Path.home() / ".ssh"
         shared = ("ControlMaster=auto", f"ControlPath={folder}/shardwise-%C", "ControlPersist=60")
         # A longer path is an error of ssh: 107 bytes with the 40 of %C and 17 that ssh adds.
         fits = len(os.fsencode(f"{folder}/shardwise-")) + 40 + 17 <= 107
         settings = shared if fits and folder.is_dir() else ()
-        return client(host, " && ".join(remote), command.port, command.args, settings)
+        return client(host, line, command.port, command.args, settings)
 
     @override
     def start(self, machines: Sequence[str], line: str, show: Show) -> Started:
         if not all(map(is_this_machine, machines)):
             need("ssh")
-        processes = []
-        for number, name in enumerate(machines):
-            variables = {NODE: str(number), **dict(entry.split("=", 1) for entry in self._command.variables)}
-            processes.append(started(self.argv(name, number), variables, line, number, show))
-        return _Connections(processes)
+        return _Connections(
+            [started(self.argv(name, number), {}, line, number, show) for number, name in enumerate(machines)]
+        )
 
 
 def need(program: str) -> None:
