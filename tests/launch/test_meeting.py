@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardwise.errors import CommandLineError
+from shardwise.errors import CommandLineError, LaunchError
+from shardwise.launch import meeting
+from shardwise.launch.interfaces import Interface
 from shardwise.launch.job import Job, check
+from shardwise.launch.placement import Devices, Host, place
+from shardwise.launch.processes import handles
 from tests.harness.jobs import environment, free_port, launch, run_job, script
 
 pytestmark = pytest.mark.limit(120)
@@ -121,3 +127,81 @@ def test_a_machine_without_the_secret_is_told_where_to_copy_it_from(tmp_path: Pa
     words = Parts(tmp_path).words(1, "2")
     done = run_job(*words, without=HIDDEN, XDG_CONFIG_HOME=str(tmp_path))
     assert done.returncode == 2 and f"{tmp_path}/shardwise/secret does not exist. Copy it" in done.stderr
+
+
+def test_a_signal_before_the_start_is_the_exit_code(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    first = parts.start(0, "2")
+    while not handles(first.pid, signal.SIGTERM):
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.terminate()
+    said = first.communicate(timeout=60)[0]
+    assert first.returncode == 143 and "received SIGTERM before the start of the job" in said
+
+
+def by_hand(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Job, list[Host], list[str]]:
+    """Run the first part of a job whose launcher only notes its machines and its address."""
+    hosts: list[Host] = []
+    addresses: list[str] = []
+
+    def run(job: Job, found: list[Host], where: tuple[str, int, bytes]) -> int:
+        hosts.extend(found)
+        addresses.append(where[0])
+        return 0
+
+    monkeypatch.setattr(meeting, "run_on_machines", run)
+    monkeypatch.setenv(meeting.SECRET_VARIABLE, "s" * 16)
+    job = Job(__file__, **{"nodes": "2", "node_rank": 0, "master_addr": "127.0.0.1", **options})
+    assert meeting.meet(job) == 0
+    return job, hosts, addresses
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "chosen"),
+    [
+        (Devices(tuple("01234567")), {"include": "localhost:2,3"}, ("2", "3")),
+        (Devices(tuple("0123")), {"exclude": "localhost:0,2"}, ("1", "3")),
+        (Devices(("2", "3"), restricted=True), {}, ("2", "3")),
+        (Devices(("GPU-a", "GPU-b"), restricted=True), {"nproc": 1}, ("GPU-a",)),
+    ],
+)
+def test_chosen_devices_are_those_of_each_machine(
+    devices: Devices, options: dict[str, Any], chosen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "find_devices", lambda: devices)
+    job, (host,), _ = by_hand(monkeypatch, **options)
+    assert place(job.resources, devices, host).devices == chosen
+
+
+@pytest.mark.parametrize(("others", "address"), [(["10.0.0.7"], "10.0.0.7"), ([], ""), (["10.0.0.7", "10.1.0.7"], "")])
+def test_a_name_with_a_loopback_address_is_not_that_of_the_launcher(
+    others: list[str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [Interface("lo", "127.0.0.1", None, True), *(Interface("e", one, None, False) for one in others)]
+    monkeypatch.setattr(meeting, "interfaces", lambda: known)
+    monkeypatch.setattr(meeting, "is_this_machine", lambda name: True)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    if address:
+        assert by_hand(monkeypatch, master_addr="node0")[2] == [address]
+    else:
+        with pytest.raises(LaunchError, match=r"--master-addr node0 is 127\.0\.1\.1 on this machine"):
+            by_hand(monkeypatch, master_addr="node0")
+    assert by_hand(monkeypatch, master_addr="node0", nodes="1")[2] == ["127.0.1.1"]
+
+
+def test_a_machine_that_joins_has_the_variables_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("OF_FILE", ""), ("OF_OPTION", ""), (meeting.SECRET_VARIABLE, "s" * 16)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path(".shardwise_env").write_text("OF_FILE=1\n")
+    found: list[str | None] = []
+
+    def join(*_: object) -> dict[str, int]:
+        found.extend(map(os.environ.get, ("OF_FILE", "OF_OPTION")))
+        return {"exit_code": 0}
+
+    monkeypatch.setattr(meeting, "_join", join)
+    assert meeting.meet(Job(__file__, nodes="2", node_rank=1, master_addr="10.0.0.1", export=("OF_OPTION=2",))) == 0
+    assert found == ["1", "2"]

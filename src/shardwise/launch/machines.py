@@ -352,7 +352,7 @@ class Launcher:
             number = len(self.machines)
             if any(machine.host.name == name for machine in present):
                 name = f"{name}#{number}"
-            self.machines.append(_Machine(Host(name, tuple(given["slots"])), "", rank, joined=True, channel=channel))
+            self.machines.append(_Machine(Host(name, ()), "", rank, joined=True, channel=channel))
             channel.send({"do": "take", "number": number, "run_id": self._run_id, "name": name})
             return
         self._say(f"{name} is refused: {why}.")

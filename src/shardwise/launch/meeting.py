@@ -19,14 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwise.comm.environment import is_loopback
 from shardwise.comm.setup import DEFAULT_PORT
 from shardwise.errors import CommandLineError, LaunchError, ShardwiseError
 from shardwise.launch import local, machine, wire
-from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.facts import exported
+from shardwise.launch.hosts import is_this_machine
+from shardwise.launch.interfaces import interfaces
 from shardwise.launch.job import Job
 from shardwise.launch.machines import JOIN_S, NOTICE_S, command_of, run_on_machines
-from shardwise.launch.placement import Host, find_devices, place
+from shardwise.launch.placement import Host, check_resources, find_devices, place
 
 SECRET_VARIABLE = "SHARDWISE_SECRET"
 """Variable with the secret of a job."""
@@ -46,10 +48,9 @@ def meet(job: Job) -> int:
     """
     assert job.master_addr is not None
     local.import_torch()
-    host = Host(
-        socket.gethostname(),
-        tuple(range(place(dataclasses.replace(job.resources, num_nodes=None), find_devices()).nproc)),
-    )
+    host = Host(socket.gethostname(), ())
+    check_resources(dataclasses.replace(job.resources, num_nodes=None))
+    place(job.resources, find_devices(), host)  # an error comes before the others are waited for
     port = DEFAULT_PORT if job.master_port is None else job.master_port
     first = job.node_rank == 0 if job.node_rank is not None else is_this_machine(job.master_addr)
     secret = _secret(create=first)
@@ -68,10 +69,14 @@ def meet(job: Job) -> int:
             return 1
 
 
-def _own_address(name: str) -> str:
-    """Return the address of a name of this machine; wait for it.
+def _own_address(job: Job, name: str) -> str:
+    """Return the address of a name of this machine for the other machines; wait for the name.
 
     Because Kubernetes publishes the name of a pod after its start, and may still give the address of the pod before it.
+    Because some systems give a machine's own name a loopback address, the machine's only other address counts then.
+
+    Raises:
+        LaunchError: the name does not come, or this machine has not exactly one address for the others.
     """
     deadline = time.monotonic() + NAMED_S
     if not is_this_machine(name):
@@ -83,7 +88,16 @@ def _own_address(name: str) -> str:
                 "first machine; in Kubernetes by a headless Service with publishNotReadyAddresses."
             )
         time.sleep(0.2)
-    return socket.gethostbyname(name)
+    address = socket.gethostbyname(name)
+    if not is_loopback(address) or is_loopback(name) or job.machines in (None, (1, 1)):
+        return address
+    others = [one.address for one in interfaces() if one.address and not one.loopback]
+    if len(others) != 1:
+        raise LaunchError(
+            f"--master-addr {name} is {address} on this machine, which other machines do not reach. Give an address of "
+            f"their network; this machine has {', '.join(others) or 'none'}."
+        )
+    return others[0]
 
 
 def _join(job: Job, host: Host, port: int, secret: bytes) -> dict[str, Any] | None:
@@ -102,9 +116,7 @@ def _join(job: Job, host: Host, port: int, secret: bytes) -> dict[str, Any] | No
     channel = wire.Channel(connection, messages.put, lambda reason: messages.put(None))
     channel.begin()
     try:
-        channel.send(
-            {"join": {"name": host.name, "rank": job.node_rank, "slots": host.slots, "command": command_of(job)}}
-        )
+        channel.send({"join": {"name": host.name, "rank": job.node_rank, "command": command_of(job)}})
         answer = messages.get()
         if answer is None or answer["do"] == "end":
             return answer
