@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import os
 import socket
 import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.launch import facts, reach, wire
+from shardwise.errors import LaunchError
+from shardwise.launch import facts, machines, reach, wire
 from shardwise.launch.job import Job
 from shardwise.launch.machines import command_of
-from shardwise.launch.placement import find_devices, place
+from shardwise.launch.output import Terminal
+from shardwise.launch.placement import Host, find_devices, place
 from shardwise.launch.processes import Exit
+from shardwise.launch.runners import Show
 from shardwise.launch.workers import worker_environment
 from tests.harness import thorough
 from tests.harness.jobs import free_port, launch, script
@@ -32,20 +37,20 @@ KEY = hashlib.sha256(SECRET.encode()).digest()
 class Machine:
     """The connection of an imagined machine; `received` counts the launcher's messages by kind."""
 
-    def __init__(self, number: int, port: int, job: Job, known: facts.Facts, ends: bool) -> None:
+    def __init__(self, number: int, port: int, job: Job, known: facts.Facts | None, ends: bool) -> None:
         self.received: Counter[str] = Counter()
         self.started, self.ended = threading.Event(), threading.Event()
         self._known, self._ends, self._rank = known, ends, 0
         connection, _ = wire.connect("127.0.0.1", port, KEY, 60.0)
         self._channel = wire.Channel(connection, self._answer, lambda reason: self.ended.set())
         self._channel.begin()
-        joining = {"name": f"m{number}", "rank": number, "slots": [0], "command": command_of(job)}
+        joining = {"name": f"m{number}", "rank": number, "command": command_of(job)}
         self._channel.send({"join": joining})
 
     def _answer(self, message: dict[str, Any]) -> None:
         kind = str(message["do"])
         self.received[kind] += 1
-        if kind == "take":
+        if kind == "take" and self._known is not None:
             known = dataclasses.replace(self._known, clock=time.time())
             self._channel.send({"node": message["number"], "facts": dataclasses.asdict(known)})
         elif kind == "reach":
@@ -65,6 +70,10 @@ class Machine:
     def finish(self) -> None:
         """Say that the ranks have ended."""
         self._tell("finished", [dataclasses.asdict(Exit(self._rank, 1, 0, time.time(), False))])
+
+    def leave(self) -> None:
+        """Break the connection."""
+        self._channel.close()
 
     def _tell(self, kind: str, content: Any) -> None:
         self._channel.send({"event": kind, "content": content})
@@ -88,9 +97,11 @@ class Started:
                 assert self.process.poll() is None
                 time.sleep(0.05)
 
-    def join(self, number: int, *, ends: bool = True) -> Machine:
-        """Let an imagined machine join; its ranks end when they are started, or run until they are stopped."""
-        return Machine(number, self._port, self._job, self._known, ends)
+    def join(self, number: int, *, ends: bool = True, reports: bool = True) -> Machine:
+        """Let an imagined machine join, and report its facts; its ranks end when they are started, or run until they
+        are stopped.
+        """
+        return Machine(number, self._port, self._job, self._known if reports else None, ends)
 
     def output(self) -> tuple[str, str]:
         """Return what the first machine has printed, at the end of the job."""
@@ -111,12 +122,12 @@ def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_messages_and_time_of_a_start_grow_with_machines(tmp_path: Path, count: int) -> None:
     job = Started(tmp_path, str(count), "import os\nprint('world', os.environ['WORLD_SIZE'])\n")
     began = time.monotonic()
-    machines = [job.join(number) for number in range(1, count)]
+    joined = [job.join(number) for number in range(1, count)]
     out, err = job.output()
     assert job.process.returncode == 0, err
     assert f"world {count}" in out
-    assert all(machine.ended.wait(10) for machine in machines)
-    assert all(machine.received == {"take": 1, "reach": 1, "start": 1, "end": 1} for machine in machines)
+    assert all(machine.ended.wait(10) for machine in joined)
+    assert all(machine.received == {"take": 1, "reach": 1, "start": 1, "end": 1} for machine in joined)
     assert time.monotonic() - began < 60
 
 
@@ -149,3 +160,72 @@ def test_a_launcher_that_is_too_busy_to_answer_is_asked_again() -> None:
         ).start()
         with pytest.raises(AuthenticationError):
             wire._handshake(wire._connection(busy.accept()[0]), KEY, first=True)
+
+
+def test_a_launcher_that_accepts_and_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_HANDSHAKE_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LaunchError, match="does not answer"):
+        wire.connect("127.0.0.1", int(silent.getsockname()[1]), KEY, 0.5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_another_takes_the_place_of_a_machine_that_is_lost_before_the_start(tmp_path: Path, known: bool) -> None:
+    job = Started(tmp_path, "3", "import os\nprint('world', os.environ['WORLD_SIZE'])\n")
+    first = job.join(1, reports=known)
+    while not first.received["take"]:
+        time.sleep(0.02)
+    first.leave()
+    assert job.process.stderr is not None
+    assert any("the connection to its agent was lost" in line for line in job.process.stderr)
+    others = [job.join(number) for number in (2, 3)]
+    out, err = job.output()
+    assert job.process.returncode == 0 and "world 3" in out, err
+    assert all(machine.started.is_set() for machine in others)
+
+
+class Failed:
+    """The failed start of an agent."""
+
+    closed = False
+
+    def ended(self) -> dict[int, str]:
+        return {0: "ended with exit code 255"}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Runner:
+    """Starts agents that fail with one line of text."""
+
+    def __init__(self) -> None:
+        self.starts: list[Failed] = []
+
+    def start(self, machines: Sequence[str], line: str, show: Show) -> Failed:
+        reader, writer = os.pipe()
+        os.write(writer, b"ssh: no route\n")
+        os.close(writer)
+        show(0, reader, 2)
+        self.starts.append(Failed())
+        return self.starts[-1]
+
+
+def test_an_elastic_job_keeps_and_shows_one_failed_start_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    monkeypatch.setattr(machines, "runner_of", lambda name, command: runner)
+    monkeypatch.setattr(machines, "_address", lambda *_: "127.0.0.1")
+    err = io.BytesIO()
+    hosts = [Host("m0", (0,)), Host("m1", (0,))]
+    launcher = machines.Launcher(Job("train.py", nodes="1:2"), hosts, Terminal(io.BytesIO()), Terminal(err))
+    try:
+        launcher.start()
+        for _ in range(50):
+            launcher.start([1])
+            errors = launcher.machines[1].errors
+            assert errors is not None and errors.closed.wait(10)
+        assert len(launcher._starts) == 2
+        assert [one.closed for one in runner.starts] == [False, *[True] * 49, False]
+        assert launcher.machines[1].start is not None and launcher._ended()[1] == "ended with exit code 255"
+    finally:
+        launcher.close()
+    assert err.getvalue().count(b"no route") == 2  # of each machine

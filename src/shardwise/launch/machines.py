@@ -17,6 +17,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from shardwise.comm.environment import is_loopback
 from shardwise.errors import LaunchError
 from shardwise.launch import facts, wire
@@ -71,23 +73,42 @@ class _RemoteLink:
 
 @dataclasses.dataclass
 class _Machine:
-    """A machine of the job, as far as the launcher knows it. `rank` is its number, if a user has given one."""
+    """A machine of the job, as far as the launcher knows it. `rank` is its number, if a user has given one. `lost`: it
+    had come by itself, and was lost before the start; another may come in its place.
+    """
 
     host: Host
     address: str
     rank: int | None = None
     joined: bool = False
     node: Node | None = None
-    start: tuple[int, int] | None = None
+    start: tuple[Started, int] | None = None
     tried: float = 0.0
     errors: OutputChannel | None = None
+    error: bytes = b""
     channel: wire.Channel | None = None
     facts: facts.Facts | None = None
     arrived: float = 0.0
     refused: str = ""
+    lost: bool = False
     ended_at: float = 0.0
     adjacent: list[_Machine] = dataclasses.field(default_factory=list)
     reached: list[dict[str, Any]] | None = None
+
+
+class _Errors(Terminal):
+    """Standard error for the agent of a machine: a failed start that ends as the one before is not shown again."""
+
+    def __init__(self, terminal: Terminal, machine: _Machine) -> None:
+        self._terminal, self._machine = terminal, machine
+
+    @override
+    def write(self, data: bytes, raw: bool = False) -> None:
+        machine = self._machine
+        if not data or (machine.facts is None and data == machine.error):
+            return
+        machine.error = data
+        self._terminal.write(data, raw)
 
 
 Event = tuple[int, str, Any]
@@ -123,7 +144,6 @@ class Launcher:
         self._reader = OutputReader()
         self._listener = wire.Listener([machine.address for machine in self.machines], self._secret, port)
         self._run_id = uuid.uuid4().hex
-        self._started: list[tuple[Started, list[int]]] = []
         self._stopping: signal.Signals | None = None
         self._noted: list[dict[str, Any]] = []
         self._outcome: Outcome | None = None
@@ -145,9 +165,9 @@ class Launcher:
             "job": dataclasses.asdict(job),
         }
         chosen = list(range(len(self.machines))) if numbers is None else list(numbers)
-        for position, number in enumerate(chosen):
-            machine = self.machines[number]
-            machine.start, machine.errors = (len(self._started), position), None
+        before = self._starts
+        for machine in (self.machines[number] for number in chosen):
+            machine.start, machine.errors = None, None
             machine.channel, machine.facts, machine.node, machine.refused = None, None, None, ""
             machine.tried, machine.ended_at = time.monotonic(), 0.0
         given["machines"] = [
@@ -166,12 +186,31 @@ class Launcher:
             self._show(chosen[position], descriptor, stream)
 
         started = runner_of("ssh" if self._joins else job.launcher, command).start(names, json.dumps(given), show)
-        self._started.append((started, chosen))
+        for position, number in enumerate(chosen):
+            self.machines[number].start = started, position
+        for old in before:
+            if old not in self._starts:
+                old.close()
+
+    @property
+    def _starts(self) -> list[Started]:
+        """The last start of each machine."""
+        return list(dict.fromkeys(machine.start[0] for machine in self.machines if machine.start is not None))
+
+    def _ended(self) -> list[str]:
+        """Return by machine how its agent has ended, as far as it is known here; empty: it has not."""
+        found = {started: started.ended() for started in self._starts}
+        return [
+            "" if machine.start is None else found[machine.start[0]].get(machine.start[1], "")
+            for machine in self.machines
+        ]
 
     def _show(self, number: int, descriptor: int, stream: int) -> None:
-        channel = OutputChannel(-1, self._out if stream == 1 else self._err)
-        if stream == 2:
-            self.machines[number].errors = channel
+        machine = self.machines[number]
+        if stream == 1:
+            channel = OutputChannel(-1, self._out)
+        else:
+            channel = machine.errors = OutputChannel(-1, _Errors(self._err, machine))
         self._reader.add(descriptor, channel)
 
     def gather(self) -> None:
@@ -183,7 +222,8 @@ class Launcher:
             self._look()
             ready = [machine for machine in self.machines if machine.facts is not None and not machine.refused]
             missing = [machine for machine in self.machines if machine.facts is None and not machine.refused]
-            to_come = self._most - len(self.machines) if self._joins else 0
+            present = sum(not machine.lost for machine in self.machines)
+            to_come = self._most - present if self._joins else 0
             if not missing and to_come <= 0:
                 return
             waited = time.monotonic() - began
@@ -192,14 +232,14 @@ class Launcher:
                 if waited - enough >= LAST_CALL_S:
                     return
             if self._stopping is not None:
-                raise LaunchError(f"received {self._stopping.name} before the job has started.")
+                return
             if waited >= notice:
                 notice *= 2
                 names = [machine.host.name for machine in missing]
                 names += [f"{to_come} that have not come"] if to_come > 0 else []
-                total = len(self.machines) + max(0, to_come)
+                more = max(0, to_come)
                 self._say(
-                    f"waiting for {len(missing) + max(0, to_come)} of {total} machines after {waited:.0f} s: "
+                    f"waiting for {len(missing) + more} of {present + more} machines after {waited:.0f} s: "
                     f"{', '.join(names)}"
                 )
             if waited >= limit:
@@ -231,7 +271,9 @@ class Launcher:
             machine.channel.send({"do": "reach", "machines": requested})
         deadline = time.monotonic() + START_S
         while any(machine.reached is None and not machine.refused for machine in ready):
-            if self._stopping is not None or time.monotonic() > deadline:
+            if self._stopping is not None:
+                return
+            if time.monotonic() > deadline:
                 raise LaunchError("the machines have not tried their connections to each other.")
             self._handle(_LOOK_S, until=lambda: all(machine.reached is not None for machine in ready))
 
@@ -244,11 +286,13 @@ class Launcher:
             for other, found in zip(machine.adjacent, machine.reached or (), strict=False)
             if other.facts is not None and found["error"]
         ]
-        refused = [f"{machine.host.name}: {machine.refused}" for machine in self.machines if machine.refused]
-        if self._least <= len(self.machines) - len(refused) < len(self.machines):
-            for line in refused:
-                self._say(f"{line}. The job starts without this machine.")
-            refused = []
+        unusable = [machine for machine in self.machines if machine.refused]
+        if self._least <= len(self.machines) - len(unusable):
+            for machine in unusable:
+                if not machine.lost:
+                    self._say(f"{machine.host.name}: {machine.refused}. The job starts without this machine.")
+            unusable = []
+        refused = [f"{machine.host.name}: {machine.refused}" for machine in unusable]
         known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None]
         differences = facts.differences(known) if len(known) > 1 and not self._job.unchecked else []
         return _together(refused + closed + differences)
@@ -259,10 +303,7 @@ class Launcher:
             while True:
                 connection, _ = self._listener.arrived.get_nowait()
                 self._admit(connection)
-        found = [started.ended() for started, _ in self._started]
-        for machine in self.machines:
-            # Only the last start of a machine counts.
-            how = "" if machine.start is None else found[machine.start[0]].get(machine.start[1], "")
+        for machine, how in zip(self.machines, self._ended(), strict=True):
             if not how:
                 continue
             machine.ended_at = machine.ended_at or time.monotonic()
@@ -286,8 +327,7 @@ class Launcher:
                 self._events.put((mine[0], content["event"], content.get("content")))
 
         def ended(reason: str) -> None:
-            if mine:
-                self._events.put((mine[0], "lost", reason))
+            self._events.put((-1, "lost", (channel, reason)))
 
         channel = wire.Channel(connection, message, ended)
         channel.begin()
@@ -304,6 +344,11 @@ class Launcher:
             if kind == "join":
                 self._take_in(*content)
                 continue
+            if kind == "lost":
+                channel, content = content
+                number = next((n for n, one in enumerate(self.machines) if one.channel is channel), -1)
+                if number < 0:
+                    continue  # it has not joined, or has left
             machine = self.machines[number]
             if kind == "refused":
                 machine.refused = content[0]
@@ -317,6 +362,11 @@ class Launcher:
                     self._join(machine, coordinator)
             elif kind == "reached":
                 machine.reached = content
+            elif kind == "lost" and machine.node is None:
+                if not machine.refused:
+                    machine.refused = f"the connection to its agent was lost: {content}"
+                    machine.lost = machine.joined
+                    self._say(f"{machine.host.name}: {machine.refused}")
             elif coordinator is not None:
                 node = machine.node
                 if node is None:
@@ -326,8 +376,6 @@ class Launcher:
                 coordinator.handle(node, kind, self._decoded(machine, kind, content))
                 if coordinator.outcome is not None:
                     return
-            elif kind == "lost" and not machine.refused:
-                machine.refused = f"the connection to its agent was lost: {content}"
 
     def _take_in(self, given: Mapping[str, Any], channel: wire.Channel) -> None:
         """Give a machine that has come by itself its number, or refuse it."""
@@ -338,7 +386,7 @@ class Launcher:
             # Its connection broke, and it has noticed before the launcher has.
             assert same.channel is not None
             # The event first: the end closes the connection, which would otherwise be the reason.
-            self._events.put((self.machines.index(same), "lost", "it has come again"))
+            self._events.put((-1, "lost", (same.channel, "it has come again")))
             same.channel.send({"do": "end", "message": "this machine has come again", "exit_code": 1})
             present.remove(same)
             same = None
@@ -406,7 +454,25 @@ class Launcher:
     # -- the job -----------------------------------------------------------------------------------------------------
 
     def run(self, pids: PidFile | None = None) -> Outcome:
-        """Run the job to its end; `pids` takes the process ids of the ranks."""
+        """Start the job and run it to its end; `pids` takes the process ids of the ranks.
+
+        Raises LaunchError if a machine cannot be used.
+        """
+        self.start()
+        self.gather()
+        if not self._job.unchecked and self._stopping is None:
+            self.reach()
+        if self._stopping is None:
+            problems = self.problems()
+            if problems:
+                raise LaunchError("The job is not started.\n" + "\n".join(f"  {line}" for line in problems))
+            self._outcome = self._run_ranks(pids)
+        else:
+            text = f"shardwise run: received {self._stopping.name} before the start of the job."
+            self._outcome = Outcome(128 + self._stopping, text)
+        return self._outcome
+
+    def _run_ranks(self, pids: PidFile | None) -> Outcome:
         job = self._job
         nodes = []
         ready = [machine for machine in self.machines if machine.facts is not None and not machine.refused]
@@ -435,7 +501,6 @@ class Launcher:
                 self._send_all(self._noted.pop(0))
             self._retry()
             coordinator.look()
-        self._outcome = coordinator.outcome
         return coordinator.outcome
 
     def _send_all(self, message: dict[str, Any]) -> None:
@@ -456,9 +521,10 @@ class Launcher:
         how = self._outcome or Outcome(1, "the job is not started; the first machine says why.")
         self._send_all({"do": "end", "message": how.message, "exit_code": how.exit_code})
         deadline = time.monotonic() + _END_S
-        for started, numbers in self._started:
-            while len(started.ended()) < len(numbers) and time.monotonic() < deadline:
-                time.sleep(0.02)
+        count = sum(machine.start is not None for machine in self.machines)
+        while sum(map(bool, self._ended())) < count and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for started in self._starts:
             started.close()
         self._listener.close()
         for machine in self.machines:
@@ -482,13 +548,6 @@ def run_on_machines(job: Job, hosts: Sequence[Host], meeting: tuple[str, int, by
     with interrupts, contextlib.ExitStack() as stack:
         try:
             pids = stack.enter_context(pid_file(job.pid_file, sayer(job, err)))
-            launcher.start()
-            launcher.gather()
-            if not job.unchecked:
-                launcher.reach()
-            problems = launcher.problems()
-            if problems:
-                raise LaunchError("The job is not started.\n" + "\n".join(f"  {line}" for line in problems))
             outcome = launcher.run(pids)
         finally:
             launcher.close()
