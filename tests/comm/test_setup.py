@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,28 @@ def test_attempts_with_other_numbers_of_machines_have_keys_of_their_own(monkeypa
         found.append(own.check(["address"]))
         own.set("address", restarts + machines)
     assert found == [False, False, False, True]
+
+
+def test_agents_that_count_restarts_apart_meet_in_a_store_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = timedelta(seconds=20)
+    server = serve("127.0.0.1", 0, limit)
+    monkeypatch.setattr(rendezvous, "_attempt", "")
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+
+    def attempt(rank: int) -> bool:
+        place = RankPlace(rank, 2, 0, 1, "127.0.0.1", server.port, "torchrun")
+        store = rendezvous.join(place, server.port, limit, env | {"TORCHELASTIC_RESTART_COUNT": str(rank)})
+        rendezvous.meet(store, rank, range(2), limit)
+        found = store.check(["address"])
+        rendezvous.meet(dist.PrefixStore("checked", store), rank, range(2), limit)
+        store.set("address", "")
+        return found
+
+    dist.PrefixStore("shardwise/drawn", server).add("last", 1)  # a rank that has ended before
+    with ThreadPoolExecutor(2) as ranks:
+        for _ in range(2):
+            assert list(ranks.map(attempt, range(2))) == [False, False]
+            assert rendezvous.attempt() != "0"
 
 
 def test_single_process_without_a_launcher(alone) -> None:

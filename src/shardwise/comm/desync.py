@@ -20,7 +20,6 @@ import functools
 import hashlib
 import hmac
 import json
-import os
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ import torch.distributed as dist
 
 from shardwise.comm.coded import MOST_SHOWN, coded, decoded, ranks_in_words
 from shardwise.comm.ledger import Ledger, Record, is_of_script, user_line
-from shardwise.comm.rendezvous import answers, written
+from shardwise.comm.rendezvous import answers, attempt, written
 from shardwise.compat import all_gather_single, backend_of, default_store
 from shardwise.errors import DesyncError, PeerLostError
 
@@ -279,6 +278,7 @@ def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping
         if rank in there
     )
 
+
 def _may_be_sent(waited: Position, there: Mapping[int, Position]) -> bool:
     """Return True if a message between two ranks may be under way: its other end may have called isend or irecv.
 
@@ -288,7 +288,6 @@ def _may_be_sent(waited: Position, there: Mapping[int, Position]) -> bool:
         return False
     source, target = waited.kind.removeprefix(PAIR).partition("/")[0].split(">")
     return not any(place.kind.startswith(f"{PAIR}{target}>{source}/") for place in there.values())
-
 
 
 def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[int]] | None:
@@ -390,7 +389,7 @@ _CHECK = (
 def key_of(*parts: object) -> str:
     """Return a key of the store, which names the attempt: a restarted job may use the store of the attempt before."""
     first, *rest = parts
-    return "/".join(map(str, ("shardwise", first, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), *rest)))
+    return "/".join(map(str, ("shardwise", first, attempt(), *rest)))
 
 
 def seal(text: str, secret: str, key: str) -> str:

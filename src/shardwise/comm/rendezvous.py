@@ -21,10 +21,11 @@ import hashlib
 import itertools
 import logging
 import os
+import secrets
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -40,6 +41,7 @@ _POLL_S, _SLOWEST_POLL_S = 0.002, 0.25
 _LATER_S = 2.0  # seconds after the limit when other ranks look themselves, because the first may have ended
 _ALL, _APART = "meeting/all", "meeting/apart"  # keys: all ranks have come; the reason why they do not meet
 _groups_opened = itertools.count()
+_attempt = ""  # the name that rank 0 has given
 _log = logging.getLogger("shardwise")
 
 
@@ -107,7 +109,41 @@ def join(place: RankPlace, port: int, timeout: timedelta, env: Mapping[str, str]
     else:
         _await_server(place.master_addr, port, timeout)
         store = dist.TCPStore(place.master_addr, port, is_master=False, timeout=timeout)
+    # The variable is one of our launcher, which counts attempts of the job.
+    if agent_serves and int(env.get("GROUP_WORLD_SIZE") or 1) > 1 and "CROSS_RANK" not in env:
+        return _named_attempt(store, place, timeout)
     return private_keys(store, env)
+
+
+def _named_attempt(store: dist.Store, place: RankPlace, timeout: timedelta) -> dist.Store:
+    """Return `store` under a prefix of this attempt, which rank 0 chooses, when all ranks have come.
+
+    Because each agent of torchrun counts its own restarts, ranks know no number in common. A store that goes on has
+    keys of earlier attempts: each rank therefore draws a new number, under which rank 0 answers.
+    """
+    global _attempt
+    drawn, answered = dist.PrefixStore("shardwise/drawn", store), 0
+    name = secrets.token_hex(8)
+
+    def answer() -> None:
+        nonlocal answered
+        first, answered = answered + 1, drawn.add("last", 0)
+        for number in range(first, answered + 1):
+            drawn.set(str(number), name)
+
+    if place.rank > 0:
+        own, began, pause = str(drawn.add("last", 1)), time.monotonic(), _POLL_S
+        while not drawn.check([own]):
+            if time.monotonic() - began > timeout.total_seconds():
+                raise LaunchError(f"rank 0 has not come to {MEETING} within {timeout.total_seconds():.0f} s.")
+            time.sleep(pause)
+            pause = min(2 * pause, _SLOWEST_POLL_S)
+        name = drawn.get(own).decode()
+    found = dist.PrefixStore(f"shardwise/attempt{name}", store)
+    ranks = range(place.world_size)
+    meet(dist.PrefixStore("named", found), place.rank, ranks, timeout, each=answer if place.rank == 0 else None)
+    _attempt = name
+    return found
 
 
 def _await_server(host: str, port: int, timeout: timedelta) -> None:
@@ -131,6 +167,11 @@ def _await_server(host: str, port: int, timeout: timedelta) -> None:
             notice = 2 * waited
             _log.warning("no process serves the rendezvous at %s:%d yet, after %.0f s", host, port, waited)
         time.sleep(0.1)
+
+
+def attempt(env: Mapping[str, str] = os.environ) -> str:
+    """Return the name of this attempt, equal on all ranks and different after a restart, as far as it is known."""
+    return _attempt or env.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
@@ -226,8 +267,10 @@ def meet(
     ranks: Sequence[int],
     timeout: timedelta,
     what: str = MEETING,
+    each: Callable[[], None] | None = None,
 ) -> None:
-    """Wait until all of `ranks` have come to `what`; `store` has a prefix of this rendezvous only.
+    """Wait until all of `ranks` have come to `what`; `store` has a prefix of this rendezvous only, and `each` is called
+    now and then meanwhile.
 
     Raises:
         LaunchError: a rank has ended, or has not come in time, or the process that serves the store has gone.
@@ -236,7 +279,7 @@ def meet(
     if len(ranks) == 1:
         return
     try:
-        _meet(store, rank, ranks, timeout, what)
+        _meet(store, rank, ranks, timeout, what, each)
     except RuntimeError as error:
         if isinstance(error, ShardwiseError):
             raise
@@ -248,7 +291,14 @@ def meet(
         ) from None
 
 
-def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, what: str) -> None:
+def _meet(
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    what: str,
+    each: Callable[[], None] | None,
+) -> None:
     began = time.monotonic()
     store.set(_came(rank), "")
     place = store.add("meeting/number", 1)
@@ -258,6 +308,8 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
     notice, pause = NOTICE_S, _POLL_S
     # Because torch prints warnings while it waits for a key, the key is polled.
     while not store.check([_ALL]):
+        if each is not None:
+            each()
         if store.check([REFUSED]):
             raise DesyncError(f"{what}: {store.get(REFUSED).decode()}")
         if store.check([_APART]):
