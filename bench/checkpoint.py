@@ -456,6 +456,7 @@ def copies(options: argparse.Namespace) -> list[Row]:
             os.environ[MEMORY_DIRECTORY] = place
             faults._engines = itertools.count()
             engine = engine_of(options.layers, memory_copies={"every": 1 << 30})
+            engine.resume(f"{memory}/nothing")  # copies of a run that does not resume are passed over
             buffers = [torch.empty_like(values) for values in tensors(engine)]
             ways: dict[str, Callable[[], object]] = {
                 f"copy, {name}": engine.copy_to_memory,

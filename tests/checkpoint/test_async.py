@@ -113,19 +113,23 @@ def test_the_files_are_those_of_a_save_in_the_foreground_and_training_resumes_ex
 def test_whoever_comes_while_a_save_is_written_waits_for_it(tmp_path: Path) -> None:
     path = str(tmp_path)
     engine = started(path, config(2, checkpoint=ASYNC)).engine
-    for action in (
-        lambda: engine.save_checkpoint(path, tag="b"),
-        lambda: engine.save_checkpoint(path, tag="b", asynchronous=False),
-        lambda: engine.load_checkpoint(path, tag="a"),
-        lambda: engine.wait_for_checkpoint(),
-    ):
+    actions: dict[str, Callable[[str], Any]] = {
+        "a0": lambda tag: engine.save_checkpoint(path, tag="b"),
+        "a1": lambda tag: engine.save_checkpoint(path, tag="b", asynchronous=False),
+        "a2": lambda tag: engine.load_checkpoint(path, tag=tag),
+        "a3": lambda tag: engine.load_weights(path, tag=tag),
+        "a4": lambda tag: engine.resume(path),
+        "a5": lambda tag: engine.wait_for_checkpoint(),
+    }
+    for tag, action in actions.items():
         with standing() as go:
-            engine.save_checkpoint(path, tag="a")
+            engine.save_checkpoint(path, tag=tag)
             assert engine.checkpoint_pending and engine.last_async_save.written is None
             threading.Timer(0.3, go.set).start()
-            action()
-        verify(f"{path}/a")
+            action(tag)
+        verify(f"{path}/{tag}")
         engine.wait_for_checkpoint()
+    assert engine.resumed.path == f"{path}/a4"
     assert not engine.checkpoint_pending
     engine.save_checkpoint(path, tag="a")
     engine.save_checkpoint(path, tag="c")
@@ -135,7 +139,7 @@ def test_whoever_comes_while_a_save_is_written_waits_for_it(tmp_path: Path) -> N
     assert report.written > 0.0 and report.error is None
     assert report.size == next(Path(report.path).glob(f"rank{rank():05d}*")).stat().st_size
     meet()
-    assert sorted(os.listdir(path)) == ["a", "b", "c", "first", "latest"]
+    assert sorted(os.listdir(path)) == ["a", *actions, "b", "c", "first", "latest"]
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------

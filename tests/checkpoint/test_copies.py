@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint import save as module
@@ -60,6 +61,7 @@ def resumed_equal(root: str, nodes: int, stage: int, dtype: str, optimizer: str)
     folder = f"{root}/node{rank * nodes // dist.get_world_size()}"
     settings = copying(stage, dtype, every=5, optimizer=optimizer)
     first = start(folder, settings, seed=1)
+    assert first.engine.resume(f"{root}/runs") is None
     losses = [first.step() for _ in range(5)]
     assert first.engine.last_memory_copy.steps == 5 and first.engine.last_memory_copy.seconds > 0
     expected = first.fingerprint()
@@ -121,6 +123,7 @@ def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
     nodes = [f"{tmp_path}/node{number}" for number in range(2)]
     node, runs = nodes[rank // 2], f"{tmp_path}/runs"
     run = start(node, copying(2, every=1), seed=1)
+    assert run.engine.resume(runs) is None
     assert run.engine._faults.copies.nodes == [[0, 1], [2, 3]] and run.engine._faults.copies.replicas == 1
     states, held, original = {}, [], module.write_tensors
 
@@ -190,29 +193,31 @@ def plain(run: Run) -> dict[str, Any]:
     return {name: value for name, value in run.fingerprint().items() if name.startswith("plain")}
 
 
-def copy_without_accumulation(root: str) -> list[Any]:
+def copy_without_accumulation(root: str, runs: str) -> list[Any]:
     run = start(f"{root}/node{dist.get_rank()}", without_accumulation(3), seed=1)
+    assert run.engine.resume(runs) is None
     run.step()
     run.step()
     return [plain(run), run.engine.get_lr()]
 
 
-def resume_without_accumulation(root: str, stage: int) -> list[Any]:
+def resume_without_accumulation(root: str, runs: str, stage: int) -> list[Any]:
     run = start(f"{root}/node{dist.get_rank()}", without_accumulation(stage), seed=7)
-    assert run.engine.resume(f"{root}/runs") == {}
+    assert run.engine.resume(runs) == {}
     assert (run.engine.global_steps, run.engine.train_batch_size()) == (2, 36)
     return [plain(run), run.engine.get_lr()]
 
 
 def test_another_number_of_ranks_goes_on_from_memory(tmp_path: Path) -> None:
     """Three nodes of one rank copy, one is lost, two go on, at other stages too."""
-    before = on_ranks(copy_without_accumulation, 3, str(tmp_path))
+    runs = str(tmp_path / "runs")
+    before = on_ranks(copy_without_accumulation, 3, str(tmp_path), runs)
     shutil.rmtree(tmp_path / "node2")
     for stage in (1, 3):
         root = tmp_path / f"stage{stage}"
         for node in ("node0", "node1"):
             shutil.copytree(tmp_path / node, root / node)
-        for values, lr in on_ranks(resume_without_accumulation, 2, str(root), stage):
+        for values, lr in on_ranks(resume_without_accumulation, 2, str(root), runs, stage):
             assert differences(before[0][0], values) == []
             assert lr == before[0][1]
 
@@ -253,6 +258,21 @@ def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:
     shutil.rmtree(f"{node}/engine0", ignore_errors=True)
     barrier()
     assert resumed(7) == ("disk", 3, {})  # what `latest` names is damaged: the newest other one
+
+
+@as_ranks(2)
+def test_weights_that_were_loaded_after_a_copy_are_not_those_in_memory(tmp_path: Path) -> None:
+    runs, node = f"{tmp_path}/runs", f"{tmp_path}/node"
+    run = start(node, copying(1, every=1), seed=1)
+    assert run.engine.resume(runs) is None
+    run.step()
+    values = {name: torch.zeros_like(value) for name, value in run.engine.module_state_dict().items()}
+    run.engine.load_module_state_dict(values)
+    run.engine.save_checkpoint(runs)
+    other = start(node, copying(1, every=1), seed=2)
+    other.engine.resume(runs)
+    assert other.engine.resumed.source == "disk"
+    assert not any(value.any() for value in other.engine.module_state_dict().values())
 
 
 @as_ranks(2)

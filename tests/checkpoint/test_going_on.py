@@ -17,6 +17,7 @@ from shardwise.checkpoint.peer_replicas import make_own
 from shardwise.errors import CheckpointError, CheckpointPathError
 from tests.checkpoint.job import Run, as_ranks, config, differences
 from tests.checkpoint.test_copies import barrier, change_a_byte, copying, start
+from tests.harness.logs import logged
 
 
 def steps(run: Run, to: int) -> None:
@@ -100,6 +101,7 @@ def test_damaged_ones_are_passed_over_also_without_latest(tmp_path: Path) -> Non
 def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Path) -> None:
     runs, place = f"{tmp_path}/runs", f"{tmp_path}/memory"
     run = start(place, copying(2, every=4), seed=1)
+    run.engine.resume(runs)
     steps(run, 2)
     run.engine.save_checkpoint(runs)
     steps(run, 9)  # copies at 4 and 8
@@ -124,6 +126,7 @@ def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Pa
 def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: Path) -> None:
     runs, place = f"{tmp_path}/runs", f"{tmp_path}/memory"
     run = start(place, copying(2, every=2), seed=1)
+    run.engine.resume(runs)
     steps(run, 4)
     first_rank(change_a_byte, next(Path(place).glob("engine0/step4-*/rank00001*.safetensors")))
     run.engine.resume(runs)
@@ -183,6 +186,15 @@ def test_another_run_does_not_go_on_from_them(tmp_path: Path) -> None:
     other = start("unused", own(place), seed=2)
     assert other.engine.resume(f"{tmp_path}/b") is None
     assert other.engine.resume(f"{tmp_path}/a") == {}
+
+
+@as_ranks(2)
+def test_copies_of_a_run_that_does_not_resume_are_passed_over(tmp_path: Path) -> None:
+    steps(start("unused", own(f"{tmp_path}/memory"), seed=1), 1)
+    with logged() as told:
+        other = start("unused", own(f"{tmp_path}/memory"), seed=2)
+        assert other.engine.resume(f"{tmp_path}/runs") is None
+    assert any("of step 1 of a run that had not called" in line for line in told.lines) is (dist.get_rank() == 0)
 
 
 @as_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from shardwise.config import resolve
 from shardwise.engine.spikes import History
 from shardwise.errors import AnomalyError, ConflictError, NonFiniteError
-from tests.checkpoint.job import SAMPLES, Run, config, differences, on_ranks
+from tests.checkpoint.job import SAMPLES, Run, as_ranks, config, differences, on_ranks
 from tests.checkpoint.test_copies import as_node
 from tests.engine.late import late_reads
 from tests.harness import thorough
@@ -133,6 +134,7 @@ def undone(root: str, stage: int, dtype: str, cause: str) -> list[str]:
     )
     with as_node(root):
         first = Run(settings, seed=1)
+    first.engine.resume(f"{root}/runs")
     for number in range(6):
         one_step(first)
         if number == 3:
@@ -199,6 +201,34 @@ def test_rewinds_are_limited(tmp_path: Path) -> None:
     assert first[5] == 2
     assert "gradients are not finite: forward: the loss on rank 1 was not finite" in first[4]
     assert '`non_finite` is "rewind", which was done 2 times (`max_rewinds`) already' in first[4]
+
+
+@as_ranks(2)
+def test_only_copies_of_the_same_training_are_gone_back_to(tmp_path: Path) -> None:
+    """Another engine has left its copies in the directory, or other values have been loaded since the copy."""
+    settings = copying(1, "fp32", non_finite="rewind")
+    with as_node(str(tmp_path)):
+        first = Run(settings, seed=1, noise=False)
+    first.engine.save_checkpoint(tmp_path / "runs", tag="a")
+    values = first.engine.module_state_dict()
+    one_step(first)
+    first.engine.copy_to_memory()
+    with as_node(str(tmp_path)):
+        other = Run(settings, seed=9, noise=False)
+    loads: list[Callable[[], Any]] = [
+        lambda: first.engine.load_checkpoint(tmp_path / "runs"),
+        lambda: first.engine.load_weights(tmp_path / "runs"),
+        lambda: first.engine.load_module_state_dict(values),
+    ]
+    for load in [None, *loads]:
+        run = other if load is None else first
+        if load is not None:
+            load()
+        before = run.engine.module_state_dict()
+        with pytest.raises(AnomalyError, match="no whole copy in memory to go back to"):
+            one_step(run, bad=float("nan"))
+        assert all(torch.equal(value, before[name]) for name, value in run.engine.module_state_dict().items())
+        first.engine.copy_to_memory()
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

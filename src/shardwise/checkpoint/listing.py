@@ -279,10 +279,13 @@ def series(tag: str) -> tuple[str, int] | None:
 
 
 class StateNumbers:
-    """Numbers of the states of one engine, the same on all ranks; `value` is the highest known number."""
+    """Numbers of the states of one engine, the same on all ranks; `value` is the highest known number. `copies` are the
+    names of copies in memory that training has made or loaded since the last load of another state.
+    """
 
     def __init__(self) -> None:
         self.value = 0
+        self.copies: set[str] = set()
         self._copy: tuple[int, dict[str, int]] | None = None
         self._known: set[str] = set()
 
@@ -303,13 +306,15 @@ class StateNumbers:
         self._known.add(path)
         return max(self.value, highest) + 1
 
-    def copied(self, number: int, counters: Mapping[str, int]) -> None:
+    def copied(self, name: str, number: int, counters: Mapping[str, int]) -> None:
         """Record a copy in memory of the state with these counters."""
         self._copy = number, dict(counters)
+        self.copies.add(name)
 
     def loaded(self) -> None:
-        """Record that another state was loaded."""
+        """Record that another state, or other weights, were loaded."""
         self._copy = None
+        self.copies.clear()
 
     def layout(self, counters: Mapping[str, int]) -> dict[str, Any]:
         """Return the manifest's fields on the copy in memory of the state with these counters."""

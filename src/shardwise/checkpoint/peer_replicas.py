@@ -152,7 +152,8 @@ class InMemoryCheckpoints:
 
     `directory` of this node's copies is created if needed, and used by no other engine. A copy is made `every` steps
     and sent to `replicas` other nodes (the attribute is their effective number). `hold` accounts send buffers. `nodes`
-    has the ranks of each node. Another `run` with the same directory does not resume from the copies. `check_finite`
+    has the ranks of each node. `run` is the directory that was resumed from; copies of another one, or of none, are
+    passed over. `check_finite`
     refuses to copy infinite or NaN values. `last` has the costs of the last copy, or None. Raises CheckpointError if
     some rank cannot use the directory.
     """
@@ -225,7 +226,7 @@ class InMemoryCheckpoints:
             if draft and self._leads:
                 shutil.rmtree(self._at(draft), ignore_errors=True)
         self._newest = name
-        self._numbers.copied(number, counters)
+        self._numbers.copied(name, number, counters)
         self._made = [*self._made[-1:], name]
         own = sum(sizes[comm.rank])
         held = own + sum(transfer.size for transfer in transfers if transfer.dst == comm.rank)
@@ -326,10 +327,11 @@ class InMemoryCheckpoints:
             if facts is None or facts["partial"]:
                 continue
             steps, sequence, world = (int(facts[key]) for key in ("steps", "sequence", "world"))
-            if facts["run"] and self.run is not None and facts["run"] != _digest(self.run):
+            if self.run is not None and facts["run"] != _digest(self.run):
                 logger.warning(
-                    f"{self._at(name)}: passed over: it is a copy of step {steps} of another run, and this one is in "
-                    f"{self.run}; give each run a directory of its own in checkpoint.memory_copies.directory"
+                    f"{self._at(name)}: passed over: it is a copy of step {steps} of a run that had not called "
+                    f"engine.resume({self.run!r}). Call it before the training loop, and give each run a directory of "
+                    "its own in checkpoint.memory_copies.directory"
                 )
                 continue
             there = set(os.listdir(self._at(name)))
@@ -354,6 +356,7 @@ class InMemoryCheckpoints:
                 return
             self._newest, self._made = version.name, []  # no resume from later versions
             yield version.name
+            self._numbers.copies = {version.name}
             try:
                 self._spread(parts)
             except CheckpointError as error:  # on all ranks alike; training needs no further copies

@@ -437,7 +437,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         step=step,
         batches=batches,
         checkpoints=checkpoints,
-        interchange=Interchange(sharded, job, step, compressed),
+        interchange=Interchange(sharded, job, step, compressed, checkpoints.numbers, checkpoints.background),
         generation=Generation(sharded, settings.hybrid_engine, job, tensors),
         faults=faults,
         memory=memory,

@@ -246,8 +246,7 @@ class Checkpoints:
             UsageError: an argument is invalid, or differs between ranks.
         """
         self._sharded.check_there("engine.load_checkpoint()")
-        if self.background.saving is not None:
-            self.background.await_last()  # a failure is raised by the next save or wait
+        self.background.await_last()  # a failure is raised by the next save or wait
         self._sharded.hooks.settle()
         with collective_step(self._job, "load_checkpoint") as agreed:
             parent = directory.check_directory(load_dir, "load_dir")

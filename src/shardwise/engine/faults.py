@@ -337,8 +337,8 @@ class FaultTolerance:
                 logger.error("no copy in memory at step %d; training goes on: %s", self._step.global_steps, error)
 
     def rewind(self) -> None:
-        """Undo the step by loading the newest in-memory copy; an AnomalyError without one. The dataloader position
-        stays.
+        """Undo the step by loading the newest in-memory copy since the last load; an AnomalyError without one. The
+        dataloader position stays.
         """
         step, why = self._step, self._step.rewinding
         assert why is not None
@@ -348,6 +348,8 @@ class FaultTolerance:
         copies = self.copies
         for version in copies.versions() if copies is not None else ():
             assert copies is not None
+            if version.name not in self._checkpoints.numbers.copies:
+                continue
             with copies.assembled(version) as name:
                 if name is None:
                     continue
@@ -422,6 +424,7 @@ class FaultTolerance:
             >>> engine.destroy()
         """
         self._sharded.check_there("engine.resume()")
+        self._checkpoints.background.await_last()  # a failure is raised by the next save or wait
         self._sharded.hooks.settle()
         began = time.perf_counter()
         with collective_step(self._job, "resume") as looked:

@@ -24,7 +24,9 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.listing import StateNumbers
     from shardwise.comm.communicator import Communicator
+    from shardwise.engine.background import BackgroundSaves
     from shardwise.engine.compressing import Compressing
     from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
@@ -41,6 +43,8 @@ class Interchange:
     _job: Communicator
     _step: TrainStep
     _compressing: Compressing
+    _numbers: StateNumbers
+    _background: BackgroundSaves
 
     def export(
         self,
@@ -126,9 +130,11 @@ class Interchange:
             >>> engine.load_weights(folder)  # doctest: +SKIP
         """
         self._sharded.check_there("engine.load_weights()")
+        self._background.await_last()  # a failure is raised by the next save or wait
         self._sharded.hooks.settle()
         found = load_weights(self._sharded.state, path, tag=tag, strict=strict, rename=rename)
         self._step.begin_again()
+        self._numbers.loaded()
         if self._sharded.compressor is not None:
             self._sharded.compressor.clear()  # its residuals belong to gradients at other weights
         module = self._sharded.module
@@ -224,6 +230,7 @@ class Interchange:
         else:
             may_lack = frozenset(allowed_missing_keys or ())
             load_state_dict(self._sharded.state, values, strict=strict, may_lack=may_lack)
+        self._numbers.loaded()
         self._compressing.loaded(values.keys())
 
 
