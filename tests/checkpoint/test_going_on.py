@@ -75,6 +75,21 @@ def test_what_cannot_be_read_is_an_error_and_not_a_beginning(tmp_path: Path) -> 
 
 
 @as_ranks(2)
+def test_a_directory_of_another_program_is_none_of_checkpoints_and_a_checkpoint_is_none_either(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    if dist.get_rank() == 0:
+        (runs / "site").mkdir(parents=True)
+        (runs / "site" / "manifest.json").write_text('{"name": "a web page"}')
+    barrier()
+    run = Run(config(2), seed=1)
+    assert run.engine.resume(runs) is None and run.engine.load_checkpoint(runs) == (None, None)
+    run.engine.save_checkpoint(runs, tag="a")
+    for load in (run.engine.resume, run.engine.load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"runs/a: is a checkpoint itself.* give '.*/runs', .* tag 'a'"):
+            load(runs / "a")
+
+
+@as_ranks(2)
 def test_damaged_ones_are_passed_over_also_without_latest(tmp_path: Path) -> None:
     runs = f"{tmp_path}/runs"
     run = Run(config(2), seed=1)
@@ -229,6 +244,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path
         lambda: run.engine.load_checkpoint(path),
         lambda: run.engine.load_checkpoint(good, tag=".x" if rank == 1 else "x"),
         lambda: run.engine.export(path),
+        lambda: run.engine.save_16bit_model(path),
     ]
     for call in calls:
         with pytest.raises(CheckpointPathError if rank == 1 else CheckpointError) as raised:

@@ -70,6 +70,28 @@ def check_directory(path: Any, argument: str) -> str:
     return text
 
 
+def holds_checkpoint(path: str) -> bool:
+    """Return True if a directory is a checkpoint of shardwise: its manifest begins like one, or is cut short or cannot
+    be read, or data files have shardwise's names.
+    """
+    file = os.path.join(path, manifests.NAME)
+    if not os.path.isfile(file):
+        return False
+    with contextlib.suppress(OSError), open(file, "rb") as opened:
+        begins = manifests.BEGINNING.startswith(opened.read(len(manifests.BEGINNING)))
+        return begins or any(map(DATA.fullmatch, os.listdir(path)))
+    return True
+
+
+def wrong_level(path: str) -> CheckpointPathError:
+    """Return the error for a checkpoint where a directory of checkpoints is expected."""
+    parent, tag = os.path.split(os.path.abspath(path))
+    return CheckpointPathError(
+        f"{path}: is a checkpoint itself, and a directory of checkpoints is expected; give {parent!r}, and for this "
+        f"checkpoint the tag {tag!r}"
+    )
+
+
 class StagingDirectory:
     """A checkpoint that is being written: rank 0 makes it, all ranks write into `path`.
     `parent` is created if needed. `tidy` removes leftovers of killed writers of all tags, not only of this one.

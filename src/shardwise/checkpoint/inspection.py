@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor
-from shardwise.checkpoint.opening import holds_checkpoint, looks_interrupted, open_source
+from shardwise.checkpoint.opening import looks_interrupted, open_source
 from shardwise.checkpoint.reader import Checkpoint, complete_manifest
 from shardwise.checkpoint.weights_reader import Progress
 from shardwise.errors import CheckpointError
@@ -26,7 +26,7 @@ def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dic
     checkpoint in a directory. `tensors` lists every tensor. Raises CheckpointError if there is none, or it is damaged.
     """
     chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
-    if holds_checkpoint(chosen) or (tag is not None and os.path.isdir(chosen)):
+    if directory.holds_checkpoint(chosen) or (tag is not None and os.path.isdir(chosen)):
         content = complete_manifest(chosen)
         result: dict[str, Any] = {"what": "checkpoint", "path": chosen, **_facts(content)}
         if tensors:
@@ -148,7 +148,7 @@ def describe_run(path: str) -> dict[str, Any]:
             if name.endswith(".partial"):
                 found["leftovers"].append(name)
             continue
-        if not (holds_checkpoint(inside) or looks_interrupted(inside)):
+        if not (directory.holds_checkpoint(inside) or looks_interrupted(inside)):
             continue
         try:
             facts = _facts(complete_manifest(inside))

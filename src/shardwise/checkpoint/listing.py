@@ -81,7 +81,7 @@ class CheckpointDirectory:
     def tags(self) -> list[str]:
         """Return the names of all directories that may be checkpoints. Raises OSError if `path` cannot be listed."""
         inside = (name for name in os.listdir(self.path) if not name.startswith("."))
-        return sorted(name for name in inside if os.path.isfile(os.path.join(self.path, name, manifests.NAME)))
+        return sorted(name for name in inside if directory.holds_checkpoint(os.path.join(self.path, name)))
 
     def tags_if_any(self) -> list[str]:
         """Return the names as `tags`; none if `path` cannot be listed."""
@@ -131,7 +131,7 @@ class CheckpointDirectory:
     def newest_first(self) -> CheckpointListing:
         """Return the checkpoints in the order to try them (see the module). Only the first lines of manifests are read;
         completeness is checked when a checkpoint is tried. Raises CheckpointError if the directory cannot be listed, or
-        holds only a damaged `latest`.
+        holds only a damaged `latest`, and CheckpointPathError if it is a checkpoint itself.
         """
         try:
             heads = {tag: self.head(tag) for tag in self.tags()}
@@ -152,6 +152,8 @@ class CheckpointDirectory:
             notes.append(f"{error}; the newest complete checkpoint is looked for")
         if latest is not None:
             heads.setdefault(latest, Head(latest, -1))
+        if not heads and directory.holds_checkpoint(self.path):
+            raise directory.wrong_level(self.path)
         found = sorted(heads.values(), key=lambda head: (head.finite, head.tag == latest, head.order), reverse=True)
         if found and latest is None and not notes:
             newest = found[0].tag

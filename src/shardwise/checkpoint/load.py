@@ -203,6 +203,8 @@ def _candidates(parent: str, tag: str | None) -> list[str]:
     for note in found.notes:
         logger.warning("%s", note)
     universal = None if found.tags else there.latest(directory.LATEST_UNIVERSAL)
+    if not found.tags and universal is None and recognised(parent):
+        raise directory.wrong_level(parent)
     return found.tags if universal is None else [universal]
 
 

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from shardwise.checkpoint import directory, manifest, manifestfile
+from shardwise.checkpoint.directory import holds_checkpoint
 from shardwise.checkpoint.formats import dcp, deepspeed, huggingface
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.reader import Checkpoint, complete_manifest
@@ -15,15 +16,10 @@ from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 
 
-def holds_checkpoint(path: str) -> bool:
-    """Return True if a directory is a checkpoint of shardwise."""
-    return os.path.isfile(os.path.join(path, manifest.NAME))
-
-
 def looks_interrupted(path: str) -> bool:
     """Return True if a directory without a manifest has data files of shardwise."""
     try:
-        return any(directory.DATA.fullmatch(name) for name in os.listdir(path)) and not holds_checkpoint(path)
+        return any(map(directory.DATA.fullmatch, os.listdir(path))) and not holds_checkpoint(path)
     except OSError:
         return False
 

@@ -58,7 +58,7 @@ class Interchange:
     ) -> None:
         """Write unsharded weights for other programs, like `shardwise export` does from a checkpoint.
 
-        Values are master weights, if any. Rank 0 writes; other ranks send their shards in chunks of 8 MiB, so no rank
+        Values are master weights, if any. Rank 0 writes; other ranks send their shards one tensor at a time, so no rank
         needs memory for the model. The files are published once all are complete. For a model of transformers, format
         `hf` also writes `config.json` and `generation_config.json`, for `from_pretrained(directory)`.
 
@@ -167,7 +167,8 @@ class Interchange:
             CheckpointError: `max_shard_size` is not a size, or writing failed; raised on all ranks.
         """
         self._sharded.check_there("engine.save_16bit_model()", values=True)
-        request = request_of_16bit(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+        with collective_step(self._job, "save_16bit_model"):
+            request = request_of_16bit(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
         export_model(self._sharded.state, request, self._hold)
         return True
 

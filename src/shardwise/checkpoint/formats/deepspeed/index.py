@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpoint import manifest
+from shardwise.checkpoint.directory import holds_checkpoint
 from shardwise.checkpoint.formats.deepspeed.zero_partitions import OptimizerFile
 from shardwise.checkpoint.formats.torch_file import TorchFile
 from shardwise.checkpoint.manifest import outline
@@ -50,7 +50,7 @@ def recognised(path: str) -> bool:
     """Return True if a directory holds a checkpoint of DeepSpeed, readable or not, and none of shardwise."""
     names = _names(path)
     patterns = (_MODEL, _OPTIMIZER, _EXPERT, _EXPERT_OPTIMIZER, LAYER)
-    return manifest.NAME not in names and any(p.fullmatch(name) for name in names for p in patterns)
+    return not holds_checkpoint(path) and any(p.fullmatch(name) for name in names for p in patterns)
 
 
 def find_files(path: str) -> dict[int, Files]:
