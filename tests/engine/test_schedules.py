@@ -92,6 +92,25 @@ def test_every_schedule_resumes_from_a_checkpoint(names: list[str], tmp_path: Pa
         assert all(map(torch.equal, whole(second), end)), name
 
 
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "OneCycleLR", "OneCycle"])
+@on_ranks(1)
+def test_rates_after_a_load_are_those_of_the_schedule_in_force(name: str, tmp_path: Path) -> None:
+    """Of the new schedule if groups are loaded without it, of the loaded one if groups are not."""
+    source = scheduled(name)
+    train(source, 0, 4)
+    source.save_checkpoint(tmp_path)
+    begun = scheduled(name)
+    begun.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert begun.global_steps == 4
+    fresh = [rate for rate, _ in train(scheduled(name), 4, 7)]
+    assert [rate for rate, _ in train(begun, 4, 7)] == fresh
+    for options in ({"load_optimizer_states": False}, {"load_param_groups": False}):
+        loaded = scheduled(name)
+        loaded.load_checkpoint(tmp_path, **options)
+        assert loaded.lr_scheduler.last_epoch == 4
+        assert loaded.optimizer.param_groups[0]["lr"] == source.optimizer.param_groups[0]["lr"] != fresh[0]
+
+
 def test_every_schedule_has_parameters_here() -> None:
     assert set(names()) == set(PARAMS)
 

@@ -310,7 +310,7 @@ def _read_optimizer(model: CheckpointedModel, saved: Checkpoint, matched: LoadPl
         numbers = match.saved_groups(model, trees, saved.path)
         for group, number in zip(optimizer.param_groups, numbers, strict=True):
             if number is not None and number < len(trees):
-                _set_group(group, saved.decode(trees[number]))
+                set_group(group, saved.decode(trees[number]))
     if left is not None:
         saved.read_all(left)
     else:
@@ -369,7 +369,8 @@ class _StateMaker:
         return runs
 
 
-def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
+def set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Set settings of a parameter group, tensors in place, except those that each engine keeps."""
     for name, value in settings.items():
         if name in _IMPLEMENTATION or name == match.PARAM_NAMES:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from shardwise.checkpoint import directory, rng
 from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.listing import CheckpointDirectory, StateNumbers
-from shardwise.checkpoint.load import Loaded, find, read
+from shardwise.checkpoint.load import Loaded, find, read, set_group
 from shardwise.checkpoint.manifest import Manifest, name_of
 from shardwise.checkpoint.match import LoadReport, Options
 from shardwise.checkpoint.places import PLACE
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 _WINDOW = "gradient_accumulation_steps"
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""Settings of parameter groups that belong to the schedule."""
 
 
 class Checkpoints:
@@ -297,6 +300,8 @@ class Checkpoints:
             return None, None
         saved, matched = found
         self._notes = ()
+        groups = [] if self._sharded.optimizer is None else self._sharded.optimizer.param_groups
+        rates = copy.deepcopy([{name: group[name] for name in _RATES if name in group} for group in groups])
         with saved:
             loaded = read(self._sharded.state, saved, matched, options)
             if custom_load_fn is not None:
@@ -312,8 +317,10 @@ class Checkpoints:
         if not options.module_only:
             if saved.notes:
                 self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
+            with_groups = options.with_optimizer and options.settings
             with collective_step(self._job, f"loading checkpoint {loaded.path}"):
-                self._take_training_state(loaded, options, load_lr_scheduler_states, going_back)
+                self._take_schedule(loaded, with_groups, load_lr_scheduler_states, rates)
+                self._take_training_state(loaded, options, going_back)
             self._check_scalars(loaded.path)
         self._compressing.loaded(matched.report.loaded, loaded.manifest.counters, taken=not options.module_only)
         if self._job.rank == 0 and (matched.report.differs or matched.report.notes):
@@ -436,14 +443,32 @@ class Checkpoints:
                 "state of the first replica where replicas had their own (local_sgd)"
             )
 
-    def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool, going_back: bool) -> None:
-        path, world = loaded.path, self._job.world
-        if with_scheduler and self._step.lr_scheduler is not None:
-            scheduler = self._step.lr_scheduler
-            of_deepspeed = loaded.manifest.layout.get("library") == "deepspeed" and isinstance(scheduler, StepSchedule)
+    def _take_schedule(
+        self, loaded: Loaded, with_groups: bool, with_scheduler: bool, rates: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Load the schedule. The groups' rates become those of the schedule in force, if only one of the two has been
+        loaded; `rates` are those before the load.
+        """
+        scheduler, optimizer = self._step.lr_scheduler, self._sharded.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        by_step = isinstance(scheduler, StepSchedule)
+        if scheduler is None:
+            if with_scheduler and loaded.scheduler is not None:
+                self._log(f"{loaded.path}: holds the state of a learning-rate scheduler, and this engine has none")
+        elif with_scheduler:
+            of_deepspeed = loaded.manifest.layout.get("library") == "deepspeed" and by_step
             (scheduler.load_finished if of_deepspeed else scheduler.load_state_dict)(loaded.scheduler)
-        elif with_scheduler and loaded.scheduler is not None:
-            self._log(f"{path}: holds the state of a learning-rate scheduler, and this engine has none")
+            if not by_step and not with_groups and hasattr(scheduler, "get_last_lr"):
+                for group, rate in zip(groups, scheduler.get_last_lr(), strict=False):
+                    set_group(group, {"lr": rate})
+        elif with_groups:
+            for group, before in zip(groups, rates, strict=True):
+                set_group(group, dict(before))
+            if by_step:
+                scheduler.load_state_dict(scheduler.state_dict())  # momentum, too
+
+    def _take_training_state(self, loaded: Loaded, options: Options, going_back: bool) -> None:
+        path, world = loaded.path, self._job.world
         if options.optimizer and self._step.loss_scaler is not None and loaded.scaler is not None:
             self._step.loss_scaler.load_state_dict(loaded.scaler)
         if options.optimizer:

@@ -126,7 +126,7 @@ def refresh(
                 sharded.failed = "engine.refresh() could not read the copy of the state. Restart from a checkpoint"
                 raise CheckpointError(sharded.failed)
             options = Options(strict=False, settings=False, verify=False, fresh=fresh)
-            checkpoints.restore(copies.path, name, options, going_back=True)
+            checkpoints.restore(copies.path, name, options, load_lr_scheduler_states=False, going_back=True)
     finally:
         if copies is not None:
             copies.remove()
