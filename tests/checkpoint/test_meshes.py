@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,6 +127,46 @@ def test_a_job_goes_on_with_other_ranks_in_a_copy_of_the_model(tmp_path: Path) -
         expected += run_ranks(go_on, 1, root, "alone", ALONE, number * BEFORE)[0][0]
     assert losses == pytest.approx(expected, rel=1e-5)
     assert len(set(losses)) == len(losses)
+
+
+def draws() -> list[Any]:
+    return [random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def seeded(first: int) -> list[Any]:
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(first + dist.get_rank())
+    return draws()
+
+
+def save_generators(root: str) -> list[Any]:
+    shardwise.init_distributed(verbose=False)
+    engine = start(ADAMW, Layout(1, 4), seed=1)
+    drawn = seeded(10)
+    engine.save_checkpoint(root, tag="a")
+    engine.destroy()
+    return drawn
+
+
+def load_generators(root: str, layout: Layout) -> list[Any]:
+    shardwise.init_distributed(verbose=False)
+    engine = start(ADAMW, layout, seed=2)
+    train(engine, 0, 1)
+    before = seeded(20)
+    engine.load_checkpoint(root, tag="a")
+    after = draws()
+    engine.destroy()
+    return [before, after]
+
+
+def test_ranks_of_a_copy_of_the_model_draw_alike_after_a_load_from_another_mesh(tmp_path: Path) -> None:
+    """Ranks that share a sequence have torch's numbers of their own, for their tokens."""
+    saved = run_ranks(save_generators, 4, str(tmp_path))
+    for layout in (Layout(1, 4, tensor=2), Layout(1, 4, sequence=2)):
+        for rank, (before, after) in enumerate(run_ranks(load_generators, 4, str(tmp_path), layout)):
+            own = layout.sequence > 1 and rank % 2 == 1
+            assert after[:2] == saved[rank // 2][:2]
+            assert after[2] == (before if own else saved[rank // 2])[2]
 
 
 def divided_later(entry: Entry, layout: Layout) -> list[float]:

@@ -30,3 +30,8 @@ def test_a_rank_takes_what_the_ranks_with_its_samples_had() -> None:
     assert found(0, 4, data=(0, 2), tensor=(0, 1), sequence=(1, 2)).line == {0, 4}
     assert found(1, 4, data=(1, 4), tensor=(0, 1)).line == frozenset()
     assert found(1, 4, data=(0, 1), tensor=(1, 4)).line == frozenset()
+    drawn = [found(0, 8, data=(1, 2), **{name: (1, 2)}) for name in ("tensor", "layers", "sequence")]
+    assert [(one.own, one.random, one.with_torch) for one in drawn] == [(3, 3, True), (6, 6, True), (None, 2, False)]
+    beyond = found(5, 8, data=(1, 2), tensor=(2, 4))
+    assert (beyond.own, beyond.random, beyond.with_torch) == (None, 2, True)
+    assert found(7, 8, data=(3, 4), tensor=(1, 2)).random is None

@@ -46,7 +46,8 @@ class NoCompleteCheckpointError(CheckpointError):
 class Loaded:
     """State except tensors of the model and the optimizer, as plain Python values. `client` is the user's. `rank` is
     that of the rank at this rank's coordinates; None if the checkpoint has no such rank. `line` is that of a rank with
-    this rank's share of the samples, else rank 0's. `same`: the checkpoint is of the same mesh.
+    this rank's share of the samples, else rank 0's. `rng` has the random number generators to restore, or None;
+    `with_torch`: torch's, too. `same`: the checkpoint is of the same mesh.
     """
 
     path: str
@@ -57,6 +58,8 @@ class Loaded:
     loader: Any = None
     rank: Any = None
     line: Any = None
+    rng: Any = None
+    with_torch: bool = True
     same: bool = True
 
 
@@ -268,7 +271,8 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options
             kept = saved.manifest.loader
             loaded.loader = saved.decode(ranks[0].get("loader") if kept is None else kept)
             found = counterparts(saved.manifest, model.place, model.comm.rank, model.comm.world)
-            loaded.same = found.same
+            loaded.same, loaded.with_torch = found.same, found.with_torch
+            loaded.rng = None if found.random is None else saved.decode(ranks[found.random]["rng"])
             loaded.rank = None if found.own is None else saved.decode(ranks[found.own])
             near = found.own if found.own in found.line else min(found.line, default=0)
             loaded.line = loaded.rank if near == found.own else saved.decode(ranks[near])

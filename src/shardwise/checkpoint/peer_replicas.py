@@ -457,8 +457,8 @@ def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str
             else:
                 files.update(part.file for part in stored.slices)
     there = counterparts(joined, model.place, model.comm.rank, model.comm.world)
-    near = min(there.line, default=0)
-    states = [joined.ranks[rank] for rank in (near if there.own is None else there.own, near)]
+    needed = {min(there.line, default=0), there.own, there.random} - {None}
+    states = [state for rank, state in enumerate(joined.ranks) if rank in needed]
     trees = replace(joined, ranks=states).trees()
     return files.union(reference["file"] for reference in nested_json.references(trees))
 

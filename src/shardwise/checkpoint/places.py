@@ -19,6 +19,9 @@ LAYERS = "layers"
 SAMPLES = "data"
 """Dimension whose ranks get different samples."""
 
+TENSORS = "tensor"
+"""Dimension whose ranks have different parts of tensors, and equal random numbers."""
+
 Place = Mapping[str, tuple[int, int]]
 
 
@@ -32,11 +35,18 @@ class Counterparts:
         line: ranks that had the same share of samples and tensors, of any layers; if tensors were divided otherwise,
             those with the same share of samples that are first in the other dimensions; empty if shares of samples
             have other sizes.
+        random: the rank whose random number generators this rank takes: `own`, else the one with the same share of
+            samples, by number, that is first in the other dimensions, because the ranks of a copy of the model draw
+            alike; None without.
+        with_torch: take torch's generators, too; not if ranks with other tokens or layers, which draw their own, would
+            share them.
     """
 
     same: bool
     own: int | None
     line: frozenset[int]
+    random: int | None
+    with_torch: bool = True
 
 
 def counterparts(manifest: Manifest, place: Place, rank: int, world: int) -> Counterparts:
@@ -45,7 +55,8 @@ def counterparts(manifest: Manifest, place: Place, rank: int, world: int) -> Cou
     if not place or not saved or None in saved:
         count = int(manifest.layout.get("world", len(saved)))
         same = count == world
-        return Counterparts(same, rank if rank < len(saved) else None, frozenset([rank] if same else []))
+        own = rank if rank < len(saved) else None
+        return Counterparts(same, own, frozenset([rank] if same else []), own)
     here = {name: pair for name, pair in place.items() if pair[1] > 1}
     known = [(number, other) for number, other in enumerate(saved) if other is not None]
     line = [number for number, other in known if _but(other, LAYERS) == _but(here, LAYERS)]
@@ -55,7 +66,10 @@ def counterparts(manifest: Manifest, place: Place, rank: int, world: int) -> Cou
             line += [number] if first and other.get(SAMPLES) == here.get(SAMPLES) else []
     at = {_coordinates(other): number for number, other in known}
     same = len(saved) == world and _sizes(saved[0] or {}) == _sizes(here)
-    return Counterparts(same, at.get(_coordinates(here)), frozenset(line))
+    own = at.get(_coordinates(here))
+    random = at.get(_coordinates(here) - _coordinates(_but(here, SAMPLES))) if own is None else own
+    with_torch = own is not None or not _coordinates(_but(here, SAMPLES, TENSORS))
+    return Counterparts(same, own, frozenset(line), random, with_torch)
 
 
 def _recorded(tree: Any) -> dict[str, tuple[int, int]] | None:

@@ -23,14 +23,17 @@ def capture(device: torch.device) -> dict[str, Any]:
     }
 
 
-def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restore all generators, the device's if captured on its type of device. Raises CheckpointError."""
+def restore(state: dict[str, Any], device: torch.device, *, with_torch: bool = True) -> None:
+    """Restore all generators, or those of Python and numpy; the device's if captured on its type of device. Raises
+    CheckpointError.
+    """
     try:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal.tolist()), gauss))
         numpy.random.set_state(_checked(state["numpy"]))
-        torch.set_rng_state(state["torch"])
-        if device.type == "cuda" and state["cuda"] is not None:
+        if with_torch:
+            torch.set_rng_state(state["torch"])
+        if with_torch and device.type == "cuda" and state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"], device)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(

@@ -389,7 +389,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     step.exchanges = exchanges_in_backward(model, lines)
     job.ledger.step = functools.partial(getattr, step, "global_steps")  # called for each collective
     compressed = compressing.Compressing(compression, step, job)
-    checkpoints = Checkpoints(sharded, resolution, job, step, batches, compressed)
+    checkpoints = Checkpoints(sharded, resolution, job, step, batches, compressed, tensors)
     if watchdog is not None:
         watchdog.checkpoint = checkpoints.known
     faults = FaultTolerance(sharded, resolution, job, step, batches, checkpoints, signals)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardwise.config import Resolution
     from shardwise.engine.batch import Batches
     from shardwise.engine.compressing import Compressing
+    from shardwise.engine.parallel import SharedTensors
     from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
 
@@ -56,6 +57,7 @@ class Checkpoints:
         step: TrainStep,
         batches: Batches,
         compressing: Compressing,
+        tensors: SharedTensors | None,
     ) -> None:
         self.background = BackgroundSaves(sharded, resolution.config, job)
         self.last_load: LoadReport | None = None
@@ -66,6 +68,7 @@ class Checkpoints:
         self._step = step
         self._batches = batches
         self._compressing = compressing
+        self._tensors = tensors
         self._notes: tuple[str, ...] = ()
         self._last: str | None = None
         self._last_in_background = False
@@ -489,12 +492,14 @@ class Checkpoints:
         if not loaded.same and own["rng"] is not None:
             self._log(
                 f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}, in another layout; random "
-                "numbers continue on the ranks that both layouts have"
+                "numbers continue on the ranks whose samples both layouts have"
             )
         self._compare_batches(loaded)
-        if loaded.rank is not None and loaded.rank["rng"] is not None:
+        if not loaded.same and self._tensors is not None:
+            self._tensors.compare_again()
+        if loaded.rng is not None:
             # Last, because no later code draws random numbers.
-            rng.restore(loaded.rank["rng"], self._sharded.device)
+            rng.restore(loaded.rng, self._sharded.device, with_torch=loaded.with_torch)
 
     def _compare_batches(self, loaded: Loaded) -> None:
         micro = loaded.manifest.config.get("train_micro_batch_size_per_gpu")

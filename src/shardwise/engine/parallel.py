@@ -236,6 +236,10 @@ class SharedTensors:
                 "engine.dp_world_size, or have the loader of shardwise.initialize(training_data=...)"
             )
 
+    def compare_again(self) -> None:
+        """Share random numbers and compare inputs in the next training pass, as in the first."""
+        self._compared = False
+
     def check_gradients(self, loss: torch.Tensor | None = None) -> None:
         """Compare the loss and unsharded gradients once (all ranks of the group call); a ConfigError if one differs."""
         if self._gradients is not None:
