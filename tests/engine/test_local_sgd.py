@@ -418,6 +418,17 @@ def test_loaded_by_other_replicas(tmp_path: Path) -> None:
         assert len(set(digests)) == 1
 
 
+@on_ranks(2)
+def test_exchanges_may_be_quantized_from_a_checkpoint_on(tmp_path: Path) -> None:
+    for number, bits in enumerate([None, 8, 4]):
+        engine = engine_of(sync_every=2, quantize_bits=bits)
+        if number:
+            engine.load_checkpoint(str(tmp_path))
+            assert engine.global_steps == 3 * number
+        train(engine, range(3 * number, 3 * number + 3))
+        engine.save_checkpoint(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("stage", "fragments", "bits", "overlap"),
     [thorough(0, 1, None, 0), (1, 1, 8, 0), thorough(3, 2, None, 0), thorough(1, 1, None, 1), thorough(3, 1, 8, 1)],

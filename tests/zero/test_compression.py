@@ -186,6 +186,18 @@ def test_resuming_is_as_never_having_stopped(tmp_path: Path) -> None:
         assert all(straight == again for straight, again in found)
 
 
+@on_ranks(2)
+def test_powersgd_goes_on_with_other_options(tmp_path: Path) -> None:
+    case = CASES["gpt"]
+    for number, changes in enumerate([{}, {"matrix_approximation_rank": 4}, {"min_compression_rate": 3.0}]):
+        engine = start(case, Setting(stage=1, extra=compressed("powerSGD", **changes)))
+        if number:
+            engine.load_checkpoint(str(tmp_path))
+        take_steps(engine, case, range(2 * number, 2 * number + 2))
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+
+
 def load_others(path: str, settings: list[Setting]) -> list[tuple[list[str], bool]]:
     """Load what another run has kept, also in part; without settings: keep something."""
     case, found = CASES["gpt"], []

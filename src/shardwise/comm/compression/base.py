@@ -53,9 +53,9 @@ class Kept:
         self._scales: dict[str, float] = {}
 
     def at(self, name: str, numel: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
-        """Return the 1-D tensor of a name, multiplied to a scale; at first zeros."""
+        """Return the 1-D tensor of a name, multiplied to a scale; at first, and if it had another size, zeros."""
         tensor = self.tensors.get(name)
-        if tensor is None:
+        if tensor is None or tensor.numel() != numel:
             tensor = self.put(name, torch.zeros(numel, dtype=dtype, device=self._device))
         elif self._scales.get(name, scale) != scale:
             tensor.mul_(scale / self._scales[name])

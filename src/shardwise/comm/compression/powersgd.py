@@ -182,7 +182,8 @@ class _Job:
         """Return Q of the last step; for Gram-Schmidt with random columns in place of zero ones, which would stay."""
         shapes, method = self.split.second, self.method
         kept = method.kept.tensors.get(f"{self.flat.name}.factor")
-        factors = [] if kept is None else _views(kept, shapes)
+        # One of another size is of a checkpoint with another rank.
+        factors = _views(kept, shapes) if kept is not None and kept.numel() == elements(shapes) else []
         if factors and not method.parameters.orthogonalization_epsilon:  # QR recovers from zeros
             return factors
         seeded = _views(method.seeded(self.flat.name, elements(shapes), self.dtype), shapes)

@@ -382,8 +382,10 @@ class LocalSgdUpdate(Update):
                 else:
                     known[name] = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
         for one in self._of_section.values():
-            for name, error in one.mean.errors.items():
-                error.copy_(state["errors"][one.name][name])
+            saved = state["errors"].get(one.name, {})
+            for name, error in one.mean.errors.items():  # zero before, and without one of another `quantize_bits`
+                if name in saved and saved[name].shape == error.shape:
+                    error.copy_(saved[name])
         self._own_values = dict(state["values"])
         self.settle()
         self._exchange = None
