@@ -266,6 +266,20 @@ def test_a_child_leaves_the_parents_save_alone(tmp_path: Path) -> None:
     assert run.engine.wait_for_checkpoint() == f"{tmp_path}/c"
 
 
+@as_ranks(2)
+def test_the_end_of_a_script_waits_for_ranks_with_slow_disks(tmp_path: Path) -> None:
+    engine = started(str(tmp_path), config(1)).engine
+    with standing((1,)) as go, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "_EXIT_S", 0.2)
+        patch.setattr(async_save, "_LOOK_S", 0.1)
+        patch.setattr(async_save, "SLOWEST", 1000.0)  # bytes a second: the part of a rank has some thousand
+        patch.setattr(threading, "main_thread", threading.Thread)  # one that does not run
+        engine.save_checkpoint(tmp_path, tag="last", asynchronous=True)
+        threading.Timer(1.0, go.set).start()
+        assert engine.wait_for_checkpoint() == str(tmp_path / "last")
+    verify(str(tmp_path / "last"))
+
+
 EXIT = """
 import sys, time
 import shardwise.checkpoint.async_save as async_save

@@ -45,7 +45,7 @@ _NICENESS = 5
 _LOOK_S = 1.0
 """Seconds between looks at the job's store."""
 _EXIT_S = 60.0
-"""Seconds for which rank 0 waits for other ranks after the end of its script."""
+"""Seconds for which rank 0 waits for other ranks after the end of its script and the time of a very slow disk."""
 
 
 _STEP = 1 << 16
@@ -195,7 +195,7 @@ class SaveReport:
 @dataclass
 class _WriteJob:
     """One save on this rank: `tensors` of its part, and on rank 0 the staging directory to publish with the manifest's
-    `header`. `limit` is in seconds.
+    `header`. `limit` is in seconds, `slowest` those in which a very slow disk writes the largest part.
     """
 
     rank: int
@@ -204,6 +204,7 @@ class _WriteJob:
     request: SaveRequest
     report: SaveReport
     limit: float
+    slowest: float
     store: torch.distributed.Store | None
     copied: Copied | None
     header: Manifest
@@ -261,7 +262,7 @@ class _WriteJob:
             assert store is not None
             while not store.check([self._key(rank)]):
                 if not threading.main_thread().is_alive():
-                    left = min(left, time.monotonic() + _EXIT_S)
+                    left = min(left, max(time.monotonic(), self.begun + self.slowest) + _EXIT_S)
                 if time.monotonic() > min(left, self.begun + self.limit):
                     return failed or (rank, f"its part is not complete after {time.monotonic() - self.begun:.0f} s")
                 with contextlib.suppress(RuntimeError):  # a timeout
@@ -348,6 +349,7 @@ class AsyncSaver:
             tensors = self._snapshot.take(part.tensors, _stepped_only(model, part), part.fetch)
             self._connect(comm)
             taken.local = sum(tensor.nbytes for tensor in tensors.values())
+        slowest = max(taken.gathered) / SLOWEST
         self.report, self._unsettled = SaveReport(os.path.join(request.directory, made.tag)), True
         self._job = _WriteJob(
             rank=comm.rank,
@@ -355,7 +357,8 @@ class AsyncSaver:
             tensors=tensors,
             request=request,
             report=self.report,
-            limit=self._limit + max(taken.gathered) / SLOWEST,
+            limit=self._limit + slowest,
+            slowest=slowest,
             store=self._store,
             copied=self._snapshot.copied,
             header=header_of(model, request),
