@@ -317,6 +317,27 @@ def test_groups_that_have_changed(saved: str) -> None:
         engine.destroy()
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as some optimizers of others do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+@on_ranks(1)
+def test_counters_in_groups_that_are_left_out_are_told(tmp_path: Path) -> None:
+    model, fresh = nn.Linear(3, 5), nn.Linear(3, 5)
+    engine = engine_of(model, 1, Counting(model.parameters(), lr=0.1, momentum=0.9))
+    engine.backward(engine(torch.ones(2, 3)).square().sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    other = engine_of(fresh, 1, Counting([{"params": [*fresh.parameters()], "k": 0}], lr=0.1, momentum=0.9))
+    other.load_checkpoint(tmp_path, load_param_groups=False)
+    assert any("k (1 in the checkpoint, 0 here)" in note for note in other.last_load.notes)
+
+
 def step_counts(path: str, stage: int) -> list[torch.Tensor]:
     """Parameters of one group that have been stepped differently often keep their step counts in an engine that has
     started without them."""

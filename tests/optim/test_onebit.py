@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.checkpoint.match import group_counters
 from shardwise.config import resolve
-from shardwise.errors import ConfigError, ConflictError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, ConflictError, UsageError
 from shardwise.optim import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, sharding_of
 from shardwise.optim.sharding import Sharding
 from shardwise.utils import (
@@ -554,3 +555,16 @@ def test_a_checkpoint_from_before_compression_is_loaded_during_it(tmp_path: Path
     engine.load_checkpoint(str(tmp_path))
     assert engine.optimizer.param_groups[0]["coefficient"] is None
     assert go_on(engine, range(8)) == first
+
+
+@on_ranks(2)
+def test_steps_are_loaded_without_the_settings_of_groups(tmp_path: Path) -> None:
+    engine = begin(maker("OnebitAdam"))
+    go_on(engine, range(4))
+    engine.save_checkpoint(str(tmp_path))
+    other = begin(maker("OnebitAdam", eps=1e-3))
+    other.load_checkpoint(str(tmp_path), load_param_groups=False)
+    groups = other.optimizer.param_groups
+    assert [(group["step"], group["variance_step"], group["eps"]) for group in groups] == [(4, 3, 1e-3)] * 2
+    with pytest.raises(CheckpointError, match=r"a: parameter groups .* different counters"):
+        group_counters(other.sharded.state, [{"step": 1}, {"step": 2}], "a")

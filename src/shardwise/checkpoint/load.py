@@ -309,12 +309,15 @@ def read_module(model: CheckpointedModel, saved: WeightsReader, matched: LoadPla
 def _read_optimizer(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options) -> None:
     update, optimizer, states, left = model.update, model.optimizer, matched.states or {}, matched.left
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
+    trees = saved.manifest.optimizer["groups"]
     if options.settings:
-        trees = saved.manifest.optimizer["groups"]
         numbers = match.saved_groups(model, trees, saved.path)
         for group, number in zip(optimizer.param_groups, numbers, strict=True):
             if number is not None and number < len(trees):
                 set_group(group, saved.decode(trees[number]))
+    else:
+        for group in optimizer.param_groups:
+            set_group(group, match.group_counters(model, trees, saved.path))
     if left is not None:
         saved.read_all(left)
     else:

@@ -329,6 +329,9 @@ def match_optimizer(
     if without and states:
         raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {_FRESH}")
     notes = _check_complete(model, states, path)
+    if not settings:
+        group_counters(model, saved["groups"], path)
+        notes += _settings_left_out(model.optimizer, saved["groups"])
     dropped = [name for name in by_name if name not in used | fresh and name not in elsewhere.names]
     if dropped:
         notes.append(f"optimizer state of parameters that are not trained here is not loaded: {outline(dropped)}")
@@ -353,6 +356,34 @@ def saved_groups(model: CheckpointedModel, saved: Sequence[Any], path: str) -> l
             f"{outline(missing)}; {_FRESH}, or load_param_groups=False to keep this engine's settings of groups"
         )
     return [there.index(name) if name in there else None for name in names]
+
+
+def group_counters(model: CheckpointedModel, saved: Sequence[Any], path: str) -> dict[str, Any]:
+    """Return the counters that the optimizer keeps in all parameter groups alike, as a checkpoint has them. Raises
+    CheckpointError if its groups differ.
+    """
+    names = getattr(model.optimizer, "group_counters", ())
+    found = [{name: group[name] for name in names if name in group} for group in saved if isinstance(group, dict)]
+    if any(other != found[0] for other in found):
+        raise CheckpointError(
+            f"{path}: parameter groups of its optimizer have different counters ({found!r:.300}), and without their "
+            f"settings (load_param_groups=False) one for all is needed; load the settings, or {_FRESH}"
+        )
+    return found[0] if found else {}
+
+
+def _settings_left_out(optimizer: torch.optim.Optimizer, saved: Sequence[Any]) -> list[str]:
+    """Return a note on the numbers in parameter groups that differ, among which classes of others keep counters."""
+    if type(optimizer).__module__.partition(".")[0] in ("torch", "shardwise"):
+        return []
+    left = [
+        f"{name} ({value} in the checkpoint, {group[name]} here)"
+        for group, kept in zip(optimizer.param_groups, saved, strict=False)
+        for name, value in (kept.items() if isinstance(kept, dict) else ())
+        if isinstance(value, int | float) and isinstance(group.get(name), int | float) and group[name] != value
+    ]
+    what = "numbers in parameter groups are not loaded (load_param_groups=False), also where the optimizer counts there"
+    return [f"{what}: {outline(list(dict.fromkeys(left)))}"] if left else []
 
 
 def _compare_groups(

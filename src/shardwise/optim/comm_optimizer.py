@@ -21,11 +21,12 @@ class CommOptimizer(Optimizer):
     """Base of optimizers that communicate themselves (class attribute `shardwise_sharding = "communicates"`).
 
     A subclass also derives from an ordinary optimizer, which takes the exact steps. Every parameter group has the
-    options `step` (steps taken) and `variance_step` (exact steps), which are saved with it. `ranks_differ`: parameters
-    differ between ranks between steps, which rules out sharding.
+    options `step` (steps taken) and `variance_step` (exact steps), which are saved with it and belong to its state.
+    `ranks_differ`: parameters differ between ranks between steps, which rules out sharding.
     """
 
     shardwise_sharding = "communicates"
+    group_counters = ("step", "variance_step")
     ranks_differ = False
 
     _attached = 0
@@ -66,7 +67,7 @@ class CommOptimizer(Optimizer):
         for name in ("_ranks", "_hold", "_written"):
             vars(self).pop(name, None)
         for group in self.param_groups:
-            group["step"] = group["variance_step"] = 0
+            group.update(dict.fromkeys(self.group_counters, 0))
 
     def forget(self) -> None:
         """Drop momenta and compression errors; keep `state` and the groups' options."""
