@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from shardwise.errors import CheckpointError, UsageError
 from tests.checkpoint.job import FROZEN, Model, Run, as_ranks, config, on_ranks
 from tests.harness import thorough
+from tests.harness.logs import logged
+from tests.harness.training import masters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -92,15 +96,16 @@ def test_trainers_get_the_state_dict_on_rank_0_and_may_add_it_to_another() -> No
 @pytest.mark.parametrize(("stage", "wrapped"), [thorough(0, True), (1, False), thorough(2, True), (3, True)])
 @as_ranks(2)
 def test_master_weights_take_all_digits_of_a_state_dict(stage: int, wrapped: bool) -> None:
-    source = Model(seed=9).state_dict()
     run = Run(config(stage, "bf16"), seed=1)
     run.step()
-    run.engine.load_module_state_dict({"module": source} if wrapped else source)
-    for index, runs in run.engine.sharded.state.value_runs().items():
-        expected = source[run.engine.sharded.registry[index].name].reshape(-1)
-        assert all(torch.equal(view, expected[start:stop].to(view.dtype)) for start, stop, view in runs)
-    state = run.engine.module_state_dict()
-    assert all(torch.equal(state[name], value.to(state[name].dtype)) for name, value in source.items())
+    for seed, function in ((9, None), (8, lambda src, dst: dst.load_state_dict(src))):
+        source = Model(seed).state_dict()
+        run.engine.load_module_state_dict({"module": source} if wrapped else source, custom_load_fn=function)
+        for index, runs in run.engine.sharded.state.value_runs().items():
+            expected = source[run.engine.sharded.registry[index].name].reshape(-1)
+            assert all(torch.equal(view, expected[start:stop].to(view.dtype)) for start, stop, view in runs)
+        state = run.engine.module_state_dict()
+        assert all(torch.equal(state[name], value.to(state[name].dtype)) for name, value in source.items())
     run.step()
 
 
@@ -120,6 +125,14 @@ def test_a_state_dict_that_does_not_fit_is_refused() -> None:
         assert all(torch.equal(before[name], value) for name, value in engine.module_state_dict().items())
     with pytest.raises(CheckpointError, match="of another shape"):
         engine.load_module_state_dict(wrong, strict=False)
+    for strict in (True, False):
+        untied = {**source, "head.weight": source["head.weight"] + 1}
+        with logged() as told, contextlib.ExitStack() as refused:
+            if strict:
+                refused.enter_context(pytest.raises(CheckpointError, match=r"tied.*: embedding.weight and head.weight"))
+            engine.load_module_state_dict(untied, strict=strict)
+        assert any("the first is taken" in line for line in told.lines) is (not strict and dist.get_rank() == 0)
+        assert torch.equal(before["head.weight"], engine.module_state_dict()["head.weight"]) is strict
     engine.load_module_state_dict({**missing, "more": torch.zeros(1)}, strict=False)
     assert torch.equal(engine.module_state_dict()["embedding.weight"], source["embedding.weight"])
 
@@ -130,6 +143,7 @@ def test_a_function_of_the_user_may_load_the_module(stage: int, tmp_path: Path) 
     source = Run(config(stage, "bf16"), seed=1)
     source.step()
     source.engine.save_checkpoint(tmp_path)
+    digits = masters(source.model)
     expected = source.engine.module_state_dict()
     target = Run(config(stage, "bf16"), seed=2)
     seen: dict[str, torch.Tensor] = {}
@@ -138,7 +152,7 @@ def test_a_function_of_the_user_may_load_the_module(stage: int, tmp_path: Path) 
         seen.update(src)
         dst.load_state_dict({name: value for name, value in src.items() if "blocks.0" not in name}, strict=False)
 
-    before = target.engine.module_state_dict()
+    before, own = target.engine.module_state_dict(), masters(target.model)
     target.load(tmp_path, custom_load_fn=load)
     after = target.engine.module_state_dict()
     assert "head.weight" in seen and seen["embedding.weight"].dtype == torch.float32
@@ -146,4 +160,7 @@ def test_a_function_of_the_user_may_load_the_module(stage: int, tmp_path: Path) 
         assert torch.equal(after[name], expected[name])
     for name in ("blocks.0.inner.weight", "blocks.0.norm.bias"):
         assert torch.equal(after[name], before[name])
+    for name, value in masters(target.model).items():  # also where values of the target round alike
+        kept = torch.where(own[name].bfloat16() == digits[name].bfloat16(), digits[name], own[name])
+        assert torch.equal(value, kept if "blocks.0" in name else digits[name]), name
     target.step()

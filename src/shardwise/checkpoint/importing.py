@@ -22,6 +22,8 @@ from shardwise.checkpoint.selection import extra_name
 from shardwise.checkpoint.unsharded import is_divided
 from shardwise.checkpoint.weights_reader import StateDictReader, WeightsReader
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.registry import LogicalTensor
+from shardwise.utils.logging import logger
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 """Name in the files -> name in the model; None leaves the tensor out. Names absent from a mapping are unchanged."""
@@ -67,6 +69,7 @@ def load_weights(
             wanted = {tensor.name: tensor for _, tensor in (*matched.parameters, *matched.buffers)}
             wanted |= {known[name].name: known[name] for name in elsewhere}
             source.check([wanted[name] for name in sorted(wanted)[comm.rank :: comm.world]])
+        _check_tied(model, source, known, matched, strict, what)
         _read(model, source, matched, what)
     finally:
         if source is not None:
@@ -91,6 +94,7 @@ def load_state_dict(
     with collective_step(model.comm, what):
         strange = [name for name in others if name not in known]
         matched = _match(model, source, strict, known, set(extra), elsewhere, may_lack, strange)
+    _check_tied(model, source, known, matched, strict, what)
     _read(model, source, matched, what)
     for name, module in extra.items():
         if name in values:
@@ -102,6 +106,45 @@ def _read(model: CheckpointedModel, source: WeightsReader, matched: LoadPlan, wh
     model.finish_gathers()
     with collective_step(model.comm, what), torch.no_grad():
         read_module(model, source, matched)
+
+
+def _check_tied(
+    model: CheckpointedModel,
+    source: WeightsReader,
+    known: Mapping[str, StoredTensor],
+    matched: LoadPlan,
+    strict: bool,
+    what: str,
+) -> None:
+    """Compare the tensors that names of one parameter have, each rank those of its shard (a collective). Raises
+    CheckpointError if they differ; without `strict` it is logged, and the first is taken.
+    """
+    values = model.value_runs()
+
+    def equal(tensor: LogicalTensor, first: StoredTensor, other: StoredTensor) -> bool:
+        if first.shape != other.shape:
+            return False
+        for start, _, view in values.get(tensor.index, ()):
+            found = [torch.empty_like(view), torch.empty_like(view)]
+            for stored, out in zip((first, other), found, strict=True):
+                source.read_into(stored.part(model.box_of(tensor)), start, out)
+            if not torch.equal(*found):
+                return False
+        return True
+
+    with collective_step(model.comm, what) as compared:
+        compared.local = [
+            f"{first.name} and {other.name}"
+            for tensor, first in matched.parameters
+            for other in {known[name].name: known[name] for name in tensor.aliases if name in known}.values()
+            if other is not first and not equal(tensor, first, other)
+        ]
+    if different := list(dict.fromkeys(pair for pairs in compared.gathered for pair in pairs)):
+        message = f"{source.path}: has different tensors for one (tied) parameter of the model: {outline(different)}"
+        if strict:
+            raise CheckpointError(f"{message}. Untie it, leave the other names out, or pass strict=False for the first")
+        if model.comm.rank == 0:
+            logger.warning("%s; the first is taken", message)
 
 
 def _names_of_any(model: CheckpointedModel, names: Sequence[str], what: str) -> set[str]:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint import unsharded
-from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.agree import collective_step, same_on_all
 from shardwise.checkpoint.exporting import KEEP, export_model, request_of, request_of_16bit
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, Target, TargetParameter, recognised
 from shardwise.checkpoint.importing import LoadedWeights, Rename, load_state_dict, load_weights
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.weights_reader import StateDictReader, WeightsReader
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 
@@ -236,7 +238,11 @@ class Interchange:
 
 
 def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, values: Mapping[str, Any]) -> None:
-    """Fill the gathered parameters with the script's `function`; rank 0's values are used."""
+    """Fill the gathered parameters with the script's `function`; rank 0's values are used. Master weights of 16-bit
+    parameters get the digits of `values` of the same names, where these round to what the function has written.
+    """
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    source = StateDictReader({name: value for name, value in tensors.items() if value.is_floating_point()})
     parameters = sharded.registry.parameters
     gathered = sharded.owner.gather(parameters)
     try:
@@ -247,6 +253,27 @@ def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, 
         raise
     ranks = sharded.comm
     sharded.owner.put_back(parameters, gathered, ranks.members[0])
+    if sharded.policy.compute_dtype is not None and same_on_all(job, sorted(source.tensors()), "custom_load_fn"):
+        sharded.state.finish_gathers()
+        with collective_step(job, "custom_load_fn"), torch.no_grad():
+            _take_digits(sharded.state, source)
+        sharded.state.publish()
+
+
+def _take_digits(model: CheckpointedModel, source: WeightsReader) -> None:
+    known, values = source.by_any_name(), model.value_runs()
+    for indices in model.iter_resident():
+        for index in indices:
+            tensor, dtype = model.registry[index], model.registry.parameters[index].dtype
+            stored = next((known[name] for name in (tensor.name, *tensor.aliases) if name in known), None)
+            if stored is None or stored.shape != tensor.global_shape:
+                continue
+            part = stored.part(model.box_of(tensor))
+            for start, _, master in values.get(index, ()):
+                if master.dtype is not dtype:
+                    digits = torch.empty_like(master)
+                    source.read_into(part, start, digits)
+                    master.copy_(torch.where(digits.to(dtype) == master.to(dtype), digits, master))
 
 
 # -- checkpoints of DeepSpeed ------------------------------------------------------------------------------------------
