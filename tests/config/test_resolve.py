@@ -75,7 +75,6 @@ def test_autos_of_a_trainer_are_filled_from_facts() -> None:
     assert config.optimizer.params == {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
     assert config.scheduler.params == {
         "warmup_min_lr": 0.0,
-        "warmup_max_lr": 3e-4,
         "warmup_num_steps": 50,
         "total_num_steps": 500,
     }
@@ -92,7 +91,7 @@ def test_autos_without_facts_take_the_default() -> None:
     config = resolve(source).config
     assert config.gradient_clipping == 0 and not config.bf16.enabled
     assert config.optimizer.params == {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-    assert config.scheduler.params == {"warmup_num_steps": 1000, "warmup_max_lr": 1e-3}
+    assert config.scheduler.params == {"warmup_num_steps": 1000}
     assert config.zero_optimization.reduce_bucket_size == 500_000_000
     # A default is not the user's own number: code that asks whether the key was given gets "no".
     assert "reduce_bucket_size" not in config.zero_optimization.model_fields_set

@@ -149,6 +149,19 @@ def test_a_skipped_update_changes_neither_rate_nor_momentum() -> None:
     assert seen[3][1][0] == pytest.approx(0.9 - 0.1 * 2 / 3)
 
 
+@on_ranks(1)
+def test_a_warm_up_to_auto_keeps_the_rate_of_each_group() -> None:
+    model = nn.Linear(5, 3)
+    groups = [{"params": [model.weight], "lr": 1e-2}, {"params": [model.bias], "lr": 1e-4}]
+    warmup = {"warmup_max_lr": "auto", "warmup_num_steps": 2, "warmup_type": "linear"}
+    config = config_of(0, None, scheduler={"type": "WarmupLR", "params": warmup})
+    engine = shardwise.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
+    for step in range(3):
+        engine.backward(engine(batch(step, 0)).square().mean())
+        engine.step()
+    assert engine.get_lr() == [1e-2, 1e-4]
+
+
 class ByAmount(torch.optim.lr_scheduler.LRScheduler):
     """Counts what its `step` is given, as Megatron's schedule counts samples."""
 

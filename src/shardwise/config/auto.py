@@ -68,8 +68,7 @@ def resolve_autos(found: Scan, facts: Facts) -> tuple[list[Note], list[Problem]]
     """Replace every "auto" of `found.data`, except for the batch keys, which `batch` resolves."""
     notes: list[Note] = []
     problems: list[Problem] = []
-    # The optimizer is first, because the schedule's peak is the optimizer's learning rate.
-    for path in sorted(found.autos, key=lambda item: (item[0] == "scheduler", tuple(map(str, item)))):
+    for path in sorted(found.autos, key=lambda item: tuple(map(str, item))):
         if path in [(name,) for name in _BATCH]:
             continue
         key = found.autos[path]
@@ -123,7 +122,7 @@ def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
     if name in Facts.__dataclass_fields__ and getattr(facts, name) is not None:
         return _Chosen(getattr(facts, name), f"the caller's {name}")
     if name == "warmup_max_lr":
-        return _peak(found, facts)
+        return _Chosen(None, "each parameter group's own rate", write=False)
     if arguments[name].field.is_required():
         return f'"auto" needs {name}, a fact that the caller has not given; write a number'
     kind = found.data[section]["type"]
@@ -142,14 +141,3 @@ def _arguments(section: str, found: Scan) -> dict[str, Key] | None:
     else:
         model = names.optimizer_model(kind) if section == "optimizer" else names.schedule_model(kind)
     return None if model is None or takes_any_key(model) else keys_of(model)
-
-
-def _peak(found: Scan, facts: Facts) -> _Chosen:
-    optimizer = found.data.get("optimizer")
-    params = optimizer.get("params") if isinstance(optimizer, dict) else None
-    lr = params.get("lr") if isinstance(params, dict) else None
-    if lr is not None:
-        return _Chosen(lr, "optimizer.params.lr")
-    if facts.lr is not None:
-        return _Chosen(facts.lr, "the caller's lr")
-    return _Chosen(None, "the learning rate of the optimizer that the caller passes", write=False)
