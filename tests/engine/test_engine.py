@@ -78,9 +78,18 @@ def test_batch_sizes_change_together() -> None:
     assert engine.get_batch_info() == (16, 2, 4)
     engine.set_train_micro_batch_size(3)
     assert engine.get_batch_info() == (24, 3, 4)
+    assert [len(batch) for batch in engine.deepspeed_io(torch.ones(12, 1))] == [3, 3]
     for wrong, words in ((0, "positive multiple of 6"), (7, "nearest is 6")):
         with pytest.raises(BatchSizeError, match=words):
             engine.set_train_batch_size(wrong)
+
+
+@on_ranks(1)
+def test_checkpoints_have_the_batch_sizes_that_a_script_has_set(tmp_path: Path) -> None:
+    engine = build(sample_seed=1)
+    engine.set_train_micro_batch_size(3)
+    engine.save_checkpoint(str(tmp_path))
+    assert engine.load_checkpoint(str(tmp_path))[0] is not None
 
 
 @on_ranks(2)

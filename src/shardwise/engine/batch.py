@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.config import effective
+from shardwise.config.batch import MICRO, STEPS, TRAIN
 from shardwise.data import CurriculumSampler, EngineDataLoader, TokenBatches
 from shardwise.data.indexed import MMapIndexedDataset
 from shardwise.data.token_batches import scale_rate
@@ -17,7 +19,7 @@ from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
-    from shardwise.config import Config
+    from shardwise.config import Config, Resolution
 
 ROUTES = ("train", "eval", "predict")
 _END = object()
@@ -54,6 +56,10 @@ class Batches:
     def total(self) -> int:
         """Samples of all ranks in a step."""
         return self.micro * self.steps * self.data.world
+
+    def effective(self, resolution: Resolution) -> dict[str, Any]:
+        """Return the effective configuration with the present batch sizes."""
+        return {**effective(resolution), TRAIN: self.total, MICRO: self.micro, STEPS: self.steps}
 
     def samples(self, passes: int) -> int:
         """Return the samples of all ranks in `passes` micro-batches of each."""
@@ -223,7 +229,7 @@ class Batches:
 
         Args:
             dataset: a map-style or iterable dataset.
-            batch_size: samples in a batch of this rank; None: train_micro_batch_size_per_gpu.
+            batch_size: samples in a batch of this rank; None: `engine.train_micro_batch_size_per_gpu()`.
             route: "train" shuffles a map-style dataset without a sampler; "eval" and "predict" keep its order.
             pin_memory: pin batches for a CUDA device; no effect for a CPU.
             data_sampler: yields this rank's indices.
@@ -237,7 +243,7 @@ class Batches:
         """
         if route not in ROUTES:
             raise UsageError(f"deepspeed_io(route={route!r}): expected one of {', '.join(ROUTES)}")
-        micro = int(self._config.train_micro_batch_size_per_gpu or 1) if batch_size is None else batch_size
+        micro = self.micro if batch_size is None else batch_size
         sampling = self._config.data_efficiency
         if route == "train" and data_sampler is None:
             data_sampler = self._own_sampler(dataset, micro)

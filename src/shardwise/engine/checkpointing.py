@@ -21,7 +21,6 @@ from shardwise.checkpoint.match import LoadReport, Options
 from shardwise.checkpoint.places import PLACE
 from shardwise.checkpoint.save import SaveRequest, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
-from shardwise.config import effective
 from shardwise.engine.background import BackgroundSaves, check_same_way, size_of, statistics
 from shardwise.engine.facts import check_loaded
 from shardwise.engine.interchange import CustomLoad, check_schedule, load_custom, opener, schedule_name
@@ -147,7 +146,7 @@ class Checkpoints:
                 latest=save_latest,
                 excluded=self._excluded(exclude_frozen_parameters),
                 layout=self.layout(),
-                config=effective(self._resolution),
+                config=self._batches.effective(self._resolution),
                 tag_validation=config.checkpoint.tag_validation,
                 direct=config.checkpoint.writes_directly(background=background),
                 keep_last=config.checkpoint.keep_last,
@@ -509,7 +508,7 @@ class Checkpoints:
                 "with `sample_seed` random numbers follow micro-batches of equal size. Set "
                 f"train_micro_batch_size_per_gpu to {micro}, or remove sample_seed"
             )
-        before, now = loaded.manifest.config.get("train_batch_size"), self._resolution.config.train_batch_size
+        before, now = loaded.manifest.config.get("train_batch_size"), self._batches.total
         if self._sharded.update is not None and before is not None and before != now:
             self._log(
                 f"{loaded.path}: saved with {before} samples in a step (train_batch_size), and now there are {now}; "

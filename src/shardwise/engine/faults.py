@@ -23,7 +23,6 @@ from shardwise.checkpoint.match import Options
 from shardwise.checkpoint.peer_replicas import VERSIONS, InMemoryCheckpoints, MemoryCopy, Version
 from shardwise.comm.environment import MEMORY_DIRECTORY, RECOVERY_FILE
 from shardwise.comm.stall_watchdog import StallWatch, stop_watching, watch
-from shardwise.config import effective
 from shardwise.engine.anomalies import Anomaly
 from shardwise.engine.background import saved_bytes
 from shardwise.engine.signals import SignalWatch, signal_named
@@ -288,7 +287,7 @@ class FaultTolerance:
                 f"{self._batches.steps} micro-batches)"
             )
         self._checkpoints.check_can_save()
-        config = effective(self._resolution)
+        config = self._batches.effective(self._resolution)
         state = self._checkpoints.training_state(self._client_state())
         return state, {"layout": self._checkpoints.layout(), "config": config}
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from shardwise.config.export import effective
 from shardwise.engine.observers import NOTHING, Phase, StepObserver
 from shardwise.trees import tensors_in
 
@@ -104,10 +103,7 @@ class TuningRun(StepObserver):
 
     def _built(self) -> dict[str, Any]:
         """Return the configuration with the values that the engine's parts have."""
-        found = effective(self._resolution)
-        found["train_batch_size"] = self._batches.total
-        found["train_micro_batch_size_per_gpu"] = self._batches.micro
-        found["gradient_accumulation_steps"] = self._batches.steps
+        found = self._batches.effective(self._resolution)
         found["zero_optimization"]["stage"] = self._sharded.sharding.plan.stage
         return found
 
