@@ -144,3 +144,15 @@ def test_arguments_may_hold_a_dictionary(installed: None) -> None:
 def test_a_size_switches_tensor_parallelism_on() -> None:
     (note,) = accept({"tensor_parallel": {"autotp_size": 2, "tp_size": 2}}).ignored
     assert note.path == "tensor_parallel.tp_size" and "`tensor_parallel.tp.tp_size`" in note.reason
+
+
+def test_a_stage_that_is_chosen_later_keeps_the_keys_of_every_stage() -> None:
+    zero = {
+        "stage": "auto",
+        "offload_optimizer": {"device": "auto", "pin_memory": True},
+        "stage3_max_live_parameters": 9,
+    }
+    document = accept({"train_batch_size": 8, "zero_optimization": zero})
+    assert document.data["zero_optimization"] == zero
+    found = resolve(document)
+    assert not found.ignored and not found.no_effect

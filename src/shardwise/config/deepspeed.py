@@ -206,9 +206,9 @@ def _find(data: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:
 def _drop_other_stages(data: dict[str, Any], ignored: list[Note]) -> None:
     zero = data.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
-    stage = 0 if stage in (None, AUTO) else stage
+    stage = 0 if stage is None else stage
     if not isinstance(zero, dict) or stage not in (0, 1, 2, 3):
-        return
+        return  # with "auto" a plan of the built model chooses the stage
 
     def drop(name: str, reason: str) -> None:
         for spelling in keys_of(ZeroConfig)[name].spellings:

@@ -19,6 +19,7 @@ from .schema.root import Config
 from .schema_index import Key, keys_of, walk
 from .unsupported import value_at
 
+_STAGE = ("zero_optimization", "stage")
 _OFFLOAD = ("offload_param", "offload_optimizer")
 _ZEROPP = (
     ("zero_optimization", "zero_quantized_weights"),
@@ -43,8 +44,10 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[li
         if within and client is None:
             continue
         value = value_at(config, ".".join(path))
-        off = "" if _holds_anyway(path, config) else _switched_off(key, value)
-        others = _other_stage(path, config) or _nothing_travels(path, config, world_size)
+        # A plan of the built model may choose the tier.
+        off = "" if (*path, "device") in found.autos or _holds_anyway(path, config) else _switched_off(key, value)
+        others = "" if _STAGE in found.autos else _other_stage(path, config)
+        others = others or _nothing_travels(path, config, world_size)
         others = others or _overruled(path, config, world_size)
         reason = key.no_effect or off or others
         if reason:
