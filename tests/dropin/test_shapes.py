@@ -156,3 +156,11 @@ def test_a_stage_that_is_chosen_later_keeps_the_keys_of_every_stage() -> None:
     assert document.data["zero_optimization"] == zero
     found = resolve(document)
     assert not found.ignored and not found.no_effect
+
+
+def test_a_pipeline_is_on_without_a_switch() -> None:
+    pipeline = {"stages": 2, "activation_checkpoint_interval": -1, "chunk": 2, "seed_layers": True}
+    with pytest.raises(ConfigError) as error:
+        resolve(accept({"train_batch_size": 8, "pipeline": pipeline}), world_size=2)
+    paths = sorted(problem.path for problem in error.value.problems)
+    assert paths == ["pipeline.activation_checkpoint_interval", "pipeline.chunk"]

@@ -118,10 +118,11 @@ def _is_off(key: Key, values: dict[Any, Any]) -> bool:
     """Return True if a section is switched off, except for sections that have an effect although off."""
     assert key.child is not None
     keys = keys_of(key.child)
-    if key.name == "tensor_parallel" and "enabled" not in values:
-        return False  # a size switches it on
     if "enabled" in keys:
-        switch = values.get("enabled", keys["enabled"].default)
+        default = keys["enabled"].default
+        switch = values.get("enabled", default)
+        if switch is default is None:
+            return False  # the other keys decide
         return switch in (False, None, 0) or (isinstance(switch, str) and switch.lower() == "false")
     if key.name in ("offload_param", "offload_optimizer"):
         return values.get("device") in (None, "none")
