@@ -164,3 +164,8 @@ def test_a_pipeline_is_on_without_a_switch() -> None:
         resolve(accept({"train_batch_size": 8, "pipeline": pipeline}), world_size=2)
     paths = sorted(problem.path for problem in error.value.problems)
     assert paths == ["pipeline.activation_checkpoint_interval", "pipeline.chunk"]
+
+
+def test_the_address_of_the_schema_is_no_unknown_key() -> None:
+    document = accept({"$schema": "https://example.org/schema.json", "train_batch_size": 8})
+    assert not document.ignored and not resolve(document).ignored

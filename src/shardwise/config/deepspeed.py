@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from .normalize import SCHEMA
 from .problems import Note, Path, dotted
 from .read import Document, read
 from .schema.base import AUTO, STAGES, ConfigSection
@@ -88,7 +89,7 @@ def _section(
                 ignored.append(Note(dotted(here), value, key.no_effect))
             else:
                 kept[name] = value
-        elif takes_any_key(model) or not isinstance(name, str) or (not path and _is_path(name)):
+        elif takes_any_key(model) or not isinstance(name, str) or (not path and (name == SCHEMA or _is_path(name))):
             kept[name] = value
         elif off:
             ignored.append(Note(dotted(here), value, "the section is switched off"))

@@ -16,6 +16,8 @@ from .schema.base import AUTO, ConfigSection
 from .schema.root import Config
 from .schema_index import Key, advise, expected, keys_of, lookup, takes_any_key, walk
 
+SCHEMA = "$schema"
+"""Key of the top level by which editors find the JSON Schema."""
 _OFFLOAD_FLAGS = ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param")
 
 
@@ -44,9 +46,9 @@ def scan(raw: dict[str, Any]) -> Scan:
     """Return the scan of a configuration, which is not changed."""
     result = Scan()
     source = dict(raw)
-    pointer = source.pop("$schema", None)
+    pointer = source.pop(SCHEMA, None)
     if pointer is not None and not isinstance(pointer, str):
-        result.problems.append(Problem("$schema", f"expected the address of a JSON Schema, found {pointer!r}"))
+        result.problems.append(Problem(SCHEMA, f"expected the address of a JSON Schema, found {pointer!r}"))
     zero = source.get("zero_optimization")
     if isinstance(zero, bool):
         # The oldest form: true means stage 1, with the gather size at top level.
