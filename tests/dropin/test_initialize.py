@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -62,3 +63,17 @@ def test_a_process_group_that_is_required() -> None:
     with pytest.raises(LaunchError, match="dist_init_required=False"):
         deepspeed.initialize(model=nn.Linear(2, 1), config=CONFIG, dist_init_required=False)
     assert not dist.is_initialized()
+
+
+@on_ranks(1)
+@drop_in()
+def test_requests_of_speed_only_leave_plans_and_choices_possible() -> None:
+    import deepspeed
+
+    micro = "train_micro_batch_size_per_gpu"
+    config = {**CONFIG, "compile": {"deepcompile": True}, "tensor_parallel": {"kernel_inject": True}, micro: "auto"}
+    model = deepspeed.tp_model_init(nn.Linear(2, 1), 1, torch.float32, config)
+    engine, *_ = deepspeed.initialize(model=model, config=config, training_data=torch.ones(4, 2))
+    assert engine.train_batch_size() == 2 and engine.config == config
+    assert engine.memory_plans(stages=[1]).plans[0].total is not None
+    engine.destroy()

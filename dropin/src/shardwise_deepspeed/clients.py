@@ -150,9 +150,8 @@ def _share_tensor_size(config: MutableMapping[str, Any]) -> int:
 
 
 def _compare_tensors(config: MutableMapping[str, Any], model: Any, size: int) -> None:
-    section = config.get("tensor_parallel", {})
-    read = resolve({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": section}, world_size=dist.get_world_size())
-    found = read.config.tensor_parallel.size
+    section = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": config.get("tensor_parallel", {})}
+    found = resolve(accept(section), world_size=dist.get_world_size()).config.tensor_parallel.size
     if isinstance(model, nn.Module) and found == 1:
         group = divided_over(model)
         found = len(line_of(model) or [0]) if group is None else group.size

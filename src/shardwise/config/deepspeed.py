@@ -1,8 +1,9 @@
 """Reading configurations that were written for DeepSpeed.
 
 DeepSpeed ignores unknown keys at the top level and, by version, in other sections, and keys of another stage or of a
-section that is switched off. `accept` removes such keys, with the reason for each; the strict checks see the rest. A
-key one edit away from a known key of its section stays, and is refused as a misspelling.
+section that is switched off. `accept` removes such keys, and requests of missing features that change only the speed,
+with the reason for each; the strict checks see the rest. A key one edit away from a known key of its section stays, and
+is refused as a misspelling.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .normalize import SCHEMA
+from .normalize import SCHEMA, scan
 from .problems import Note, Path, dotted
 from .read import Document, read
 from .schema.base import AUTO, STAGES, ConfigSection
@@ -22,6 +23,8 @@ from .schema.not_built import table
 from .schema.root import Config
 from .schema.zero import ZeroConfig
 from .schema_index import Key, keys_of, known_reason, nearest, place_of, takes_any_key
+from .unsupported import UNSUPPORTED
+from .validate import validate
 
 _SHORTEST = 4
 """Minimum length of the longer name for one edit to count as a misspelling."""
@@ -48,6 +51,7 @@ def accept(source: Any) -> Document:
     _drop_other_stages(data, ignored)
     _drop_without_type(data, ignored)
     _give_defaults(data, ignored)
+    _drop_speed_only(data, ignored)
     ignored.sort(key=lambda note: note.path)
     return replace(document, data=data, written=document.data, ignored=tuple(ignored))
 
@@ -268,3 +272,14 @@ def _give_defaults(data: dict[str, Any], ignored: list[Note]) -> None:
         section["params"] = {**params, "warmup_max_lr": 1e-3}
         reason = "it is not given, and DeepSpeed's default is 0.001; write null for the optimizer's lr"
         ignored.append(Note("scheduler.params.warmup_max_lr", None, reason))
+
+
+def _drop_speed_only(data: dict[str, Any], ignored: list[Note]) -> None:
+    config, _, _ = validate(scan(data))
+    for row in UNSUPPORTED:
+        parent, spelling = _find(data, row.path)
+        if row.speed_only and row.requested(config) and parent is not None and spelling in parent:
+            path = dotted((*row.path.split(".")[:-1], spelling))
+            ignored.append(
+                Note(path, parent.pop(spelling), f"this version does not have {row.feature}; results are the same")
+            )

@@ -107,7 +107,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_compression(config, found),
         *check_combinations(config, found, world_size),
         *check_metrics(config),
-        *check_built(config, found, lenient=document.written is not None),
+        *check_built(config, found),
         *sequence_problems,
     ]
     solved: ResolvedBatch | Problem

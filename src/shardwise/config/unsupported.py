@@ -2,7 +2,7 @@
 
 `UNSUPPORTED`: without the feature the run would differ, or lack its purpose. A configuration that requests it is
 refused with an alternative; a section that is off, or holds only defaults, is accepted. If only the speed differs, the
-reader for DeepSpeed's files (`accept`) accepts the key with a warning. `IGNORED`: without the feature the run prints
+reader for DeepSpeed's files (`accept`) removes the key with a warning. `IGNORED`: without the feature the run prints
 less, or differs in speed, and the key is accepted with a warning. Building a feature removes its row.
 """
 
@@ -72,30 +72,24 @@ def value_at(config: Config, path: str) -> Any:
     return place
 
 
-def check_built(config: Config, found: Scan, lenient: bool) -> list[Problem]:
-    """Return one problem for each requested feature that this version lacks; with `lenient` (the file was read by
-    `accept`) not for features that change only the speed.
-    """
+def check_built(config: Config, found: Scan) -> list[Problem]:
+    """Return one problem for each requested feature that this version lacks."""
     return [
         Problem(_as_written(row.path, found), f"this version does not have {row.feature}; {row.instead}", NotBuiltError)
         for row in UNSUPPORTED
-        if row.requested(config) and not (lenient and row.speed_only)
+        if row.requested(config)
     ]
 
 
 def ignored_features(config: Config, found: Scan) -> list[Note]:
-    """Return a note on each key that requests a feature of `IGNORED`, or one that changes only the speed."""
-    texts = {
-        **{row: f"accepted, and changes nothing: {row.feature}" for row in IGNORED},
-        **{
-            row: f"this version does not have {row.feature}; results are the same"
-            for row in UNSUPPORTED
-            if row.speed_only
-        },
-    }
+    """Return a note on each key that requests a feature of `IGNORED`."""
     return [
-        Note(_as_written(row.path, found), value_at(config, row.path), text)
-        for row, text in texts.items()
+        Note(
+            _as_written(row.path, found),
+            value_at(config, row.path),
+            f"accepted, and changes nothing: {row.feature}",
+        )
+        for row in IGNORED
         if row.requested(config)
     ]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator, check_agreement, members_of
 from shardwise.comm.ledger import Ledger
-from shardwise.config import load, resolve
+from shardwise.config import accept, resolve
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel.sequence import DefaultGroup, across
 from shardwise.parallel.tensor import huggingface
@@ -253,12 +253,10 @@ def tp_model_init(
 
 
 def _section_of(config: Any) -> tuple[TensorParallel, bool]:
-    given = {} if config is None else load(config)
-    own = {name: given[name] for name in ("tensor_parallel",) if name in given}
+    given = {} if config is None else accept(config).data
+    own = {name: given[name] for name in ("tensor_parallel", "bf16", "bfloat16", "fp16") if name in given}
     found = resolve({"train_micro_batch_size_per_gpu": 1, **own}, world_size=len(members_of(None))).config
-    sections = (given.get(name) for name in ("bf16", "fp16"))
-    casts = any(isinstance(section, dict) and section.get("enabled") is True for section in sections)
-    return found.tensor_parallel, casts
+    return found.tensor_parallel, found.bf16.enabled or found.fp16.enabled
 
 
 def _everybody(group: TensorGroup) -> Communicator:
