@@ -93,12 +93,22 @@ def test_ways_to_ask(how: str) -> None:
     ("more", "said"),
     [
         ({"sequence_parallel_size": 3}, "sequence_parallel_size: is 3, but the number of ranks is 4"),
-        ({"sequence_parallel_size": 2, "data_parallel_size": 4}, "data_parallel_size: is 4, but 4 ranks of which 2"),
+        (
+            {"sequence_parallel_size": 2, "data_parallel_size": 4},
+            r"data_parallel_size: is 4, but the number of data-parallel ranks is 2 \(4 ranks, of which 2 share samples",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ConflictError, match=said):
         resolve({**CONFIG, **more}, world_size=4)
+
+
+def test_data_parallel_ranks_beside_a_pipeline() -> None:
+    config = {"train_batch_size": 8, "data_parallel_size": 2, "pipeline": {"stages": 2}}
+    assert resolve(config, world_size=4).config.train_micro_batch_size_per_gpu == 4
+    with pytest.raises(ConflictError, match="data_parallel_size: is 2, but the number of data-parallel ranks is 4"):
+        resolve(config, world_size=8)
 
 
 def test_batch_sizes_count_groups_of_ranks() -> None:

@@ -24,7 +24,6 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_groups(config, world_size),
         *_gradients(config),
         *_onebit(config),
-        *_ranks(config, world_size),
         *_watch(config),
         *_local(config, world_size),
         *_quantized(config),
@@ -229,13 +228,6 @@ def _watch(config: Config) -> Iterator[Problem]:
                     '10}}, or choose "skip" or "stop"'
                 )
                 yield Problem(path, message, ConflictError)
-
-
-def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    wanted = config.data_parallel_size
-    if wanted is not None and wanted != world_size and config.sequence_parallel_size * config.tensor_parallel.size == 1:
-        message = f"is {wanted}, but the number of ranks is {world_size}; remove the key or start {wanted} ranks"
-        yield Problem("data_parallel_size", message, ConflictError)
 
 
 def _local(config: Config, world_size: int) -> Iterator[Problem]:

@@ -174,9 +174,10 @@ def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple
         )
         return world_size, [Problem(path, message, ConflictError)]
     copies, wanted = world_size // share, config.data_parallel_size
-    if share > 1 and wanted not in (None, copies):
-        what = "a sequence" if tensor == 1 else "a copy of the model" if sequence == 1 else "a model and a sequence"
-        message = f"is {wanted}, but {world_size} ranks of which {share} share {what} are {copies}; remove the key"
+    if wanted not in (None, copies):
+        share *= positions
+        shared = f" ({copies * share} ranks, of which {share} share samples)" if share > 1 else ""
+        message = f"is {wanted}, but the number of data-parallel ranks is {copies}{shared}; remove the key"
         return copies, [Problem("data_parallel_size", message, ConflictError)]
     return copies, []
 

@@ -79,7 +79,7 @@ class Config(ConfigSection):
         "ZeRO divides over all of them.",
         ge=1,
     )
-    data_parallel_size: Int | None = key(None, "Must be the number of ranks / sequence_parallel_size.", ge=1)
+    data_parallel_size: Int | None = key(None, "Must be the number of data-parallel ranks.", ge=1)
     use_data_before_expert_parallelism: bool = key(
         False, "Expert-data-parallel groups are adjacent ranks, in place of expert-parallel groups."
     )
