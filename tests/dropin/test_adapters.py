@@ -10,6 +10,7 @@ import os
 import pkgutil
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,6 +332,14 @@ def test_configurations_are_read_and_checked(tmp_path: Path) -> None:
     assert configuration.load_ds_config(str(file))["train_batch_size"] == 8
     with pytest.raises(ConfigError, match="train_batch_sizes"):
         configuration.DeepSpeedConfig({"train_batch_sizes": 8})
+    unit = SimpleNamespace(get_data_parallel_world_size=lambda: 4)
+    for sizes in (
+        {},
+        {"sequence_parallel_size": 2},
+        {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}},
+    ):
+        shared = configuration.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **sizes}, unit)
+        assert shared.train_batch_size == shared.world_size == 4
 
 
 def test_estimates_are_the_arithmetic_of_the_stages(capsys: pytest.CaptureFixture[str]) -> None:

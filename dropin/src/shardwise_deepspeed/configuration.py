@@ -8,7 +8,10 @@ from typing import Any
 from shardwise.comm.api import get_world_size
 from shardwise.config import Config, accept, load, resolve
 from shardwise.config.export import without_secrets
+from shardwise.config.normalize import scan
+from shardwise.config.read import Document
 from shardwise.config.schema.precision import BF16, FP16
+from shardwise.config.validate import validate
 from shardwise.errors import UsageError
 from shardwise.utils.logging import logger
 from shardwise.zero.units.plan import TABLE
@@ -29,8 +32,10 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if mesh_device is not None:
             raise UsageError("DeepSpeedConfig(mesh_device=...): meshes of several dimensions are not built yet")
+        document = accept(config)
         self.world_size = get_world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
-        self._resolution = resolve(accept(config), world_size=self.world_size)
+        ranks = self.world_size if mpu is None else self.world_size * _ranks_of_a_copy(document)
+        self._resolution = resolve(document, world_size=ranks)
         self._param_dict = self._resolution.written
         self.zero_config = self._resolution.config.zero_optimization
         self.zero_optimization_stage = self.zero_config.stage
@@ -44,6 +49,14 @@ class DeepSpeedConfig:
     def print_user_config(self) -> None:
         """Log the configuration as given, without secrets."""
         logger.info("configuration: %s", without_secrets(self._param_dict))
+
+
+def _ranks_of_a_copy(document: Document) -> int:
+    """Return the number of ranks that share a copy of the model or a sequence, as configured."""
+    config, _, _ = validate(scan(document.data))
+    stages = config.pipeline.stages
+    positions = 1 if stages == "auto" or config.pipeline.enabled is False else stages
+    return positions * config.tensor_parallel.size * config.sequence_parallel_size
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:
