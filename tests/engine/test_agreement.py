@@ -120,6 +120,18 @@ def test_what_a_rank_refuses_is_an_error_on_all(what: str) -> None:
 
 
 @on_ranks(2)
+def test_one_rank_may_report_alone(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"log_level": "info", "progress": {"mode": "lines"}}
+    own["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path)}
+    config = config_of("nothing") | (own if dist.get_rank() == 0 else {})
+    engine, *_ = shardwise.initialize(model=model_of("nothing"), config=config)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert engine.last_step.applied
+    engine.destroy()
+
+
+@on_ranks(2)
 def test_ranks_may_have_disks_of_their_own(tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": str(tmp_path / f"rank{dist.get_rank()}")}
     config = config_of("nothing")

@@ -245,7 +245,10 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     job = data = _communicator(settings, group, device)
 
     # Compare ranks before the collectives that depend on the arguments.
-    if agree_on_arguments(job, known, facts_of_arguments(known, resolution, mesh, mpu)):
+    shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
+    shows_loss |= display_mode(settings) != "off" or pipeline is not None
+    agreed = agree_on_arguments(job, known, facts_of_arguments(known, resolution, mesh, mpu), shows_loss)
+    if agreed.spreads:
         spread_from_first(model, job)
 
     # A plan chooses what is left to "auto"; it needs the limits of all ranks.
@@ -383,9 +386,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     signals = SignalWatch()
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
-    shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
-    shows_loss |= display_mode(settings) != "off" or place is not None
-    step = TrainStep(sharded, settings, together, batches, stepped, scheduler, scaler, signals, shows_loss)
+    step = TrainStep(sharded, settings, together, batches, stepped, scheduler, scaler, signals, agreed.shows_loss)
     step.exchanges = exchanges_in_backward(model, lines)
     job.ledger.step = functools.partial(getattr, step, "global_steps")  # called for each collective
     compressed = compressing.Compressing(compression, step, job)

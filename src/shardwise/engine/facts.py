@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +32,10 @@ _A_RANKS_OWN = frozenset(
         "dump_state",
         "flops_profiler",
         "jsonl_monitor",
+        "log_level",
         "memory_breakdown",
         "mlflow",
+        "progress",
         "steps_per_print",
         "tensorboard",
         "timers",
@@ -126,19 +128,29 @@ def facts_of_values(model: nn.Module) -> dict[str, str]:
     return facts
 
 
-def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, str]) -> bool:
+class Agreed(NamedTuple):
+    """Answers of all ranks: rank 0 has values of all parameters, and another rank has some on the meta device; a rank
+    reports losses.
+    """
+
+    spreads: bool
+    shows_loss: bool
+
+
+def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, str], shows_loss: bool) -> Agreed:
     """Compare `facts_of_arguments` between ranks before groups are made; a DesyncError on all ranks (all ranks call).
-    Returns whether rank 0 has values of all parameters, and another rank has some on the meta device.
+
+    `shows_loss`: this rank reports losses, which any rank may do alone.
     """
     if job.world == 1 or job.imagined:
-        return False
+        return Agreed(spreads=False, shows_loss=shows_loss)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()[:24]
-    told = job.exchange([digest, int(on_meta)], "arguments")
-    given = [version for version, _ in told]
+    told = job.exchange([digest, int(on_meta), int(shows_loss)], "arguments")
+    given = [version for version, _, _ in told]
     if len(set(given)) > 1:
         raise difference(job, facts, given)
-    without = [rank for rank, (_, meta) in enumerate(told) if meta]
+    without = [rank for rank, (_, meta, _) in enumerate(told) if meta]
     if 0 in without and len(without) < job.world:
         others = [rank for rank in range(job.world) if rank not in without]
         raise DesyncError(
@@ -148,7 +160,7 @@ def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, 
         )
     if without and len(without) < job.world:
         check_agreement(job, facts_of_values(model))
-    return 0 not in without and bool(without)
+    return Agreed(spreads=0 not in without and bool(without), shows_loss=any(shown for _, _, shown in told))
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
