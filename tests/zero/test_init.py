@@ -16,6 +16,7 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.zero.units import released
 from tests.harness import of_all_ranks, on_ranks, run_ranks
+from tests.harness.logs import logged
 from tests.harness.training import Setting, Tensors, config_of, masters, start, take_steps
 from tests.models import CASES, GPT, MixedTypes, OddMLP
 
@@ -224,6 +225,23 @@ def test_switched_off_or_below_stage_3_nothing_is_sharded() -> None:
         with context:
             plain.append(type(nn.Linear(2, 2).weight) is nn.Parameter)
     assert plain == [True, True]
+
+
+@pytest.mark.parametrize(
+    "config", [{"zero_optimization": {"stage": "3"}}, {"zero_optimization": {}, "zero_optimization.stage": 3}]
+)
+@on_ranks(1)
+def test_the_stage_is_read_as_initialize_reads_it(config: dict[str, Any]) -> None:
+    with shardwise.zero.Init(config_dict_or_path=config):
+        model = nn.Linear(2, 2)
+    assert released.is_released(model.weight)
+
+
+@on_ranks(1)
+def test_a_stage_that_is_chosen_later_switches_the_context_off() -> None:
+    with logged() as log, shardwise.zero.Init(config_dict_or_path={"zero_optimization": {"stage": "auto"}}):
+        assert not released.is_released(nn.Linear(2, 2).weight)
+    assert any("zero.Init: has no effect" in line for line in log.lines)
 
 
 @on_ranks(2)

@@ -27,6 +27,7 @@ from shardwise.comm.ledger import Ledger
 from shardwise.compat import is_fake_group, without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import cut, keep_elsewhere, part_of, takes_compute_dtype, without_part
+from shardwise.utils.logging import warn_once
 from shardwise.zero.units import released
 from shardwise.zero.units.flat_param import same_bits
 
@@ -446,12 +447,19 @@ def suspended() -> Iterator[None]:
 def _shards_parameters(source: Any) -> bool:
     if source is None:
         return True
-    from shardwise.config import load
+    from shardwise.config.normalize import scan
+    from shardwise.config.read import read
+    from shardwise.config.validate import validate
     from shardwise.zero.units.plan import TABLE
 
-    zero = load(source).get("zero_optimization", {})
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else int(bool(zero))
-    return stage in TABLE and bool(TABLE[stage].parameters)
+    found = scan(read(source).data)
+    if ("zero_optimization", "stage") in found.autos:
+        warn_once(
+            'zero.Init: has no effect, because zero_optimization.stage is "auto", which initialize() chooses for the '
+            "built model. Write 3, or build the model on the meta device"
+        )
+    config, _, _ = validate(found)  # initialize() reports the problems
+    return bool(TABLE[config.zero_optimization.stage].parameters)
 
 
 def shard_module(
