@@ -77,3 +77,23 @@ def test_requests_of_speed_only_leave_plans_and_choices_possible() -> None:
     assert engine.train_batch_size() == 2 and engine.config == config
     assert engine.memory_plans(stages=[1]).plans[0].total is not None
     engine.destroy()
+
+
+@on_ranks(1)
+@drop_in()
+def test_only_a_prepared_model_is_compressed() -> None:
+    import deepspeed
+    from deepspeed.compression.compress import init_compression
+
+    shared = {"enabled": True, "schedule_offset": 0, "unknown": 1}
+    groups = {"all": {"params": {"start_bits": 2, "target_bits": 2, "quantization_period": 1}}}
+    method = {"shared_parameters": shared, "different_groups": groups}
+    config = {**CONFIG, "compression_training": {"weight_quantization": method}}
+    net, x = nn.Linear(8, 4), torch.randn(2, 8)
+    plain = net(x)
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    assert torch.equal(engine(x), plain)
+    engine.destroy()
+    engine, *_ = deepspeed.initialize(model=init_compression(net, config), config=config)
+    assert not torch.equal(engine(x), plain)
+    engine.destroy()

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from shardwise import compression
+from shardwise.config import accept
 from shardwise_deepspeed.helpers import recursive_setattr
 
 
@@ -14,17 +15,17 @@ def init_compression(
     model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
 ) -> Any:
     """Do as `shardwise.compression.init_compression`; `mpu` has no effect, because `initialize` divides layers."""
-    return compression.init_compression(model, deepspeed_config, teacher_model)
+    return compression.init_compression(model, accept(deepspeed_config), teacher_model)
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> Any:
     """Do as `shardwise.compression.redundancy_clean`; `mpu` has no effect."""
-    return compression.redundancy_clean(model, deepspeed_config)
+    return compression.redundancy_clean(model, accept(deepspeed_config))
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
     """Do as `shardwise.compression.student_initialization`."""
-    return compression.student_initialization(student_model, teacher_model, deepspeed_config)
+    return compression.student_initialization(student_model, teacher_model, accept(deepspeed_config))
 
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:

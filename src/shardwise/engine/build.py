@@ -204,12 +204,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         # The configuration before any group, because most mistakes are found here, on every rank alike.
         resolution = _resolve(given.config, members, optimizer, requested, pipeline)
         settings = resolution.config
-        use_sparse_attention(
-            model,
-            settings.sparse_attention,
-            undo,
-            of_deepspeed=isinstance(given.config, Document) and given.config.written is not None,
-        )
+        of_deepspeed = isinstance(given.config, Document) and given.config.written is not None
+        use_sparse_attention(model, settings.sparse_attention, undo, of_deepspeed=of_deepspeed)
         positions = 1 if settings.pipeline.stages == "auto" else settings.pipeline.stages
         if pipeline is None and (positions > 1 or given.loss_fn is not None):
             pipeline = model = as_pipeline(model, settings.pipeline.partition, given.loss_fn)
@@ -222,7 +218,9 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 "local_sgd: a replica is divided by ZeRO only, and this model is a pipeline, or has tensor or sequence "
                 f"parallelism ({requested.where or 'configured'}). Leave local_sgd out"
             )
-        compression = compressing.prepare(known, settings, undo, pipeline=pipeline is not None)
+        methods = compressing.section_for(known, settings, of_deepspeed=of_deepspeed)
+        local, staged = settings.local_sgd.enabled, pipeline is not None
+        compression = compressing.prepare(known, methods, undo, pipeline=staged, local_sgd=local)
         trained = optimizer is not None or settings.optimizer.type is not None
         check_divisible(settings, given.training_data, trained and pipeline is None)
         check_packages(settings)
@@ -273,7 +271,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         rank_of = placement_of(settings.pipeline.schedule, positions, settings.pipeline.chunks)
         place = PipelineRanks.of(job.rank, job.world, positions, rank_of)
         build_stages(pipeline, place, job)
-        job.together("building stages", lambda: compressing.check_combinations(model, settings, pipeline=True))
+        check = functools.partial(compressing.check_combinations, model, methods, pipeline=True, local_sgd=local)
+        job.together("building stages", check)
         pipe = job.part([list(ranks) for ranks in zip(*place.stage_ranks, strict=True)], "pipeline")
         if positions > 1:
             whole = job.part(place.stage_ranks, "stage")

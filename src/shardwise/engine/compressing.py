@@ -12,8 +12,10 @@ from typing_extensions import override
 
 from shardwise.compression.compress import SECTION, Compression, compression_for
 from shardwise.compression.modules import scheduled
+from shardwise.config.schema.compression_training import CompressionTraining
 from shardwise.engine.observers import StepObserver
 from shardwise.errors import ConflictError, UsageError
+from shardwise.utils.logging import warn_once
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -23,22 +25,37 @@ if TYPE_CHECKING:
 _COUNTER = "compression_steps"
 
 
-def prepare(model: nn.Module, settings: Config, undo: ExitStack, *, pipeline: bool) -> Compression | None:
+def section_for(model: nn.Module, settings: Config, *, of_deepspeed: bool) -> CompressionTraining:
+    """Return the methods for a model. DeepSpeed (`of_deepspeed`: the configuration is written for it) leaves those of
+    `compression_training` to `init_compression`; a warning names the call if the model has none.
+    """
+    if not (of_deepspeed and settings.compression_training.enabled) or Compression.of(model) is not None:
+        return settings.compression_methods
+    warn_once(
+        f"`{SECTION}`: the engine leaves this section to the script, and {type(model).__name__} is not compressed. To "
+        "compress it, call deepspeed.compression.compress.init_compression(model, config) before initialize()"
+    )
+    return settings.model_copy(update={SECTION: CompressionTraining()}).compression_methods
+
+
+def prepare(
+    model: nn.Module, section: CompressionTraining, undo: ExitStack, *, pipeline: bool, local_sgd: bool
+) -> Compression | None:
     """Return the compression of a model, which is installed now if `init_compression` was not called; `undo` then
     removes it. Raises as `compression_for` and `check_combinations`.
     """
-    check_combinations(model, settings, pipeline=pipeline)
+    check_combinations(model, section, pipeline=pipeline, local_sgd=local_sgd)
     before = Compression.of(model)
-    found = None if pipeline else compression_for(model, settings.compression_methods)
+    found = None if pipeline else compression_for(model, section)
     if found is not None and before is None:
         undo.callback(found.remove, model, inputs=True)
     return found
 
 
-def check_combinations(model: nn.Module, settings: Config, *, pipeline: bool) -> None:
+def check_combinations(model: nn.Module, section: CompressionTraining, *, pipeline: bool, local_sgd: bool) -> None:
     """Raise ConflictError if a pipeline, or a model under `local_sgd`, is compressed by a schedule."""
     prepared = scheduled(model)
-    if (prepared or settings.compression_methods.enabled) and (pipeline or settings.local_sgd.enabled):
+    if (prepared or section.enabled) and (pipeline or local_sgd):
         other = "a pipeline, whose stages have other modules" if pipeline else "local_sgd, whose replicas differ"
         fix = f", or end that of {prepared[0]!r} with redundancy_clean() before initialize()" if prepared else ""
         raise ConflictError(f"{SECTION} cannot be combined with {other}. Switch one of them off{fix}")
