@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,3 +98,31 @@ def test_only_a_prepared_model_is_compressed() -> None:
     engine, *_ = deepspeed.initialize(model=init_compression(net, config), config=config)
     assert not torch.equal(engine(x), plain)
     engine.destroy()
+
+
+@on_ranks(4)
+@drop_in()
+def test_data_parallel_groups_are_those_of_the_newest_engine() -> None:
+    import deepspeed
+    from deepspeed.utils import groups
+
+    def place(**arguments: Any) -> tuple[int, int, list[int]]:
+        engine, *_ = deepspeed.initialize(config={**CONFIG, "train_batch_size": 4}, **arguments)
+        group = dist.get_process_group_ranks(groups.get_data_parallel_group())
+        found = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank(), group
+        engine.destroy()
+        return found
+
+    rank = dist.get_rank()
+    stages = deepspeed.pipe.PipelineModule([nn.Linear(2, 2), nn.Linear(2, 1)], num_stages=2, loss_fn=nn.MSELoss())
+    first = rank // 2 * 2
+    assert place(model=stages) == (2, rank % 2, [first, first + 1])
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    unit = SimpleNamespace(
+        get_data_parallel_group=lambda: pairs[rank // 2],
+        get_data_parallel_world_size=lambda: 2,
+        get_data_parallel_rank=lambda: rank % 2,
+    )
+    assert place(model=nn.Linear(2, 1), mpu=unit) == (2, rank % 2, [first, first + 1])
+    assert place(model=nn.Linear(2, 1)) == (4, rank, [0, 1, 2, 3])
+    assert groups.get_data_parallel_group() is dist.group.WORLD

@@ -36,7 +36,7 @@ from shardwise.parallel.tensor.dtensors import line_of
 from shardwise.parallel.tensor.entry import divided_over
 from shardwise.utils.logging import warn_once
 from shardwise.zero.units import released
-from shardwise_deepspeed import attributes
+from shardwise_deepspeed import attributes, groups
 from shardwise_deepspeed.arguments import config_source
 from shardwise_deepspeed.engine import DeepSpeedEngine, PipelineEngine
 
@@ -133,6 +133,7 @@ def initialize(
     _patch_lightning_save(engine.module)
     attributes.attach()
     attributes.note(engine)
+    groups.note(engine)
     return cast("tuple[DeepSpeedEngine, Any, EngineDataLoader | None, Any]", parts)
 
 

@@ -1,9 +1,10 @@
-"""Process groups and ranks of a script without its engine, by DeepSpeed's getters: data-parallel, sequence-parallel and
-tensor-parallel groups (`shardwise.parallel`). Other kinds of parallelism have size 1.
+"""Process groups and ranks of a script without its engine, by DeepSpeed's getters: the newest engine's data-parallel
+group, and sequence-parallel and tensor-parallel groups (`shardwise.parallel`). Other kinds of parallelism have size 1.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,9 +21,12 @@ from shardwise_deepspeed.helpers import (
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
+    from shardwise.engine import Engine
 
 mpu: Any = None
-"""The model-parallel unit that provides the groups; None: all ranks are data-parallel."""
+"""The model-parallel unit that provides the groups; None: those of the newest engine, without one all ranks."""
+
+_newest: weakref.ref[Engine] | None = None
 
 mesh_device: Any = None
 """Device mesh; there is none."""
@@ -38,12 +42,19 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         globals()["mpu"] = mpu
 
 
+def note(engine: Engine) -> None:
+    """Record the newest engine."""
+    global _newest
+    _newest = weakref.ref(engine)
+
+
 def get_data_parallel_group() -> Any:
     """Return the data-parallel group (a collective at first use)."""
     data = _data()
-    if data is not None:
-        return data.process_group
-    return dist.group.WORLD if mpu is None else mpu.get_data_parallel_group()
+    if data is None and mpu is not None:
+        return mpu.get_data_parallel_group()
+    group = None if data is None else data.process_group
+    return dist.group.WORLD if group is None else group
 
 
 def get_data_parallel_rank() -> int:
@@ -109,8 +120,12 @@ def _data() -> Communicator | None:
     shared = _shared()
     if shared is not None:
         return shared.data
-    tensors = current_tensors()
-    return None if mpu is not None or tensors is None else tensors.data
+    if mpu is not None:
+        return None
+    tensors, engine = current_tensors(), None if _newest is None else _newest()
+    if tensors is not None:
+        return tensors.data
+    return None if engine is None or engine.sharded.closed else engine.data
 
 
 def _shared() -> SequenceGroup | None:
