@@ -59,6 +59,7 @@ def recorded(stage: int, ranks: int = 2, accumulation: int = 1) -> Recorder:
 @on_ranks(2)
 def test_recorded_collectives_are_those_of_an_engine(stage: int) -> None:
     events = [event for one in recorded(stage, accumulation=2).passes for _, event in one.events]
+    assert not any(event.narrow for event in events if isinstance(event, Launch))
     engine = shardwise.initialize(model=GPT(), config=config_of(stage, accumulation=2)).engine
     for _ in range(3):
         start = engine.job.ledger.sequence
@@ -249,6 +250,12 @@ def test_estimates() -> None:
     assert operators.seconds(Operator("view", "t", 0, 0)) == 0.0
     collectives = Collectives([CollectiveTime(op="all_gather", ranks=2, size=size, seconds=size) for size in (10, 20)])
     assert [collectives.seconds(launch(0, size / 1000)) for size in (5, 15, 40)] == [10.0, 15.0, 40.0]
+    of_16_bits = CollectiveTime(op="all_gather", ranks=2, size=10, narrow=True, seconds=7)
+    collectives = Collectives(
+        [*(CollectiveTime(op="all_gather", ranks=n, size=9, seconds=n) for n in (2, 8)), of_16_bits]
+    )
+    assert collectives.seconds(replace(launch(0, 0.01), narrow=True)) == 7.0
+    assert collectives.seconds(replace(launch(0, 0.009), ranks=7)) == 8.0
 
 
 def test_every_operator_of_a_step_can_be_measured() -> None:

@@ -265,7 +265,9 @@ class Communicator:
         for _, full in pairs:
             size += full.nbytes
         sent = size * (self.world - 1) // self.world
-        return self._launch("reduce_scatter", size, sent, label, kind, self._backend.reduce_scatter, pairs, accumulate)
+        narrow = any(full.dtype.itemsize == 2 for _, full in pairs)
+        launch = self._backend.reduce_scatter
+        return self._launch("reduce_scatter", size, sent, label, kind, launch, pairs, accumulate, narrow=narrow)
 
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
@@ -309,7 +311,8 @@ class Communicator:
 
     def _sum_at_once(self, flat: torch.Tensor, label: str) -> Handle:
         sent = 2 * flat.nbytes * (self.world - 1) // self.world
-        return self._launch("all_reduce", flat.nbytes, sent, label, "explicit", self._backend.sum_in_place, flat)
+        launch, narrow = self._backend.sum_in_place, flat.dtype.itemsize == 2
+        return self._launch("all_reduce", flat.nbytes, sent, label, "explicit", launch, flat, narrow=narrow)
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str, kind: str = "explicit") -> Handle:
         """Launch the broadcast of a tensor from group rank `src` to all ranks, in place."""
@@ -495,6 +498,7 @@ class Communicator:
         kind: str,
         launch: Callable[..., native.PendingCollective | None],
         *given: Any,
+        narrow: bool = False,
     ) -> Handle:
         """Number a collective, open its record, and call `launch(*given, record)`; sizes in bytes."""
         ledger, turn = self.ledger, 0
@@ -505,7 +509,16 @@ class Communicator:
             kind = ""
         sent = sent if self.world > 1 else 0
         record = ledger.open(
-            op, self.name, size, sent, label, ranks=self.world, members=self._peers, kind=kind, turn=turn
+            op,
+            self.name,
+            size,
+            sent,
+            label,
+            ranks=self.world,
+            members=self._peers,
+            kind=kind,
+            turn=turn,
+            narrow=narrow,
         )
         streams = None if self.waits_on_host else self.streams
         if streams is not None and ledger.timed:

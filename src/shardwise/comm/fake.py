@@ -107,6 +107,8 @@ class FakeCommunicator(Communicator):
         """Return ranks and purpose of each process group that real ranks would have created."""
         return list(self._connected)
 
-    def _launch(self, op: str, size: int, sent: int, label: str, kind: str, *launch: Any) -> Handle:
+    def _launch(
+        self, op: str, size: int, sent: int, label: str, kind: str, *launch: Any, narrow: bool = False
+    ) -> Handle:
         self.connect(kind)
-        return super()._launch(op, size, sent, label, kind, *launch)
+        return super()._launch(op, size, sent, label, kind, *launch, narrow=narrow)

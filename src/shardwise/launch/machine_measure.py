@@ -32,7 +32,8 @@ from shardwise.plan.models import tokens
 from shardwise.plan.rates import CollectiveTime, Crowd, Machine, Operators, measure_operators
 
 _SIZES = tuple(1 << power for power in (10, 14, 17, 20, 23, 25))
-_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
+_OPS = ("all_gather", *_REDUCTIONS, "all_to_all", "broadcast")
 _WIDTHS = (256, 768, 1536)
 """Of the decoders whose operators are measured; those of other sizes are interpolated."""
 _LENGTH, _ROWS, _WORDS = 256, 2, 8192
@@ -108,6 +109,9 @@ def measure(comm: Communicator, limit: float) -> Machine:
                 groups = [list(range(first, first + count)) for first in range(0, comm.world, count)]
                 group = comm if count == comm.world else comm.part(groups, f"machine.{count}")
                 machine.collectives += [_collective(comm, group, op, size) for op in _OPS for size in _SIZES]
+                machine.collectives += [
+                    _collective(comm, group, op, size, narrow=True) for op in _REDUCTIONS for size in _SIZES[::2]
+                ]
         machine.crowds = [_crowd(comm)]
         longer, count, known = _beside(machine, comm, _TINY, _SHORT)
         machine.launch = max(0.0, longer - known) / count
@@ -138,8 +142,8 @@ def _timed(
     return max(comm.exchange(of(times), "machine.times"))
 
 
-def _collective(comm: Communicator, group: Communicator, op: str, size: int) -> CollectiveTime:
-    exchange = Exchange(group, op, torch.float32, size)
+def _collective(comm: Communicator, group: Communicator, op: str, size: int, *, narrow: bool = False) -> CollectiveTime:
+    exchange = Exchange(group, op, torch.bfloat16 if narrow else torch.float32, size)
     exchange.fill()
     inner = max(1, min(10, (1 << 20) // exchange.size))
     exchange.ours()
@@ -149,7 +153,7 @@ def _collective(comm: Communicator, group: Communicator, op: str, size: int) -> 
             exchange.ours()
 
     seconds = _timed(comm, run, trials=_TRIALS) / inner
-    return CollectiveTime(op=op, ranks=group.world, size=exchange.size, seconds=seconds)
+    return CollectiveTime(op=op, ranks=group.world, size=exchange.size, narrow=narrow, seconds=seconds)
 
 
 def _works(device: torch.device) -> tuple[Callable[[], object], ...]:

@@ -60,7 +60,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective begins. `number` is that of its `Wait`; `size` and `sent` are those of the ledger's record.
+    """A collective begins. `number` is that of its `Wait`; `size`, `sent`, `narrow` are those of the ledger's record;
     `at_once`: the rank waits for it before it does anything else.
     """
 
@@ -72,6 +72,7 @@ class Launch:
     size: int
     sent: int
     label: str
+    narrow: bool = False
     at_once: bool = False
 
 
@@ -237,7 +238,7 @@ class Recorder(TorchDispatchMode):
         if self._into is not None and record.ranks > 1:
             members = tuple(record.members)
             given = (record.sequence, record.op, record.group, record.ranks, members, record.size, record.sent)
-            self._into.append(Launch(*given, record.label))
+            self._into.append(Launch(*given, record.label, record.narrow))
             if self._by_unit:
                 known = record.label in self._units.values()
                 self.passes[-1].units[record.label if known else OTHER].sent += record.sent

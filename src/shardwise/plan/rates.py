@@ -45,13 +45,14 @@ class OperatorTime(BaseModel):
 
 
 class CollectiveTime(BaseModel):
-    """Seconds of a collective of `ranks` ranks whose whole message has `size` bytes."""
+    """Seconds of a collective of `ranks` ranks whose whole message has `size` bytes; `narrow`: of 16-bit values."""
 
     model_config = ConfigDict(extra="forbid")
 
     op: str
     ranks: int = Field(ge=2)
     size: int = Field(ge=1)
+    narrow: bool = False
     seconds: float = Field(gt=0)
 
 
@@ -230,21 +231,22 @@ class Collectives:
     """Seconds of collectives: between measured sizes, and in proportion to what a rank receives beyond."""
 
     def __init__(self, measured: Iterable[CollectiveTime]) -> None:
-        self._points: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        self._points: dict[tuple[str, int, bool], list[tuple[float, float]]] = {}
         for one in measured:
-            self._points.setdefault((one.op, one.ranks), []).append((float(one.size), one.seconds))
+            self._points.setdefault((one.op, one.ranks, one.narrow), []).append((float(one.size), one.seconds))
         for points in self._points.values():
             points.sort()
 
     def seconds(self, launch: Launch) -> float:
         """Return the seconds of a collective."""
-        points = self._points.get((launch.op, launch.ranks))
-        if points is None:
-            known = sorted((abs(ranks - launch.ranks), ranks) for op, ranks in self._points if op == launch.op)
-            if not known:
-                raise UsageError(f"{launch.op} was not measured. Run `shardwise bench machine` on the machine")
-            points = self._points[launch.op, known[0][1]]
-        return interpolated(points, float(launch.size))
+        known = [
+            ((narrow is not launch.narrow, abs(ranks - launch.ranks), ranks), points)
+            for (op, ranks, narrow), points in self._points.items()
+            if op == launch.op
+        ]
+        if not known:
+            raise UsageError(f"{launch.op} was not measured. Run `shardwise bench machine` on the machine")
+        return interpolated(min(known)[1], float(launch.size))
 
 
 def interpolated(points: Sequence[tuple[float, float]], amount: float) -> float:

@@ -233,7 +233,7 @@ def connect_domains(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, registry: Registry, model: str) -> None:
-    """Raise UsageError for parameters of the optimizer that are not in the model, or that it also has elsewhere."""
+    """Raise UsageError for parameters of the optimizer outside of the model, because no rank would step them."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if registry.find(parameter) is None:
@@ -242,11 +242,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, registry: Registry, model:
                     f"not in the model ({model}). Put it into a module of the model, or give it an optimizer "
                     "of its own."
                 )
-    _check_captured(optimizer)
 
 
-def _check_captured(optimizer: torch.optim.Optimizer) -> None:
-    # Through a list of its own, such as one that its constructor made, it would step the parameters of before.
+def check_captured(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if the optimizer has parameters outside of its groups, such as in a list of its constructor."""
     kept = [group["params"] for group in optimizer.param_groups]
     memory = {parameter.untyped_storage()._cdata for members in kept for parameter in members if parameter.numel()}
     try:
