@@ -124,6 +124,34 @@ def check(cases: list[tuple[str, str, str]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def divided(cases: list[tuple[str, str, bool]]) -> list[torch.Tensor]:
+    """Return logits of this rank's tokens with two tensor-parallel ranks; `late`: shared after `initialize`."""
+    found = []
+    for family, core, late in cases:
+        model = model_of(family, core)
+        if not late:
+            share_attention(model, core)
+        engine = sharing(model, 1, tensor_parallel={"autotp_size": 2})
+        if late:
+            share_attention(model, core)
+        engine.eval()
+        with torch.no_grad():
+            found.append(engine(**split(batch_of("left"))).logits)
+        engine.destroy()
+    return found
+
+
+def test_tensor_parallel_ranks_share_sequences() -> None:
+    """Blocks pass the comparison with whole ones, and distance biases are of a rank's own heads."""
+    cases = [(family, "eager", late) for family in ("bloom", "mpt") for late in (False, True)]
+    cases.append(("llama", "sdpa", True))
+    for (family, core, late), *parts in zip(cases, *run_ranks(divided, 4, cases), strict=True):
+        expected = model_of(family, core).eval()(**batch_of("left")).logits.detach()
+        for place in range(2):
+            found = torch.cat(parts[place::2], 1)
+            assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())), (family, late)
+
+
 QUICK = ["gemma2", "gpt_oss", "roberta", "opt", "modernbert", "bloom", "mpt", "xglm"]
 
 

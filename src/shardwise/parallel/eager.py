@@ -6,6 +6,7 @@ The module's class is replaced by a subclass that exchanges heads around the sco
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,12 @@ from shardwise.errors import UsageError
 from shardwise.parallel.attention import shared_attention
 from shardwise.parallel.masks import WholeMask
 from shardwise.parallel.sequence import SequenceGroup
+from shardwise.parallel.tensor.copies import change_class
+from shardwise.parallel.tensor.layers import Parallel, len_of
 from shardwise.parallel.ulysses import query_runs
 
-Shares = Callable[[bool], SequenceGroup | None]
-"""Returns the sequence-parallel group for training or evaluation mode; None: unsharded sequences."""
+Shares = Callable[[bool, Any], SequenceGroup | None]
+"""Returns the group of an attention call, by training mode and mask; None: unsharded sequences."""
 
 MaskOf = Callable[..., WholeMask]  # `shardwise.parallel.huggingface.whole_mask`
 
@@ -35,8 +38,8 @@ class SharedScores(nn.Module):
     shares: Shares
     mask_of: MaskOf
 
-    def _group(self, cache: Any, other: Any = None) -> SequenceGroup | None:
-        group = self.shares(self.training)
+    def _group(self, mask: Any, cache: Any, other: Any = None) -> SequenceGroup | None:
+        group = self.shares(self.training, mask)
         # An empty cache in training is never read; a cache with tokens cannot be split.
         if group is not None and (other is not None or (cache is not None and cache.get_seq_length() > 0)):
             raise UsageError(
@@ -44,6 +47,14 @@ class SharedScores(nn.Module):
                 "which cannot be divided among ranks. Pass use_cache=False, or set sequence_parallel_size to 1"
             )
         return group
+
+    def _heads(self, own: int) -> tuple[int, int]:
+        """Return the first of this rank's heads, and the number of heads of its tensor-parallel group."""
+        owner: Any = self
+        if not isinstance(owner, Parallel):
+            return 0, own
+        ((start, _),) = owner.cut.runs[owner.group.place]
+        return start, len_of(owner.cut.runs)
 
     def _attend(
         self,
@@ -87,7 +98,7 @@ class SharedBloom(SharedScores):
         self, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, layer_past: Any = None, **kwargs: Any
     ) -> Any:
         """Return the output of `BloomAttention`."""
-        group = self._group(layer_past)
+        group = self._group(attention_mask, layer_past)
         if group is None:
             return super().forward(hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
         owner: Any = self
@@ -97,8 +108,9 @@ class SharedBloom(SharedScores):
             tokens = sum(whole.layout.lengths)
             kept = whole.kept
             kept = torch.ones(whole.rows, tokens, dtype=torch.long, device=q.device) if kept is None else kept.long()
-            made = sys.modules[type(self).__module__].build_alibi_tensor(kept, owner.num_heads, q.dtype)
-            return lambda first, end: made.view(whole.rows, owner.num_heads, 1, tokens)[:, first:end]
+            start, heads = self._heads(owner.num_heads)
+            made = sys.modules[type(self).__module__].build_alibi_tensor(kept, heads, q.dtype)
+            return lambda first, end: made.view(whole.rows, heads, 1, tokens)[:, start + first : start + end]
 
         found = self._attend(group, q, k, v, attention_mask, owner.inv_norm_factor, owner.attention_dropout.p, bias)
         return residual + F.dropout(owner.dense(found), owner.hidden_dropout, self.training), None
@@ -111,7 +123,7 @@ class SharedMpt(SharedScores):
         self, hidden_states: Any, position_bias: Any, past_key_values: Any = None, attention_mask: Any = None, **kw: Any
     ) -> Any:
         """Return the output of `MptAttention`."""
-        group = self._group(past_key_values)
+        group = self._group(attention_mask, past_key_values)
         if group is None:
             return super().forward(hidden_states, position_bias, past_key_values, attention_mask, **kw)
         owner: Any = self
@@ -122,7 +134,12 @@ class SharedMpt(SharedScores):
 
         def bias(whole: WholeMask) -> Bias:
             tokens = sum(whole.layout.lengths)
-            return lambda first, end: None if position_bias is None else position_bias[None, first:end, :, -tokens:]
+            start, heads = self._heads(owner.n_heads)
+            if position_bias is None or len(position_bias) < heads:  # `OwnBiases` has taken this rank's
+                start = 0
+            return lambda first, end: (
+                None if position_bias is None else position_bias[None, start + first : start + end, :, -tokens:]
+            )
 
         found = self._attend(group, q, k, v, attention_mask, owner.softmax_scale, owner.attn_dropout_p, bias)
         return owner.out_proj(found), None
@@ -143,7 +160,7 @@ class SharedXglm(SharedScores):
         **kwargs: Any,
     ) -> Any:
         """Return the output of `XGLMAttention`."""
-        group = self._group(past_key_values, key_value_states)
+        group = self._group(attention_mask, past_key_values, key_value_states)
         if group is None:
             return super().forward(hidden_states, key_value_states, past_key_values, attention_mask, **kwargs)
         owner: Any = self
@@ -161,7 +178,7 @@ class SharedMethod(SharedScores):
     """GPT-J, GPT-Neo, CodeGen: the method `_attn` computes the scores of all heads."""
 
     def _attn(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> Any:
-        group = self._group(None)
+        group = self._group(attention_mask, None)
         scores = super()._attn  # type: ignore[misc]
         if group is None:
             return scores(query, key, value, attention_mask)
@@ -190,7 +207,7 @@ _KINDS: dict[str, type[SharedScores]] = {
 _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _subclass(of: type[nn.Module], kind: type[SharedScores]) -> type[nn.Module]:
+def _subclass(kind: type[SharedScores], of: type[nn.Module]) -> type[nn.Module]:
     if of not in _subclasses:
         _subclasses[of] = type(of.__name__, (kind, of), {"__module__": of.__module__})
     return _subclasses[of]
@@ -205,7 +222,7 @@ def share_scores(model: nn.Module, shares: Shares, mask_of: MaskOf) -> bool:
         if kind is None or not before.__module__.startswith("transformers."):
             continue
         if not isinstance(module, SharedScores):
-            module.__class__ = _subclass(before, kind)
+            change_class(module, functools.partial(_subclass, kind))
         module.shares, module.mask_of = shares, mask_of  # type: ignore[assignment]
         found = True
     return found

@@ -21,7 +21,7 @@ from shardwise.compat import has_values, local_of
 from shardwise.errors import UsageError
 from shardwise.parallel.attention import shared_attention
 from shardwise.parallel.eager import share_scores
-from shardwise.parallel.masks import Pattern, WholeMask, carried, carried_pattern, pattern_of
+from shardwise.parallel.masks import Pattern, WholeMask, carried, carried_pattern, is_placeholder, pattern_of
 from shardwise.parallel.positions import count_positions
 from shardwise.parallel.ring import ring_attention
 from shardwise.parallel.sequence import Layout, SequenceGroup, active, current
@@ -73,7 +73,7 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
     shared_here = functools.partial(shares, in_eval)
     if model._can_set_attn_implementation():  # type: ignore[operator]
         choose(name)
-    elif chosen == EAGER and share_scores(model, shared_here, whole_mask):
+    elif chosen == EAGER and share_scores(model, functools.partial(attending, in_eval), whole_mask):
         config._attn_implementation = name
     else:
         raise UsageError(
@@ -146,6 +146,18 @@ def shares(in_eval: bool, training: bool) -> SequenceGroup | None:
     return group
 
 
+def attending(in_eval: bool, training: bool, mask: Any) -> SequenceGroup | None:
+    """Return the group of an attention call.
+
+    A block that runs by itself inside `whole_sequences` may have the placeholder of a surrounding pass's mask: its
+    group is this rank.
+    """
+    group = shares(in_eval, training)
+    if group is None and is_placeholder(mask) and (surrounding := current()) is not None:
+        return active(surrounding)
+    return group
+
+
 def _mask(core: Callable[..., Any], in_eval: bool) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         model = _models.get(id(kwargs.get("config")))
@@ -190,7 +202,7 @@ def _attention(core: Callable[..., Any] | None, kind: str, in_eval: bool) -> Cal
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        group = shares(in_eval, module.training)
+        group = attending(in_eval, module.training, attention_mask)
         own_core = core or eager_core(module)
         if group is None:
             result: tuple[torch.Tensor, None] = own_core(module, query, key, value, attention_mask, *args, **kwargs)

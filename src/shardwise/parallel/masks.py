@@ -93,11 +93,14 @@ def carried(
     return values.expand(rows, own).unsqueeze(-1).expand(rows, own, number)
 
 
+def is_placeholder(mask: Any) -> bool:
+    """Return True for a placeholder from `carried`."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 3 and 0 < mask.shape[2] <= len(_patterns)
+
+
 def carried_pattern(mask: Any, rows: int, own: int) -> Pattern | None:
     """Return the pattern of a placeholder from `carried`; None for other tensors."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 3 or mask.shape[:2] != (rows, own):
-        return None
-    return _patterns[mask.shape[2] - 1] if 0 < mask.shape[2] <= len(_patterns) else None
+    return _patterns[mask.shape[2] - 1] if is_placeholder(mask) and mask.shape[:2] == (rows, own) else None
 
 
 def samples_of(positions: torch.Tensor) -> torch.Tensor:

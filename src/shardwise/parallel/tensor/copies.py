@@ -64,6 +64,13 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
     return remember
 
 
+def change_class(module: nn.Module, change: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
+    """Replace the class of a module, and of its unsharded copies."""
+    module.__class__ = change(type(module))
+    if module in _before:
+        _before[module] = _before[module]._replace(kind=change(_before[module].kind))
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in (*_MEMBERS, *_HOOKS)}
 
