@@ -258,6 +258,19 @@ def test_estimates() -> None:
     assert collectives.seconds(replace(launch(0, 0.009), ranks=7)) == 8.0
 
 
+def test_fewer_ranks_than_cores_crowd_less_and_more_take_turns(tmp_path: Path) -> None:
+    machine = of_this_machine(torch.device("cpu"))
+    machine.cores, machine.crowds = 16, [Crowd(ranks=8, computing=2.0, narrow=2.5, moving=4.5)]
+    assert [machine.crowd(ranks).moving for ranks in (1, 3, 8, 16, 32)] == [1.0, 2.0, 4.5, 4.5, 9.0]
+    machine.cores, machine.crowds = 2, [Crowd(ranks=4, computing=2.0, narrow=2.0, moving=2.5)]
+    assert [machine.crowd(ranks).moving for ranks in (2, 4, 8)] == [1.25, 2.5, 5.0]
+    machine.save(tmp_path / "machine.json")
+    text = (tmp_path / "machine.json").read_text()
+    (tmp_path / "machine.json").write_text(text.replace('"version": 2', '"version": 1'))
+    with pytest.raises(CommandLineError, match="another version of shardwise"):
+        Machine.load(tmp_path / "machine.json")
+
+
 def test_every_operator_of_a_step_can_be_measured() -> None:
     recorder = recorded(3)
     events = (event for one in recorder.passes for _, event in one.events)

@@ -113,9 +113,9 @@ def measure(comm: Communicator, limit: float) -> Machine:
                     _collective(comm, group, op, size, narrow=True) for op in _REDUCTIONS for size in _SIZES[::2]
                 ]
         machine.crowds = [_crowd(comm)]
-        longer, count, known = _beside(machine, comm, _TINY, _SHORT)
+        longer, count, known = _communicating(machine, comm, _TINY, _SHORT)
         machine.launch = max(0.0, longer - known) / count
-        longer, count, known = _beside(machine, comm, _MIDDLE, _LENGTH)
+        longer, count, known = _communicating(machine, comm, _MIDDLE, _LENGTH)
         machine.interference = min(_MOST, max(0.0, (longer - count * machine.launch) / known))
     return machine
 
@@ -206,7 +206,7 @@ def _host(machine: Machine, device: torch.device) -> float:
     return max(0.0, statistics.mean(found))
 
 
-def _beside(machine: Machine, comm: Communicator, shape: Shape, length: int) -> tuple[float, int, float]:
+def _communicating(machine: Machine, comm: Communicator, shape: Shape, length: int) -> tuple[float, int, float]:
     """Return what a step at stage 3 takes longer than its computing, and (on rank 0) the number of its collectives and
     the seconds that they take by themselves.
     """

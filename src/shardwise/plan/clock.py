@@ -19,7 +19,8 @@ class Costs:
         collective: of a collective, from the launch on an idle link to its end.
         link: name of the link that a collective keeps busy; "": groups do not share links.
         measured: whether the seconds of an operator were measured, rather than estimated from others.
-        host: of the host for each operator, besides the operator itself; `launch`: for each collective beside others.
+        host: of the host for each operator, besides the operator itself; `launch`: of a collective
+            that is not waited for at once.
         interference: seconds by which a second of a collective in flight delays computing.
         asynchronous: the device works while the host goes on, as a GPU does.
     """

@@ -82,7 +82,7 @@ class Machine(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     when: str
     host_name: str
     processor: str
@@ -108,6 +108,10 @@ class Machine(BaseModel):
             ) from error
         except ValidationError as error:
             first = error.errors()[0]
+            if first["loc"] == ("version",):
+                raise CommandLineError(
+                    f"{path} was measured by another version of shardwise. Run `shardwise bench machine` again."
+                ) from None
             where = ".".join(map(str, first["loc"]))
             raise CommandLineError(f"{path}: no file of `shardwise bench machine`: {where}: {first['msg']}.") from None
 
@@ -179,8 +183,9 @@ class Machine(BaseModel):
             return Crowd(ranks=ranks, computing=1.0, narrow=1.0, moving=1.0)
         nearest = known[0]
         times = max(ranks, self.cores) / max(nearest.ranks, self.cores)  # ranks beyond the cores take turns
-        given = {name: max(1.0, times * getattr(nearest, name)) for name in ("computing", "narrow", "moving")}
-        return Crowd(ranks=ranks, **given)
+        share = min(1.0, (ranks - 1) / max(1, min(nearest.ranks, self.cores) - 1))  # fewer ranks than cores crowd less
+        given = {name: getattr(nearest, name) for name in ("computing", "narrow", "moving")}
+        return Crowd(ranks=ranks, **{name: 1.0 + share * (max(1.0, times * one) - 1.0) for name, one in given.items()})
 
 
 def _device_of(name: str) -> torch.device | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.domain import Domain, Domains
 from shardwise.comm.machines import by_machine, groups_of
@@ -15,7 +17,6 @@ from shardwise.errors import ConflictError, UsageError
 from shardwise.memory.places import ON_DEVICE, Homes, acquiring
 from shardwise.precision.float8 import weights_to_gather
 from shardwise.registry import Registry
-from shardwise.trees import tensors_in
 from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.init import PartStore, whole_values
 from shardwise.zero.passes.modulehook import weakly
@@ -244,26 +245,27 @@ def check_optimizer(optimizer: torch.optim.Optimizer, registry: Registry, model:
                 )
 
 
-def check_captured(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError if the optimizer has parameters outside of its groups, such as in a list of its constructor."""
-    kept = [group["params"] for group in optimizer.param_groups]
-    memory = {parameter.untyped_storage()._cdata for members in kept for parameter in members if parameter.numel()}
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = []
-        for name, value in vars(optimizer).items():
-            dense = (tensor for tensor in tensors_in(value) if tensor.layout == torch.strided)
-            found = [tensor for tensor in dense if tensor.untyped_storage()._cdata in memory]
-            if found:
-                raise UsageError(
-                    f"{type(optimizer).__name__} keeps {len(found)} parameters of the model (or views of them) in its "
-                    f"attribute {name!r}, beside its param_groups. shardwise divides parameters by replacing them "
-                    "in param_groups, and the optimizer would go on to step those that it keeps, without effect. Let "
-                    "its step() read self.param_groups each time"
-                )
-    finally:
-        for group, members in zip(optimizer.param_groups, kept, strict=True):
-            group["params"] = members
+def warn_of_captured(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if an optimizer with a `step` of its own has parameters outside of its groups, such as in a list.
+
+    Its groups get other tensors, and a step of the parameters in the list has no effect.
+    """
+    if inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+        return
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    memory = {_memory(parameter) for parameter in stepped if parameter.numel()} - {None}
+    others = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+    for name, value in others.items():
+        if any(isinstance(one, torch.Tensor) and _memory(one) in memory for one in tree_leaves(value)):
+            warn_once(
+                f"{type(optimizer).__name__} keeps parameters of the model in its attribute {name!r}, not only in "
+                "its param_groups. Parameters are divided by replacing them in param_groups: if step() changes those "
+                "that the optimizer keeps, that has no effect. Let it read self.param_groups each time"
+            )
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def check_domains(registry: Registry, domains: Domains, plan: Plan, *, compresses: bool) -> None:

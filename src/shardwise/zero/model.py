@@ -43,11 +43,11 @@ from shardwise.registry import Registry
 from shardwise.utils.logging import logger
 from shardwise.zero.build import (
     UnitBuilder,
-    check_captured,
     check_domains,
     check_optimizer,
     connect_domains,
     largest_sizes,
+    warn_of_captured,
 )
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.parameters.guards import Guards
@@ -215,7 +215,7 @@ class ShardedModel:
         if optimizer is not None:
             check_optimizer(optimizer, registry, type(module).__name__)
             if not self.stepping.communicates:  # else it has memory of its own for steps without an engine
-                check_captured(optimizer)
+                warn_of_captured(optimizer)
         self.client_groups = [list(group["params"]) for group in groups]
         specs = find_units(module, registry, plan.unit_cap, sharding.leaves, largest_sizes(registry, domains))
         self.numbering = numbering = GlobalTensorIds(registry, specs, domains, self.comm)
