@@ -233,7 +233,13 @@ def test_a_program_and_standard_input(tmp_path) -> None:
 
 
 def test_variables_and_a_shell_script_before_the_start(tmp_path) -> None:
-    (tmp_path / "setup.sh").write_text("export FROM_SETUP=$GIVEN-2\n")
+    (tmp_path / "setup.sh").write_text(
+        """if [ "${BASH_SOURCE-}" = "$0" ]; then exit 33; fi
+[ $# = 0 ] || exit 34
+source /dev/null
+export FROM_SETUP=$GIVEN-2
+"""
+    )
     text = "import os, sys; print(os.environ['GIVEN'], os.environ['FROM_SETUP'], sys.argv[1:])"
     options = ["--export", "GIVEN=1", "--venv-script", tmp_path / "setup.sh", "--python", sys.executable]
     done = _run("--nproc", "2", *options, script(tmp_path, text), "a b")

@@ -67,8 +67,10 @@ def test_the_script_has_the_options_of_the_job_and_the_users_last() -> None:
     assert words[:5] == ["exec", sys.executable, "-m", "shardwise.launch", "run"]
     assert words[-3:] == ["train.py", "--name", "it's $HOME"] and "--slurm" in words
     assert not {"--time", "--sbatch-args", "--dry-run"} & set(words)
+    assert "--venv-script" in words  # the agents source it
     elastic = slurm.script(dataclasses.replace(SLURM, nodes="2:4")).splitlines()
     assert elastic[2:4] == ["#SBATCH --nodes=2-4", "#SBATCH --no-kill"] and " 2:4 " in elastic[-1]
+    assert "--venv-script" not in slurm.script(dataclasses.replace(SLURM, setup="env.sh"))
     plain = slurm.script(SLURM)
     assert "--nodes=1\n" in plain and "B:TERM@90" in plain and "--time" not in plain and "cpus" not in plain
 

@@ -103,7 +103,9 @@ def script(job: Job) -> str:
     lines = [f"#SBATCH {shlex.quote(option)}" for option in options]
     if job.sbatch_args:
         lines.append(f"#SBATCH {shlex.join(split_arguments(job.sbatch_args, '--sbatch-args'))}")  # the last one counts
-    inner = command_line(dataclasses.replace(job, sbatch_args="", time=None, dry_run=False))
+    # The ranks of one node have the variables of this script; agents on several source the script themselves.
+    again = None if most == 1 else job.setup
+    inner = command_line(dataclasses.replace(job, sbatch_args="", time=None, dry_run=False, setup=again))
     setup = [] if job.setup is None else [f". {shlex.quote(job.setup)}"]
     # The launcher takes the place of the shell, because Slurm sends SIGTERM to the shell only.
     command = shlex.join([job.python or sys.executable, "-m", "shardwise.launch", "run", *inner])

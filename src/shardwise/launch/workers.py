@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -13,6 +14,7 @@ from shardwise.launch.facts import named
 from shardwise.launch.interfaces import VARIABLES
 from shardwise.launch.job import Job
 from shardwise.launch.placement import Placement
+from shardwise.launch.runners import local_shell
 
 
 def worker_command(job: Job, local_rank: int) -> list[str]:
@@ -23,9 +25,11 @@ def worker_command(job: Job, local_rank: int) -> list[str]:
     else:
         # Unbuffered, because buffered output is late, and lost when the process is killed.
         program = [job.python or sys.executable, "-u", *(["-m"] if job.module else []), job.script]
-    if job.setup is not None:
-        program = ["sh", "-c", '. "$0" && exec "$@"', os.path.abspath(job.setup), *program]
-    return [*program, *job.args, *([f"--local_rank={local_rank}"] if job.local_rank else [])]
+    command = [*program, *job.args, *([f"--local_rank={local_rank}"] if job.local_rank else [])]
+    if job.setup is None:
+        return command
+    # Without arguments of the shell, because a sourced script would see them as its own.
+    return [local_shell(), "-c", f". {shlex.quote(os.path.abspath(job.setup))} && exec {shlex.join(command)}"]
 
 
 def worker_environment(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -83,6 +84,11 @@ class AgentCommand:
             parts.append(f". {shlex.quote(os.path.join(self.directory, self.setup))}")
         command = ("exec", "env", *variables, *self.variables, self.python, "-u", "-m", MODULE)
         return " && ".join([*parts, shlex.join(command)])
+
+
+def local_shell() -> str:
+    """Return bash if this machine has it, because most scripts to source are written for it; else sh."""
+    return "bash" if shutil.which("bash") else "sh"
 
 
 def runner_of(name: str, command: AgentCommand) -> Runner:

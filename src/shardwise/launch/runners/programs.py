@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing_extensions import override
 
 from shardwise.errors import LaunchError
-from shardwise.launch.runners import ASSIGNMENT, AgentCommand, Runner, Show, Started
+from shardwise.launch.runners import ASSIGNMENT, AgentCommand, Runner, Show, Started, local_shell
 from shardwise.launch.runners.ssh import started
 
 
@@ -32,7 +32,7 @@ def _srun(command: AgentCommand, machines: Sequence[str], line: str) -> list[str
         *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(machines)),
         # Agents go on if another one or its node is lost: the launcher decides what follows.
         *("--export", "ALL", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"),
-        *(*each, "--cpu-bind=none", *command.args, "sh", "-c", command.shell()),
+        *(*each, "--cpu-bind=none", *command.args, local_shell(), "-c", command.shell()),
     ]
 
 
@@ -42,7 +42,7 @@ def _openmpi(command: AgentCommand, machines: Sequence[str], line: str) -> list[
     binding = [] if "--bind-to" in command.args else ["--bind-to", "none"]
     return [
         *("mpirun", "-np", str(len(machines)), "--host", hosts, "--stdin", "all", *binding, *command.args),
-        *("sh", "-c", command.shell()),
+        *(local_shell(), "-c", command.shell()),
     ]
 
 
@@ -51,7 +51,7 @@ def _hydra(program: str) -> Callable[[AgentCommand, Sequence[str], str], list[st
         names = ",".join(machines)
         return [
             *(program, "-genv", ASSIGNMENT, line, "-hosts", names, "-ppn", "1", *command.args),
-            *("-n", str(len(machines)), "sh", "-c", command.shell()),
+            *("-n", str(len(machines)), local_shell(), "-c", command.shell()),
         ]
 
     return argv

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from shardwise.errors import LaunchError
 from shardwise.launch.hosts import is_this_machine
-from shardwise.launch.runners import NODE, AgentCommand, Runner, Show, Started
+from shardwise.launch.runners import NODE, AgentCommand, Runner, Show, Started, local_shell
 
 CONNECT_S = 10
 _MEANINGS = {
@@ -76,7 +76,7 @@ class SshRunner(Runner):
         command = self._command
         line = command.shell(f"{NODE}={number}")
         if is_this_machine(host):
-            return ["sh", "-c", line]
+            return [local_shell(), "-c", line]
         folder = Path.home() / ".ssh"
         shared = ("ControlMaster=auto", f"ControlPath={folder}/shardwise-%C", "ControlPersist=60")
         # A longer path is an error of ssh: 107 bytes with the 40 of %C and 17 that ssh adds.
