@@ -225,13 +225,15 @@ def _handling(members: Mapping[int, int], sig: signal.Signals) -> set[int]:
     """Return the processes that get a signal first in their sessions: a leader that handles the signal, else programs
     that do, started by a process that does not. `members` are of `_members`.
 
-    Because loader workers handle signals to outlive them, forks of a process without a handler do not count.
+    Because loader workers handle signals to outlive them, forks of a process without a handler do not count. Because
+    shells catch SIGINT while they wait for a program, the program gets SIGINT, too.
     """
     able = {pid for pid in members if handles(pid, sig)}
     found = {pid for pid in able if pid == members[pid]}
+    first = set() if sig is signal.SIGINT else able
     for pid in able - found:
         parent = int(_status(pid).get("PPid", "0"))
-        if parent in members and not able & {members[pid], parent} and _program(pid) != _program(parent):
+        if parent in members and not first & {members[pid], parent} and _program(pid) != _program(parent):
             found.add(pid)
     return found
 
