@@ -97,11 +97,13 @@ class Started:
                 assert self.process.poll() is None
                 time.sleep(0.05)
 
-    def join(self, number: int, *, ends: bool = True, reports: bool = True) -> Machine:
-        """Let an imagined machine join, and report its facts; its ranks end when they are started, or run until they
-        are stopped.
+    def join(self, number: int, *, ends: bool = True, reports: bool = True, torch: str | None = None) -> Machine:
+        """Let an imagined machine join, and report its facts, with another version of torch if given; its ranks end
+        when they are started, or run until they are stopped.
         """
-        return Machine(number, self._port, self._job, self._known if reports else None, ends)
+        versions = self._known.versions | ({} if torch is None else {"torch": torch})
+        known = dataclasses.replace(self._known, versions=versions)
+        return Machine(number, self._port, self._job, known if reports else None, ends)
 
     def output(self) -> tuple[str, str]:
         """Return what the first machine has printed, at the end of the job."""
@@ -171,7 +173,7 @@ def test_a_launcher_that_accepts_and_is_silent_is_given_up(monkeypatch: pytest.M
 @pytest.mark.parametrize("known", [True, False])
 def test_another_takes_the_place_of_a_machine_that_is_lost_before_the_start(tmp_path: Path, known: bool) -> None:
     job = Started(tmp_path, "3", "import os\nprint('world', os.environ['WORLD_SIZE'])\n")
-    first = job.join(1, reports=known)
+    first = job.join(1, reports=known, torch="0.1")  # its facts are not compared
     while not first.received["take"]:
         time.sleep(0.02)
     first.leave()

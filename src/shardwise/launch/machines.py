@@ -284,7 +284,7 @@ class Launcher:
             f"{found['error']}. Ranks connect to each other: open TCP between the machines, in both directions."
             for machine in self.machines
             for other, found in zip(machine.adjacent, machine.reached or (), strict=False)
-            if other.facts is not None and found["error"]
+            if not machine.refused and not other.refused and other.facts is not None and found["error"]
         ]
         unusable = [machine for machine in self.machines if machine.refused]
         if self._least <= len(self.machines) - len(unusable):
@@ -293,7 +293,7 @@ class Launcher:
                     self._say(f"{machine.host.name}: {machine.refused}. The job starts without this machine.")
             unusable = []
         refused = [f"{machine.host.name}: {machine.refused}" for machine in unusable]
-        known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None]
+        known = [(m.host.name, m.facts, m.arrived) for m in self.machines if m.facts is not None and not m.refused]
         differences = facts.differences(known) if len(known) > 1 and not self._job.unchecked else []
         return _together(refused + closed + differences)
 
