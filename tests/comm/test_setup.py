@@ -64,25 +64,30 @@ def test_attempts_with_other_numbers_of_machines_have_keys_of_their_own(monkeypa
     assert found == [False, False, False, True]
 
 
-def test_agents_that_count_restarts_apart_meet_in_a_store_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("served", [True, False])
+def test_agents_that_count_restarts_apart_meet(monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
     limit = timedelta(seconds=20)
-    server = serve("127.0.0.1", 0, limit)
+    server = serve("127.0.0.1", 0, limit) if served else None
     monkeypatch.setattr(rendezvous, "_attempt", "")
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    env = {"TORCHELASTIC_USE_AGENT_STORE": str(served), "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    kept = []  # stores of rank 0, which serves them without an agent
 
-    def attempt(rank: int) -> bool:
-        place = RankPlace(rank, 2, 0, 1, "127.0.0.1", server.port, "torchrun")
-        store = rendezvous.join(place, server.port, limit, env | {"TORCHELASTIC_RESTART_COUNT": str(rank)})
+    def attempt(rank: int, port: int) -> bool:
+        place = RankPlace(rank, 2, 0, 1, "127.0.0.1", port, "torchrun")
+        store = rendezvous.join(place, port, limit, env | {"TORCHELASTIC_RESTART_COUNT": str(rank)})
+        kept.append(store)
         rendezvous.meet(store, rank, range(2), limit)
         found = store.check(["address"])
         rendezvous.meet(dist.PrefixStore("checked", store), rank, range(2), limit)
         store.set("address", "")
         return found
 
-    dist.PrefixStore("shardwise/drawn", server).add("last", 1)  # a rank that has ended before
+    if server is not None:
+        dist.PrefixStore("shardwise/drawn", server).add("last", 1)  # a rank that has ended before
     with ThreadPoolExecutor(2) as ranks:
         for _ in range(2):
-            assert list(ranks.map(attempt, range(2))) == [False, False]
+            ports = [free_port() if server is None else server.port] * 2
+            assert list(ranks.map(attempt, range(2), ports)) == [False, False]
             assert rendezvous.attempt() != "0"
 
 

@@ -110,7 +110,7 @@ def join(place: RankPlace, port: int, timeout: timedelta, env: Mapping[str, str]
         _await_server(place.master_addr, port, timeout)
         store = dist.TCPStore(place.master_addr, port, is_master=False, timeout=timeout)
     # The variable is one of our launcher, which counts attempts of the job.
-    if agent_serves and int(env.get("GROUP_WORLD_SIZE") or 1) > 1 and "CROSS_RANK" not in env:
+    if int(env.get("GROUP_WORLD_SIZE") or 1) > 1 and "CROSS_RANK" not in env:
         return _named_attempt(store, place, timeout)
     return private_keys(store, env)
 
