@@ -104,6 +104,9 @@ def test_a_message_between_two_ranks_may_be_under_way() -> None:
     slow = judged({0: reduces, 1: receives})
     assert not slow.stuck and "others wait, too" in slow.text  # rank 0 may have called isend
     assert judged({0: replace(receives, kind="torch/pair/1>0/5"), 1: receives}).stuck
+    ring = {rank: replace(receives, kind=f"torch/pair/{(rank - 1) % 3}>{rank}/0", members=()) for rank in range(3)}
+    assert judged(ring).stuck
+    assert not judged({**ring, 0: reduces}).stuck
 
 
 def test_ranks_in_the_same_place_share_a_line() -> None:

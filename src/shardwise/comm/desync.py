@@ -257,9 +257,8 @@ def is_stuck(places: Positions, confirmed: Mapping[int, Confirmation] | None) ->
     if confirmed is None or len(there) < len(places):
         return False
     still = all(rank in confirmed and confirmed[rank].number == place.number for rank, place in there.items())
-    return still and not any(
-        _may_end(place, there, confirmed) or _may_be_sent(place, there) for place in waits_of(places)
-    )
+    may_end = any(_may_end(place, there, confirmed) for place in waits_of(places))
+    return still and not may_end and not any(_may_be_sent(rank, there) for rank in there)
 
 
 def waits_of(places: Positions) -> list[Position]:
@@ -279,15 +278,21 @@ def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping
     )
 
 
-def _may_be_sent(waited: Position, there: Mapping[int, Position]) -> bool:
-    """Return True if a message between two ranks may be under way: its other end may have called isend or irecv.
+def _may_be_sent(rank: int, there: Mapping[int, Position]) -> bool:
+    """Return True if a rank waits for a message between two ranks that may be under way, because its other end may have
+    called isend or irecv.
 
-    Ranks that wait for messages in both directions wait for each other.
+    If the other end waits for a message, too, that one decides. Ranks whose waits form a cycle wait for each other.
     """
-    if not waited.kind.startswith(PAIR):
-        return False
-    source, target = waited.kind.removeprefix(PAIR).partition("/")[0].split(">")
-    return not any(place.kind.startswith(f"{PAIR}{target}>{source}/") for place in there.values())
+    seen: set[int] = set()
+    while rank not in seen:
+        place = there.get(rank)
+        if place is None or not place.kind.startswith(PAIR):
+            return bool(seen)
+        seen.add(rank)
+        ends = map(int, place.kind.removeprefix(PAIR).partition("/")[0].split(">"))
+        rank = next((end for end in ends if end != rank), -1)
+    return False
 
 
 def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[int]] | None:
