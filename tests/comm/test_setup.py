@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,28 @@ def test_agents_that_count_restarts_apart_meet(monkeypatch: pytest.MonkeyPatch, 
             ports = [free_port() if server is None else server.port] * 2
             assert list(ranks.map(attempt, range(2), ports)) == [False, False]
             assert rendezvous.attempt() != "0"
+
+
+def test_a_rank_that_waits_for_the_name_of_an_attempt_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.1)
+    monkeypatch.setattr(logging.getLogger("shardwise"), "propagate", True)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    servers = [serve("127.0.0.1", 0, timedelta(seconds=20))]
+    port = servers[0].port
+    place = RankPlace(1, 2, 0, 1, "127.0.0.1", port, "torchrun")
+    with pytest.raises(LaunchError, match=r"rank 0 has not come to .*SHARDWISE_TIMEOUT"):
+        rendezvous.join(place, port, timedelta(seconds=1), env)
+    assert "rank 0 has not come to the meeting" in caplog.text
+    caplog.clear()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(rendezvous.join, place, port, timedelta(seconds=60), env)
+        while not caplog.text:
+            time.sleep(0.02)
+        servers.clear()
+        with pytest.raises(LaunchError, match="rank 1 has lost the store"):
+            waiting.result()
 
 
 def test_single_process_without_a_launcher(alone) -> None:

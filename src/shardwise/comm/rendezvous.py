@@ -25,7 +25,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -122,28 +122,38 @@ def _named_attempt(store: dist.Store, place: RankPlace, timeout: timedelta) -> d
     keys of earlier attempts: each rank therefore draws a new number, under which rank 0 answers.
     """
     global _attempt
-    drawn, answered = dist.PrefixStore("shardwise/drawn", store), 0
+    drawn = dist.PrefixStore("shardwise/drawn", store)
     name = secrets.token_hex(8)
 
     def answer() -> None:
-        nonlocal answered
-        first, answered = answered + 1, drawn.add("last", 0)
-        for number in range(first, answered + 1):
+        answered, last = drawn.add("answered", 0), drawn.add("last", 0)
+        for number in range(answered + 1, last + 1):
             drawn.set(str(number), name)
+            drawn.add("answered", 1)
 
     if place.rank > 0:
-        own, began, pause = str(drawn.add("last", 1)), time.monotonic(), _POLL_S
-        while not drawn.check([own]):
-            if time.monotonic() - began > timeout.total_seconds():
-                raise LaunchError(f"rank 0 has not come to {MEETING} within {timeout.total_seconds():.0f} s.")
-            time.sleep(pause)
-            pause = min(2 * pause, _SLOWEST_POLL_S)
-        name = drawn.get(own).decode()
+        with _lost_store_explained(place.rank, MEETING):
+            name = _name_of_rank_0(drawn, timeout)
     found = dist.PrefixStore(f"shardwise/attempt{name}", store)
     ranks = range(place.world_size)
     meet(dist.PrefixStore("named", found), place.rank, ranks, timeout, each=answer if place.rank == 0 else None)
     _attempt = name
     return found
+
+
+def _name_of_rank_0(drawn: dist.Store, timeout: timedelta) -> str:
+    own, began = str(drawn.add("last", 1)), time.monotonic()
+    notice, pause = NOTICE_S, _POLL_S
+    while not drawn.check([own]):
+        waited = time.monotonic() - began
+        if waited >= timeout.total_seconds():
+            raise LaunchError(f"rank 0 has not come to {MEETING} within {waited:.0f} s. {_SLOW}")
+        if waited >= notice:
+            notice = 2 * waited
+            _log.warning("rank 0 has not come to %s after %.0f s; the others wait", MEETING, waited)
+        time.sleep(pause)
+        pause = min(2 * pause, _SLOWEST_POLL_S)
+    return drawn.get(own).decode()
 
 
 def _await_server(host: str, port: int, timeout: timedelta) -> None:
@@ -260,6 +270,8 @@ REFUSED = "meeting/refused"
 
 MEETING = "the meeting of the ranks (shardwise.initialize or init_distributed)"
 
+_SLOW = "If ranks are only slow, raise the limit (SHARDWISE_TIMEOUT, in minutes)."
+
 
 def meet(
     store: dist.Store,
@@ -278,8 +290,14 @@ def meet(
     """
     if len(ranks) == 1:
         return
-    try:
+    with _lost_store_explained(rank, what):
         _meet(store, rank, ranks, timeout, what, each)
+
+
+@contextlib.contextmanager
+def _lost_store_explained(rank: int, what: str) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         if isinstance(error, ShardwiseError):
             raise
@@ -352,7 +370,7 @@ def _why_apart(
     return (
         f"{_who(missing)} not come to {what} within {limit:.0f} s; {len(ranks) - len(missing)} of {len(ranks)} ranks "
         "have. Look at what they do: they stand still, load something for long, or take another way through the "
-        "script. If they are only slow, raise the limit (SHARDWISE_TIMEOUT, in minutes)."
+        f"script. {_SLOW}"
     )
 
 
