@@ -111,6 +111,21 @@ def test_rates_after_a_load_are_those_of_the_schedule_in_force(name: str, tmp_pa
         assert loaded.optimizer.param_groups[0]["lr"] == source.optimizer.param_groups[0]["lr"] != fresh[0]
 
 
+@on_ranks(1)
+def test_a_schedule_that_the_script_loads_goes_on_at_its_rate(tmp_path: Path) -> None:
+    source = scheduled("CosineAnnealingLR", "SGD")
+    train(source, 0, 3)
+    source.save_checkpoint(tmp_path, client_state={"schedule": source.lr_scheduler.state_dict()})
+    own = train(source, 3, 6)
+    restored = scheduled("CosineAnnealingLR", "SGD")
+    rate = restored.optimizer.param_groups[0]["lr"] = torch.tensor(0.05, dtype=torch.float64)
+    _, client = restored.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    restored.lr_scheduler.load_state_dict(client["schedule"])
+    train(restored, 3, 4)
+    assert restored.get_lr()[0] == pytest.approx(own[1][0]) and restored.optimizer.param_groups[0]["lr"] is rate
+    assert [found for found, _ in train(restored, 4, 6)] == pytest.approx([found for found, _ in own[1:]])
+
+
 def test_every_schedule_has_parameters_here() -> None:
     assert set(names()) == set(PARAMS)
 

@@ -229,7 +229,8 @@ class Checkpoints:
             load_module_strict: require equal names in model and checkpoint, and a match for each pattern and rule.
                 False: load the names that both have. Shapes must match in any case.
             load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
-            load_lr_scheduler_states: also load the schedule.
+            load_lr_scheduler_states: also load the schedule. False: groups keep this engine's rates, unless the
+                script loads the schedule before the next update.
             load_module_only: load parameters and buffers only.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters gathered, instead
                 of loading parameters by name.
@@ -460,14 +461,14 @@ class Checkpoints:
         elif with_scheduler:
             of_deepspeed = loaded.manifest.layout.get("library") == "deepspeed" and by_step
             (scheduler.load_finished if of_deepspeed else scheduler.load_state_dict)(loaded.scheduler)
-            if not by_step and not with_groups and hasattr(scheduler, "get_last_lr"):
-                for group, rate in zip(groups, scheduler.get_last_lr(), strict=False):
-                    set_group(group, {"lr": rate})
+            if not by_step and not with_groups:
+                self._step.follow_schedule()
         elif with_groups:
             for group, before in zip(groups, rates, strict=True):
                 set_group(group, dict(before))
             if by_step:
                 scheduler.load_state_dict(scheduler.state_dict())  # momentum, too
+        self._step.rates_before = None if with_scheduler else self._step.last_rates()
 
     def _take_training_state(self, loaded: Loaded, options: Options, going_back: bool) -> None:
         path, world = loaded.path, self._job.world

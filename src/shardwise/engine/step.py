@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import math
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.checkpoint.load import set_group
 from shardwise.comm.ledger import user_line
 from shardwise.compat import never_compiled
 from shardwise.data.fetch import mixed_seed
@@ -107,6 +109,7 @@ class TrainStep:
         new_micro_batch: the model has run a training pass since the last step.
         exchanges: other ranks wait for this rank's backward pass, so losses of weight 0 are differentiated, too.
         applied: the last call of `take` updated the parameters.
+        rates_before: `last_rates()` after a load without the schedule, until the next update; None otherwise.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class TrainStep:
         self.window_began = 0
         self.new_micro_batch = self.inside_no_sync_ctxt = self.applied = False
         self.exchanges = False
+        self.rates_before: list[Any] | None = None
         self.last_step: StepReport | None = None
         self._sharded = sharded
         self._config = config
@@ -493,6 +497,9 @@ class TrainStep:
                 "engine.step() has raised before, when the gradients were already prepared for the update, and another "
                 "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
             )
+        if self.rates_before is not None and self.last_rates() != self.rates_before:
+            self.follow_schedule()  # the script has loaded it
+        self.rates_before = None
         # Each rank is assumed to have the same number of samples.
         samples = self._batches.total if self._managed else self._batches.samples(self._window.passes)
         scale = 1.0
@@ -634,6 +641,19 @@ class TrainStep:
 
     def _rates(self) -> list[float]:
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def last_rates(self) -> list[Any] | None:
+        """Return a copy of the schedule's last learning rates, or None."""
+        try:
+            return copy.deepcopy(self.lr_scheduler.get_last_lr())
+        except (AttributeError, AssertionError):  # some schedules have none before their first step
+            return None
+
+    def follow_schedule(self) -> None:
+        """Set the groups' learning rates to the schedule's last ones."""
+        if self._optimizer is not None:
+            for group, rate in zip(self._optimizer.param_groups, self.last_rates() or (), strict=False):
+                set_group(group, {"lr": rate})
 
     @contextlib.contextmanager
     def _scaled_rates(self, scale: float) -> Iterator[None]:
