@@ -125,6 +125,11 @@ def as_deepspeed(**config: Any) -> Any:
         ["zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_gradients"],
     ),
     ("not-built", {"aio": {"use_gds": True}, "compile": {"deepcompile": True}}, ["aio.use_gds", "compile.deepcompile"]),
+    (
+        "not-built",
+        {"compile.deepcompile": True, "zero_optimization.offload_optimizer.super_offload": True},
+        ["compile.deepcompile", "zero_optimization.offload_optimizer.super_offload"],
+    ),
 )
 def test_keys_that_only_the_drop_in_ignores(config: dict[str, Any], ignored: list[str]) -> None:
     assert sorted(note.path for note in as_deepspeed(**config).ignored) == ignored

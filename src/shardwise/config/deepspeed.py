@@ -277,9 +277,12 @@ def _give_defaults(data: dict[str, Any], ignored: list[Note]) -> None:
 def _drop_speed_only(data: dict[str, Any], ignored: list[Note]) -> None:
     config, _, _ = validate(scan(data))
     for row in UNSUPPORTED:
+        if not row.speed_only or not row.requested(config):
+            continue
+        reason = f"this version does not have {row.feature}; results are the same"
         parent, spelling = _find(data, row.path)
-        if row.speed_only and row.requested(config) and parent is not None and spelling in parent:
+        if parent is not None and spelling in parent:
             path = dotted((*row.path.split(".")[:-1], spelling))
-            ignored.append(
-                Note(path, parent.pop(spelling), f"this version does not have {row.feature}; results are the same")
-            )
+            ignored.append(Note(path, parent.pop(spelling), reason))
+        if row.path in data:  # written at the top level as one key with dots
+            ignored.append(Note(row.path, data.pop(row.path), reason))
