@@ -151,7 +151,7 @@ def test_what_a_dry_run_leaves_out_counts() -> None:
         "optimizer": {"type": "Lion", "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},
     }
-    sample, recorder = torch.zeros(ROWS, 700, dtype=torch.bfloat16), Recorder()
+    sample, recorder = torch.zeros(ROWS, 700, dtype=torch.bfloat16), Recorder(chunks=True)
     (planner,), _ = planners_of(nn.Linear(700, 900), config, 1, sample)
     planner.record(planner.target.setting, recorder)
     planned = Counter(event.name for event in recorder.of(Operator))

@@ -67,7 +67,7 @@ def of_this_machine(device: torch.device) -> Machine:
 
 def recorded(shape: Shape, config: dict[str, object], length: int = _LENGTH, ranks: int = 1) -> Recorder:
     """Return what a rank does in a step of a small decoder."""
-    recorder = Recorder()
+    recorder = Recorder(chunks=True)
     with torch.device("meta"):
         model = Decoder(shape)
     (planner,), _ = planners_of(model, config, ranks, tokens(_ROWS, length))

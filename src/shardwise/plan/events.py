@@ -143,11 +143,12 @@ class Recorder(TorchDispatchMode):
 
     Args:
         by_unit: count the work of each unit.
+        chunks: count what a dry run leaves out of loops over chunks (`compat.standing_for`), which only CPUs have.
     """
 
-    def __init__(self, *, by_unit: bool = False) -> None:
+    def __init__(self, *, by_unit: bool = False, chunks: bool = False) -> None:
         super().__init__()
-        self._by_unit = by_unit
+        self._by_unit, self._chunks = by_unit, chunks
         self.passes: list[Pass] = []
         self.calls: dict[str, Call] = {}
         self._known: dict[Any, Operator] = {}
@@ -211,7 +212,7 @@ class Recorder(TorchDispatchMode):
         found = func(*args, **kwargs)
         if self._into is not None:
             operator = self._operator(func, args, kwargs, found)
-            times = times_of_operators()
+            times = times_of_operators() if self._chunks else 1
             self._into.extend([operator] * times)
             if self._by_unit:
                 self._unit().add(UnitWork(operator.flops, operator.moved), times)

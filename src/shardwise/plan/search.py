@@ -354,9 +354,9 @@ class _State:
             few, more = (self._timed(branch, each, setting) for each in (planner.few, planner.more))
             return planner.deep(few[0], more[0]), planner.deep(few[1], more[1])
         assert self._rates is not None
-        recorder = Recorder()
-        found = plan_time(planner, setting, self._rates, self._limit, recorder).time
         costs = self._rates.costs(branch.ranks)
+        recorder = Recorder(chunks=not costs.asynchronous)
+        found = plan_time(planner, setting, self._rates, self._limit, recorder).time
         # Operators without FLOPs differ by stage.
         operators = [one for _, one in recorder.passes[0].events if isinstance(one, Operator) and one.flops]
         return found, sum(map(costs.operator, operators))

@@ -126,7 +126,7 @@ def plan_time(
     planner: Planner, setting: Setting, rates: Rates, limit: float = 0.0, recorder: Recorder | None = None
 ) -> TimePlan:
     """Return the planned time of a step of one rank without a pipeline; see `plan_steps`. `recorder`: records it."""
-    recorders = [Recorder() if recorder is None else recorder]
+    recorders = [] if recorder is None else [recorder]
     return _planned([planner], None, setting, rates, recorders=recorders, limit=limit, slowest=1.0)[1]
 
 
@@ -153,7 +153,8 @@ def _planned(
             "host nor its link to the GPU. Plan from data sheets (--card), or without offload_optimizer and "
             "offload_param"
         )
-    recorders, planned = recorders or [Recorder(by_unit=True) for _ in planners], []
+    on_cpu = not rates.costs(ranks).asynchronous
+    recorders, planned = recorders or [Recorder(by_unit=True, chunks=on_cpu) for _ in planners], []
     for planner, recorder in zip(planners, recorders, strict=True):
         planned.append(planner.plan(setting, rooms, recorder))
         if planned[-1].note:
