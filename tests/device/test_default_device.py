@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint.load import _set_group
+from shardwise.checkpoint.load import set_group
 from shardwise.comm.compression.quantize import BlockCode
 from shardwise.device.staging import CopyStream
 from shardwise.memory import Category
@@ -119,7 +119,7 @@ def test_quantised_messages_do_not_depend_on_the_default_dtype(dtype: torch.dtyp
 def test_a_tensor_setting_of_a_group_is_restored_exactly() -> None:
     group: dict[str, Any] = {"lr": torch.zeros((), dtype=torch.float64)}
     with default_dtype(torch.bfloat16):
-        _set_group(group, {"lr": 0.1})
+        set_group(group, {"lr": 0.1})
     assert group["lr"].item() == 0.1
 
 

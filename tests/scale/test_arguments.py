@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -101,6 +102,48 @@ def test_an_engine_that_failed_or_was_dropped_leaves_no_group_behind(how: str) -
     engine.backward(engine(torch.ones(1, 2, 8)))
     engine.step()
     assert kept + dist.get_process_group_ranks(engine.get_sequence_parallel_group()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("stage", "trained"), [thorough(0, True), (1, True), thorough(2, True), (3, True), (0, False), (2, False)]
+)
+@on_ranks(2)
+def test_an_engine_and_model_that_are_dropped_are_freed(stage: int, trained: bool) -> None:
+    """The garbage collector frees them after passes, though threads and hooks of torch refer to their parts."""
+    model = Net()
+    given = config(stage) if trained else config(stage, optimizer=None)
+    engine = shardwise.initialize(model=model, config=given)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 2, 8)))
+        if trained:
+            engine.step()
+    dropped = [engine, model, model.up.weight, engine.sharded, engine._step, engine._checkpoints, engine._faults]
+    alive = list(map(weakref.ref, dropped))
+    dist.barrier()
+    del engine, model, dropped
+    forget_engines()
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("part", ["module", "parameter"])
+@on_ranks(2)
+def test_a_part_of_a_dropped_model_can_train_in_another_one(part: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    engine = shardwise.initialize(model=model, config=config(1))[0]
+    up, weight, before = model.up if part == "module" else None, model.up.weight, model.up.weight.clone()
+    del engine, model
+    forget_engines()
+    gc.collect()
+    other = Net()
+    other.up = up or other.up
+    other.up.weight = weight
+    engine = shardwise.initialize(model=other, config=config(2))[0]
+    assert torch.equal(weight, before)
+    engine.backward(engine(torch.ones(1, 2, 8)))
+    engine.step()
+    assert not torch.equal(weight, before)
 
 
 @on_ranks(2)

@@ -251,10 +251,10 @@ STAGES, NAMES = 8, 1250
 class Counting(Rank):
     """A rank that counts the bytes of all its collectives, and receives what the others send: nothing."""
 
-    def _launch(self, op: str, size: int, sent: int, label: str, kind: str, *launch: Any) -> Handle:
+    def _launch(self, op: str, size: int, sent: int, label: str, kind: str, *launch: Any, **given: Any) -> Handle:
         self.calls += 1
         self.received += size - size // self.world
-        return super()._launch(op, size, sent, label, kind, *launch)
+        return super()._launch(op, size, sent, label, kind, *launch, **given)
 
 
 def names_of(stage: int) -> list[str]:

@@ -59,12 +59,14 @@ def test_what_fails_in_the_thread_is_raised_by_the_next_pass() -> None:
     step(engine, 0)
     asked: list[int] = []
 
-    def no_memory(number: int, place: int) -> None:
-        if number == 99:  # not what the step before may still ask for
-            asked.append(place)
-            raise torch.OutOfMemoryError("no memory for the gather")
+    class Handler:
+        def no_memory(self, number: int, place: int) -> None:
+            if number == 99:  # not what the step before may still ask for
+                asked.append(place)
+                raise torch.OutOfMemoryError("no memory for the gather")
 
-    engine.sharded.channel.on_want(no_memory)
+    handler = Handler()
+    engine.sharded.channel.on_want(handler.no_memory)
     dist.barrier()
     if dist.get_rank() == 0:
         engine.sharded.channel.want(99, 2)

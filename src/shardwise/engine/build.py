@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -387,7 +388,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
     step = TrainStep(sharded, settings, together, batches, stepped, scheduler, scaler, signals, agreed.shows_loss)
     step.exchanges = exchanges_in_backward(model, lines)
-    job.ledger.step = functools.partial(getattr, step, "global_steps")  # called for each collective
+    stepping = weakref.ref(step)  # the stall watchdog's thread keeps the ledger
+    job.ledger.step = lambda: 0 if (now := stepping()) is None else now.global_steps
     compressed = compressing.Compressing(compression, step, job)
     checkpoints = Checkpoints(sharded, resolution, job, step, batches, compressed, tensors)
     if watchdog is not None:

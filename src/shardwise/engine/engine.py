@@ -615,7 +615,6 @@ class Engine(StateGetters):
                 if shared is not None:
                     shared.close()
             release_experts(self.module, self._expert_groups)
-            self.job.ledger.step = None  # breaks the reference cycle step -> ledger -> step
             for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # notifies ranks that wait for this one
         if failure is not None:

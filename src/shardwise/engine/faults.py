@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -82,7 +83,9 @@ class FaultTolerance:
         if limit and self._job.world > 1:
             ranks = list(self._job.members)
             secret = str(self._job.share_object(secrets.token_hex(32), "stall_limit"))
-            self._stalls = watch(ranks, ranks[self._job.rank], limit, secret, self._job.ledger, self._facts)
+            facts = weakref.WeakMethod(self._facts)  # the watchdog's thread does not keep an engine that is dropped
+            rank = ranks[self._job.rank]
+            self._stalls = watch(ranks, rank, limit, secret, self._job.ledger, lambda: (facts() or dict)())
         section = self._resolution.config.checkpoint
         if section.on_signal is not None:
             signals = section.on_signal

@@ -14,10 +14,11 @@ from shardwise.memory import Accountant, Category
 from shardwise.pipeline.module import PipelineModule
 from shardwise.registry import takes_compute_dtype
 from shardwise.utils.logging import warn_once
+from shardwise.zero.model import ShardedModel
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.parameters.init import PartStore, shard_module
 from shardwise.zero.units.leaves import get_z3_leaf_modules, set_z3_leaf_module
-from shardwise.zero.units.released import owner_of
+from shardwise.zero.units.released import disown, is_released, owner_of
 
 _WRAPPED_AGAIN = (
     "the engine has been destroyed when its model was passed to shardwise.initialize() again; use the engine that this "
@@ -57,21 +58,28 @@ def check_one_device(model: nn.Module) -> None:
 
 def close_former_engine(model: nn.Module) -> None:
     """Close the engine that the model belonged to, if any; trainers wrap a model again."""
-    for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ParameterOwner)}.values():
+    formers: dict[int, ShardedModel] = {}
+    for parameter in model.parameters():
+        owner = owner_of(parameter)
+        if isinstance(owner, ParameterOwner) and not owner.dropped:
+            formers[id(owner.model)] = owner.model
+        elif isinstance(owner, ParameterOwner) and not is_released(parameter):
+            disown(parameter)  # its values are valid
+    for former in formers.values():
         warn_once(
             "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
             "engine.destroy() to do so explicitly"
         )
-        engine = None if former.model.engine is None else former.model.engine()
+        engine = None if former.engine is None else former.engine()
         if engine is not None and engine._tensors is not None and engine._tensors.of_dtensors:
             raise UsageError(
                 "initialize(): the model's DTensors belong to an engine. Call engine.destroy() first: it restores them"
             )
         if engine is not None:
             engine.destroy()
-        former.model.close()
-        former.model.comm.destroy()
-        former.model.closed = _WRAPPED_AGAIN
+        former.close()
+        former.comm.destroy()
+        former.closed = _WRAPPED_AGAIN
 
 
 def fill_meta_parameters(model: nn.Module, domains: Domains) -> None:

@@ -331,7 +331,7 @@ class ShardedModel:
     @property
     def owner(self) -> ParameterOwner:
         """Unshards parameters for the script."""
-        return ParameterOwner(self)  # created anew, because it refers to the model
+        return ParameterOwner(self)
 
     @property
     def state(self) -> ShardedState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from shardwise.errors import ReleasedParameterError
 from shardwise.registry import LogicalTensor
 from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.unsharded_access import Shown
@@ -33,10 +35,26 @@ class Gathered(NamedTuple):
 
 
 class ParameterOwner(Owner):
-    """Owner of the parameters of a sharded model."""
+    """Owner of the parameters of a sharded model, which parameters do not keep: else it would never be freed."""
 
     def __init__(self, model: ShardedModel) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether engine and module have been dropped, of which this parameter is left."""
+        return self._model() is None
+
+    @property
+    def model(self) -> ShardedModel:
+        """The sharded model. Raises ReleasedParameterError if it has been dropped."""
+        model = self._model()
+        if model is None:
+            raise ReleasedParameterError(
+                "the parameter has no values: its model and engine have been dropped. Keep the engine, or call "
+                "engine.destroy() first, which makes parameters whole"
+            )
+        return model
 
     def _unit_of(self, parameter: nn.Parameter) -> tuple[LogicalTensor, Unit]:
         tensor = self.model.registry.find(parameter)

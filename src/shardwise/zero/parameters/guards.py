@@ -89,24 +89,25 @@ class Guards:
 
     def _drop_gradients(self, unowned: list[tuple[LogicalTensor, nn.Parameter]]) -> None:
         warned = False
+        why = (
+            "the engine has no optimizer (at stage 0 gradients would be averaged and left in .grad)"
+            if self._optimizer is None
+            else "no group of the optimizer has them"
+        )
+        names = [tensor.name for tensor, _ in unowned]
 
-        def arrived(parameter: nn.Parameter) -> None:
+        def arrived(parameter: nn.Parameter) -> None:  # refers to no tensor: the garbage collector would not see it
             nonlocal warned
             parameter.grad = None
             if not warned:
                 warned = True
-                why = (
-                    "the engine has no optimizer (at stage 0 gradients would be averaged and left in .grad)"
-                    if self._optimizer is None
-                    else "no group of the optimizer has them"
-                )
                 logger.warning(
                     "%d parameters require a gradient, but %s, so their gradients are dropped: %s. Call "
                     "requires_grad_(False) on them, which also saves computing the gradients, or give them to the "
                     "optimizer",
-                    len(unowned),
+                    len(names),
                     why,
-                    _listed([tensor.name for tensor, _ in unowned]),
+                    _listed(names),
                 )
 
         for _, parameter in unowned:

@@ -12,6 +12,7 @@ the first part holds gradients of parameters, and the second adds its own and re
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -79,6 +80,8 @@ class Pass:
         self._at_end: AtEnd | None = None
         self._closed = False
         self._handles: list[Any] = []
+        self._arrivals: list[tuple[UnitGradients, int, FlatParamStorage, int, int]] = []
+        """Unit, its flat parameter, slot and parameter of each hook, by number of the hook."""
         for gradients in reducer.gradients.values() if reducer is not None else ():
             for section in gradients.unit.trainable:
                 for number, slot in enumerate(section.layout.slots):
@@ -291,34 +294,36 @@ class Pass:
     def _gradient_hook(
         self, gradients: UnitGradients, section: FlatParamStorage, number: int
     ) -> Callable[[nn.Parameter], None]:
+        # Python's garbage collector does not see what these hooks refer to: a strong reference would never be freed.
+        known, turn = weakref.ref(self), len(self._arrivals)
         place = gradients.unit.sections.index(section)
-        index = section.layout.slots[number].index
-        reducer = self.reducer
-        assert reducer is not None
+        self._arrivals.append((gradients, place, section, number, section.layout.slots[number].index))
 
         # Because there are many parameters, the frequent case comes first and calls as little as possible.
         @never_compiled
         def arrived(parameter: nn.Parameter) -> None:
+            current = known()
             grad = parameter.grad
-            if grad is None:
+            if grad is None or current is None or (reducer := current.reducer) is None:
                 return
+            gradients, place, section, number, index = current._arrivals[turn]
             parameter.grad = None
             if gradients.task != number_of_pass():
-                self._ensure_backward()
+                current._ensure_backward()
                 reducer.first_of_pass(gradients, index)
             # Equal rows of a sparse gradient are summed in one order.
             grad = grad.coalesce().to_dense() if grad.is_sparse else grad
-            if self._holds is None:
+            if current._holds is None:
                 buffer = gradients.buffers.get(place) or reducer.buffer_for(gradients, place, section)
                 buffer.put(number, grad)
             else:
-                self._holds.append((gradients, place, number, grad))
+                current._holds.append((gradients, place, number, grad))
             del grad
             gradients.seen.add(index)
             expected = gradients.expected
             expected.discard(index)
             if not expected:
-                self.post_backward(gradients.unit)
+                current.post_backward(gradients.unit)
 
         return arrived
 

@@ -53,8 +53,14 @@ class PlainGradients:
         self._trained = trained
         self._window.update(p for _, parameters in self._units for p in parameters if p.requires_grad)
         self._members = [(name, [p for p in parameters if p in self._window]) for name, parameters in self._units]
+        known = weakref.WeakMethod(self._arrived)  # torch's hooks are unknown to Python's garbage collector
+
+        def arrived(parameter: torch.Tensor) -> None:
+            if (method := known()) is not None:
+                method(parameter)
+
         for parameter in (p for _, members in self._members for p in members if p.requires_grad):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
             if not self._averages and self._comm.world > 1:
                 self._handles.append(parameter.register_hook(self._before(parameter)))
 

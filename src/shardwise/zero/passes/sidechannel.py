@@ -82,8 +82,9 @@ class SideChannel(PeerShards):
 
     def __init__(self, comm: Communicator, units: Sequence[Unit]) -> None:
         self.comm = comm
-        self._on_want: Callable[[int, int], None] | None = None
-        self._units = {unit.index: unit for unit in units}
+        # The thread keeps neither the units nor the pass of an engine that is dropped without `destroy()`.
+        self._on_want: weakref.WeakMethod[Callable[[int, int], None]] | None = None
+        self._units = weakref.WeakValueDictionary({unit.index: unit for unit in units})
         self._error: Exception | None = None
         self._requesting = threading.Lock()
         self._changed = threading.Condition()
@@ -104,6 +105,7 @@ class SideChannel(PeerShards):
         self._links = p2p.P2PConnections(comm, self._selector, self._on_connected)
         self._thread = threading.Thread(target=self._serve, name="shardwise-side-channel", daemon=True)
         self._thread.start()
+        weakref.finalize(units[-1], self.leave, 0.0).atexit = False
         _open.add(self)
         atexit.unregister(_leave_all)
         atexit.register(_leave_all)
@@ -112,7 +114,7 @@ class SideChannel(PeerShards):
 
     @override
     def on_want(self, handler: Callable[[int, int], None] | None) -> None:
-        self._on_want = handler
+        self._on_want = None if handler is None else weakref.WeakMethod(handler)
 
     @override
     def raise_helper_error(self) -> None:
@@ -409,7 +411,7 @@ class SideChannel(PeerShards):
                     )
                 peer.give(sum(section.shard.nbytes for section in unit.sections), self._chunks(unit, second))
             elif kind == _WANT:
-                handler = self._on_want
+                handler = None if self._on_want is None else self._on_want()
                 if handler is not None:
                     with self._stream.use():
                         handler(first, second)
