@@ -55,10 +55,10 @@ demo-again:
 	rm -rf demo_out
 	@$(MAKE) --no-print-directory demo
 
-# Two processes, each with a pool of ranks of its own: ranks often wait for one another, and leave cores to the others.
+# Three processes, each with a pool of ranks of its own: ranks often wait for one another, and leave cores to the others.
 # After so many failures the run ends: if ranks hang, each test takes until its limit.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --maxfail 20
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 3 --dist worksteal --maxfail 20
 
 # A model whose state is eight times as large as the device trains; what was planned, measured and allowed is printed.
 offload: $(DEMO_STAMP)
@@ -87,7 +87,7 @@ machines: $(STAMP)
 
 # Also the cases marked thorough, which `make test` leaves out. About an hour on two cores.
 exhaustive: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --exhaustive
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 3 --dist worksteal --exhaustive
 
 # Every layout of a checkpoint into every other, with every optimizer, and of ranks that share tensors, sequences and
 # experts (a part of it is in `make test`); the result goes to bench/results.

@@ -170,7 +170,7 @@ def test_a_launcher_that_accepts_and_is_silent_is_given_up(monkeypatch: pytest.M
         wire.connect("127.0.0.1", int(silent.getsockname()[1]), KEY, 0.5)
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [True, thorough(False)])
 def test_another_takes_the_place_of_a_machine_that_is_lost_before_the_start(tmp_path: Path, known: bool) -> None:
     job = Started(tmp_path, "3", "import os\nprint('world', os.environ['WORLD_SIZE'])\n")
     first = job.join(1, reports=known, torch="0.1")  # its facts are not compared

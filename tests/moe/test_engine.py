@@ -87,7 +87,7 @@ def alone(world: int, options: dict[str, Any], accumulation: int, dtype: torch.d
     [
         (4, 1, 2, DROPS, 2),
         (4, 3, 2, KEEPS, 1),
-        (2, 0, 2, ONE, 1),
+        thorough(2, 0, 2, ONE, 1),
         thorough(4, 2, 4, ONE, 2),
         thorough(4, 3, 4, DROPS, 2),
         thorough(2, 3, 1, KEEPS, 2),

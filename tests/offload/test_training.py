@@ -69,7 +69,7 @@ FEW = ("all on disk", "parameters on host")
         ),
         ("gpt", 4, ADAMW.with_stage(3, zero=PAIRS), FEW, True),
         thorough("gpt", 4, ADAMW.with_stage(3, zero=CODES), FEW, True),
-        ("gpt_groups", 2, ADAMW.with_stage(1, optimizer="subclass"), FROM_STAGE_1, True),
+        thorough("gpt_groups", 2, ADAMW.with_stage(1, optimizer="subclass"), FROM_STAGE_1, True),
         *(thorough("gpt_groups", 2, ADAMW.with_stage(3, optimizer=k), FEW, True) for k in ("Lamb", "Muon", "Lion")),
     ],
 )

@@ -60,7 +60,7 @@ def equal(one: Run, other: Run) -> None:
     ("made", "stages", "places", "zero"),
     [
         thorough(untied, 2, 2, 1),
-        (untied, 2, 2, 3),
+        thorough(untied, 2, 2, 3),
         (layers, 3, 1, 0),
         thorough(layers, 2, 2, 2),
         thorough(untied, 3, 1, 1),

@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import OutOfMemoryError
 from shardwise.pipe import PipelineModule
 from shardwise.plan.rates import Machine, OperatorTime
-from tests.harness import on_ranks
+from tests.harness import on_ranks, thorough
 
 ROWS, WIDTH = 8, 96
 AUTO = {
@@ -158,7 +158,7 @@ class OnValues(Net):
         return super().forward(x) * x.sum().item()
 
 
-@pytest.mark.parametrize(("kind", "known"), [(Net, True), (Indexed, True), (OnValues, False)])
+@pytest.mark.parametrize(("kind", "known"), [thorough(Net, True), (Indexed, True), (OnValues, False)])
 def test_models_that_take_no_targets_or_all_layers_or_values(kind: type[Net], known: bool) -> None:
     data = TensorDataset(sample(2 * ROWS), torch.zeros(2 * ROWS))
     config = {**AUTO, "memory_budget": "1300KiB"}

@@ -45,7 +45,7 @@ def room(size: int) -> list[Room]:
     return [Room((Tier.DEVICE,), size)]
 
 
-@pytest.mark.parametrize("stage", [0, 3, thorough(1), thorough(2)])
+@pytest.mark.parametrize("stage", [thorough(0), 3, thorough(1), thorough(2)])
 def test_a_deep_model_is_planned_from_shallow_ones(stage: int) -> None:
     (whole,), _ = planners_of(decoder(), {**CONFIG, "train_micro_batch_size_per_gpu": 1}, 4, SAMPLE)
     deep = deep_planner(whole.target, SAMPLE)

@@ -119,10 +119,10 @@ ROWS = [
     thorough(Row("frozen_half", "Muon", 3, lr=0.05, slack=5e-5, keys={"accumulation": 2})),
     thorough(Row("gpt_groups", "Lars", lr=0.1, slack=float("inf"))),
     Row("gpt", "Lion", 3, slack=float("inf"), keys={"clip": 0.7, "precision": "fp16"}),
-    Row("gpt_groups", "AdamW", slack=2.0**-9, keys={"precision": "bf16", **TWICE}),
+    thorough(Row("gpt_groups", "AdamW", slack=2.0**-9, keys={"precision": "bf16", **TWICE})),
     thorough(Row("frozen_half", "AdamW", steps=4, slack=2.0**-12, keys={"precision": "fp16", **TWICE})),
     Row("sparse", "AdamW", 3, keys={"clip": 0.5, "extra": (("sparse_gradients", True),)}),
-    Row("sparse_tied", "AdamW", keys={"clip": 0.5, "extra": (("sparse_gradients", True),)}),
+    thorough(Row("sparse_tied", "AdamW", keys={"clip": 0.5, "extra": (("sparse_gradients", True),)})),
 ]
 
 
