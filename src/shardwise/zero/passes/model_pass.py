@@ -144,7 +144,7 @@ class Pass:
         self._closed, self.reducer = True, None
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._arrivals = [], []
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
