@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -436,6 +437,65 @@ def test_masks_of_other_weights_are_decided_again(tmp_path: Path) -> None:
     engine.load_module_state_dict(made().state_dict(), strict=False)
     assert not torch.equal(before, after)
     assert torch.equal(before, engine.module.up.sparse_mask)
+
+
+def test_a_mask_of_a_loaded_state_dict_is_kept() -> None:
+    section = {"sparse_pruning": method({"a": (["up", "down"], {"dense_ratio": 0.4})}, schedule_offset=1)}
+    config = config_of(0, {"type": "SGD", "params": {"lr": 2.0}}, rows=ROWS, compression_training=section)
+    tokens = batch(9, 0)[0]
+    engine = shardwise.initialize(model=init_compression(made(), config), config=config)[0]
+    train(engine, range(4))
+    model = engine.module
+    engine.destroy()
+    state, expected = {name: value.clone() for name, value in model.state_dict().items()}, model(tokens)
+
+    def loaded() -> Any:
+        found = init_compression(made(), config)
+        found.load_state_dict(state)
+        return found
+
+    assert torch.equal(loaded()(tokens), expected)
+    assert torch.allclose(redundancy_clean(loaded(), config)(tokens), expected, atol=1e-6)
+    again = loaded()
+    assert torch.equal(copy.deepcopy(again)(tokens), expected)
+    filled = init_compression(made(), config)
+    for name, value in state.items():
+        filled.state_dict()[name].copy_(value)
+    for one in (again, filled):
+        engine = shardwise.initialize(model=one, config=config)[0]
+        train(engine, range(2))
+        assert torch.equal(one.up.sparse_mask, state["up.sparse_mask"])
+        engine.destroy()
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = made(), made()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.first(tokens) + self.second(tokens)
+
+
+def test_masks_of_a_prepared_part_follow_loaded_weights(tmp_path: Path) -> None:
+    section = {"sparse_pruning": method({"a": (["up"], {"dense_ratio": 0.4})}, schedule_offset=0)}
+    model, config = Parts(), config_of(0, {"type": "SGD", "params": {"lr": 0.1}}, rows=ROWS)
+    init_compression(model.second, {"compression_training": section})
+    engine = shardwise.initialize(model=model, config=config)[0]
+    before = model.second.up.sparse_mask.clone()
+    other = {name: -value.flip(-1) for name, value in Parts().state_dict().items()}
+    engine.load_module_state_dict(other, strict=False)
+    assert not torch.equal(model.second.up.sparse_mask, before)
+    engine.destroy()
+
+
+def test_two_prepared_parts_are_refused() -> None:
+    section = {"compression_training": {"sparse_pruning": method({"a": (["up"], {"dense_ratio": 0.4})})}}
+    model = Parts()
+    init_compression(model.first, section)
+    init_compression(model.second, section)
+    with pytest.raises(UsageError, match=r"2 parts of the model \('first', 'second'\). Prepare the whole model once"):
+        shardwise.initialize(model=model, config={"train_batch_size": ROWS})
 
 
 def test_bits_are_logged_and_modules_that_are_not_called_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

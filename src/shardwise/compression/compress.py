@@ -101,8 +101,19 @@ class Compression:
 
     @staticmethod
     def of(model: nn.Module) -> Compression | None:
-        """Return the compression of a model, or of a part of it; None without."""
-        return next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
+        """Return the compression of a model, or of a part of it; None without. Raises UsageError for several parts."""
+        found = {name: module for name, module in model.named_modules() if ATTRIBUTE in vars(module)}
+        if len(found) > 1:
+            raise UsageError(
+                f"init_compression() has prepared {len(found)} parts of the model ({', '.join(map(repr, found))}). "
+                "Prepare the whole model once, or end the compression of the others with redundancy_clean()"
+            )
+        return next((vars(module)[ATTRIBUTE] for module in found.values()), None)
+
+    def prefix(self, model: nn.Module) -> str:
+        """Return what precedes this compression's names in those of a model, a part of which it may be of."""
+        names = (name for name, module in model.named_modules() if vars(module).get(ATTRIBUTE) is self)
+        return f"{name}." if (name := next(names, "")) else ""
 
     @classmethod
     def start(cls, model: nn.Module, section: CompressionTraining) -> Compression:
@@ -159,7 +170,9 @@ class Compression:
         self.clock.step = step
         for one in self.modules.values():
             for mask in one.own.values():
-                if not mask.decided and step >= mask.begins:
+                if step >= mask.begins and not mask.decided:
+                    mask.read(one.module)  # a script may have filled the buffer
+                if step >= mask.begins and not mask.decided:
                     weight = one.module.get_parameter("weight")
                     with GatheredParameters(weight):
                         mask.decide(one.module, weight)

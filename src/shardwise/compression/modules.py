@@ -227,6 +227,7 @@ class Compressed:
         self.handles = [
             self.module.register_forward_pre_hook(before, with_kwargs=True),
             self.module.register_forward_hook(after, prepend=True, always_call=True),
+            self.module.register_load_state_dict_post_hook(_Loaded(self)),
         ]
 
     def remove(self) -> None:
@@ -286,6 +287,17 @@ class _After:
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
         module.__dict__.pop("weight", None)
         module.__dict__.pop("bias", None)
+
+
+class _Loaded:
+    """Reads which masks a state dict has decided."""
+
+    def __init__(self, compressed: Compressed) -> None:
+        self.compressed = compressed
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        for mask in self.compressed.own.values():
+            mask.read(module)
 
 
 def scheduled(model: nn.Module) -> list[str]:

@@ -390,7 +390,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     step.exchanges = exchanges_in_backward(model, lines)
     stepping = weakref.ref(step)  # the stall watchdog's thread keeps the ledger
     job.ledger.step = lambda: 0 if (now := stepping()) is None else now.global_steps
-    compressed = compressing.Compressing(compression, step, job)
+    compressed = compressing.Compressing(compression, step, job, model)
     checkpoints = Checkpoints(sharded, resolution, job, step, batches, compressed, tensors)
     if watchdog is not None:
         watchdog.checkpoint = checkpoints.known

@@ -78,13 +78,14 @@ class Compressing(StepObserver):
     The schedules are ahead of the engine's steps if a compressed model was loaded without its counters.
     """
 
-    def __init__(self, compression: Compression | None, step: TrainStep, job: Communicator) -> None:
+    def __init__(self, compression: Compression | None, step: TrainStep, job: Communicator, model: nn.Module) -> None:
         self._compression = compression
         self._step = step
         self._job = job
         self._ahead = 0
         self.active = compression is not None
         if compression is not None:
+            self._prefix = compression.prefix(model)
             compression.advance(step.global_steps, job)
 
     @override
@@ -107,4 +108,5 @@ class Compressing(StepObserver):
         if counters is not None and _COUNTER in counters:
             ahead = max(ahead, counters[_COUNTER] - self._step.global_steps)
         self._ahead = ahead
-        self._compression.loaded(ahead + self._step.global_steps, names, self._job)
+        own = {name[len(self._prefix) :] for name in names if name.startswith(self._prefix)}
+        self._compression.loaded(ahead + self._step.global_steps, own, self._job)
