@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 
 from shardwise.comm.stall_watchdog import EXIT_CODE
 from tests.harness import thorough
-from tests.harness.jobs import run_job
+from tests.harness.jobs import free_port, run_job
 
 SCRIPT = """
 import os, signal, sys, time
@@ -166,3 +169,29 @@ def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, ran
     if not expected.code:
         assert job.stdout.count("is done") == ranks
     assert not [path for path in Path("/proc").glob("[0-9]*") if runs_in(path, tmp_path)]
+
+
+ADOPTED = """
+import torch, shardwise
+torch.distributed.init_process_group("gloo")
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = shardwise.initialize(model=torch.nn.Linear(2, 1), config=config)
+for step in range(2):
+    if step == 1 and torch.distributed.get_rank() == 1:
+        raise ValueError("x")
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+"""
+
+
+def test_a_rank_that_raises_in_a_process_group_of_the_script_is_named() -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ADOPTED], env={**os.environ, **place, "RANK": str(rank)}, stderr=-1, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert re.search(r"PeerLostError: (.*\n)*.*rank 1: has ended with ValueError: x", said[0]), said[0]

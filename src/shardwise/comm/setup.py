@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -40,7 +40,7 @@ _OVERLAP = 12030  # CUDA from which kernels of different communicators may overl
 TIMEOUT_VARIABLES = ("SHARDWISE_TIMEOUT", "DEEPSPEED_TIMEOUT")
 
 _log = logging.getLogger("shardwise")
-_ends: list[Callable[[], None]] = []
+_started = False  # the process group was started here, not by the script
 
 
 def init_distributed(
@@ -88,7 +88,7 @@ def init_distributed(
         raise LaunchError(f"rank={rank} and world_size={world_size}: give both or neither.")
     if is_initialized():
         _check_adopted(rank, world_size)
-        _at_exit(_end_adopted)
+        _at_exit()
         return
     if dist_init_required is False:
         raise LaunchError(
@@ -122,7 +122,9 @@ def init_distributed(
         return dist.group.WORLD
 
     made_well(start, store, range(place.world_size), "default")
-    _at_exit(_end_with_process)
+    global _started
+    _started = True
+    _at_exit()
     if verbose and place.rank == 0:
         ranks = f"{place.world_size} rank{'s' * (place.world_size > 1)}"
         _log.info("%s on %s, found through %s", ranks, backend, place.source)
@@ -160,11 +162,9 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def _at_exit(end: Callable[[], None]) -> None:
-    """Register the end of the process group; the first registration stays, because later ones adopt that group."""
-    if not _ends:
-        _ends.append(end)
-        atexit.register(end)
+@functools.cache
+def _at_exit() -> None:
+    atexit.register(_end_with_process)
 
 
 def _end_with_process() -> None:
@@ -173,20 +173,14 @@ def _end_with_process() -> None:
         return
     if dist.get_world_size() > 1:
         publish_end()
-    # The interpreter keeps an uncaught exception here.
-    if getattr(sys, "last_value", None) is not None and dist.get_world_size() > 1:
-        # The traceback is printed. Collectives in flight can only end if the peers see this process gone.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    destroy()
-
-
-def _end_adopted() -> None:
-    """End a Gloo group that the script has started and not ended, unless an exception ends the process."""
-    forget()
-    if is_initialized() and dist.get_backend() == "gloo" and getattr(sys, "last_value", None) is None:
+        # The interpreter keeps an uncaught exception here.
+        if getattr(sys, "last_value", None) is not None:
+            # The traceback is printed. Collectives in flight can only end if the peers see this process gone.
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+    if _started or dist.get_backend() == "gloo":
         destroy()
 
 
