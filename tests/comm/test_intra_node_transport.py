@@ -194,12 +194,14 @@ def test_one_rank_evaluates_while_the_others_wait_elsewhere(stage: int) -> None:
 def test_the_thread_sums_what_requires_a_gradient() -> None:
     """Both ranks are elsewhere while their exchange is summed, by the thread that looks after it."""
     comm = communicator()
-    full = (torch.arange(4.0) * (comm.rank + 1)).requires_grad_()  # as an activation has it
-    own = torch.zeros(2, requires_grad=True)
-    handle = comm.reduce_scatter([(own, full)], "test")
-    time.sleep(0.5)
-    handle.wait()
-    assert own.tolist() == [[0.0, 3.0], [6.0, 9.0]][comm.rank]
+    for inference in (True, False):  # the second exchange has the scratch memory of the first
+        with torch.inference_mode(inference):
+            full = (torch.arange(4.0) * (comm.rank + 1)).requires_grad_(not inference)  # as an activation has it
+            own = torch.zeros(2, requires_grad=not inference)
+            handle = comm.reduce_scatter([(own, full)], "test", accumulate=True)
+            time.sleep(0.5)
+            handle.wait()
+        assert own.tolist() == [[0.0, 3.0], [6.0, 9.0]][comm.rank]
     comm.destroy()
 
 

@@ -471,8 +471,8 @@ class IntraNodeTransport(_Buffers, native.TorchBackend):
 
     def _accept(self, exchange: Exchange, peer: int, addresses: Sequence[int]) -> None:
         try:
-            # Because grad mode is per thread, and an activation may be summed.
-            with torch.no_grad():
+            # Because autograd's modes are per thread, and an activation or an inference tensor may be summed.
+            with torch.inference_mode():
                 read = exchange.accept(peer, self._processes[peer], addresses)
         except Exception as error:  # such as of a process that has ended since its offer
             exchange.failure = (peer, error)  # `wait()` raises it, because this may be another thread
