@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -177,3 +179,13 @@ def test_buffers_of_all_collectives_of_a_chain_are_reported(dry: bool) -> None:
     queue.start([partial(native.Works, (), scratch=[buffer]) for buffer in buffers], made.append).wait()
     queue.close()
     assert list(map(id, made)) == list(map(id, buffers))
+
+
+def test_a_queue_that_is_dropped_ends_its_thread() -> None:
+    queue = CollectiveQueue(HostStreams(), waits_on_host=True, name="dropped", limit=timedelta(seconds=10))
+    queue.start([partial(native.Works, ())] * 2).wait()
+    (thread,) = (one for one in threading.enumerate() if one.name == "shardwise-dropped")
+    del queue
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -136,6 +136,7 @@ class CollectiveQueue:
         self._imagined = imagined
         self._limit = limit
         self._queue: queue.SimpleQueue[WorkChain | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._queue.put, None)  # ends the thread
         self._thread: threading.Thread | None = None
         self._streams = streams
         self._unawaited = False
@@ -193,7 +194,8 @@ class CollectiveQueue:
             return _Imagined(first, launches[1:], made)
         chain = WorkChain(first, launches[1:], made)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"shardwise-{self._name}", daemon=True)
+            name = f"shardwise-{self._name}"
+            self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
             _open.add(self)
             atexit.unregister(_close_all)
@@ -223,9 +225,11 @@ class CollectiveQueue:
             self._thread.join(limit)
             self._thread = None
 
-    def _work(self) -> None:
-        while (chain := self._queue.get()) is not None:
-            chain.run()
+
+def _work(chains: queue.SimpleQueue[WorkChain | None]) -> None:
+    while (chain := chains.get()) is not None:
+        chain.run()
+        del chain  # because it refers to the engine
 
 
 def _close_all() -> None:
