@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import get_type_hints
 
@@ -13,9 +14,10 @@ import torch
 
 from shardwise.comm import api
 from shardwise.comm.desync import Position, compare_calls
-from shardwise.comm.logger import comms_logger
+from shardwise.comm.logger import CommsLogger, comms_logger
 from shardwise.comm.rank_status import Here
-from shardwise.errors import UsageError
+from shardwise.comm.stragglers import Part
+from shardwise.errors import ConfigError, UsageError
 from tests.harness import on_ranks, thorough
 
 BLOCKING = ("all_reduce", "reduce", "broadcast", "all_gather", "all_to_all_single", "gather", "send", "barrier")
@@ -44,7 +46,7 @@ def test_calls_are_recorded_with_their_bytes() -> None:
     api.all_reduce(torch.ones(1))  # not asked for
     work = api.all_reduce(tensor=torch.ones(8), async_op=True, prof=True, log_name="mine")
     assert not comms_logger.has_data() or "mine" not in comms_logger.comms_dict
-    work.wait()
+    work.wait(timeout=timedelta(seconds=60))
     work.wait()
     parts = [torch.zeros(2) for _ in range(2)]
     api.all_gather(parts, value[:2].contiguous(), prof=True)
@@ -60,6 +62,33 @@ def test_calls_are_recorded_with_their_bytes() -> None:
     message = {"isend" if api.get_rank() == 0 else "irecv": {12: 1}}
     assert records == {"all_reduce": {16: 1}, "mine": {32: 1}, "all_gather": {16: 1}, "barrier": {0: 1}, **message}
     assert value.tolist() == [3.0] * 4
+
+
+def test_a_configuration_of_the_log_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = CommsLogger()
+    monkeypatch.setattr(api, "comms_logger", log)
+    api.configure({"train_batch_size": 1, "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["reduce"]}})
+    assert (log.enabled, log.prof_all, log.prof_ops) == (True, False, ["reduce"])
+    api.configure({"train_batch_size": 1}, verbose=True)
+    assert log.enabled and log.verbose
+    with pytest.raises(ConfigError):
+        api.configure("missing.json")
+
+
+def test_all_times_of_a_rank_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = CommsLogger()
+    monkeypatch.setattr(api, "comms_logger", log)
+    for _ in range(3 * 4096):
+        log.append("reduce", 8, 1.0, 2, requested=True)
+    assert api.log_summary(show_straggler=True, return_dict=True)["straggler_analysis"] == [3 * 4096 * 1e3]
+
+
+def test_the_parts_that_ranks_compare_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [Part(str(turn), "reduce", turn, 0.0, turn) for turn in range(5)]
+    monkeypatch.setattr(api, "comms_logger", SimpleNamespace(parts=lambda: parts))
+    monkeypatch.setattr(api, "MOST_PARTS", 3)
+    monkeypatch.setattr(api, "blame", lambda found, _: found)
+    assert [part.key for part in api.straggler_summary()[0]] == ["2", "3", "4"]  # type: ignore[index]
 
 
 @on_ranks(2)

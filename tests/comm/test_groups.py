@@ -16,7 +16,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError
 from tests.device.recorded import imagined
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -123,3 +123,11 @@ def test_receives_that_wait_long_leave_the_device_to_the_model(monkeypatch: pyte
         assert not asked["options"].is_high_priority_stream
         assert (asked["options"].config.min_ctas, asked["options"].config.max_ctas) == (1, 4)
         assert asked["options"]._timeout == timedelta(minutes=3)
+
+
+@on_ranks(2)
+def test_an_engine_may_outlive_the_process_groups() -> None:
+    comm = Communicator(None, Ledger(), CPU)
+    assert works(comm)
+    dist.destroy_process_group()
+    comm.destroy()

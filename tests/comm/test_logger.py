@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shardwise.comm import ledger as ledgers
 from shardwise.comm import logger
@@ -62,7 +65,7 @@ def test_times_of_a_device_are_read_when_it_has_got_there(monkeypatch: pytest.Mo
     log = CommsLogger()
     log.configure(enabled=True)
     ledger = Ledger(timed=True)
-    ledger.listener = functools.partial(log.put, 0, False)
+    ledger.listener = functools.partial(log.put, False)
     for _ in range(3):
         record = ledger.open("all_gather", "data", 1000, 500, "layers.0", ranks=2)
         record.begun = now(True)
@@ -72,6 +75,37 @@ def test_times_of_a_device_are_read_when_it_has_got_there(monkeypatch: pytest.Mo
     assert log.comms_dict["all_gather"][1000][:2] == [1, [5.0]] and not marks[3].reached
     assert log.get_operation_summary("all_gather")[1000]["count"] == 3  # a summary waits
     assert log.get_raw_data()["all_gather"][1000][1] == [5.0, 5.0, 5.0] and marks[5].reached
+
+
+def test_after_an_error_the_log_does_not_wait_for_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, record, mark = CommsLogger(), Ledger().open("all_gather", "data", 1000, 500, "layers.0"), Mark()
+    log.configure(enabled=True, path=str(tmp_path))
+    record.begun = record.ended = mark
+    log.put(False, record)
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    log.configure(path="")
+    assert not mark.reached
+    log.reset_data()
+    assert mark.reached and not log.has_data()
+
+
+def test_sizes_beyond_the_limit_share_an_entry() -> None:
+    log = CommsLogger()
+    log.configure(enabled=True)
+    for size in range(0, 3000, 2):
+        log.append("all_to_all", size, 0.5, 2)
+    assert log.get_total_operations() == 1500 and len(log.comms_dict["all_to_all"]) == 512 + 3
+    assert log.comms_dict["all_to_all"][2048][0] == 512
+
+
+def test_the_log_may_begin_after_the_engine() -> None:
+    log, ledger = CommsLogger(), Ledger()
+    log.listen(SimpleNamespace(ledger=ledger, waits_on_host=False, device=torch.device("cuda")))  # type: ignore[arg-type]
+    for enabled, timed, counted in ((None, False, 0), (True, True, 1), (False, False, 1)):
+        log.configure(enabled=enabled)
+        assert ledger.timed == timed
+        ledger.close(ledger.open("all_gather", "data", 1000, 500, "layers.0"), 0.0)
+        assert log.get_total_operations() == counted
 
 
 @on_ranks(2)

@@ -18,7 +18,18 @@ import pytest
 import torch
 
 from shardwise.comm import stall_watchdog
-from shardwise.comm.desync import Confirmation, Position, Positions, Report, judge, order_of, seal
+from shardwise.comm.desync import (
+    Confirmation,
+    Position,
+    Positions,
+    Report,
+    judge,
+    launch_of,
+    named,
+    order_of,
+    position_of,
+    seal,
+)
 from shardwise.comm.ledger import Ledger, follow, follow_devices, followed
 from shardwise.comm.rank_status import (
     Here,
@@ -180,7 +191,7 @@ class Place(Here):
     """Where an imagined rank is."""
 
     def __init__(self, place: Callable[[], Position], ledger: Ledger | None = None) -> None:
-        super().__init__(ledger)
+        super().__init__(lambda: [] if ledger is None else [ledger])
         self._place = place
 
     def __call__(self, quiet: float = 0.0) -> Position:
@@ -392,3 +403,14 @@ def test_with_an_engine_ends_its_watchdog_and_an_earlier_one_runs_again() -> Non
         engines[ended].destroy()
         assert [place for place, watchdog in enumerate(watchdogs) if watchdog.running] == running
         assert (followed() is not None) == bool(running)
+
+
+def test_collectives_of_two_engines_are_not_confused() -> None:
+    former, newer = (Ledger(record_lines=False, engine=name) for name in ("1", "2"))
+    for ledger, turns in ((former, range(6)), (newer, range(4))):
+        for turn in turns:
+            record = ledger.open("all_gather", "world", 8, 8, "w", ranks=2, members=range(2), kind="gather", turn=turn)
+    last = [*former.records()][-1]
+    here = Here(lambda: [former, newer])
+    assert here.launched([position_of(last).place, (named(last), order_of(record), 8)]) == [True, False]
+    assert here.launch(order_of(last), 5) == launch_of(last)

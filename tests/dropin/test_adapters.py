@@ -303,6 +303,7 @@ def test_collectives_with_other_names() -> None:
     outputs, sums = [torch.empty(4), torch.empty(2)], [torch.ones(1), torch.ones(2)]
     collectives.all_gather_coalesced(outputs, [mine, mine[:1]], async_op=True).wait()
     assert collectives.all_reduce_coalesced(sums) is None
+    collectives.all_reduce_coalesced([torch.ones(1)], group=torch.distributed.new_group([0]))  # rank 1 is outside
     _, fast, bus = collectives.calc_bw_log("all_gather", 10**6, 1.0)
     assert (whole.tolist(), part.tolist(), added.tolist()) == ([0, 0, 1, 1], [[0, 2], [4, 6]][rank], [2])
     assert (outputs[1].tolist(), sums[1].tolist(), round(fast), round(bus)) == ([0, 1], [2, 2], 16, 8)

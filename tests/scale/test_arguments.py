@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 import shardwise
 from shardwise.errors import DesyncError, ShardwiseError
@@ -124,6 +125,26 @@ def test_an_engine_and_model_that_are_dropped_are_freed(stage: int, trained: boo
     forget_engines()
     gc.collect()
     assert [reference() for reference in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("made", [True, False])
+@on_ranks(2)
+def test_process_groups_of_an_engine_that_is_dropped_are_destroyed(made: bool) -> None:
+    gc.collect()
+    before = len(distributed_c10d._world.pg_map)
+    if not made:
+        with pytest.raises(ValueError, match="cannot be made"):
+            shardwise.initialize(model=Net(), config=config(optimizer=None), optimizer=failing)
+    else:
+        engine = shardwise.initialize(model=Net(), config=config(1))[0]
+        engine.backward(engine(torch.ones(1, 2, 8)))
+        engine.step()
+        assert len(distributed_c10d._world.pg_map) > before
+        dist.barrier()
+        del engine
+    forget_engines()
+    gc.collect()
+    assert len(distributed_c10d._world.pg_map) == before
 
 
 @pytest.mark.parametrize("part", ["module", "parameter"])

@@ -71,7 +71,8 @@ class _All:
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            if work is not None:  # else this rank is outside the group
+                work.wait()
 
 
 def _all(works: list[Any], async_op: bool) -> _All | None:

@@ -23,7 +23,7 @@ from shardwise.comm.desync import check_call
 from shardwise.comm.ledger import follow, followed, user_line, waiting
 from shardwise.comm.logger import SETTINGS, comms_logger
 from shardwise.comm.rank_status import TorchLaunch
-from shardwise.comm.stragglers import Stragglers, blame
+from shardwise.comm.stragglers import MOST_PARTS, Stragglers, blame
 from shardwise.compat import all_gather_single, reduce_scatter_single
 from shardwise.device.streams import streams_of
 from shardwise.errors import UsageError
@@ -190,9 +190,9 @@ class _Pending:
     _start: float
     _record: Callable[[float | None], None] | None
 
-    def wait(self, *args: Any) -> Any:
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
         with waiting(self._launch, time.perf_counter()):
-            result = self._work.wait(*args)
+            result = self._work.wait(*args, **kwargs)
         if self._followed is not None:
             follow(self._launch, streams_of(self._followed))
         if self._record is not None:
@@ -358,7 +358,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
     found = None
     if show_straggler:
         found = straggler_summary()
-        times = _of_all(sum(sum(entry[1]) for sizes in comms_logger.comms_dict.values() for entry in sizes.values()))
+        rows = [row for sizes in comms_logger.summary().values() for row in sizes.values()]
+        times = _of_all(sum(row["total_latency_ms"] for row in rows))
     if get_rank() == 0:
         print(comms_logger.table(), flush=True)
         for rank, value in enumerate(times):
@@ -385,7 +386,7 @@ def straggler_summary() -> Stragglers:
 
     The communication log must be on; `engine.stragglers()` reads an engine's ledger, which always is.
     """
-    own = comms_logger.parts()
+    own = comms_logger.parts()[-max(1, MOST_PARTS // get_world_size()) :]
     clock = measure_by(lambda left, had: _of_all((left, had))[0], get_rank(), rounds=16)
     own = [part._replace(launched=part.launched + clock.offset, finished=part.finished + clock.offset) for part in own]
     gathered = _of_all((clock.uncertainty, own))
@@ -400,8 +401,19 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Configure the communication log; a configuration's `comms_logger` section is applied first."""
+    """Configure the communication log; a configuration's `comms_logger` section is applied first.
+
+    Args:
+        deepspeed_config: a configuration as that of an engine, or as for `initialize`.
+        enabled, prof_all, prof_ops, verbose, debug: as of `CommsLogger.configure`.
+    """
     section = getattr(deepspeed_config, "comms_logger", None)
+    if deepspeed_config is not None and not hasattr(deepspeed_config, "comms_logger"):
+        from shardwise.config.read import load
+        from shardwise.config.schema.observe import CommsLoggerOptions
+
+        written = load(deepspeed_config).get("comms_logger")
+        section = written and CommsLoggerOptions.model_validate(written)
     if section is not None:
         given = {name: getattr(section, name, None) for name in SETTINGS}
         comms_logger.configure(**{**given, "path": given["path"] or None})  # "" leaves an earlier engine's file open

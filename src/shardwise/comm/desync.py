@@ -133,10 +133,10 @@ def size_of(record: Record) -> int:
 
 
 def order_of(record: Record) -> str:
-    """Return the order that a collective belongs to: each group of ranks has orders of its own."""
+    """Return the order that a collective belongs to: each engine's group of ranks has orders of its own."""
     members = record.members
     number = _number_of(members if isinstance(members, range | tuple) else tuple(members))
-    return f"{record.group}/{record.kind}/{number:x}"
+    return f"{record.engine}/{record.group}/{record.kind}/{number:x}"
 
 
 @functools.lru_cache(256)  # because a ledger has thousands of records of a few groups

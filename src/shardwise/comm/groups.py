@@ -18,6 +18,7 @@ import hashlib
 import logging
 import time
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -174,6 +175,9 @@ class GroupCache:
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._handed_out: weakref.WeakValueDictionary[tuple[int, ...], Groups] = weakref.WeakValueDictionary()
         self._closed = False
+        if backend == "gloo":
+            # Of an engine that is dropped: torch would keep them. Each rank does so alone, which NCCL does not allow.
+            weakref.finalize(self, _destroy, self._made).atexit = False
         _caches.add(self)
 
     def of(self, ranks: tuple[int, ...]) -> Groups:
@@ -199,12 +203,11 @@ class GroupCache:
         """Destroy all groups; `get` raises from now on."""
         self._closed = True
         self._drop_handed_out()
-        while self._made:
-            give_back(self._made.popitem()[1])
+        _destroy(self._made)
 
     def forget(self) -> None:
         """Release the references to groups, which torch destroys."""
-        self._made = {}
+        self._made.clear()
         self._drop_handed_out()
 
     def _drop_handed_out(self) -> None:
@@ -213,6 +216,12 @@ class GroupCache:
 
 
 _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
+
+
+def _destroy(made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup]) -> None:
+    while made:
+        with contextlib.suppress(ValueError):  # the script has destroyed all groups
+            dist.destroy_process_group(made.popitem()[1])
 
 
 _names: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
@@ -228,6 +237,11 @@ def _next_name(name: str) -> str:
     count = _names.setdefault(dist.group.WORLD, Counter())
     count[name] += 1
     return f"{name}/{count[name]}"
+
+
+def name_of_engine(ranks: Sequence[int]) -> str:
+    """Return a short name for an engine of some ranks, equal on all of them (all call), and of no other engine."""
+    return _next_name(f"engine{zlib.crc32(repr(list(ranks)).encode()):x}")
 
 
 def new_group(
@@ -306,11 +320,6 @@ def refuse(what: str, error: BaseException) -> None:
 def _publish(store: dist.Store, text: str) -> None:
     with contextlib.suppress(RuntimeError):  # the store has gone, with the ranks that would read this
         store.compare_set(REFUSED, "", text)
-
-
-def give_back(group: dist.ProcessGroup) -> None:
-    """Destroy a group of `new_group`."""
-    dist.destroy_process_group(group)
 
 
 def forget() -> None:

@@ -88,6 +88,7 @@ class Record:
         narrow: it adds up values of 16 bits, which takes a CPU longer than those of 32.
         begun: event on the current stream at launch, where a device is timed (`Ledger.timed`).
         ended: event on the stream that may read the result.
+        engine: `Ledger.engine`.
     """
 
     sequence: int
@@ -109,6 +110,7 @@ class Record:
     narrow: bool = False
     begun: Instant = None
     ended: Instant = None
+    engine: str = ""
 
 
 WAITING: dict[int, tuple[Any, float]] = {}
@@ -174,7 +176,7 @@ def _both(first: Callable[[Record], None], second: Callable[[Record], None], rec
     second(record)
 
 
-@dataclass
+@dataclass(eq=False)
 class Ledger:
     """Ring buffer of `Record`, and totals by operation since the last reset.
 
@@ -182,6 +184,7 @@ class Ledger:
         listener: called with each complete record.
         step: returns the number of optimizer steps.
         timed: record CUDA events at launch and where the result may be read.
+        engine: name of the engine, equal on its ranks.
 
     Example:
         >>> ledger = Ledger()
@@ -200,6 +203,7 @@ class Ledger:
     watcher: Watcher | None = None
     step: Callable[[], int] | None = None
     timed: bool = False
+    engine: str = ""
     _records: deque[Record] = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -215,6 +219,7 @@ class Ledger:
             record = Record(
                 self.sequence, op, group, size, sent, label, line, time.perf_counter(), call=call, step=step, **given
             )
+            record.engine = self.engine
             self.sequence += 1
             self._records.append(record)
             totals = self.totals.setdefault(op, Totals())

@@ -15,8 +15,10 @@ import atexit
 import functools
 import json
 import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +33,12 @@ from shardwise.utils.logging import log_dist, logger, warn_once
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
-    from shardwise.comm.ledger import Record
+    from shardwise.comm.ledger import Ledger, Record
 
 Entry = list[Any]
 """[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size."""
 
+_SIZES = 512  # of an operation; a further size counts as the next power of two
 _KEPT = 4096  # least number of kept times of one operation and size; the most is twice as many
 
 UNKNOWN = "-"
@@ -210,8 +213,8 @@ class CommsLogger:
         self.prof_all = True
         self.prof_ops: list[str] = []
         self.file: LogFile | None = None
-        self._records: deque[tuple[int, Record]] = deque(maxlen=_KEPT_RECORDS)
-        self._engines = 0
+        self._records: deque[Record] = deque(maxlen=_KEPT_RECORDS)
+        self._on_devices: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._waiting: deque[Call] = deque()
         self._adding = threading.Lock()
 
@@ -254,6 +257,8 @@ class CommsLogger:
         for name, value in given.items():
             if value is not None:
                 setattr(self, name, value)
+        for ledger in list(self._on_devices):
+            ledger.timed = self.enabled
         if prof_ops is not None:
             self.prof_ops = list(prof_ops)
         if path is not None:
@@ -264,7 +269,8 @@ class CommsLogger:
 
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         made = LogFile(directory, rank, self._add_up) if directory else None
-        self._add_up(wait=self.file is not None)
+        # After an uncaught exception the device may wait for ranks that do not come.
+        self._add_up(wait=self.file is not None and getattr(sys, "last_value", None) is None)
         former, self.file = self.file, made
         if former is not None:
             former.close()
@@ -295,14 +301,14 @@ class CommsLogger:
         if requested or self.wants(name or op):
             self._enter(Call(op, size, world, line, seconds, name=name))
 
-    def put(self, number: int, on_host: bool, record: Record) -> None:
-        """Record a collective of engine `number` (in the order of creation) after the wait for it.
+    def put(self, on_host: bool, record: Record) -> None:
+        """Record a collective of an engine after the wait for it.
 
         Without `on_host` the device has waited; its events give the time without a wait in a step.
         """
         if self.wants(record.op):
             seconds = (record.finished or record.launched) - record.launched if on_host else None
-            self._records.append((number, record))
+            self._records.append(record)
             self._enter(Call(record.op, record.size, record.ranks, record.line, seconds, record))
 
     def _enter(self, call: Call) -> None:
@@ -321,9 +327,10 @@ class CommsLogger:
         name = call.name or call.op
         name = f"{name} | {call.line}" if self.debug and call.line else name
         sizes = self._entries.setdefault(name, {})
-        entry = sizes.get(call.size)
+        size = call.size if call.size in sizes or len(sizes) < _SIZES else 1 << max(call.size - 1, 0).bit_length()
+        entry = sizes.get(size)
         if not isinstance(entry, _Entry):
-            entry = sizes[call.size] = _Entry()
+            entry = sizes[size] = _Entry()
         entry.add(measured)
         if self.file is not None:
             self.file.put(call, measured)
@@ -335,18 +342,16 @@ class CommsLogger:
                 [0],
             )
 
-    def source(self, comm: Communicator) -> Callable[[Record], None]:
-        """Return a listener for the ledger of an engine. Ranks create their engines in the same order."""
-        self._engines += 1
-        return functools.partial(self.put, self._engines, comm.waits_on_host)
+    def listen(self, comm: Communicator) -> None:
+        """Record the collectives of an engine while `enabled`."""
+        comm.ledger.listener = functools.partial(self.put, comm.waits_on_host)
+        if comm.device.type == "cuda":
+            self._on_devices.add(comm.ledger)
+            comm.ledger.timed = self.enabled
 
     def parts(self) -> list[Part]:
         """Return this rank's parts in the newest collectives of engines, in times of this rank."""
-        return [
-            part._replace(key=f"{number}/{part.key}")
-            for number, record in list(self._records)
-            for part in parts_of([record], lambda at: at)
-        ]
+        return parts_of(list(self._records), lambda at: at)
 
     def start_profiling_comms(self) -> None:
         """Record every operation from now on."""
@@ -396,6 +401,7 @@ class CommsLogger:
 
     def reset_data(self) -> None:
         """Clear the log."""
+        self.settle()
         self.comms_dict = {}
         self._records.clear()
 

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
@@ -76,15 +76,18 @@ def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] |
 
 
 class Here:
-    """Finds the position of this process; the script runs on `thread` (None: main), `facts` gives step and loader."""
+    """Finds the position of this process; the script runs on `thread` (None: main), `facts` gives step and loader.
+
+    `ledgers` returns those of all engines.
+    """
 
     def __init__(
         self,
-        ledger: Ledger | None = None,
+        ledgers: Callable[[], Iterable[Ledger]] = tuple,
         thread: int | None = None,
         facts: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
-        self._ledger = ledger
+        self._ledgers = ledgers
         self._thread = thread or threading.main_thread().ident
         self._facts = facts or dict
         self._since: tuple[int, float] = (-1, 0.0)  # of a collective of torch
@@ -141,7 +144,7 @@ class Here:
 
     def _by_turn(self, kinds: Sequence[str]) -> dict[str, dict[int, Record]]:
         found: dict[str, dict[int, Record]] = {kind: {} for kind in kinds}
-        for record in () if self._ledger is None else self._ledger.records():
+        for record in (record for ledger in self._ledgers() for record in ledger.records()):
             if record.kind and (kind := order_of(record)) in found:
                 found[kind][record.turn] = record
         return found

@@ -100,7 +100,10 @@ class StallWatch:
 
     Attributes:
         world: returns the default group of its time, or None if that has been destroyed.
+        ledger: of the engine.
     """
+
+    ledger: Ledger | None = None
 
     def __init__(
         self,
@@ -448,6 +451,10 @@ def _living() -> list[StallWatch]:
     return [watch for known in _watching if (watch := known()) is not None]
 
 
+def _ledgers() -> list[Ledger]:
+    return [watch.ledger for watch in _living() if watch.ledger is not None]
+
+
 def watch(
     ranks: Sequence[int],
     rank: int,
@@ -461,7 +468,8 @@ def watch(
     `limit` is in seconds; `secret` is shared by all ranks, unknown to other programs; `facts` as in `rank_status.Here`.
     """
     earlier = _living()
-    started = StallWatch(ranks, rank, limit, secret, here=Here(ledger, threading.get_ident(), facts))
+    started = StallWatch(ranks, rank, limit, secret, here=Here(_ledgers, threading.get_ident(), facts))
+    started.ledger = ledger
     _watching.append(weakref.ref(started))
     for other in earlier:
         other.close()

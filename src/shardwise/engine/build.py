@@ -21,7 +21,7 @@ from shardwise.comm.communicator import Communicator, check_agreement, members_o
 from shardwise.comm.desync import compare_calls
 from shardwise.comm.domain import REPLICATE, Domain
 from shardwise.comm.environment import CONFIG_OVERRIDE, DEVICE_LIMIT
-from shardwise.comm.groups import refuse
+from shardwise.comm.groups import name_of_engine, refuse
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
@@ -551,10 +551,10 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
     compare_calls(settings.strict_sync)
     ledger = Ledger()
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce, call="initialize()")
+    ledger.engine = name_of_engine(comm.members)
     if settings.comms_logger.enabled:
         configure_log(settings)
-        ledger.listener = comms_logger.source(comm)
-        ledger.timed = device.type == "cuda"
+    comms_logger.listen(comm)
     return comm
 
 
