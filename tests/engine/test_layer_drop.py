@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
@@ -21,6 +22,7 @@ from shardwise.data.layer_drop import keep_probability
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.utils import safe_get_full_fp32_param
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
+from tests.harness.engines import forget_engines
 from tests.harness.training import parameters_digest
 from tests.parallel.tensor.together import RULES, TOKENS, WORDS, decoder
 
@@ -246,3 +248,15 @@ def test_what_cannot_be_skipped_is_refused() -> None:
     losses = [engine(batch(step, 0)).square().mean() for step in range(2)]
     with pytest.raises(UsageError, match="several forward passes have run before this backward pass"):
         engine.backward(losses[0] + losses[1])
+
+
+@on_ranks(1)
+def test_a_dropped_engine_skips_no_layers_of_the_next_one() -> None:
+    model = Net(recompute=False)
+    train(engine_of(model), range(1))
+    forget_engines()
+    gc.collect()
+    engine = engine_of(model, progressive_layer_drop={"enabled": False})
+    losses = [engine(batch(step, 0)).square().mean() for step in range(2)]
+    engine.backward(losses[0] + losses[1])
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 import shardwise
 from shardwise.errors import DesyncError, ShardwiseError
+from shardwise.utils.logging import logger
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.engines import forget_engines
 from tests.scale.test_groups import TENSOR, Net
@@ -145,6 +148,26 @@ def test_process_groups_of_an_engine_that_is_dropped_are_destroyed(made: bool) -
     forget_engines()
     gc.collect()
     assert len(distributed_c10d._world.pg_map) == before
+
+
+@on_ranks(2)
+def test_a_dropped_engine_that_is_logged_is_freed_with_its_log(tmp_path: Path) -> None:
+    handlers, threads = list(logger.handlers), threading.active_count()
+    given = config(run_log={"enabled": True, "path": str(tmp_path / "log")})
+    given |= {"jsonl_monitor": {"enabled": True, "output_path": str(tmp_path)}}
+    engine = shardwise.initialize(model=Net(), config=given)[0]
+    engine.backward(engine(torch.ones(1, 2, 8)))
+    engine.step()
+    alive = [weakref.ref(engine), weakref.ref(engine.module), weakref.ref(engine._step)]
+    started = [one for one in threading.enumerate() if one.name.startswith("shardwise-monitor")]
+    dist.barrier()
+    del engine
+    forget_engines()
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+    for thread in started:
+        thread.join(10)
+    assert started and threading.active_count() <= threads and not {*logger.handlers} - {*handlers}
 
 
 @pytest.mark.parametrize("part", ["module", "parameter"])

@@ -412,7 +412,10 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
 
     # Monitors last, because a failure before this line must leave no service running.
     monitor = Monitor(settings, job.rank)
+    undo.callback(monitor.close)
     log, ranks = log_of(settings, job, step) or (None, [])
+    if log is not None:
+        undo.callback(log.close)
     display, limit = display_of(settings, job.rank), device_limit(settings, device)
     events = StepEvents(monitor, step)
     # Tensor-parallel ranks and the stages of a pipeline have the same tokens.
@@ -464,6 +467,9 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         mpu=mpu,
         mesh_device=mesh,
     )
+    for writer in (monitor, log):
+        if writer is not None:
+            weakref.finalize(engine, writer.end).atexit = False
     if log is not None:
         timelines.directory = log.directory
         describe(engine, resolution, memory, log, ranks)

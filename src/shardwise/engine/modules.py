@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.domain import Domains
+from shardwise.data.draws import unwrap
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.pipeline.module import PipelineModule
@@ -80,6 +81,7 @@ def close_former_engine(model: nn.Module) -> None:
         former.close()
         former.comm.destroy()
         former.closed = _WRAPPED_AGAIN
+    unwrap(model)  # an engine that was dropped has not done it
 
 
 def fill_meta_parameters(model: nn.Module, domains: Domains) -> None:

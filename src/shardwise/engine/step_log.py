@@ -7,6 +7,7 @@ import platform
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -266,7 +267,8 @@ def log_of(config: Config, job: Communicator, step: TrainStep) -> tuple[RunLog, 
     own = {"host": socket.gethostname(), "process": os.getpid(), "path": section.path or _new_directory()}
     ranks = job.exchange(own, "run_log")
     path = Path(ranks[0]["path"]).expanduser()
-    return RunLog(path, job.rank, lambda: step.global_steps), [
+    stepping = weakref.ref(step)  # the logger keeps the log of an engine that is dropped
+    return RunLog(path, job.rank, lambda: 0 if (now := stepping()) is None else now.global_steps), [
         {"host": each["host"], "process": each["process"]} for each in ranks
     ]
 

@@ -75,11 +75,15 @@ class Monitor:
             worker.flush_soon()
         return all([worker.flush(max(0.0, until - monotonic())) for worker in self._workers])
 
+    def end(self) -> None:
+        """Refuse new events, and end the services after the pending ones, without waiting."""
+        for worker in self._workers:
+            worker.end()
+
     def close(self, limit: float = CLOSE_S) -> None:
         """Write pending events and close the services, within `limit` seconds in total. A second call does nothing."""
         until = monotonic() + limit
-        for worker in self._workers:
-            worker.end()
+        self.end()
         for worker in self._workers:
             worker.close(until - monotonic())
         self._workers = []

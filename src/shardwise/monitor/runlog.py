@@ -176,6 +176,11 @@ class RunLog:
         """Wait up to `limit` seconds until all rows are written; return True if they are."""
         return self._worker.flush(limit)
 
+    def end(self) -> None:
+        """Refuse new rows, and end after the pending ones, without waiting."""
+        logger.removeHandler(self._handler)
+        self._worker.end()
+
     def close(self) -> None:
         """Write pending rows. A second call does nothing."""
         logger.removeHandler(self._handler)

@@ -91,6 +91,8 @@ class Worker:
 
     def end(self) -> None:
         """Refuse new events and stop after the queued ones, without waiting."""
+        if os.getpid() != self._process:
+            return  # a forked process, which lacks the thread
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -98,7 +100,7 @@ class Worker:
     def close(self, limit: float = CLOSE_S) -> None:
         """Refuse new events and wait up to `limit` seconds for the end of the service. A second call does nothing."""
         if os.getpid() != self._process:
-            return  # a forked process, which lacks the thread
+            return
         self.end()
         self._thread.join(max(0.0, limit))
         _running.discard(self)
