@@ -20,6 +20,7 @@ from shardwise.engine.plans import Planner, Room, Setting, offloads, planners_of
 from shardwise.errors import CommandLineError, UsageError
 from shardwise.launch.cli import app
 from shardwise.launch.commands import choose as choose_command
+from shardwise.launch.commands import plan as plan_command
 from shardwise.memory import Tier
 from shardwise.plan.architectures import Decoder, Shape
 from shardwise.plan.clock import StepTime
@@ -188,6 +189,19 @@ def test_the_command_writes_reasons_beside_values(tmp_path: Path, monkeypatch: p
     assert zero["offload_optimizer"]["device"] == "none" and zero["reduce_bucket_size"] == 12345
     code, text = run("chosen_model:Model", *options, "--device-limit", "1KiB")
     assert code != 0 and "nothing fits. The least: " in text and "--host-limit" in text
+
+
+def test_machines_of_a_card_have_8_ranks() -> None:
+    given: dict[str, Any] = {"ranks": 64, "card": "h100", "link": "infiniband-ndr", "host_limit": "1TiB"}
+    for ranks, local, sharers in ((64, None, 8), (4, None, 4), (64, 16, 16)):
+        chosen = choose_command.Request("m", **{**given, "ranks": ranks, "local_ranks": local})
+        rates = choose_command._rates(chosen)
+        assert rates.ranks_per_machine == sharers
+        assert [room.size for room in choose_command._rooms(chosen, rates)][1] == (1 << 40) // sharers
+        planned = plan_command.Request(given=("llama-7b",), **{**given, "ranks": ranks, "local_ranks": local})
+        assert [room.size for room in planned.rooms()] == [(1 << 40) // sharers]
+    measured = plan_command.Request(given=("llama-7b",), ranks=64, host_limit="1TiB")
+    assert measured.rooms()[0].size == 1 << 34
 
 
 def test_a_budget_that_is_too_small() -> None:

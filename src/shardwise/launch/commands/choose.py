@@ -37,7 +37,9 @@ class Request:
     ranks: Annotated[int, typer.Option(metavar="N", help="Ranks of the job; with --objective ranks at most.")] = 8
     card: Annotated[str | None, typer.Option(metavar="NAME", help="Card, whose data sheet gives the rates.")] = None
     link: Annotated[str | None, typer.Option(metavar="NAME", help="Link between machines.")] = None
-    local_ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks of a machine; default: all.")] = None
+    local_ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks of a machine; default: all, with --card 8.")
+    ] = None
     time: Annotated[
         str | None, typer.Option(metavar="FILE", help="Rates of `shardwise bench machine` in the place of a card's.")
     ] = None
@@ -74,6 +76,11 @@ class Request:
             raise CommandLineError("--ranks, --local-ranks, --length and --batch are 1 or more.")
         if self.disk_limit is not None and self.disk is None:
             raise CommandLineError("--disk-limit: give --disk DIR, too, where the state is to lie.")
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that share a machine."""
+        return self.local_ranks or min(self.ranks, 8 if self.card else self.ranks)
 
     def numbers(self, option: str, written: str, kind: type = int) -> list[Any]:
         """Return numbers above 0 with commas between them. Raises CommandLineError."""
@@ -146,7 +153,7 @@ def _rates(request: Request) -> Rates:
     from shardwise.plan.cluster import Cluster
 
     assert request.card is not None
-    return Cluster.of(request.card, request.link, request.local_ranks or request.ranks)
+    return Cluster.of(request.card, request.link, request.sharers)
 
 
 def _settings(request: Request) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def _rooms(request: Request, rates: Rates) -> list[Room]:
     from shardwise.memory import Tier
     from shardwise.plan.cluster import Cluster
 
-    sharers, found = request.local_ranks or request.ranks, []
+    found = []
     if request.device_limit is not None:
         found.append(Room((Tier.DEVICE,), parse_bytes(request.device_limit, "--device-limit")))
     elif isinstance(rates, Cluster):
@@ -179,7 +186,7 @@ def _rooms(request: Request, rates: Rates) -> list[Room]:
         raise CommandLineError("--time: give --device-limit SIZE, the memory that a rank has.")
     for tier, written in ((Tier.HOST, request.host_limit), (Tier.DISK, request.disk_limit)):
         if written is not None:
-            found.append(Room((tier,), parse_bytes(written, f"--{tier.value}-limit") // sharers))
+            found.append(Room((tier,), parse_bytes(written, f"--{tier.value}-limit") // request.sharers))
     return found
 
 

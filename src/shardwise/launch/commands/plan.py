@@ -154,16 +154,20 @@ class Request:
             raise CommandLineError(f"--stages {stages}: give some of 0, 1, 2 and 3, with commas.")
         return found
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that share a machine."""
+        return self.local_ranks or min(self.ranks, 8 if self.card else self.ranks)
+
     def rooms(self) -> list[Room]:
         """Return the bytes available to one rank. Raises CommandLineError."""
         from shardwise.engine.plans import Room
         from shardwise.memory import Tier
 
-        sharers = self.local_ranks or self.ranks
         limits = (
             (Tier.DEVICE, self.device_limit, 1),
-            (Tier.HOST, self.host_limit, sharers),
-            (Tier.DISK, self.disk_limit, sharers),
+            (Tier.HOST, self.host_limit, self.sharers),
+            (Tier.DISK, self.disk_limit, self.sharers),
         )
         return [
             Room((tier,), parse_bytes(written, f"--{tier.value}-limit") // ranks)
@@ -198,7 +202,7 @@ class Request:
         from shardwise.plan.cluster import Cluster
 
         try:
-            return Cluster.of(self.card, self.link, self.local_ranks or min(self.ranks, 8))
+            return Cluster.of(self.card, self.link, self.sharers)
         except UsageError as error:
             raise CommandLineError(f"{error}.") from None
 
@@ -335,9 +339,8 @@ def _of_script(request: Request, script: str, arguments: tuple[str, ...]) -> Sub
 
     if request.recompute:
         raise CommandLineError(f"--recompute: {script} decides by itself what it recomputes; leave the option out.")
-    local_ranks = request.local_ranks or request.ranks
     found = model_of_script(
-        script, arguments, request.ranks, local_ranks, request.settings, with_batch=request.length != 0
+        script, arguments, request.ranks, request.sharers, request.settings, with_batch=request.length != 0
     )
     model, config, batch = found.model, found.config, found.batch
     sequences, sizes = int(config.train_micro_batch_size_per_gpu or 1), "no activations"
