@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,7 +122,19 @@ def test_the_page_is_used_by_keyboard_and_sends_nothing(browser: Any, tmp_path: 
         seen.append(browser.switch_to.active_element.get_attribute("id"))
         if seen[-1] == "micro":
             browser.switch_to.active_element.send_keys(keys.ARROW_UP)
-    for name in ("model", "length", "ranks", "micro", "accumulation", "card", "device", "host", "copy", "link", "json"):
+    for name in (
+        "model",
+        "length",
+        "ranks",
+        "micro",
+        "accumulation",
+        "card",
+        "device",
+        "host",
+        "copy",
+        "copy-link",
+        "json",
+    ):
         assert name in seen
     assert json.loads(text(browser, "json")) == {
         "train_batch_size": 12,
@@ -130,6 +143,8 @@ def test_the_page_is_used_by_keyboard_and_sends_nothing(browser: Any, tmp_path: 
         "zero_optimization": {"overlap_comm": True, "stage": 1},
     }
     assert "micro=3" in browser.current_url
+    browser.find_element("id", "copy-link").click()
+    assert "ink" in text(browser, "copied")
     unnamed = """return [...document.querySelectorAll("input, select, button")].filter(
       (one) => !one.labels?.length && !one.ariaLabel && !one.textContent).length"""
     assert browser.execute_script(unnamed) == 0
@@ -257,6 +272,15 @@ def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "<title>Memory plans: a</title>" in out.read_text()
 
 
+def test_ids_of_the_page_are_unique_and_its_numbers_required(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    write_page({"a": small_tables()}, page)
+    ids = re.findall(r'<[a-z][^<>]* id="([^"]*)"', page.read_text().split("<script")[0])
+    assert "copy-link" in ids and len(ids) == len(set(ids))
+    numbers = re.findall(r'<input [^>]*type="number"[^>]*>', page.read_text())
+    assert numbers and all(" required" in one for one in numbers)
+
+
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"missing/plan\.html: cannot be written"):
         write_page({"a": small_tables()}, tmp_path / "missing" / "plan.html")
@@ -278,3 +302,14 @@ def test_a_model_that_tables_do_not_describe_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr("shardwise.plan.page.named_model", lambda *_: Branching())
     with pytest.raises(UsageError, match=r"own:model: .* not allocate the same tensors .* without --page"):
         page_models(["own:model"], configurations(None)["fp32"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tensor_parallel", {"autotp_size": 2}), ("zero_optimization", {"mics_shard_size": 4})]
+)
+def test_a_configuration_for_some_numbers_of_ranks_is_refused(
+    key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.plan.page.named_model", lambda *_: Branching())
+    with pytest.raises(UsageError, match=rf"data-parallel configurations .*{key}.* Leave this key out of --config"):
+        page_models(["own:model"], {key: value})

@@ -221,6 +221,7 @@ def test_a_budget_that_is_too_small() -> None:
         (("--card", "h101"), "h100"),
         (("--card", "h100", "--tensor", "1,x"), "--tensor 1,x: give numbers above 0"),
         (("--card", "h100", "--disk-limit", "1TiB"), "give --disk DIR, too"),
+        (("--time", "m.json", "--disk", ".", "--disk-limit", "1TiB"), "rates of --time have no speed of a disk"),
         (("--card", "h100", "--ranks", "0"), "are 1 or more"),
     ],
 )

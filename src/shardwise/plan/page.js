@@ -329,7 +329,7 @@
   });
   at("settings").addEventListener("submit", (event) => event.preventDefault());
   at("copy").addEventListener("click", () => copy(at("json").textContent, "Configuration"));
-  at("link").addEventListener("click", () => copy(location.href, "Link"));
+  at("copy-link").addEventListener("click", () => copy(location.href, "Link"));
   addEventListener("hashchange", () => { restore(); show(); });
   restore();
   show();

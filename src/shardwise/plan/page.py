@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise._version import __version__
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.plan.architectures import SHAPES
 from shardwise.plan.cluster import sheets
 from shardwise.plan.models import micro_batch, named_model
@@ -53,6 +53,11 @@ def tables_of(name: str, config: dict[str, Any], *, recompute: bool) -> tuple[in
 
     try:
         return sum(parameter.numel() for parameter in model.parameters()), Exporter(model, config, batch).tables()
+    except ConfigError as error:
+        raise UsageError(
+            f"{name}: tables cover data-parallel configurations for any number of ranks ({error}). Leave this key out "
+            "of --config, or use `shardwise plan` without --page"
+        ) from error
     except UsageError as error:
         raise UsageError(
             f"{name}: tables do not describe the dry runs of this model ({error}). Use `shardwise plan` without --page"

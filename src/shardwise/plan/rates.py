@@ -165,7 +165,7 @@ class Machine(BaseModel):
 
     @property
     def disk(self) -> None:
-        """None, because disks are not measured (`shardwise bench disk` does it)."""
+        """None, because disks are not measured (`shardwise bench io` does it)."""
 
     @property
     def host_link(self) -> None:

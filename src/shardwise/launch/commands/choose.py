@@ -76,6 +76,10 @@ class Request:
             raise CommandLineError("--ranks, --local-ranks, --length and --batch are 1 or more.")
         if self.disk_limit is not None and self.disk is None:
             raise CommandLineError("--disk-limit: give --disk DIR, too, where the state is to lie.")
+        if self.disk_limit is not None and self.time is not None:
+            raise CommandLineError(
+                "--disk-limit: rates of --time have no speed of a disk; give --card, or leave it out."
+            )
 
     @property
     def sharers(self) -> int:
