@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,14 @@ def test_rows_are_read_as_they_were_written(dtype: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="row 0 has 3 values; 2 to 4 are not in it"):
         found.get(0, 2, 2)
     assert sorted(os.listdir(tmp_path)) == ["a b; c.bin", "a b; c.idx"]
+
+
+def test_a_pickled_dataset_maps_its_files_again(tmp_path: Path) -> None:
+    write_rows(str(tmp_path / "long"), np.zeros(4000, np.uint8), np.ones(4000, np.int32))
+    text = pickle.dumps(MMapIndexedDataset(tmp_path / "long"))
+    assert len(text) < 1000 and len(pickle.loads(text)) == 4000
+    found = pickle.loads(pickle.dumps(MMapIndexedDataset(write(tmp_path / "x"))))
+    assert [row.tolist() for row in (found[i] for i in range(len(found)))] == ROWS and found.values.tolist() == ALL
 
 
 def test_the_files_have_the_published_form(tmp_path: Path) -> None:
@@ -178,6 +188,15 @@ def test_an_interrupted_analysis_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     DataAnalyzer(Lines(), save_path=tmp_path, **METRICS).run_map()
     with pytest.raises(ConfigError, match="has parts of another analysis"):
         DataAnalyzer(list(range(9)), save_path=tmp_path, **METRICS).run_map()
+    others: list[dict[str, Any]] = [
+        {"metric_functions": [lambda batch: 2 * lengths(batch), counts]},
+        {"metric_functions": [counts, lengths]},
+        {"collate_fn": functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)},
+        {"sample_indices": range(1, COUNT + 1)},
+    ]
+    for other in others:
+        with pytest.raises(ConfigError, match="has parts of another analysis"):
+            DataAnalyzer(Lines(), save_path=tmp_path, **{**METRICS, **other}).run_map()
 
 
 def test_a_complete_analysis_begins_anew(tmp_path: Path) -> None:

@@ -122,6 +122,49 @@ def test_wandb_leaves_a_run_of_the_script_open(tmp_path: Path, monkeypatch: pyte
     assert len(list(tmp_path.rglob("*.wandb"))) == 1
 
 
+def test_wandb_begins_anew_when_the_run_of_another_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        def __init__(self) -> None:
+            self.rows: list[Any] = []
+
+        def define_metric(self, name: str, step_metric: str) -> None:
+            self.rows.append(name)
+
+        def log(self, row: dict[str, Any]) -> None:
+            if package.run is not self:
+                raise RuntimeError("the run is finished")
+            self.rows.append(row)
+
+        def finish(self) -> None:
+            package.run = None
+
+    package: Any = ModuleType("wandb")
+
+    def init(**_: Any) -> Run:
+        package.run = Run()
+        return package.run
+
+    package.run, package.init = None, init
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setitem(sys.modules, "shardwise.monitor.wandb", package)  # restored at the end
+    del sys.modules["shardwise.monitor.wandb"]
+    made = importlib.import_module("shardwise.monitor.wandb").WandB
+    section = SimpleNamespace(project="p", group=None, team=None)
+    first, second = made(section), made(section)
+    for one in (first, second):
+        one.open()
+        one.log([Event("x", 1.0, 1, 12.0)])
+    assert len(package.run.rows) == 4
+    first.close()
+    with pytest.raises(RuntimeError):
+        second.log([Event("x", 2.0, 2, 12.0)])
+    second.open()
+    second.log([Event("x", 2.0, 2, 12.0)])
+    assert package.run.rows == ["x", {"x": 2.0, "events/step": 2}]
+    second.close()
+    assert package.run is None
+
+
 def test_mlflow_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient

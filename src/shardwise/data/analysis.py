@@ -7,6 +7,10 @@ command line is built.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +37,11 @@ class _Measure:
     """Collates the samples of a batch, and computes the metrics of the batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], functions: dict[str, Callable[[Any], Any]]) -> None:
-        self._collate, self._functions = collate, functions
+        self.collate, self.functions = collate, functions
 
     def __call__(self, samples: list[Any]) -> tuple[int, dict[str, Array]]:
-        batch = self._collate(samples)
-        found = {name: function(batch) for name, function in self._functions.items()}
+        batch = self.collate(samples)
+        found = {name: function(batch) for name, function in self.functions.items()}
         return len(samples), {
             name: value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
             for name, value in found.items()
@@ -213,12 +217,18 @@ class DataAnalyzer:
     def _part(self, name: str, start: int, stop: int) -> str:
         return os.path.join(self._path, name, f"part_{start}_{stop}.npy")
 
+    def _digest(self, name: str) -> str:
+        functions = self._measure.functions[name], self._measure.collate
+        text = "".join(map(_source, functions)).encode()
+        numbers = b"" if self._numbers is None else self._numbers.tobytes()
+        return hashlib.blake2b(text + numbers, digest_size=8).hexdigest()
+
     def _claim(self) -> None:
         """Compare the analysis with that whose parts the directory has."""
         for name in self._types:
             os.makedirs(os.path.join(self._path, name), exist_ok=True)
             path = os.path.join(self._path, name, _CLAIM)
-            own = {"samples": len(self._dataset), "type": self._types[name]}
+            own = {"samples": len(self._dataset), "type": self._types[name], "functions": self._digest(name)}
             if os.path.exists(path):
                 with open(path, encoding="utf-8") as file:
                     found = json.load(file)
@@ -231,6 +241,16 @@ class DataAnalyzer:
                 with open(temporary, "w", encoding="utf-8") as file:
                     json.dump(own, file)
                 os.replace(temporary, path)
+
+
+def _source(function: Any) -> str:
+    """Return the name and the source of a function; of another callable object those of its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = function if inspect.isroutine(function) else type(function)
+    with contextlib.suppress(OSError, TypeError):  # in an interactive session, and in C
+        return f"{found.__qualname__} {inspect.getsource(found)}"
+    return str(found.__qualname__)
 
 
 class DistributedDataAnalyzer(DataAnalyzer):

@@ -90,6 +90,15 @@ class MMapIndexedDataset(Dataset[Array]):
             )
         return np.dtype(found).newbyteorder("<")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the arrays: a worker process maps the files itself."""
+        arrays = ("sizes", "_starts", "doc_idx", "_map")
+        return {name: value for name, value in vars(self).items() if name not in arrays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        MMapIndexedDataset.__init__(self, state["path"], integers=state["_integers"])
+        vars(self).update(state)
+
     def __len__(self) -> int:
         return len(self.sizes)
 

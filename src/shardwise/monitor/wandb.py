@@ -24,7 +24,10 @@ class WandB(Service[Event]):
         self._known: set[str] = set()
 
     def open(self) -> None:
-        """Start a run unless one is active."""
+        """Start a run unless one is active; after another owner has finished it, too."""
+        if self._run is not None and wandb.run is not self._run:
+            self._run, self._own = None, False
+            self._known.clear()
         if self._run is None and wandb.run is not None:
             self._run = wandb.run
         elif self._run is None:
