@@ -214,6 +214,10 @@ def test_masks_are_truncated_with_their_tokens() -> None:
     assert engine.module.shapes == [(2, 6), (2, 3)]
     with pytest.raises(UsageError, match="may be a mask or embeddings"):
         engine(ids, torch.ones(2, LENGTH, LENGTH))
+    engine(float_mask.bool(), torch.ones(2, 5), ids)
+    assert engine.module.shapes == [(2, 1, 6, 6), (2, 5), (2, 6)]
+    with pytest.raises(UsageError, match=r"curriculum_learning: it truncates .*, found shapes \(2, 3, 9, 9\)"):
+        engine(torch.ones(2, 3, 9, 9))
 
 
 @on_ranks(1)

@@ -122,7 +122,7 @@ class Curricula:
         if self.lengths is None:
             return batch
         most = int(self.lengths.update_difficulty(self._step.global_steps + 1))
-        length = next((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() > 1), 0)
+        length = _length(tensors_in(batch))
         return batch if length <= most else map_tensors(batch, lambda tensor: _narrowed(tensor, length, most))
 
     def within(self, *, training: bool) -> AbstractContextManager[Any]:
@@ -167,6 +167,21 @@ def _all(draws: list[PassDraws], training: bool) -> Iterator[None]:
         for one in draws:
             stack.enter_context(one.within(training=training))
         yield
+
+
+def _length(tensors: list[torch.Tensor]) -> int:
+    """Return the length of the sequences of a batch: that of the first token ids, else of the first sequences."""
+    if not tensors:
+        return 0
+    found = [tensor for tensor in tensors if tensor.dim() in (2, 3)]
+    if not found:
+        raise UsageError(
+            "curriculum_learning: it truncates tensors (batch, length) or (batch, length, width), found shapes "
+            f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}. Remove the section, or let the model's "
+            f"forward take `{_LENGTH}`"
+        )
+    ids = (tensor for tensor in found if tensor.dim() == 2 and not tensor.is_floating_point())
+    return next(ids, found[0]).shape[1]
 
 
 def _narrowed(tensor: torch.Tensor, length: int, most: int) -> torch.Tensor:
