@@ -344,6 +344,28 @@ def test_initial_and_changed_parameters_are_those_of_one_rank(stage: int, precis
     assert 0 < float((safe_get_full_fp32_param(parameter) - 0.125).abs().max()) < 0.1
 
 
+@on_ranks(4)
+def test_refused_changes_change_nothing() -> None:
+    """Between exchanges neither block stores a change; all parameters are resharded, and training goes on."""
+    engine = engine_of(3, size=2, sync_every=2)
+    train(engine, range(1))
+    parameters = list(engine.module.parameters())
+    before = parameters_digest(engine.module)
+    with (
+        pytest.raises(UsageError, match="synchronize_replicas"),
+        shardwise.zero.GatheredParameters(parameters, modifier_rank=0),
+    ):
+        pass
+    assert parameters_digest(engine.module) == before
+    with pytest.raises(UsageError, match="synchronize_replicas"), engine.gathered():
+        for parameter in parameters:
+            parameter.data.zero_()
+            torch.autograd.graph.increment_version(parameter)
+    assert parameters_digest(engine.module) == before
+    train(engine, range(1, 2))
+    assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
+
+
 @pytest.mark.parametrize(
     ("stage", "fragments", "overlap"),
     [(3, 2, 0), (1, 1, 3), thorough(0, 1, 0), thorough(3, 1, 3), thorough(1, 2, 1), thorough(0, 2, 0)],

@@ -207,3 +207,40 @@ def test_a_model_and_its_optimizer_can_be_wrapped_again(stage: int) -> None:
         outcomes.append(parameters_digest(model))
     steps = [float(state["step"]) for state in optimizer.state.values()]
     assert [outcomes[0] != outcomes[1], set(steps)] == [True, {1.0}]
+
+
+# -- steps, ends and errors inside of a block --------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_step_inside_a_block_is_refused() -> None:
+    engine = start(CASES["gpt"], Setting(stage=3, optimizer="SGD"))
+    case, parameter = CASES["gpt"], next(engine.module.parameters())
+    engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
+    with (
+        shardwise.zero.GatheredParameters(parameter, modifier_rank=0),
+        pytest.raises(UsageError, match="leave the block first"),
+    ):
+        engine.step()
+    engine.step()
+    with (
+        shardwise.zero.GatheredParameters(parameter, modifier_rank=0),
+        pytest.raises(UsageError, match="leave the block first"),
+    ):
+        engine.refresh()
+
+
+@on_ranks(2)
+def test_an_engine_destroyed_inside_a_block_leaves_whole_parameters() -> None:
+    for block in (lambda e: e.gathered(), lambda e: shardwise.zero.GatheredParameters(e.module.parameters())):
+        engine = start(CASES["gpt"], Setting(stage=3, optimizer="SGD"))
+        before = parameters_digest(engine.module)
+        with block(engine):
+            engine.destroy()
+        assert digest(list(engine.module.parameters())) == before
+    engine = start(CASES["gpt"], Setting(stage=3, optimizer="SGD"))
+    with (
+        pytest.raises(UsageError, match="has been destroyed"),
+        shardwise.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0),
+    ):
+        engine.destroy()

@@ -119,3 +119,17 @@ def test_local_gradients_that_a_script_changes_are_refused() -> None:
             parameter.grad.mul_(0.5)
     with pytest.raises(UsageError, match=r"changed between backward passes inside of no_sync"):
         engine.backward(engine(batch(rank, 1), rank))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@on_ranks(2)
+def test_sparse_gradients_become_dense(op: str) -> None:
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False)])
+    start, (table, layer) = [p.detach().clone() for p in model.parameters()], model
+    model.forward = lambda ids: layer(table(ids) if len(ids) else torch.ones(1, 2)).sum()  # type: ignore[method-assign]
+    engine = engine_of(model, 0, gradient_allreduce_op=op)
+    for _ in range(2):
+        engine.backward(engine(torch.tensor([1, 1, 3][: 3 * dist.get_rank()], dtype=torch.long)))
+    counts = torch.tensor([0.0, 2, 0, 1]) * (2 if op == "sum" else 1)
+    assert torch.allclose(table.weight.grad, counts[:, None] * start[1])

@@ -143,6 +143,8 @@ def _check(sharded: ShardedModel) -> None:
             "engine.refresh(): gradients of an unfinished accumulation window are held, and would be lost. Call it "
             "after the engine.step() that ends a window"
         )
+    if sharded.pinned:
+        raise UsageError("engine.refresh(): inside gathered() or GatheredParameters; leave the block first")
     if sharded.local is not None:
         raise UsageError("engine.refresh(): not with local_sgd. Change the model before initialize()")
     if sharded.stepping.communicates or sharded.compressor is not None:

@@ -69,7 +69,7 @@ def offload_states(
 
     Args:
         include: kinds of state (`shardwise.zero.OffloadStateTypeEnum`), or their names: `optim_states`, `hp_params`
-            (master weights, or the parameters where the optimizer steps them directly), `lp_params` (parameters),
+            (master weights; none where the optimizer steps the parameters directly), `lp_params` (parameters),
             `lp_grads` and `contiguous_grad_buffer` (reduced and unreduced gradients of an unfinished window). None:
             all.
         device: "cpu".

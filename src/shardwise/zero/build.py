@@ -146,7 +146,7 @@ class UnitBuilder:
             sections,
             domain,
             take_over=weakly(self._model.take_over) if takes else None,
-            await_copies=weakly(self._model.await_copies) if takes else None,
+            allow_change=weakly(self._model.allow_change) if takes else None,
         )
         for section in sections:
             self._fill(unit, section)

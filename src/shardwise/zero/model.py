@@ -150,6 +150,7 @@ class ShardedModel:
         copied: event after running copies of master weights and optimizer state; None: no copies run.
         wholes: assembles tensors of which ranks have parts.
         values_version: how often the engine has written parameters.
+        pinned: number of sharded units that blocks of the script keep unsharded.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, sharding: Sharding) -> None:
@@ -174,6 +175,7 @@ class ShardedModel:
         self.domain = sharding.domains.main
         self.comm: Communicator = self.domain.ranks
         self.closed = self.failed = ""
+        self.pinned = 0
         self.presence = Presence()
         self._order_agreed = False
         self.copied: Copied | None = None
@@ -489,9 +491,10 @@ class ShardedModel:
 
     def check_can_step(self) -> None:
         """Raise UsageError before a step if parameters are gathered for evaluation, or were frozen or replaced."""
-        if self.model_pass.unsharder.suspended:
+        if self.model_pass.unsharder.suspended or self.pinned:
             raise UsageError(
-                "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
+                "step() inside gathered() or GatheredParameters: the gathered parameters would stay as they are; leave "
+                "the block first"
             )
         self.places.check()
         self.guards.check_trained()
@@ -500,6 +503,12 @@ class ShardedModel:
         """Make the current stream wait for copies of master weights and optimizer state, before each write to these."""
         if self.copied is not None:
             self.copied.wait()
+
+    def allow_change(self, unit: Unit) -> None:
+        """Raise UsageError before values are written that differ by rank, and `await_copies`."""
+        if self.update is not None:
+            self.update.check_agreed(f"parameters of unit {unit.name!r}")
+        self.await_copies()
 
     def take_changes(self) -> None:
         """Copy in-place changes of parameters to this rank's master weights; unchanged elements keep their digits.
@@ -770,6 +779,7 @@ class ShardedModel:
                     store.split(parameter)
             for section in unit.sections:
                 section.drop()
+            unit.sharded = False  # a block of the script that has gathered it leaves it alone
             del self.units[0]
         if self.channel is not None:
             if not reason:

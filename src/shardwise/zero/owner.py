@@ -117,8 +117,10 @@ class ParameterOwner(Owner):
             yield
         finally:
             model.unsharder.suspended = False
-            model.state.let_go(gathered)
-            model.shards_written()  # by changes in place inside
+            try:
+                model.state.let_go(gathered)
+            finally:
+                model.shards_written()  # by changes in place inside
 
     @override
     def kept(self, parameter: nn.Parameter) -> int:

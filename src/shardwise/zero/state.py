@@ -221,6 +221,7 @@ class ShardedState:
                 if unit.state is UnitState.SHARDED:
                     self._fill_now(unit, kind)
                     unit.pins += 1
+                    self._model.pinned += 1
                     changed.append(unit)
         except BaseException:
             self.let_go(changed)
@@ -244,15 +245,20 @@ class ShardedState:
 
     def let_go(self, gathered: Sequence[Unit]) -> None:
         """Reshard the units that `gather_parts` has returned."""
-        for unit in gathered:
-            # The script has resized them: the next pass raises, unless `engine.refresh()` takes them over before.
-            pairs = zip(unit.tensors, unit.parameters, strict=True)
-            resized = [(parameter, parameter.data) for tensor, parameter in pairs if parameter.shape != tensor.shape]
-            unit.pins -= 1
-            unit.reshard()
-            for parameter, values in resized:
-                released.restore(parameter)
-                parameter.data = values
+        with contextlib.ExitStack() as stack:  # all of them, also after an error
+            for unit in reversed(gathered):
+                stack.callback(self._let_go, unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        # The script has resized them: the next pass raises, unless `engine.refresh()` takes them over before.
+        pairs = zip(unit.tensors, unit.parameters, strict=True)
+        resized = [(parameter, parameter.data) for tensor, parameter in pairs if parameter.shape != tensor.shape]
+        unit.pins -= 1
+        self._model.pinned -= 1
+        unit.reshard()
+        for parameter, values in resized:
+            released.restore(parameter)
+            parameter.data = values
 
     def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
         """End a `gather_parts`, and reshard the units. Raises UsageError if the values are rounded.
@@ -261,8 +267,11 @@ class ShardedState:
         """
         try:
             if src is not None:
-                self._model.presence.require("changed parameters cannot be stored")
-                for unit in self._model.units_of(parameters):
+                self._model.check_there("changed parameters cannot be stored")
+                units = self._model.units_of(parameters)
+                for unit in units:
+                    self._model.allow_change(unit)
+                for unit in units:
                     ranks = unit.domain.ranks
                     root = ranks.group_rank(src) if src in ranks.members else 0
                     for section in unit.sections:

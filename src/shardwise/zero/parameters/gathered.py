@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -98,9 +99,10 @@ class GatheredParameters:
             )
 
     def _put_back(self, src: int | None) -> None:
-        while self._gathered:
-            owner, parameters, gathered = self._gathered.pop(0)
-            owner.put_back(parameters, gathered, src)
+        with contextlib.ExitStack() as stack:  # all of them, also after an error
+            while self._gathered:
+                owner, parameters, gathered = self._gathered.pop()
+                stack.callback(owner.put_back, parameters, gathered, src)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -90,6 +90,8 @@ class PlainGradients:
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         grad = parameter.grad
+        if grad is not None and grad.is_sparse and self._comm.world > 1:
+            parameter.grad = grad = grad.coalesce().to_dense()
         if parameter in self._summed and grad is not None:
             assert isinstance(parameter, nn.Parameter)
             self._last[parameter] = weakref.ref(grad), grad._version

@@ -48,8 +48,8 @@ class Unit:
     """Parameters that are unsharded, reduced and stepped together; its flat parameters have the memory.
 
     `shardwise.zero.build` creates a unit unsharded, and then shards it. `modules` need the unit in `forward`.
-    `take_over` is called after in-place changes of unsharded values, to update master weights; `await_copies` before
-    shards or master weights are written, because a copy may still read them.
+    `take_over` is called after in-place changes of unsharded values, to update master weights; `allow_change` before
+    shards are written: it may raise, and waits for copies that still read them.
 
     Attributes:
         sharded: whether the parameters are resharded between uses.
@@ -76,7 +76,7 @@ class Unit:
         domain: Domain,
         *,
         take_over: Callable[[Unit], None] | None = None,
-        await_copies: Callable[[], None] | None = None,
+        allow_change: Callable[[Unit], None] | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -93,7 +93,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.unguarded = True
         self.pins = 0
-        self._take_over, self._await_copies = take_over, await_copies
+        self._take_over, self._allow_change = take_over, allow_change
         self.exact: GatherSource = ShardSource(self.sections, domain)
         self.codes: GatherSource | None = None
         self.second: SecondShardSource | None = None
@@ -322,7 +322,12 @@ class Unit:
             self.state = UnitState.SHARDED
             return
         self.wait_for_unshard()
-        self._keep_changes()
+        try:
+            self._keep_changes()
+        finally:
+            self._leave(heir)
+
+    def _leave(self, heir: Unit | None) -> None:
         if self._second_follows:
             self._second_follows = False
             self._store_second()
@@ -447,8 +452,8 @@ class Unit:
                 "storing them would round the weights themselves. Change parameters between passes."
             )
         self.second_valid = False
-        if self._await_copies is not None:
-            self._await_copies()
+        if self._allow_change is not None:
+            self._allow_change(self)
         for section in self.sections:
             if section.sharded:
                 with section.tiered_shard.use(read=False, written=True):
