@@ -202,6 +202,24 @@ def test_batches_of_each_rank_are_handed_round() -> None:
 
 
 @on_ranks(2)
+def test_packed_rows_of_one_rank_are_known_to_all() -> None:
+    group = begin(2)
+    positions = torch.arange(8) % (8 if group.rank else 4)
+    batch = {"input_ids": torch.arange(8).view(1, -1), "position_ids": positions.view(1, -1)}
+    assert len(list(RoundRobinLoader([batch], group))) == 2
+    assert of_all_ranks(group.aligned) == [True, True]
+    end()
+
+
+def test_layouts_in_inference_mode() -> None:
+    group = begin(1)
+    with torch.inference_mode():
+        positions = torch.arange(3).view(1, -1)
+        assert all(group.layout(3, 1, positions, None, positions.device).lengths == [3] for _ in range(2))
+    end()
+
+
+@on_ranks(2)
 def test_plans_are_made_of_a_rank_s_part() -> None:
     engine, *_ = shardwise.initialize(model=llama(shared=True), config=CONFIG, mesh=(1, 2))
     for plan in engine.memory_plans(split(data(0, 1)), stages=[1, 3]).plans:
@@ -326,6 +344,16 @@ def test_recomputed_passes_of_other_lengths() -> None:
     engine.backward(loss, weight=tokens)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(safe_get_full_grad(shared.get_parameter(name)), parameter.grad)
+
+
+@on_ranks(2)
+def test_a_block_outside_of_the_model_s_forward_pass() -> None:
+    plain, shared = MODELS["gpt"](shared=False), MODELS["gpt"](shared=True)
+    engine = shardwise.initialize(model=shared, config={**CONFIG, "sequence_parallel_size": 2}).engine
+    loss, tokens = loss_of(engine, split(data(0, 1, 9)))
+    x = torch.ones(2, 10, 12).cumsum(1)
+    torch.testing.assert_close(shared.blocks[0](split(x)), split(plain.blocks[0](x)))
+    engine.backward(loss, weight=tokens)
 
 
 @on_ranks(2)

@@ -78,6 +78,11 @@ def test_losses_of_tiles_are_weighed_by_their_tokens(reduction: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
+def test_a_mean_in_fp16_does_not_overflow() -> None:
+    x = torch.full((1, 70000), 3.0, dtype=torch.float16)
+    assert sequence_tiled_compute(lambda x: x.mean(), 70000, 2, {"x": x}, {}).item() == 3
+
+
 def peak(tokens: int, words: int, tiles: int) -> int:
     """Most bytes of tensors that a loss and its gradients make."""
     torch.manual_seed(0)

@@ -21,7 +21,9 @@ import shardwise
 from shardwise import checkpointing
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, Tier, track_activations
+from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.recompute import settings
+from shardwise.recompute.partitioned import dividing
 from shardwise.utils import safe_get_full_grad
 from shardwise_deepspeed import checkpointing as script
 from tests.harness import on_ranks, thorough
@@ -156,6 +158,15 @@ def test_saved_inputs_may_be_divided(unconfigured: None) -> None:
     script.configure(parallel(2), partition_activations=True)
     with pytest.raises(UsageError, match=r"nothing connects the model-parallel ranks of configure\(mpu_\)"):
         checkpointing.checkpoint(torch.sin, x)
+
+
+def test_saved_inputs_that_are_modified_are_errors_where_inputs_are_divided() -> None:
+    x, mask = torch.ones(4, requires_grad=True), torch.ones(4)
+    with dividing(TensorGroup(None, [[0], [1]], 0)):
+        y = checkpointing.checkpoint(torch.mul, x.sin(), mask).sum()
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
 
 
 def test_a_configuration_is_checked(unconfigured: None) -> None:

@@ -15,6 +15,9 @@ from shardwise.comm.ledger import Ledger
 from shardwise.engine.parallel import SharedSequences
 from shardwise.engine.reserved import RESERVE, CommunicatorMemory
 from shardwise.memory import Accountant, Category
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.parallel.tensor.layers import runs_of
+from shardwise.registry import part_of
 from tests.device.recorded import imagined
 from tests.harness import run_ranks
 from tests.harness.training import SGD, config_of, engine_of
@@ -162,3 +165,14 @@ def trained(stage: int, ranks: int) -> list[float]:
 def test_words_that_do_not_divide_evenly_are_trained_as_on_one_rank(stage: int) -> None:
     expected = pytest.approx(run_ranks(trained, 1, stage, 1)[0], rel=1e-5)
     assert run_ranks(trained, 2, stage, 2) == [expected] * 2
+
+
+def test_parameters_of_the_same_ranks_share_the_list_of_them() -> None:
+    group = TensorGroup(None, [range(place, 4096, 2) for place in range(2)], 0)
+    layers = [nn.LayerNorm(8) for _ in range(4)]
+    for layer in layers[:2]:
+        group.declare_summands(layer.weight)
+    for layer in layers[2:]:
+        group.declare(layer.weight, [8], 0, runs_of(8, 2))
+    first, second, third, fourth = (part_of(layer.weight).ranks for layer in layers)
+    assert first is second is not None and third is fourth is not None

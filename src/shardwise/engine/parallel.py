@@ -77,6 +77,7 @@ class SharedSequences:
         # Weak references, because the model may outlive the engine.
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins))))
         self._hooks.append(model.register_forward_hook(ModuleHook(weakly(self._ended)), with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(ModuleHook(weakly(self.group.end_pass)), always_call=True))
 
     def _begins(self, *_: Any) -> None:
         self.group.begin_pass()
@@ -209,10 +210,10 @@ class SharedTensors:
         if not self._client:  # client layers manage their random numbers
             same_numbers(self.group)
             self._regions = Regions(model, self.group)
-            self._regions.watch(model, ModuleHook)
+            self._regions.watch(model, lambda function: ModuleHook(weakly(function)))
         self._gradients = GradientGuard(model, self.group)
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins)), with_kwargs=True))
-        self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
+        self._hooks.append(model.register_forward_hook(ModuleHook(weakly(self.group.end_pass)), always_call=True))
 
     def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         begin_pass(model)

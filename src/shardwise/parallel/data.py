@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.errors import UsageError
-from shardwise.parallel.sequence import SequenceGroup, needed, run_of
+from shardwise.parallel.sequence import SequenceGroup, needed, run_of, shares
 
 IGNORED = -100  # label of tokens without a target
 
@@ -111,12 +111,11 @@ def _cut(tensor: torch.Tensor, length: int, size: int, rank: int) -> torch.Tenso
 def _note_aligned(batch: Any, group: SequenceGroup) -> None:
     """Set `SequenceGroup.aligned` if positions restart in each rank's part."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    if group.aligned or group.size == 1 or not isinstance(positions, torch.Tensor) or positions.is_cuda:
+    if group.aligned or group.size == 1 or not isinstance(positions, torch.Tensor):
         return
     length = batch[_key(batch)].shape[1]
-    runs = (run_of(length, group.size, rank) for rank in range(group.size))
-    parts = [positions.reshape(-1, length)[:, first:end] for first, end in runs]
-    group.aligned = all(bool((part == torch.arange(part.shape[1], device=part.device)).all()) for part in parts)
+    restarting = torch.cat([torch.arange(size, device=positions.device) for size in shares(length, group.size)])
+    group.aligned = bool((positions.reshape(-1, length) == restarting).all())
 
 
 class SequenceLoader:
@@ -171,12 +170,13 @@ class RoundRobinLoader:
         while True:
             batch = next(batches, None)
             parts = None if batch is None else self._parts(batch, group)
-            described = None if parts is None else [_describe(part) for part in parts]
+            described = None if parts is None else [group.aligned, *map(_describe, parts)]
             told = group.comm.exchange(described, "sequence_batches")
             if any(found is None for found in told):
                 return
             assert parts is not None
-            yield from self._handed_round(parts, [found[group.rank] for found in told], group)
+            group.aligned = any(found[0] for found in told)
+            yield from self._handed_round(parts, [found[1 + group.rank] for found in told], group)
 
     def _parts(self, batch: Any, group: SequenceGroup) -> list[dict[str, torch.Tensor]]:
         if not isinstance(batch, Mapping) or not all(isinstance(v, torch.Tensor) for v in batch.values()):

@@ -76,7 +76,7 @@ class SequenceGroup:
         self.exchanges = 0
         self.comparing = False
         self._comms = {comm: data}
-        self._pass: int | None = None
+        self._inside: bool | None = None  # in a forward pass of an engine's model; None: passes are not reported
         self._agreed: list[int] | None = None
         self._usual: list[int] | None = None
         self._vary = False
@@ -140,23 +140,27 @@ class SequenceGroup:
 
     def begin_pass(self) -> None:
         """Begin a forward pass: lengths are exchanged again when needed."""
-        self._pass = (self._pass or 0) + 1
+        self._inside = True
         self._agreed = None
         self._known = WeakIdKeyDictionary()
 
+    def end_pass(self, *_: Any) -> None:
+        """End a forward pass: calls outside of one exchange their lengths."""
+        self._inside = False
+
     def end_passes(self) -> None:
         """Stop caching lengths, because begins of forward passes are no longer reported."""
-        self._pass = None
+        self._inside = None
         self._agreed = None
 
     def lengths(self, own: int) -> list[int]:
         """Return the number of tokens of each rank (all ranks call, in the same order).
 
-        Exchanged once in a forward pass of an engine, and at every call without an engine. A backward pass recomputes
+        Exchanged once in a forward pass of an engine, and at every call outside of one. A backward pass recomputes
         layers of several forward passes, and exchanges at every call if their lengths have ever differed.
         """
         backward = backward_pass() is not None
-        if self._agreed is not None and not (backward and self._vary):
+        if self._agreed is not None and (not self._vary if backward else self._inside):
             if self._agreed[self.rank] != own:
                 raise UsageError(
                     f"sequence parallelism: rank {self.rank} has {own} tokens in an attention layer, and had "
@@ -165,8 +169,9 @@ class SequenceGroup:
                 )
             return self._agreed
         told = [int(length) for length in self.comm.exchange(own, "sequence_lengths")]
-        if self._pass is not None and not backward:
-            self._agreed = told
+        if self._inside is not None and not backward:
+            if self._inside:
+                self._agreed = told
             if not self.comparing:
                 self._vary |= self._usual not in (None, told)
                 self._usual = told
@@ -194,7 +199,7 @@ class SequenceGroup:
             return Layout(self.lengths(own))
         if key in self._known:
             version, layout = self._known[key]
-            if version == key._version and layout.lengths[self.rank] == own:
+            if version == _version(key) and layout.lengths[self.rank] == own:
                 return layout
         runs = runs_of(positions)
         padded = kept is not None and not bool(kept.all())
@@ -211,7 +216,7 @@ class SequenceGroup:
                 layout.positions = self.whole(positions.expand(rows, own).contiguous(), layout.lengths)
             else:
                 layout.first = begins[0]
-        self._known[key] = (key._version, layout)
+        self._known[key] = (_version(key), layout)
         return layout
 
     def _check_split(self, told: list[Any]) -> None:
@@ -235,6 +240,10 @@ class SequenceGroup:
         pieces = received.split(sizes)
         found = torch.cat([piece.view(rows, -1) for piece in pieces], dim=1)
         return found.to(part.dtype)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def runs_of(positions: torch.Tensor | None) -> list[int] | None:

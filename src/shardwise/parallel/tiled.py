@@ -174,5 +174,5 @@ def sequence_tiled_compute(
         return torch.cat(outputs, dim=output_unshard_dimension)
     stacked = torch.stack([output.reshape(()) for output in outputs])
     if output_reduction == "mean":
-        return (stacked * numbers_on(stacked.device, sizes, stacked.dtype)).sum() / seqlen
+        return (stacked * numbers_on(stacked.device, [size / seqlen for size in sizes], stacked.dtype)).sum()
     return stacked.sum()

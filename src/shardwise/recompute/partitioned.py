@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.compat import has_values, never_compiled, saved_hooks_in_force, transforming
+from shardwise.compat import check_version, has_values, never_compiled, saved_hooks_in_force, transforming
 from shardwise.errors import DesyncError
 from shardwise.parallel.tensor.group import TensorGroup, fingerprint
 
@@ -31,6 +31,7 @@ class _Part(NamedTuple):
 
 class _Whole(NamedTuple):
     content: Any
+    version: int | None  # None: the enclosing hooks keep the tensor
 
 
 class _Divided:
@@ -50,7 +51,8 @@ class _Divided:
     def pack(self, tensor: torch.Tensor) -> Any:
         divides = tensor.is_floating_point() and tensor.numel() >= LEAST and not isinstance(tensor, nn.Parameter)
         if not divides or not self.lets_go(tensor):
-            return _Whole(self._kept(tensor))
+            whole = self._kept(tensor)
+            return _Whole(whole, whole._version if self._outer is None else None)
         self._compare(tensor)
         size, place = self._group.size, self._group.place
         each = -(-tensor.numel() // size)
@@ -63,6 +65,8 @@ class _Divided:
     def unpack(self, packed: Any) -> torch.Tensor:
         kept: torch.Tensor = packed.content if self._outer is None else self._outer[1](packed.content)
         if isinstance(packed, _Whole):
+            if packed.version is not None:
+                check_version(kept, packed.version, kept)
             return kept
         full = kept.new_empty(kept.numel() * self._group.size)
         if has_values(kept):

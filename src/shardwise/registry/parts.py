@@ -30,6 +30,7 @@ class Part:
 
 
 _declared = WeakTensorKeyDictionary()
+_distinct: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple of ranks for all parameters that have it
 
 
 def declare_part(
@@ -74,6 +75,8 @@ def declare_part(
     members = None if ranks is None else tuple(int(rank) for rank in ranks)
     if members is not None and (not members or members[0] < 0 or sorted(set(members)) != list(members)):
         raise UsageError(f"declare_part(ranks={list(members)}): expected ranks in ascending order, each once")
+    if members is not None:
+        members = _distinct.setdefault(members, members)
     if divisor is not None and members is None:
         raise UsageError("declare_part(divisor=...) needs ranks: what all ranks share is divided by their number")
     if divisor is not None and divisor < 1:

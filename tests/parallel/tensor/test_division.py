@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ShardwiseError, UsageError
+from shardwise.parallel import begin_tensors, end_tensors
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.layers import ShardSpec, divide, runs_of
 from shardwise.parallel.tensor.loss import words_cross_entropy
@@ -329,6 +330,20 @@ def test_words_of_no_rank_are_errors_on_every_rank(place: int, wrong: int) -> No
         words(torch.tensor([0, wrong]))
     with pytest.raises(RuntimeError, match=f"index {wrong - 3 * place} is out of bounds"):
         words_cross_entropy(torch.zeros(3, 3), torch.tensor([0, -100, wrong]), group, [3, 3])
+
+
+@on_ranks(2)
+def test_a_rank_whose_words_are_all_masked() -> None:
+    group, labels = begin_tensors(2), torch.tensor([1, 5])
+    logits = torch.arange(12.0).view(2, 6)
+    logits[0, 3:] = -torch.inf
+    whole, part = (x.clone().requires_grad_() for x in (logits, logits[:, 3 * group.place :][:, :3]))
+    found, expected = words_cross_entropy(part, labels, group, [3, 3]), F.cross_entropy(whole, labels)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(part.grad, whole.grad[:, 3 * group.place :][:, :3])
+    end_tensors()
 
 
 def test_embeddings_that_count_or_change_words_stay_undivided() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -17,10 +19,12 @@ from shardwise import checkpointing
 from shardwise.errors import DesyncError, UsageError
 from shardwise.moe import MoE
 from shardwise.parallel import begin_tensors, end_tensors
+from shardwise.parallel.tensor.mappings import enter
 from shardwise.recompute import partitioned
 from shardwise.utils import safe_get_full_grad
 from tests.families import build
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
+from tests.harness.engines import forget_engines
 from tests.harness.training import SGD, config_of
 from tests.parallel.tensor.models import ROWS, TOKENS, WIDTH, Block, Decoder, data
 from tests.parallel.tensor.together import RULES
@@ -125,6 +129,35 @@ def test_a_newer_engine_of_the_same_model_has_its_layers_and_random_numbers() ->
             assert torch.equal(mask, others[path]) == (path.rpartition(".")[2] in COMMON[False]), path
         former.destroy()
         engine(data(0, ROWS))
+
+
+@on_ranks(2)
+def test_an_engine_that_was_dropped_leaves_no_random_numbers() -> None:
+    model = started(False).module
+    forget_engines()
+    gc.collect()
+    engine = shardwise.initialize(model=model, config=config()).engine
+    engine(data(0, ROWS))
+    masks, others = of_all_ranks({path: seen[-1] for path, seen in masks_of(engine).items()})
+    for path, mask in masks.items():
+        assert torch.equal(mask, others[path]) == (path.rpartition(".")[2] in COMMON[False]), path
+
+
+@on_ranks(2)
+def test_recomputed_activations_end_with_the_backward_pass() -> None:
+    group, made = begin_tensors(2), []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        entered = enter(x, group)
+        made.append(weakref.ref(entered))
+        return entered.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    y = checkpointing.checkpoint(function, x).sum()
+    group.end_pass()  # as behind a forward pass
+    y.backward()
+    assert len(made) == 2 and made[1]() is None
+    end_tensors()
 
 
 def masks_of(engine: Any) -> dict[str, list[torch.Tensor]]:

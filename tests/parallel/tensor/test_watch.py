@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ConfigError
 from shardwise.parallel.tensor.check import Comparison
+from shardwise.parallel.tensor.guard import GradientGuard
 from tests.harness import on_ranks, thorough
 from tests.parallel.tensor.test_division import Refused, alone, config, differing, gradients
 
@@ -272,3 +274,17 @@ def test_a_divided_weight_used_by_hand_among_sharded_tokens_is_refused(stage: in
     assert "blocks.1 (Borrowing) uses blocks.0.mlp.up_proj.weight of another block" in borrowed, borrowed
     assert isinstance(between, Refused), between
     assert re.search(r"the loss depends on blocks\.0\.mlp\.(up|down)_proj\.weight, of which each rank", between)
+
+
+def test_gradients_are_compared_after_an_overflow() -> None:
+    def exchange(own: Any, _: str) -> Any:
+        return [own, [*own[:2], *([2 * number for number in row] for row in own[2:])]]
+
+    comm: Any = types.SimpleNamespace(imagined=False, device=torch.device("cpu"), exchange=exchange)
+    model = nn.Linear(2, 1)
+    guard = GradientGuard(model, types.SimpleNamespace(comm=comm, size=2))  # type: ignore[arg-type]
+    (model(torch.ones(2)) * torch.inf).sum().backward()
+    guard.check()
+    model(torch.ones(2)).sum().backward()
+    with pytest.raises(ConfigError, match="the gradient of weight, which all 2 ranks"):
+        guard.check()

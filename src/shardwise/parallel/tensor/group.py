@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.boxes import Region, region
 from shardwise.comm.communicator import Communicator
-from shardwise.compat import backward_pass, has_values
+from shardwise.compat import at_end_of_backward, backward_pass, has_values
 from shardwise.errors import UsageError
 from shardwise.parallel.sequence import shares
 from shardwise.registry import declare_part
@@ -59,6 +59,7 @@ class TensorGroup:
         self.compared = 0
         self._tokens = 0
         self._totals: set[int] = set()  # equal on all ranks
+        self._task: int | None = None  # backward pass at whose end the cached input is cleared
         self._entered: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
@@ -167,6 +168,10 @@ class TensorGroup:
     def note_entered(self, given: torch.Tensor, made: torch.Tensor) -> None:
         """Cache a tensor-parallel input for layers with the same input, until the next one."""
         self._entered = weakref.ref(given), given._version, made
+        task = backward_pass()
+        if task not in (None, self._task):
+            self._task = task
+            at_end_of_backward(self.end_pass)
 
     def end_pass(self, *_: Any) -> None:
         """Clear the cached input."""

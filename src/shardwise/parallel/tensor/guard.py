@@ -6,6 +6,8 @@ each rank would step with its partial gradient.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from shardwise.registry import part_of
 
 _RULES = "tensor_parallel.partition_config.layer_specs"
 _NEAR, _NEAR_IN_HALF = 1e-3, 5e-2  # relative to the norm of a tensor
+_OVERFLOWS = 32  # passes with numbers that are not finite, after which the check ends
 _LOSS, _LOSS_IN_HALF = 1e-5, 5e-3  # relative to a loss, which all ranks compute from the same numbers
 
 
@@ -56,6 +59,7 @@ class GradientGuard:
         self._found: dict[int, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._in_half = False
+        self._overflows = 0
         self._divided: dict[int, str] = {}
         self.ended = group.comm.imagined
         if self.ended:
@@ -98,6 +102,10 @@ class GradientGuard:
         losses, every = [theirs[0] for theirs in told], [theirs[2:] for theirs in told]
         if self._names and not any(number for theirs in every for row in theirs for number in row):
             return  # a pass without gradients
+        if self._overflows < _OVERFLOWS and not all(map(math.isfinite, itertools.chain(*itertools.chain(*every)))):
+            self._overflows += 1
+            self._found = {}
+            return  # as behind an overflow in fp16; the next pass is compared
         parameters, half = self._parameters, self._in_half or any(self._halves)
         half |= loss is not None and loss.dtype in (torch.float16, torch.bfloat16)
         self.close()

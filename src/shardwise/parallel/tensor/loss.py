@@ -66,7 +66,8 @@ class _CrossEntropy(torch.autograd.Function):
             wide = logits[rows].to(torch.float32, copy=True)  # a copy, because the logits are shared
             told[0, rows] = most = wide.amax(-1)
             told[2, rows] = wide.gather(-1, places[rows]).squeeze(-1)
-            told[1, rows] = wide.sub_(most.unsqueeze(-1)).exp_().sum(-1)
+            finite = most.masked_fill(most == -torch.inf, 0)  # all words of this rank may be masked
+            told[1, rows] = wide.sub_(finite.unsqueeze(-1)).exp_().sum(-1)
         told[2].masked_fill_(~here, 0)
         everybody = told.new_zeros(group.size, 3, tokens)
         if group.size == 1:
