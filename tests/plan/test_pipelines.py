@@ -124,5 +124,5 @@ def test_prices_and_shares() -> None:
 
 def test_a_machine_without_disk_rates(tmp_path: Path) -> None:
     machine = Machine(when="", host_name="elsewhere", processor="", cores=1, device="cpu", torch="", threads=1)
-    with pytest.raises(UsageError, match="give --disk-speed"):
+    with pytest.raises(UsageError, match="was not measured; `shardwise plan --disk-speed`"):
         plan_times(GPT(), offloaded("nvme", nvme_path=str(tmp_path)), machine, ranks=1, stages=[1], batch=batch())

@@ -28,7 +28,7 @@ from shardwise.plan.cluster import Cluster
 from shardwise.plan.configurations import branches, decoder_of, get_training_config
 from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
 from shardwise.plan.layers import DeepPlanner, deep_planner, equal_layers
-from shardwise.plan.search import Branch, Candidate, Objective, candidates, search
+from shardwise.plan.search import Branch, Candidate, Objective, Search, candidates, in_words, search
 from tests.harness import thorough
 
 CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True}}
@@ -189,6 +189,13 @@ def test_the_command_writes_reasons_beside_values(tmp_path: Path, monkeypatch: p
     assert zero["offload_optimizer"]["device"] == "none" and zero["reduce_bucket_size"] == 12345
     code, text = run("chosen_model:Model", *options, "--device-limit", "1KiB")
     assert code != 0 and "nothing fits. The least: " in text and "--host-limit" in text
+
+
+def test_settings_without_rates_are_named_where_nothing_fits() -> None:
+    planner = Imagined(2, 400, 1, 1, 0)
+    least = planner.plan(TARGET.setting, room(1))
+    found = Search(smallest=Candidate(Branch(planner, 2), TARGET.setting, least), unknown="the disk was not measured")
+    assert in_words(found).endswith("to spare in it). Others cannot be planned: the disk was not measured.")
 
 
 def test_machines_of_a_card_have_8_ranks() -> None:

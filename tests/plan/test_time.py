@@ -325,7 +325,7 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
         plan_times(GPT(), config_of(0), machine, ranks=2, stages=[0], batch=None)
     offloaded = config_of(1)
     offloaded["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
-    with pytest.raises(UsageError, match="give --disk-speed"):
+    with pytest.raises(UsageError, match="`shardwise plan --disk-speed`"):
         plan_times(GPT(), offloaded, machine, ranks=2, stages=[1], batch=batch())
 
 

@@ -200,6 +200,7 @@ def in_words(found: Search) -> str:
     return (
         f"The least: {one.setting} needs {format_size(round((one.plan.total or 0) * (1 + MARGIN)))} of a rank's device"
         f"{elsewhere} ({MARGIN:.0%} to spare in it)."
+        + (f" Others cannot be planned: {found.unknown}." if found.unknown else "")
     )
 
 

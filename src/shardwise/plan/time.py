@@ -145,7 +145,9 @@ def _planned(
     offload = setting.offload or Offload.of(planners[0].target.resolution.config)
     disk = disk or rates.disk
     if "nvme" in offload.devices and disk is None:
-        raise UsageError("how fast the disk is was not measured: give --disk-speed, as `shardwise bench io` finds it")
+        raise UsageError(
+            "how fast the disk is was not measured; `shardwise plan --disk-speed` takes what `shardwise bench io` finds"
+        )
     ranks = setting.ranks * setting.pipeline
     if rates.host_link is None and set(offload.devices) != {"none"} and rates.costs(ranks).asynchronous:
         raise UsageError(
