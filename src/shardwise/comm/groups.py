@@ -220,8 +220,7 @@ _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
 
 def _destroy(made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup]) -> None:
     while made:
-        with contextlib.suppress(ValueError):  # the script has destroyed all groups
-            dist.destroy_process_group(made.popitem()[1])
+        give_back(made.popitem()[1])
 
 
 _names: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
@@ -241,7 +240,7 @@ def _next_name(name: str) -> str:
 
 def name_of_engine(ranks: Sequence[int]) -> str:
     """Return a short name for an engine of some ranks, equal on all of them (all call), and of no other engine."""
-    return _next_name(f"engine{zlib.crc32(repr(list(ranks)).encode()):x}")
+    return _next_name(f"e{zlib.crc32(repr(list(ranks)).encode()):x}")
 
 
 def new_group(
@@ -320,6 +319,12 @@ def refuse(what: str, error: BaseException) -> None:
 def _publish(store: dist.Store, text: str) -> None:
     with contextlib.suppress(RuntimeError):  # the store has gone, with the ranks that would read this
         store.compare_set(REFUSED, "", text)
+
+
+def give_back(group: dist.ProcessGroup) -> None:
+    """Destroy a group of `new_group`, unless the script has destroyed all groups."""
+    with contextlib.suppress(ValueError):
+        dist.destroy_process_group(group)
 
 
 def forget() -> None:
