@@ -233,3 +233,10 @@ def test_a_snapshot_that_is_dropped_is_not_pinned_any_more(log: list[Any], monke
     del snapshot
     assert log[-1] == "unpin"
     assert torch.equal(copies["a"], torch.ones(3))  # a thread may still read them
+
+
+def test_a_pool_s_memory_can_be_written_after_inference_mode() -> None:
+    pool = HostPool(CopyStream(torch.device("cpu")), keep=True)
+    with torch.inference_mode():
+        memory = pool.take(3)
+    assert memory.bytes.fill_(1).tolist() == [1] * 3

@@ -170,6 +170,25 @@ def test_a_dropped_engine_that_is_logged_is_freed_with_its_log(tmp_path: Path) -
     assert started and threading.active_count() <= threads and not {*logger.handlers} - {*handlers}
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_dropped_model_that_keeps_its_loss_is_freed(stage: int) -> None:
+    model = Net()
+    model.register_forward_hook(lambda module, _, output: module.__dict__.update(kept=output))
+    model.up.register_forward_hook(lambda module, _, output: module.__dict__.update(kept=output))
+    engine = shardwise.initialize(model=model, config=config(stage))[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 2, 8)))
+        engine.step()
+    engine(torch.ones(1, 2, 8))
+    alive = [weakref.ref(engine), weakref.ref(engine.module), weakref.ref(engine.sharded)]
+    dist.barrier()
+    del engine, model
+    forget_engines()
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+
+
 @pytest.mark.parametrize("part", ["module", "parameter"])
 @on_ranks(2)
 def test_a_part_of_a_dropped_model_can_train_in_another_one(part: str) -> None:

@@ -43,6 +43,20 @@ def build(runner: str, dropout: float, frozen: bool) -> nn.Module:
     return model
 
 
+@on_ranks(2)
+def test_evaluation_in_inference_mode_before_the_backward_pass() -> None:
+    case = Case("other", partial(build, "other", 0.0, False), language, language_loss)
+    engine = start(case, Setting(stage=3, cap=50))
+    batch = case.data(0, 0, dist.get_rank(), torch.float32)
+    for _ in range(3):
+        loss = case.loss(engine, batch)
+        with torch.inference_mode():
+            case.loss(engine, batch)
+        engine.backward(loss)
+        engine.step()
+    assert len(set(of_all_ranks(bits(engine)))) == 1
+
+
 @pytest.mark.parametrize(("dropout", "frozen"), [thorough(0.0, False), (0.2, True)])
 @on_ranks(2)
 def test_recomputation_changes_no_bit(dropout: float, frozen: bool) -> None:

@@ -154,7 +154,8 @@ class HostPool:
             self._most = max(self._most, self._used)
         if memory is None:
             evicted.clear()  # before others are allocated; it waits for their copies, while other threads may call
-            memory = HostMemory(self._copies, size, real=real)
+            with torch.inference_mode(False):  # later copies write into it
+                memory = HostMemory(self._copies, size, real=real)
             if self._hold is not None:
                 self._hold(memory.bytes)
         return memory

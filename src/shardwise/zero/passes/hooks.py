@@ -17,7 +17,7 @@ from shardwise.compat import backward_pass, calls_running, transforming
 from shardwise.device.ranges import named
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.model_pass import Call, Pass
-from shardwise.zero.passes.modulehook import ModuleHook
+from shardwise.zero.passes.modulehook import ModuleHook, weakly
 from shardwise.zero.passes.order import Phase
 from shardwise.zero.units.unit import Unit
 
@@ -72,7 +72,7 @@ class Hooks:
             call = self._returned(module)
             outermost = self._outermost is module and not self._running
             if outermost and torch.is_grad_enabled():
-                start = self._pass.start_backward
+                start = weakly(self._pass.start_backward)  # Python's collector does not see hooks of nodes
                 for node in {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}:
                     node.register_prehook(lambda _: start())
             self._pass.post_forward(units, call, outputs)

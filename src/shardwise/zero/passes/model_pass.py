@@ -26,6 +26,7 @@ from shardwise.registry import LogicalTensor, Registry
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.calls import AtEnd, UnitCalls, Use
 from shardwise.zero.passes.gradients import UnitGradients
+from shardwise.zero.passes.modulehook import weakly
 from shardwise.zero.passes.order import Chunk, Phase, UnitOrder, UnitUsage
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.saved import SavedValues
@@ -73,7 +74,9 @@ class Pass:
         self._held: dict[Hashable, list[tuple[UnitGradients, int, int, torch.Tensor]]] = {}
         self._holds: list[tuple[UnitGradients, int, int, torch.Tensor]] | None = None
         self.select(0)
-        self.saved = SavedValues(self._recall)
+        # Graphs keep these; a model that keeps its loss would never be freed.
+        self.saved = SavedValues(weakly(self._recall))
+        self._before, self._after = weakly(self.pre_backward), weakly(self.post_backward)
         self._registry = registry
         self._presence = presence
         self._inside: dict[int, int] = {}  # running calls by unit
@@ -179,13 +182,13 @@ class Pass:
             if calls.tracks(unit) and calls.differentiated(unit, order.phase):
                 tracked.append(unit)
                 saves = saves or unit.sharded
-        use = calls.begin(tracked, self.post_backward) if tracked else None
+        use = calls.begin(tracked, self._after) if tracked else None
         return Call(tracked, use, saves and self.saved.open())
 
     def post_forward(self, units: Sequence[Unit], call: Call, outputs: Any) -> None:
         """Track the graph of a module's forward call that has returned, and reshard its units."""
         if call.use is not None:
-            self.calls.end(call.units, call.use, outputs, self.pre_backward)
+            self.calls.end(call.units, call.use, outputs, self._before)
         for unit in units:
             self._inside[unit.index] = max(0, self._inside.get(unit.index, 0) - 1)
             self._after_use(unit)
@@ -377,7 +380,7 @@ class Pass:
         unit.unguard()
         if not self.calls.differentiated(unit, order.phase):
             return None
-        return Call([unit], self.calls.begin([unit], self.post_backward), self.saved.open())
+        return Call([unit], self.calls.begin([unit], self._after), self.saved.open())
 
     def end_touch(self, unit: Unit, call: Call | None, result: Any) -> None:
         """Track the result of the function, because its backward needs the unit unsharded."""
@@ -393,7 +396,7 @@ class Pass:
             if order.builds_graph:
                 self.usage.untracked.add(unit.index)
         elif call is not None and call.use is not None:
-            self.calls.end([unit], call.use, result, self.pre_backward)
+            self.calls.end([unit], call.use, result, self._before)
         self._after_use(unit, counts=not views)
 
 

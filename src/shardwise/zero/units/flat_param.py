@@ -247,7 +247,7 @@ class FlatParamStorage:
         if self._inherited is not None:
             self.full, self._inherited = self._inherited, None
             return
-        with self.domain.allocating():
+        with torch.inference_mode(False), self.domain.allocating():  # a later pass may differentiate
             self.full = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.device)
         self._accountant.hold(Category.GATHERED, self.full)
 

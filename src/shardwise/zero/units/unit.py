@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
@@ -80,7 +81,7 @@ class Unit:
     ) -> None:
         self.index = index
         self.name = name
-        self.modules = list(modules)
+        self._modules = [weakref.ref(module) for module in modules]  # because graphs keep units
         self.tensors = list(tensors)
         self.registry = registry
         self.sections = list(sections)
@@ -106,6 +107,11 @@ class Unit:
         self._handle: Work | None = None
         self._arrived: Work | None = None
         self._refreshing: Work | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules that need the unit in `forward`."""
+        return [module for reference in self._modules if (module := reference()) is not None]
 
     @cached_property
     def _classes(self) -> released.Classes:
