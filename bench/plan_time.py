@@ -1,6 +1,6 @@
 """Planned against measured time of a step, for ranks that share this machine.
 
-    python bench/plan_time.py [--ranks 1,2,4] [--steps 10] [--seconds 10]
+    python bench/plan_time.py [--ranks 1,2,4] [--steps 10] [--seconds 9]
     python bench/plan_time.py --what choice [--ranks 2] [--steps 5]
 
 The machine is measured once for each number of ranks (`shardwise bench machine`). Each setting is then planned, and
@@ -180,7 +180,7 @@ def main() -> None:
         quick={"ranks": "2", "steps": 2, "seconds": 2.0},
         ranks="1,2,4",
         steps=10,
-        seconds=10.0,
+        seconds=9.0,
         what="steps",
     )
     serve(measure, options)

@@ -143,7 +143,7 @@ def comm(
 def machine(
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the rates go.")] = "machine.json",
     nproc: Annotated[int, typer.Option(metavar="N", help="Ranks that share the machine.")] = 2,
-    seconds: Annotated[float, typer.Option(metavar="S", help="Limit for the operators, about.")] = 10.0,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Limit for the operators, about.")] = 9.0,
 ) -> None:
     """Measure operators and collectives of this machine, for `shardwise plan --time FILE`. Takes less than a minute.
 
