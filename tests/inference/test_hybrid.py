@@ -190,6 +190,8 @@ def refreshed(stage: int, section: dict[str, Any]) -> Any:
     launched = sum(engine.job.launched())
     found.append(answers(engine, 1, "left", NEW))
     launched = sum(engine.job.launched()) - launched
+    engine.offload_states()  # reshards what the answers have gathered
+    engine.reload_states()
     engine.train()
     step(engine, 0)
     engine.destroy()

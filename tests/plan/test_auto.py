@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise
+from shardwise.comm.environment import CONFIG_OVERRIDE
 from shardwise.engine.choice import sample_of
 from shardwise.engine.plans import MARGIN
 from shardwise.errors import ConfigError, ConflictError, UsageError
@@ -91,6 +94,22 @@ def test_the_cheapest_that_fits_is_built_and_trains_as_if_written() -> None:
         assert torch.equal(*losses)
     engine.destroy()
     other.destroy()
+
+
+def test_groups_of_generators_and_keys_of_the_override_are_those_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are used twice where a plan chooses: for the plan, and for the engine."""
+    (tmp_path / "keys.json").write_text(json.dumps({"zero_optimization": {"stage": "auto"}}))
+    monkeypatch.setenv(CONFIG_OVERRIDE, str(tmp_path / "keys.json"))
+    net = model()
+    groups = [{"params": layer.parameters(), "lr": 0.1} for layer in net.layers]
+    config = {**FIXED, "zero_optimization": {"stage": 3}, "memory_budget": "1GiB"}
+    engine = shardwise.initialize(net, model_parameters=groups, config=config, sample_batch=sample()).engine
+    (note,) = (note for note in engine._resolution.notes if note.path == "zero_optimization.stage")
+    assert engine.sharded.sharding.plan.stage == note.value == 0
+    assert all(group["params"] for group in engine.optimizer.param_groups)
+    engine.destroy()
 
 
 @on_ranks(2)

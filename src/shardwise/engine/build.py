@@ -115,6 +115,7 @@ from shardwise.memory.watchdog import Watchdog
 from shardwise.monitor import Monitor, check_packages, switched_on
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
+from shardwise.optim.registry import group_with_list
 from shardwise.pipeline.module import PipelineModule
 from shardwise.pipeline.schedules import placement_of
 from shardwise.precision.autocast import wire_dtypes
@@ -203,7 +204,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         requested = requested_by(mpu, mesh, known, members)
 
         # The configuration before any group, because most mistakes are found here, on every rank alike.
-        resolution = _resolve(given.config, members, optimizer, requested, pipeline)
+        resolution = _resolve(_overridden(given.config, optimizer), members, optimizer, requested, pipeline)
         settings = resolution.config
         of_deepspeed = isinstance(given.config, Document) and given.config.written is not None
         use_sparse_attention(model, settings.sparse_attention, undo, of_deepspeed=of_deepspeed)
@@ -254,7 +255,7 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     sampled = pipeline is None and has_sample(given.sample_batch, given.training_data)
     if is_open(resolution, sampled=sampled):
         sample = sample_of(given.sample_batch, given.training_data, given.collate_fn, settings.sequence_parallel_size)
-        model_parameters = None if model_parameters is None else list(model_parameters)
+        model_parameters = None if model_parameters is None else [group_with_list(one) for one in model_parameters]
         chosen = choice_of(resolution, model, job, optimizer, model_parameters, sample)
         again = _resolve(chosen.raw, members, optimizer, requested, pipeline)
         resolution = chosen.noted(again)
@@ -520,7 +521,7 @@ def _resolve(
         tensor_parallel_size=requested.tensor,
         pipeline_stages=requested.stages or of_model,
     )
-    resolution = resolve(_overridden(source, client_optimizer), world_size=len(ranks), facts=facts)
+    resolution = resolve(source, world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)
     if resolution.config.log_level is not None:
         logger.setLevel(resolution.config.log_level.upper())

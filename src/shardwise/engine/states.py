@@ -14,6 +14,7 @@ from shardwise.memory import Tier
 from shardwise.zero.units.presence import OffloadStateTypeEnum
 
 if TYPE_CHECKING:
+    from shardwise.engine.generation import Generation
     from shardwise.zero.model import ShardedModel
 
 _METHODS = ("offload_states", "reload_states")
@@ -27,6 +28,7 @@ class Moving(Protocol):
 
     device: torch.device
     sharded: ShardedModel
+    _generation: Generation
 
 
 def kinds_of(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[OffloadStateTypeEnum]:
@@ -96,6 +98,7 @@ def offload_states(
     """
     engine.sharded.check_open("engine.offload_states()")
     check_device(device)
+    engine._generation.release()
     engine.sharded.moving.offload(kinds_of(include), pinned=pin_memory, wait=not non_blocking)
 
 

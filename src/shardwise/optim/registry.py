@@ -61,7 +61,7 @@ def build(
         ...
     shardwise.errors.ConfigError: optimizer.type: there is no optimizer "SDG" (string), ...
     """
-    params = [_group_with_list(entry) for entry in params]
+    params = [group_with_list(entry) for entry in params]
     device = torch.device(device)
     model = optimizer_model(name)
     if model is None:
@@ -204,8 +204,8 @@ def _construct(
         raise ConfigError(f"optimizer.params: {origin}.{cls.__name__} refuses ({given}): {error}") from error
 
 
-def _group_with_list(entry: Any) -> Any:
-    # A generator can be read only once.
+def group_with_list(entry: Any) -> Any:
+    """Return a parameter group with a list of its parameters, because a generator can be read only once."""
     if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
         return {**entry, "params": list(entry["params"])}
     return entry
