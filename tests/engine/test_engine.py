@@ -51,6 +51,16 @@ def test_a_step_reports_norm_clipping_and_lr() -> None:
     assert step.applied and step.lr == (0.1,) and step.loss_scale == 1.0
 
 
+@on_ranks(2)
+def test_a_script_may_add_up_losses_in_place() -> None:
+    engine = build(gradient_accumulation_steps=2, anomaly_watch={"enabled": True})
+    total = one(engine, 1.0).detach()
+    engine.step()
+    total += one(engine, 5.0).detach()
+    engine.step()
+    assert float(engine.last_step.loss) == pytest.approx(float(total) / 2)
+
+
 @pytest.mark.parametrize("stage", [thorough(0), 3])
 @on_ranks(2)
 def test_the_engines_zero_grad_drops_a_window_and_the_optimizers_does_not(stage: int) -> None:

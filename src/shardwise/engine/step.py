@@ -255,11 +255,14 @@ class TrainStep:
         if counted is not None:
             factor = counted * (self.scale / self._reference)
         zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
-        if self._window.losses is not None and not zero:
-            self._window.losses.append(loss.detach())
-        if self._window.shown is not None and not zero:
-            whole = loss.detach() if scale_wrt_gas else loss.detach() * self._batches.steps
-            self._window.shown.append((whole, 1.0 if counted is None else counted))
+        window = self._window
+        if not zero and not (window.losses is None and window.shown is None):
+            kept = loss.detach().clone()  # scripts may add up losses in place
+            if window.losses is not None:
+                window.losses.append(kept)
+            if window.shown is not None:
+                whole = kept if scale_wrt_gas else kept * self._batches.steps
+                window.shown.append((whole, 1.0 if counted is None else counted))
         scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
         absent = counted == 0.0 if isinstance(counted, torch.Tensor) else None
         handles = ignore_nonfinite(scaled, absent) if zero or absent is not None else []
