@@ -93,6 +93,15 @@ def no_step(stage: int) -> None:
         engine.backward(engine(data(number)).mean())
 
 
+def stepped_once_a_window(stage: int) -> None:
+    engine = made(net(), stage, gradient_accumulation_steps=4)
+    for number in range(8):
+        engine.set_gradient_accumulation_boundary(number % 4 == 3)
+        engine.backward(engine(data(number)).mean())
+        if number % 4 == 3:
+            engine.step()
+
+
 def schedule_stepped_twice(stage: int) -> None:
     for twice in (False, True):
         model = net()
@@ -118,6 +127,7 @@ def channels_last(stage: int) -> None:
 
 CASES: dict[Any, list[str]] = {
     nothing_wrong: [],
+    stepped_once_a_window: [],
     clipped: ["clip_grad_norm_", "test_advice.py", "`gradient_clipping`"],
     batch_norm: ["module '1' (BatchNorm1d)", "SyncBatchNorm"],
     same_inputs: ["all 2 ranks were given the same inputs"],

@@ -61,6 +61,26 @@ def test_a_script_may_add_up_losses_in_place() -> None:
     assert float(engine.last_step.loss) == pytest.approx(float(total) / 2)
 
 
+@on_ranks(2)
+def test_dropout_is_the_same_if_a_script_declares_boundaries_and_steps_once_a_window() -> None:
+    weights = []
+    for declares in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1))
+        engine = engine_of(model, 1, SGD, gradient_accumulation_steps=2, sample_seed=1)
+        for micro in range(4):
+            loss = engine(torch.ones(2, 64)).mean()
+            if declares:
+                engine.set_gradient_accumulation_boundary(micro % 2 == 1)
+            engine.backward(loss)
+            if micro % 2 or not declares:
+                engine.step()
+        assert engine.global_steps == 2
+        engine.destroy()
+        weights.append(model[1].weight.detach().clone())
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("stage", [thorough(0), 3])
 @on_ranks(2)
 def test_the_engines_zero_grad_drops_a_window_and_the_optimizers_does_not(stage: int) -> None:
@@ -278,6 +298,7 @@ def interrupted(engine: Any, how: str) -> None:
             engine.step()
         engine.zero_grad()
         one(engine)
+        engine.step()
         one(engine)
 
 

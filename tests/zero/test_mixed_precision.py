@@ -206,7 +206,6 @@ def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
         except UsageError as error:
             message = str(error)
             engine.zero_grad()
-            engine.micro_steps -= 1
     return [message, gradient]
 
 

@@ -233,3 +233,19 @@ def test_the_scale_follows_the_automaton_through_real_training() -> None:
             seen += (trace := trace_of(stage, scaling, spoilt))
             assert trace == expected_trace(scaling, spoilt), (stage, scaling, spoilt)
     assert "error" in seen
+
+
+@on_ranks(2)
+def test_the_window_begins_anew_after_an_overflow_at_the_least_scale() -> None:
+    engine = build(0, 2, {"fp16": {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1.0}})
+    for spoilt in (None, Spoilt((1,), (("first.bias", (INF,)),))):
+        micro_batch(engine, spoilt)
+        if spoilt is None:
+            engine.step()
+    with pytest.raises(LossScaleError):
+        engine.step()
+    for expected in (0, 1):
+        micro_batch(engine, None)
+        engine.step()
+        assert engine.global_steps == expected
+    assert engine.was_step_applied()

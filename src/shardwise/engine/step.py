@@ -24,7 +24,7 @@ from shardwise.engine.nonfinite import NonFinite, StepGradients
 from shardwise.engine.scaling import computes_norm
 from shardwise.engine.spikes import Spike, SpikeWatch
 from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import AnomalyError, BatchSizeError, NonFiniteError, SyncError, UsageError
+from shardwise.errors import AnomalyError, BatchSizeError, LossScaleError, NonFiniteError, SyncError, UsageError
 from shardwise.precision.norms import combine
 from shardwise.precision.weights import ignore_nonfinite
 from shardwise.utils.logging import logger, warn_once
@@ -142,7 +142,7 @@ class TrainStep:
         self._boundary: bool | None = None
         self._managed = bool(config.managed_gradient_accumulation)
         self._loss_is_scaled = self._scale_entered = self._unscaled = False
-        self._in_batch = self._continues = False
+        self._in_batch = self._continues = self._broken = False
         self._single = True
         self._prepared: _Prepared | None = None
         watch = config.anomaly_watch
@@ -201,17 +201,24 @@ class TrainStep:
         if self._sharded.plain is not None:
             self._sharded.plain.follow()
         seed = self._config.sample_seed
-        if seed is not None and self._forwards == 1:  # two passes of a micro-batch draw different numbers
-            number = (self.micro_steps - self.window_began) * self._batches.ranks + self._batches.data.rank
+        # Two passes of a micro-batch draw different numbers.
+        if seed is not None and (self._forwards if self._steps_each else self.open_passes) == 1:
+            place = self.micro_steps - self.window_began + self._backwards
+            number = place * self._batches.ranks + self._batches.data.rank
             torch.manual_seed(mixed_seed(seed, self.global_steps, number))
         if self._inputs is not None:
             self._inputs.note(inputs)
+
+    @property
+    def _steps_each(self) -> bool:
+        """Whether the script is expected to call `step` after each micro-batch."""
+        return self._managed and self._boundary is None
 
     def _warn_of_missing_step(self) -> None:
         self._backwards += 1
         steps = self._batches.steps
         most = _MANY if steps == 1 else max(_FEW, steps)
-        counts = self._managed and not self._in_batch and self._job.rank == 0
+        counts = self._steps_each and not self._in_batch and self._job.rank == 0
         if counts and min(self._forwards, self._backwards) == most:
             warn_once(
                 f"engine.backward() at {user_line()} has been called {most} times without engine.step(). Call step() "
@@ -414,7 +421,8 @@ class TrainStep:
     def warn_of_zero_grad(self) -> None:
         """Warn once where a script drops gradients between the micro-batches of a window."""
         had = self.micro_steps - self.window_began
-        if self._managed and self._window.passes and 0 < had < self._batches.steps and self._job.rank == 0:
+        warns = self._managed and self._window.passes and not self._broken and self._job.rank == 0
+        if warns and 0 < had < self._batches.steps:
             warn_once(
                 f"zero_grad() at {user_line()}: the gradients of the {had} micro-batches that the accumulation window "
                 f"has had are dropped, and the mean is still over {self._batches.steps}. The engine drops gradients by "
@@ -445,7 +453,9 @@ class TrainStep:
         self.micro_steps = self.window_began
 
     def drop_gradients(self) -> None:
-        """Drop accumulated gradients; the window starts again."""
+        """Drop accumulated gradients, and count micro-batches again after a step that has raised."""
+        if self._broken:
+            self.micro_steps, self._broken = self.window_began, False
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
@@ -468,7 +478,9 @@ class TrainStep:
         if not self.new_micro_batch and not (boundary and self._window.passes == 0) and self._prepared is None:
             self._warn_idle("the model has not been run since the last step()")
             return False
+        self._broken = True
         taken = boundary and self._update(lr_kwargs)
+        self._broken = False
         self.new_micro_batch = False
         if boundary and not taken:
             self.micro_steps = self.window_began
@@ -523,7 +535,11 @@ class TrainStep:
         self._set_overflow(not report.applied)
         searched = overflow is not None and self._searched(overflow)
         if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow is not None, overflow or "")
+            try:
+                self.loss_scaler.update(overflow is not None, overflow or "")
+            except LossScaleError:
+                self.begin_again()
+                raise
         if overflow is not None:
             self._log_skipped(report, overflow, searched)
         self.global_steps += 1
