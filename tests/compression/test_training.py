@@ -468,6 +468,27 @@ def test_a_mask_of_a_loaded_state_dict_is_kept() -> None:
         engine.destroy()
 
 
+def loaded_on_first(stage: int) -> list[bool]:
+    """Load a mask on the first rank only, which is not that of the weights; return the mask of the engine."""
+    section = {"sparse_pruning": method({"a": (["up"], {"dense_ratio": 0.4})}, schedule_offset=0)}
+    config = config_of(stage, {"type": "SGD", "params": {"lr": 0.1}}, rows=ROWS, compression_training=section)
+    model = init_compression(made(), config)
+    if dist.get_rank() == 0:
+        state = model.state_dict()
+        model.load_state_dict({**state, "up.sparse_mask": ~state["up.sparse_mask"]})
+    engine = shardwise.initialize(model=model, config=config)[0]
+    train(engine, range(2))
+    found = engine.module.up.sparse_mask.tolist()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_masks_are_taken_over_from_the_first_rank(stage: int) -> None:
+    first, second = run_ranks(loaded_on_first, 2, stage)
+    assert first == second and any(first)
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -216,6 +216,8 @@ def test_masks_are_truncated_with_their_tokens() -> None:
         engine(ids, torch.ones(2, LENGTH, LENGTH))
     engine(float_mask.bool(), torch.ones(2, 5), ids)
     assert engine.module.shapes == [(2, 1, 6, 6), (2, 5), (2, 6)]
+    engine(torch.ones(2, LENGTH, 7), torch.ones(2, 2 * LENGTH, dtype=torch.long))
+    assert engine.module.shapes == [(2, 6, 7), (2, 2 * LENGTH)]
     with pytest.raises(UsageError, match=r"curriculum_learning: it truncates .*, found shapes \(2, 3, 9, 9\)"):
         engine(torch.ones(2, 3, 9, 9))
 

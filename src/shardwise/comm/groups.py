@@ -175,9 +175,6 @@ class GroupCache:
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._handed_out: weakref.WeakValueDictionary[tuple[int, ...], Groups] = weakref.WeakValueDictionary()
         self._closed = False
-        if backend == "gloo":
-            # Of an engine that is dropped: torch would keep them. Each rank does so alone, which NCCL does not allow.
-            weakref.finalize(self, _destroy, self._made).atexit = False
         _caches.add(self)
 
     def of(self, ranks: tuple[int, ...]) -> Groups:
@@ -203,7 +200,8 @@ class GroupCache:
         """Destroy all groups; `get` raises from now on."""
         self._closed = True
         self._drop_handed_out()
-        _destroy(self._made)
+        while self._made:
+            give_back(self._made.popitem()[1])
 
     def forget(self) -> None:
         """Release the references to groups, which torch destroys."""
@@ -216,11 +214,6 @@ class GroupCache:
 
 
 _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
-
-
-def _destroy(made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup]) -> None:
-    while made:
-        give_back(made.popitem()[1])
 
 
 _names: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()

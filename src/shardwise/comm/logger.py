@@ -400,8 +400,13 @@ class CommsLogger:
         return self.summary()
 
     def reset_data(self) -> None:
-        """Clear the log."""
-        self.settle()
+        """Clear the log. Collectives that a device has not completed are in the file without a time."""
+        self._add_up()
+        with self._adding:
+            while self._waiting:
+                call = self._waiting.popleft()
+                if self.file is not None:
+                    self.file.put(call, ())
         self.comms_dict = {}
         self._records.clear()
 

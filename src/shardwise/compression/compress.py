@@ -179,6 +179,18 @@ class Compression:
         self._move_bounds(ranks)
         self._log_bits(step)
 
+    def share(self, ranks: Communicator) -> None:
+        """Take over masks that the first rank has loaded, as parameters are taken over from it (all ranks call)."""
+        own = [(mask, one.module) for one in self.modules.values() for mask in one.own.values() if not mask.learned]
+        if not own:
+            return
+        buffers = [module.get_buffer(mask.key).view(torch.uint8) for mask, module in own]
+        flat = torch.cat(buffers)
+        ranks.broadcast(flat, 0, "masks").wait()
+        for (mask, module), buffer, values in zip(own, buffers, flat.split([len(b) for b in buffers]), strict=True):
+            buffer.copy_(values)
+            mask.read(module)
+
     def loaded(self, step: int, names: Collection[str], ranks: Communicator | None = None) -> None:
         """Go on at the step of loaded state; `names` of parameters and buffers that were loaded.
 

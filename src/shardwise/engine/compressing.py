@@ -86,6 +86,7 @@ class Compressing(StepObserver):
         self.active = compression is not None
         if compression is not None:
             self._prefix = compression.prefix(model)
+            compression.share(job)
             compression.advance(step.global_steps, job)
 
     @override

@@ -170,7 +170,7 @@ def _all(draws: list[PassDraws], training: bool) -> Iterator[None]:
 
 
 def _length(tensors: list[torch.Tensor]) -> int:
-    """Return the length of the sequences of a batch: that of the first token ids, else of the first sequences."""
+    """Return the length of the sequences of a batch: that of the first ones, but of token ids before features."""
     if not tensors:
         return 0
     found = [tensor for tensor in tensors if tensor.dim() in (2, 3)]
@@ -180,8 +180,10 @@ def _length(tensors: list[torch.Tensor]) -> int:
             f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}. Remove the section, or let the model's "
             f"forward take `{_LENGTH}`"
         )
-    ids = (tensor for tensor in found if tensor.dim() == 2 and not tensor.is_floating_point())
-    return next(ids, found[0]).shape[1]
+    first = found[0]
+    if first.dim() == 2 and first.is_floating_point():
+        first = next((tensor for tensor in found if tensor.dim() == 2 and not tensor.is_floating_point()), first)
+    return first.shape[1]
 
 
 def _narrowed(tensor: torch.Tensor, length: int, most: int) -> torch.Tensor:
