@@ -73,7 +73,7 @@ def numbers(root: str, layout: Stages, *, saves: bool) -> list[float]:
     ("loaded", "sources"),
     [
         thorough(Stages(0, 4, stages=2), [0, 1, 2, 3]),
-        thorough(Stages(0, 4, stages=4), [0, 2, None, None]),
+        thorough(Stages(0, 4, stages=4), [0, 2, 0, 0]),  # stages that the checkpoint lacks draw as the first one
         thorough(Stages(0, 4), [0, 1, None, None]),
         (Stages(0, 2, stages=2), [0, 2]),
     ],
