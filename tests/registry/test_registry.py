@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import UsageError
-from shardwise.registry import Registry, declare_part
+from shardwise.registry import Registry, declare_as, declare_part, declare_stack, part_of
 
 
 class Tied(nn.Module):
@@ -69,3 +69,11 @@ def test_boxes_that_cannot_be_are_refused() -> None:
     declare_part(table, shape=(10, 3), box=((0, 4), (0, 3)))
     with pytest.raises(UsageError, match=r"has shape \[5, 3\], its box \(\(0, 4\), \(0, 3\)\) of \[10, 3\] has"):
         Registry.of(model)
+
+
+def test_a_declaration_goes_on_to_another_parameter() -> None:
+    first, second = nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.zeros(2, 4))
+    declare_part(first, ranks=[0, 2], name="w", shape=[4, 4], box=[(0, 2), (0, 4)], divisor=2)
+    declare_stack(first)
+    declare_as(second, part_of(first))
+    assert part_of(second) == part_of(first) and part_of(second).is_stack

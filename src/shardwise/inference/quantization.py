@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.precision.float8 import own_linear_layers
-from shardwise.registry import declare_part, part_of
+from shardwise.registry import declare_as, part_of
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def quantize_weights(model: nn.Module, section: QuantizedValues, device: torch.d
     quantize_(model, config, filter_fn=lambda module, _: id(module) in chosen)
     for name, part in parts.items():
         if part.ranks is not None:
-            declare_part(cast(nn.Parameter, layers[name].weight), **vars(part))
+            declare_as(cast(nn.Parameter, layers[name].weight), part)
     rest = sum(p.nbytes for p in model.parameters() if type(p.data) is torch.Tensor and type(p) is nn.Parameter)
     logger.info(
         "quantised %d linear layers to %d bits; other weights have %d bytes", len(layers), section.num_bits, rest

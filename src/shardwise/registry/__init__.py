@@ -5,7 +5,7 @@ planning) uses the registry. Nothing is attached to the user's tensors; the regi
 """
 
 from shardwise.registry.narrowing import Keeper, keep_elsewhere, narrow
-from shardwise.registry.parts import Part, copy_part, declare_part, declare_stack, part_of, without_part
+from shardwise.registry.parts import Part, copy_part, declare_as, declare_part, declare_stack, part_of, without_part
 from shardwise.registry.tensors import (
     DomainKey,
     HeldPart,
@@ -26,6 +26,7 @@ __all__ = [
     "Registry",
     "copy_part",
     "cut",
+    "declare_as",
     "declare_part",
     "declare_stack",
     "keep_elsewhere",

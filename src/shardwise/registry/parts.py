@@ -102,6 +102,11 @@ def declare_stack(parameter: torch.nn.Parameter) -> None:
     _declared[parameter] = replace(part_of(parameter), is_stack=True)
 
 
+def declare_as(parameter: torch.nn.Parameter, part: Part) -> None:
+    """Declare a parameter as the part that another one was declared as (`part_of`)."""
+    _declared[parameter] = part
+
+
 @contextlib.contextmanager
 def without_part(parameter: torch.Tensor) -> Iterator[None]:
     """Remove a parameter's declaration inside the block, because torch swaps only tensors without weak references."""
