@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.limit(1000)  # they measure, beside other tests
+
 
 def bench(script: str, *options: str) -> str:
     command = [sys.executable, str(ROOT / "bench" / script), *options]
