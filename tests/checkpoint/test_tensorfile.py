@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from shardwise.checkpoint.checksums import crc32
 from shardwise.checkpoint.safetensors_reader import Spec, TensorFile
 from shardwise.checkpoint.safetensors_writer import TensorWriter, write_tensors
 from shardwise.errors import CheckpointError
@@ -31,6 +33,11 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def test_checksums_are_those_of_zlib() -> None:
+    data = os.urandom(4099)
+    assert crc32(data[70:], crc32(data[:70])) == zlib.crc32(data) and crc32.__module__ != "zlib"
 
 
 def test_the_safetensors_library_reads_the_file(tmp_path: Path) -> None:

@@ -13,6 +13,11 @@ from pydantic import Field
 from shardwise.errors import CheckpointError
 from shardwise.units import format_size
 
+try:  # ISA-L takes the processor's instructions for polynomials: 5 to 10 times as fast
+    from isal.isal_zlib import crc32 as crc32
+except ImportError:  # no wheel for this machine: the same numbers
+    from zlib import crc32 as crc32
+
 Natural = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
 """A number in a file; integers up to 2**53 are exact in every number type."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shardwise.checkpoint.checksums import FileFacts as FileFacts
-from shardwise.checkpoint.checksums import open_to_read
+from shardwise.checkpoint.checksums import crc32, open_to_read
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 
@@ -194,7 +193,7 @@ class TensorFile:
             first = 0 if out is None else place - begin
             piece = data[first : first + min(STEP, end - place)]
             self._fill(piece, place)
-            found = zlib.crc32(piece, found)
+            found = crc32(piece, found)
         return f"{found:08x}"
 
     def _read(self, offset: int, count: int) -> bytes:

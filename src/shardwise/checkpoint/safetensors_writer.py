@@ -16,13 +16,12 @@ import itertools
 import json
 import mmap
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.checksums import FileFacts
+from shardwise.checkpoint.checksums import FileFacts, crc32
 from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec, bytes_of
 from shardwise.device.staging import Staging, is_far
@@ -225,7 +224,7 @@ def write_tensors(
                     name, count = left.pop()
                     piece = data[: min(count, _STEP)]
                     file.write(piece)
-                    sums[name] = zlib.crc32(piece, sums[name])
+                    sums[name] = crc32(piece, sums[name])
                     left += [(name, count - len(piece))] if count > len(piece) else []
                     data = data[len(piece) :]
             written.extend(here)
@@ -239,4 +238,4 @@ def write_tensors(
     except BaseException:
         file.abandon()
         raise
-    return FileFacts(size, tuple(f"{value:08x}" for value in (zlib.crc32(beginning), *sums.values())))
+    return FileFacts(size, tuple(f"{value:08x}" for value in (crc32(beginning), *sums.values())))
