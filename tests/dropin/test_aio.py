@@ -64,4 +64,5 @@ def test_settings_and_locked_memory() -> None:
     assert used.get_single_submit() and not used.get_overlap_events() and 4096 % used.get_alignment() == 0
     locked = used.new_cpu_locked_tensor(10, torch.empty(0, dtype=torch.float32))
     assert locked.shape == (10,) and locked.dtype is torch.float32
+    assert used.is_pinned(locked) and not used.is_pinned(torch.zeros(10))
     assert used.free_cpu_locked_tensor(locked) and not used.free_cpu_locked_tensor(locked)

@@ -30,6 +30,20 @@ def test_intervals_by_name() -> None:
     assert timers.has_timer("load") and not timers.has_timer("nothing") and list(timers.get_timers()) == ["load"]
 
 
+def test_an_open_interval_counts_and_goes_on() -> None:
+    """Megatron's loops read "interval-time" and never stop it."""
+    timers = SynchronizedWallClockTimer()
+    timers("interval-time").start()
+    for _ in range(2):
+        time.sleep(0.02)
+        assert 20 <= timers("interval-time").elapsed() < 400
+    time.sleep(0.02)
+    with logged() as kept:
+        timers.log(["interval-time"])
+    assert float(kept.lines[0].rpartition(" ")[2]) >= 20
+    timers("interval-time").stop()
+
+
 def test_wrong_calls() -> None:
     timers = SynchronizedWallClockTimer()
     with pytest.raises(UsageError, match=r"timer 'load': stop\(\) without start"):

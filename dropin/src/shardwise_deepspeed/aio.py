@@ -109,6 +109,10 @@ class aio_handle:
         """Free a tensor of `new_cpu_locked_tensor`; return True if it was one."""
         return self._pinned.pop(tensor.data_ptr(), None) is not None
 
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Return True for page-locked memory, and for a tensor of `new_cpu_locked_tensor`."""
+        return buffer.data_ptr() in self._pinned or buffer.is_pinned()
+
     def get_block_size(self) -> int:
         """Return the bytes of one request."""
         return self._settings[0]

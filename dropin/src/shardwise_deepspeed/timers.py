@@ -60,10 +60,17 @@ class Timer:
         return [1e3 * seconds_between(*interval) for interval in self._intervals]
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the sum of all intervals in milliseconds; `reset` discards them."""
+        """Return the sum of all intervals in milliseconds; `reset` discards them. An open interval counts up to now,
+        where a new one begins.
+        """
+        is_open = self._begun is not None
+        if is_open:
+            self.stop()
         found = sum(self.milliseconds())
         if reset:
             self._intervals = []
+        if is_open:
+            self.start()
         return found
 
     def mean(self) -> float:
@@ -127,8 +134,8 @@ class SynchronizedWallClockTimer:
         for name in names:
             if name in self.timers:
                 timer = self.timers[name]
-                found[name] = (timer.mean() if mean else timer.elapsed(reset=False)) / normalizer
-                if reset:
+                found[name] = (timer.mean() if mean else timer.elapsed(reset)) / normalizer
+                if mean and reset:
                     timer.reset()
         return found
 
