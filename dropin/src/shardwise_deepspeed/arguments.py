@@ -23,14 +23,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         'config.json'
     """
     group = parser.add_argument_group("shardwise", "where the training configuration comes from")
-    flag_help = "for the script to ask whether to use shardwise"
     file_help = "configuration file (JSON)"
-    group.add_argument("--shardwise", action="store_true", help=flag_help)
-    group.add_argument("--shardwise_config", default=None, type=str, metavar="FILE", help=file_help)
-    group.add_argument("--deepspeed", action="store_true", help="the same as --shardwise")
-    group.add_argument("--deepspeed_config", default=None, type=str, metavar="FILE", help=file_help)
-    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    for name, flag, file in (
+        ("shardwise", "for the script to ask whether to use shardwise", file_help),
+        ("deepspeed", "the same as --shardwise", file_help),
+        ("deepscale", argparse.SUPPRESS, argparse.SUPPRESS),
+    ):
+        group.add_argument(f"--{name}", action="store_true", help=flag)
+        group.add_argument(f"--{name}_config", metavar="FILE", help=file)
     return parser
 
 

@@ -42,17 +42,8 @@ class MiCS_Init(zero.Init):
         dtype: torch.dtype | None = None,
         mpu: Any = None,
     ) -> None:
-        super().__init__(
-            module,
-            data_parallel_group,
-            remote_device=remote_device,
-            config_dict_or_path=config_dict_or_path,
-            config=config,
-            enabled=enabled,
-            dtype=dtype,
-            mpu=mpu,
-            sequence_data_parallel_group=sequence_data_parallel_group,
-        )
+        same = (mem_efficient_linear, remote_device, pin_memory, config_dict_or_path, config, enabled, dtype, mpu)
+        super().__init__(module, data_parallel_group, *same, sequence_data_parallel_group=sequence_data_parallel_group)
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -97,9 +98,7 @@ get_list_param = get_dict_param = get_scalar_param
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return pairs as a dictionary (`object_pairs_hook`). Raises ValueError for a duplicate."""
     pairs = list(ordered_pairs)
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = dict.fromkeys(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"keys that occur twice: {', '.join(map(str, twice))}")
-    return made
+    twice = [str(key) for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"keys that occur twice: {', '.join(twice)}")
+    return dict(pairs)

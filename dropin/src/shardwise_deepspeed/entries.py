@@ -94,9 +94,9 @@ def absent_members(cls: str) -> Mapping[str, str]:
 def absent_member(cls: str, name: str, shown: str) -> AbsentAttributeError | None:
     """Return the error of reading an absent member, which messages call `shown`; None if no reason is known."""
     reason = absent_members(cls).get(name)
-    return (
-        None if reason is None else AbsentAttributeError(f"{shown}.{name} is not in shardwise {__version__}: {reason}")
-    )
+    if reason is None:
+        return None
+    return AbsentAttributeError(f"{shown}.{name} is not in shardwise {__version__}: {reason}")
 
 
 def _fill(made: Table, homes: dict[tuple[str, Kind, str], str], path: str) -> dict[str, Entry]:

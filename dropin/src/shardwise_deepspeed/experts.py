@@ -118,15 +118,10 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
         UsageError: a parameter is marked as an expert's without belonging to one.
     """
     given = list(model_parameters)
-    groups = [entry for entry in given if isinstance(entry, dict)]
-    params = [entry for entry in given if not isinstance(entry, dict)]
-    for entry in given:
-        _check("configure_moe_param_groups", _listed(entry["params"] if isinstance(entry, dict) else entry))
-    if groups:
-        return split_params_into_different_moe_groups_for_optimizer(groups, None)
-    if any(expert_group_of(param) is not None for param in params):
-        return split_params_into_different_moe_groups_for_optimizer({"params": params}, None)
-    return params
+    if any(isinstance(entry, dict) for entry in given):
+        return split_params_into_different_moe_groups_for_optimizer(given, None)
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": given}, None)
+    return groups if len(groups) > 1 else given
 
 
 def _portions(params: list[torch.Tensor], limit: float | None) -> Iterator[list[torch.Tensor]]:

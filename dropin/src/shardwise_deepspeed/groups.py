@@ -90,18 +90,15 @@ def get_model_parallel_world_size() -> int:
 
 
 def _get_sequence_parallel_group() -> Any:
-    shared = _shared()
-    return None if shared is None else shared.group
+    return getattr(_shared(), "group", None)
 
 
 def _get_sequence_parallel_rank() -> int:
-    shared = _shared()
-    return 0 if shared is None else shared.rank
+    return getattr(_shared(), "rank", 0)
 
 
 def _get_sequence_parallel_world_size() -> int:
-    shared = _shared()
-    return 1 if shared is None else shared.size
+    return getattr(_shared(), "size", 1)
 
 
 def _get_sequence_data_parallel_group() -> Any:

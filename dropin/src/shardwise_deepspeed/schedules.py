@@ -29,12 +29,5 @@ class WarmupDecayLR(schedules.WarmupDecayLR, metaclass=_Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(
-            optimizer,
-            total_num_steps,
-            warmup_min_lr,
-            warmup_max_lr,
-            warmup_num_steps,
-            warmup_type,
-            last_batch_iteration,
-        )
+        warmup = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        super().__init__(optimizer, total_num_steps, *warmup, last_batch_iteration)

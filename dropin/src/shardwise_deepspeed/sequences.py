@@ -82,19 +82,9 @@ class SequenceTiledCompute:
     ) -> torch.Tensor:
         """Return the result of `fn` on a sequence; `args` are the values of the keys, in their order."""
         given: Mapping[str, Any] = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
-        cut = {key: given[key] for key in keys_to_shard}
-        passed = {key: given[key] for key in keys_to_pass}
-        return sequence_tiled_compute(
-            fn,
-            seqlen,
-            shards,
-            cut,
-            passed,
-            grad_requiring_tensor_key,
-            compute_params,
-            output_unshard_dimension,
-            output_reduction,
-        )
+        cut, passed = ({key: given[key] for key in keys} for keys in (keys_to_shard, keys_to_pass))
+        more = (grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction)
+        return sequence_tiled_compute(fn, seqlen, shards, cut, passed, *more)
 
 
 class TiledMLP:

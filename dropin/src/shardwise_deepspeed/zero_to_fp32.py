@@ -59,19 +59,6 @@ def _read(source: WeightsReader, tensor: StoredTensor) -> torch.Tensor:
     return values
 
 
-def _open(
-    checkpoint_dir: str | os.PathLike[str], tag: str | None, frozen: bool
-) -> tuple[WeightsReader, list[StoredTensor]]:
-    source = open_source(checkpoint_dir, tag)
-    try:
-        tensors = [t for t in source.tensors().values() if frozen or t.trainable is not False]
-        source.check(tensors)
-    except BaseException:
-        source.close()
-        raise
-    return source, tensors
-
-
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
@@ -91,9 +78,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    source, tensors = _open(checkpoint_dir, tag, not exclude_frozen_parameters)
     found: dict[str, Any] = {}
-    with source:
+    with open_source(checkpoint_dir, tag) as source:
+        everything = source.tensors().values()
+        tensors = [t for t in everything if not exclude_frozen_parameters or t.trainable is not False]
+        source.check(tensors)
         for tensor in tensors:
             value = LazyTensor(source.path, tensor) if lazy_mode else _read(source, tensor)
             found.update(dict.fromkeys((tensor.name, *tensor.aliases), value))
@@ -147,22 +136,16 @@ def load_state_dict_from_zero_checkpoint(
     """
     model = model.cpu()
     targets = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    source, tensors = _open(checkpoint_dir, tag, True)
-    with source:
-        found = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+    with open_source(checkpoint_dir, tag) as source:
+        tensors, found = list(source.tensors().values()), source.by_any_name()
+        source.check(tensors)
         both = [name for name in targets if name in found]
         for name in both:
-            if tuple(targets[name].shape) != found[name].shape:
-                raise CheckpointError(
-                    f"{source.path}: {name!r} has shape {list(found[name].shape)}, in the model "
-                    f"{list(targets[name].shape)}"
-                )
+            shape, own = found[name].shape, targets[name].shape
+            if shape != tuple(own):
+                raise CheckpointError(f"{source.path}: {name!r} has shape {list(shape)}, in the model {list(own)}")
         for name in both:
-            target = targets[name]
-            values = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
-            source.read_into(found[name], 0, values.view(-1))
-            if values is not target:
-                target.copy_(values)
+            targets[name].copy_(source.read(found[name]))
     missing = [name for name in targets if name not in found]
     unexpected = [tensor.name for tensor in tensors if targets.keys().isdisjoint((tensor.name, *tensor.aliases))]
     for what, names in (("not in the checkpoint", missing), ("not in the model", unexpected)):
