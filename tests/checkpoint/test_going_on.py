@@ -87,6 +87,10 @@ def test_a_directory_of_another_program_is_none_of_checkpoints_and_a_checkpoint_
     for load in (run.engine.resume, run.engine.load_checkpoint):
         with pytest.raises(CheckpointError, match=r"runs/a: is a checkpoint itself.* give '.*/runs', .* tag 'a'"):
             load(runs / "a")
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / "b" / "mp_rank_00_model_states.pt").touch()  # as of DeepSpeed
+        with pytest.raises(CheckpointError, match="/b: is a checkpoint itself"):
+            load(tmp_path / "b")
 
 
 @as_ranks(2)

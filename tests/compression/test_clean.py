@@ -147,6 +147,19 @@ def test_channels_are_removed_with_their_norm_and_what_reads_them() -> None:
     assert len(cleaned.conv2._forward_pre_hooks) == 1  # inputs stay quantized
 
 
+def test_a_part_of_a_model_is_cleaned() -> None:
+    related = [["self.query", "self.key", "self.value"]]
+    section = pruning("head", 0.5, ["attention.output.dense"], related, schedule_offset=0, num_heads=4)
+    part = bert()
+    model = nn.ModuleDict({"part": part, "rest": nn.Linear(2, 2)})
+    init_compression(part, {"compression_training": section})
+    Compression.of(model).advance(0)
+    before = part(TOKENS).last_hidden_state
+    assert redundancy_clean(model, {"compression_training": section}) is model
+    assert torch.allclose(part(TOKENS).last_hidden_state, before, atol=1e-6)
+    assert part.encoder.layer[1].attention.self.num_attention_heads == 2 and Compression.of(model) is None
+
+
 def test_flattened_channels_are_runs_of_inputs() -> None:
     torch.manual_seed(2)
     model, images = Residual().eval(), torch.randn(4, 3, 5, 5)

@@ -177,6 +177,24 @@ def test_models_without_values_need_a_checkpoint_that_fits(tmp_path: Path) -> No
     assert engine(torch.ones(1, 4)).tolist() == [[4.0] * 4]
 
 
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.words.weight
+
+
+def test_two_different_tensors_of_a_tied_parameter_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights.bin")
+    for added in (0.0, 1.0):
+        torch.save({"words.weight": torch.ones(5, 4), "head.weight": torch.ones(5, 4) + added}, path)
+        if added:
+            with pytest.raises(CheckpointError, match=r"words\.weight and head\.weight differ"):
+                shardwise.init_inference(Tied(), dtype="fp32", checkpoint=path)
+        else:
+            assert shardwise.init_inference(Tied(), dtype="fp32", checkpoint=path).module.words.weight.sum() == 20
+
+
 def by_policy() -> Any:
     """Divide by names of layers alone."""
     policy = {torch.nn.Module: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}

@@ -568,3 +568,14 @@ def test_steps_are_loaded_without_the_settings_of_groups(tmp_path: Path) -> None
     assert [(group["step"], group["variance_step"], group["eps"]) for group in groups] == [(4, 3, 1e-3)] * 2
     with pytest.raises(CheckpointError, match=r"a: parameter groups .* different counters"):
         group_counters(other.sharded.state, [{"step": 1}, {"step": 2}], "a")
+
+
+@on_ranks(2)
+def test_coefficients_are_loaded_without_the_settings_of_groups(tmp_path: Path) -> None:
+    engine = begin(maker("OnebitLamb"))
+    go_on(engine, range(8))
+    engine.save_checkpoint(str(tmp_path))
+    other = begin(maker("OnebitLamb"))
+    other.load_checkpoint(str(tmp_path), load_param_groups=False)
+    assert engine.optimizer.param_groups[0]["factor"] is not None
+    assert go_on(other, range(8, 10)) == go_on(engine, range(8, 10))

@@ -58,6 +58,26 @@ def test_in_evaluation_each_rank_may_have_whole_sequences() -> None:
     end()
 
 
+@on_ranks(2)
+def test_models_may_share_a_configuration() -> None:
+    """A student trains, and its teacher has whole sequences in evaluation."""
+    plain = made()
+    padded = torch.ones_like(whole())
+    padded[:, :2] = 0
+    expected = plain(whole(), attention_mask=padded).logits[:, 2:]
+    group = begin(2)
+    student = share_attention(plain, in_eval=False).train()
+    teacher = type(student)(student.config)
+    assert teacher.config is student.config
+    teacher.load_state_dict(student.state_dict())
+    share_attention(teacher, in_eval=False).eval()
+    own = student(**split({"input_ids": whole(), "attention_mask": padded})).logits
+    part = expected.tensor_split([6], dim=1)[group.rank]
+    torch.testing.assert_close(own[:, own.shape[1] - part.shape[1] :], part)
+    torch.testing.assert_close(teacher(whole(), attention_mask=padded).logits[:, 2:], expected)
+    end()
+
+
 def as_deepspeed_does(size: int) -> Any:
     """What Accelerate and the Trainer do, with names of DeepSpeed."""
     import shardwise

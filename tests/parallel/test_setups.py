@@ -303,7 +303,9 @@ def test_engines_over_the_same_ranks_end_one_by_one() -> None:
 
     expected = exchanges()
     loss, tokens = loss_of(first, split(data(0, 1)))
+    before = first.ledger.totals["all_to_all"].count
     first.backward(loss, weight=tokens)
+    assert first.ledger.totals["all_to_all"].count - before == expected  # not in the ledger of the newest engine
     for _ in range(2):  # the second call does nothing
         first.destroy()
         assert exchanges() == expected > 0

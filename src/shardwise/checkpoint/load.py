@@ -318,6 +318,8 @@ def _read_optimizer(model: CheckpointedModel, saved: Checkpoint, matched: LoadPl
     else:
         for group in optimizer.param_groups:
             set_group(group, match.group_counters(model, trees, saved.path))
+        for name in getattr(optimizer, "first_group_state", ()):
+            set_group(optimizer.param_groups[0], {name: saved.decode(trees[0][name])})
     if left is not None:
         saved.read_all(left)
     else:

@@ -111,7 +111,7 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
     0. Inputs that are quantized stay so. Masks that have not begun are taken from the present weights.
 
     Args:
-        model: prepared by `init_compression`, and trained; or another model, which is prepared here.
+        model: prepared by `init_compression`, wholly or in part, and trained; or another model, which is prepared here.
         config: as of `init_compression`, with the same section.
 
     Raises:
@@ -123,6 +123,7 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
     section = section_of(config)
     before = Compression.of(model)
     compression = before or Compression.start(model, section)
+    prefix = compression.prefix(model)
     if compression.section != section:
         raise ConfigError(f"{SECTION}: init_compression() was called with another section than redundancy_clean()")
     try:
@@ -139,10 +140,12 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
                 one.module.get_parameter(key).copy_(values)
     for one in compression.modules.values():
         for kind, mask in one.own.items():
-            related = compression.related.get((one.name, f"{kind}_pruning"), [])
+            related = [
+                (prefix + name, other) for name, other in compression.related.get((one.name, f"{kind}_pruning"), ())
+            ]
             if related and mask.parts:
                 kept = mask.kept(one.module).nonzero().flatten()
-                _Cleaner(model, one.name, kept, mask.parts).clean(one.module, kind, related)
+                _Cleaner(model, prefix + one.name, kept, mask.parts).clean(one.module, kind, related)
     compression.remove(model, inputs=False)
     return model
 
@@ -150,6 +153,8 @@ def redundancy_clean(model: nn.Module, config: Any) -> Any:
 def _check_shared(model: nn.Module, compression: Compression) -> None:
     """Raise UsageError if modules that share a parameter compute with different values of it."""
     names: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    prefix = compression.prefix(model)
+    compressed = {prefix + name: one for name, one in compression.modules.items()}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -157,7 +162,7 @@ def _check_shared(model: nn.Module, compression: Compression) -> None:
     for parameter, places in names.items():
         found = []
         for name, key in places if len(places) > 1 else ():
-            one = compression.modules.get(name)
+            one = compressed.get(name)
             values = None if one is None else one.values(one.module, key, compression.step)
             found.append(parameter if values is None else values)
         other = next((at for at, values in enumerate(found) if not torch.equal(values, found[0])), None)

@@ -18,6 +18,7 @@ import torch
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.formats.deepspeed import recognised
 from shardwise.checkpoint.listing import CheckpointDirectory, CheckpointListing, Head
 from shardwise.checkpoint.load import NoCompleteCheckpointError
 from shardwise.checkpoint.match import Options
@@ -432,6 +433,8 @@ class FaultTolerance:
         with collective_step(self._job, "resume") as looked:
             parent = directory.check_directory(save_dir, "save_dir")
             on_disk = CheckpointDirectory(parent).newest_first() if self._job.rank == 0 else CheckpointListing()
+            if self._job.rank == 0 and not on_disk.heads and recognised(parent):
+                raise directory.wrong_level(parent)
             looked.local = [parent, max((head.sequence for head in on_disk.heads), default=0)]
         if any(said[0] != looked.gathered[0][0] for said in looked.gathered):
             raise CheckpointPathError(

@@ -80,7 +80,7 @@ class SharedSequences:
         self._hooks.append(model.register_forward_hook(ModuleHook(weakly(self.group.end_pass)), always_call=True))
 
     def _begins(self, *_: Any) -> None:
-        self.group.begin_pass()
+        self.group.begin_pass(self._part)
         self._before = self.group.exchanges
 
     def _ended(self, model: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
@@ -181,11 +181,11 @@ class SharedTensors:
         self._part = job.part(lines, NAME, near=True)
         self.group = TensorGroup(self._part, across(lines), self._part.rank, data)
         self._dtensors = DTensors(model, self.group)
-        self._former: list[tuple[Parallel, TensorGroup]] = []
+        self._layers: list[Parallel] = []
         if client:
             _declare_client_s(model, self.group)
         elif not self._dtensors:
-            self._former = entry.divide_model(
+            self._layers = entry.divide_model(
                 model, self.group, config.tensor_parallel, job, experts=not config.expert_parallel.enabled
             )
         self._client = client
@@ -286,9 +286,8 @@ class SharedTensors:
         self._dtensors.close()
         entry.let_go(self)
         self.group.close()
-        for layer, group in self._former:
-            if layer.group is self.group:  # no newer engine has the layers
-                layer.group = group
+        entry.disconnect(self._layers, self.group)
+        self._layers = []
 
 
 def _declare_client_s(model: nn.Module, group: TensorGroup) -> None:

@@ -55,8 +55,11 @@ class InferenceRanks:
         self.everybody.destroy()
 
 
-def divide_for_inference(model: nn.Module, ranks: InferenceRanks, rows: Sequence[Any] | None, grain: int) -> None:
+def divide_for_inference(
+    model: nn.Module, ranks: InferenceRanks, rows: Sequence[Any] | None, grain: int
+) -> list[Parallel]:
     """Divide a model's layers in place, also on the meta device; each kind of block is compared with a whole one.
+    Return layers that were divided before.
 
     `rows` names the layers divided by input features (None: by the model's family or plan), `grain` is as
     `tensor_parallel.tp_grain_size`. A model that `tp_model_init` has divided takes these ranks. Raises a ConfigError if
@@ -70,11 +73,11 @@ def divide_for_inference(model: nn.Module, ranks: InferenceRanks, rows: Sequence
             f"Write {known.size}"
         )
     if ranks.tensor is None:
-        return
+        return []
     section = TensorParallel.model_validate(
         {"autotp_size": size, "injection_policy_tuple": rows, "tp": {"tp_size": size, "tp_grain_size": grain}}
     )
-    divide_model(model, ranks.tensor, section, ranks.everybody)
+    return divide_model(model, ranks.tensor, section, ranks.everybody)
 
 
 def tensor_group_of(model: nn.Module) -> TensorGroup | None:

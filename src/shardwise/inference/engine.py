@@ -16,14 +16,15 @@ from shardwise.inference.division import InferenceRanks, divide_for_inference
 from shardwise.inference.generation import generate
 from shardwise.inference.loading import check_has_values, load_parts, materialize_model, paths_of
 from shardwise.inference.quantization import quantize_weights
-from shardwise.parallel.tensor.entry import copy_first, divided_over, written_buffers
+from shardwise.parallel.tensor.entry import copy_first, disconnect, divided_over, written_buffers
 from shardwise.parallel.tensor.watch import begin_pass
 from shardwise.registry import part_of, takes_compute_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardwise.comm.communicator import Communicator
+    from shardwise.parallel.tensor.layers import Parallel
 
 
 class InferenceEngine(nn.Module):
@@ -52,6 +53,7 @@ class InferenceEngine(nn.Module):
         self.module = model
         self.device = device
         self._ranks: InferenceRanks | None = None
+        self._layers: Sequence[Parallel] = ()
         if streamed is None:
             self._ranks = _ranks_of(config, device)
             try:
@@ -73,7 +75,7 @@ class InferenceEngine(nn.Module):
         cast(model, config.torch_dtype)
         if ranks.tensor is not None and checkpoint is None and divided_over(model) is None:
             copy_first(written_buffers(model), ranks.everybody)
-        divide_for_inference(model, ranks, rows_of(config), config.tensor_parallel.tp_grain_size)
+        self._layers = divide_for_inference(model, ranks, rows_of(config), config.tensor_parallel.tp_grain_size)
         if meta:
             materialize_model(model, device)
         if checkpoint is not None:
@@ -199,6 +201,8 @@ class InferenceEngine(nn.Module):
         self._hooks = []
         if self._ranks is not None:
             self._ranks.close()
+            if self._ranks.tensor is not None:
+                disconnect(self._layers, self._ranks.tensor)
         if self._streamed is not None:
             self._streamed.destroy()
         self._ranks = self._streamed = None

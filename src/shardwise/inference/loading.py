@@ -127,16 +127,35 @@ def load_parts(model: nn.Module, paths: Iterable[str], comm: Communicator | None
         for reader in readers:
             tensors = sorted({id(one): one for one in reader.tensors().values()}.values(), key=lambda one: one.name)
             reader.check(tensors if comm is None else tensors[comm.rank :: comm.world])
-        for values, source, box in matched:
-            with torch.no_grad():
-                flat = values.detach().view(-1) if values.is_contiguous() else torch.empty_like(values).view(-1)
-                source.reader.read_into(source.tensor.part(box), 0, flat)
-                if not values.is_contiguous():
-                    values.copy_(flat.view(values.shape))
+        if comm is None:
+            _read(matched)
+        else:
+            comm.together("init_inference(checkpoint=...)", lambda: _read(matched))
 
 
-def _matched(model: nn.Module, known: Mapping[str, _Source]) -> list[tuple[torch.Tensor, _Source, Region | None]]:
-    """Return parameters and saved buffers with their stored tensors, and the parts of these that they are."""
+@torch.no_grad()
+def _read(matched: Iterable[_Match]) -> None:
+    for values, sources, box in matched:
+        flat = values.detach().view(-1) if values.is_contiguous() else torch.empty_like(values).view(-1)
+        (name, source), *others = sources.items()
+        source.reader.read_into(source.tensor.part(box), 0, flat)
+        for other, copy in others:
+            there = torch.empty_like(flat)
+            copy.reader.read_into(copy.tensor.part(box), 0, there)
+            if not torch.equal(flat.view(torch.uint8), there.view(torch.uint8)):
+                raise CheckpointError(
+                    f"{source.reader.path}: {name} and {other} differ, and the model has one parameter for both "
+                    "(tied). Remove one of them from the checkpoint, or build a model that does not tie them"
+                )
+        if not values.is_contiguous():
+            values.copy_(flat.view(values.shape))
+
+
+_Match = tuple[torch.Tensor, dict[str, _Source], Region | None]
+
+
+def _matched(model: nn.Module, known: Mapping[str, _Source]) -> list[_Match]:
+    """Return parameters and saved buffers with the parts of tensors that they are, and stored tensors by name."""
     registry = Registry.of(model)
     wanted: list[tuple[torch.Tensor, tuple[str, ...], tuple[int, ...], Region | None]] = [
         (parameter, (tensor.name, *tensor.aliases), tensor.global_shape, tensor.box)
@@ -148,13 +167,16 @@ def _matched(model: nn.Module, known: Mapping[str, _Source]) -> list[tuple[torch
     found = _converted(model, known, shapes)
     matched, problems, missing = [], [], []
     for values, names, shape, box in wanted:
-        source = next((found[name] for name in names if name in found), None)
-        if source is None:
+        there = {name: found[name] for name in reversed(names) if name in found}
+        places = {(id(one.reader), one.tensor.slices): name for name, one in there.items()}
+        sources = {name: there[name] for name in names if name in places.values()}
+        other = next((one.tensor.shape for one in sources.values() if one.tensor.shape != shape), None)
+        if not sources:
             missing.append(names[0])
-        elif source.tensor.shape != shape:
-            problems.append(f"{names[0]} has shape {list(source.tensor.shape)}, and the model's {list(shape)}")
+        elif other is not None:
+            problems.append(f"{names[0]} has shape {list(other)}, and the model's {list(shape)}")
         else:
-            matched.append((values, source, box))
+            matched.append((values, sources, box))
     if missing:
         problems.append(f"missing: {outline(missing)}")
     if problems:

@@ -21,12 +21,14 @@ class CommOptimizer(Optimizer):
     """Base of optimizers that communicate themselves (class attribute `shardwise_sharding = "communicates"`).
 
     A subclass also derives from an ordinary optimizer, which takes the exact steps. Every parameter group has the
-    options `step` (steps taken) and `variance_step` (exact steps), which are saved with it and belong to its state.
+    options `step` (steps taken) and `variance_step` (exact steps), which are saved with it and belong to its state, as
+    do the options `first_group_state` of the first group.
     `ranks_differ`: parameters differ between ranks between steps, which rules out sharding.
     """
 
     shardwise_sharding = "communicates"
-    group_counters = ("step", "variance_step")
+    group_counters: Sequence[str] = ("step", "variance_step")
+    first_group_state: Sequence[str] = ()
     ranks_differ = False
 
     _attached = 0

@@ -153,6 +153,7 @@ class OnebitLamb(_Onebit, Lamb):
     """
 
     joined = True
+    first_group_state = _KEPT
     coeff_beta: float
     factor_min: float
     factor_max: float

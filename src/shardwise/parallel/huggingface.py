@@ -40,8 +40,8 @@ CORES = ("sdpa", EAGER, "flex_attention", "flash_attention_2", "flash_attention_
 
 RING = "ring"  # ring attention (`shardwise.parallel.ring`); `sdpa` without sequence parallelism
 
-# Sequence-parallel models, by the identity of their configuration.
-_models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+# Sequence-parallel models, by the identity of their configuration, which several may share.
+_models: dict[int, weakref.WeakSet[nn.Module]] = {}
 
 
 def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool = True) -> nn.Module:
@@ -83,7 +83,7 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
     count_positions(model, shared_here)
     for part in model.modules():
         if getattr(part, "config", None) is not None:
-            _models[id(part.config)] = model
+            _models.setdefault(id(part.config), weakref.WeakSet()).add(model)
     return model
 
 
@@ -160,9 +160,7 @@ def attending(in_eval: bool, training: bool, mask: Any) -> SequenceGroup | None:
 
 def _mask(core: Callable[..., Any], in_eval: bool) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        model = _models.get(id(kwargs.get("config")))
-        training = torch.is_grad_enabled() if model is None else model.training
-        if shares(in_eval, training) is None:
+        if shares(in_eval, _trains(kwargs.get("config"), sys._getframe(1))) is None:
             return core(*args, **kwargs)
         rows, own = kwargs["batch_size"], kwargs["q_length"]
         kept = kwargs.get("attention_mask")
@@ -179,6 +177,16 @@ def _mask(core: Callable[..., Any], in_eval: bool) -> Callable[..., Any]:
 
     mask.core = core  # type: ignore[attr-defined]
     return mask
+
+
+def _trains(config: Any, caller: FrameType | None) -> bool:
+    """Return True if the model that makes a mask is in training mode."""
+    modes = {model.training for model in _models.get(id(config), ())}
+    if len(modes) < 2:
+        return modes.pop() if modes else torch.is_grad_enabled()
+    while caller is not None and not isinstance(module := local_of(caller, "self"), nn.Module):
+        caller = caller.f_back
+    return caller is not None and module.training
 
 
 def _packing_positions(caller: FrameType) -> torch.Tensor | None:

@@ -76,6 +76,7 @@ class SequenceGroup:
         self.exchanges = 0
         self.comparing = False
         self._comms = {comm: data}
+        self._running = comm
         self._inside: bool | None = None  # in a forward pass of an engine's model; None: passes are not reported
         self._agreed: list[int] | None = None
         self._usual: list[int] | None = None
@@ -84,8 +85,9 @@ class SequenceGroup:
 
     @property
     def comm(self) -> Communicator:
-        """Communicator for exchanges: the newest engine's, while there is an engine."""
-        return self._living[-1]
+        """Communicator for exchanges: that of the engine whose pass has begun last, or else the newest engine's."""
+        living = self._living
+        return self._running if self._running in living else living[-1]
 
     @property
     def data(self) -> Communicator | None:
@@ -112,12 +114,13 @@ class SequenceGroup:
 
     def attach(self, comm: Communicator, data: Communicator) -> None:
         """Use the communicators of an engine over the same ranks from now on."""
-        self._comms[comm] = data
+        self._comms[comm], self._running = data, comm
 
     def detach(self, comm: Communicator) -> None:
         """Undo `attach`; the last communicator stays."""
         if len(self._comms) > 1:
             del self._comms[comm]
+            self._running = self.comm
 
     def __deepcopy__(self, memo: Any) -> SequenceGroup:
         return self  # copies of a model use the same ranks
@@ -138,8 +141,9 @@ class SequenceGroup:
 
     # -- the layout of a pass ------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Begin a forward pass: lengths are exchanged again when needed."""
+    def begin_pass(self, comm: Communicator | None = None) -> None:
+        """Begin a forward pass, of the engine with a communicator: lengths are exchanged again when needed."""
+        self._running = comm or self._running
         self._inside = True
         self._agreed = None
         self._known = WeakIdKeyDictionary()

@@ -96,6 +96,22 @@ def test_a_model_is_divided_at_once() -> None:
 
 
 @on_ranks(2)
+def test_layers_outlive_several_engines() -> None:
+    model = shardwise.tp_model_init(decoder(), 2, torch.float32, {"tensor_parallel": SECTION})
+    ids = data(0, ROWS)
+    expected = model(ids).item()
+    first, second = (shardwise.initialize(model=model, config=config(1)).engine for _ in range(2))
+    first.destroy()
+    assert second(ids).item() == pytest.approx(expected, rel=1e-6)
+    second.destroy()
+    assert model(ids).item() == pytest.approx(expected, rel=1e-6)
+    engine = shardwise.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": 2})
+    engine.destroy()
+    assert model(ids).item() == pytest.approx(expected, rel=1e-6)
+    end_tensors()
+
+
+@on_ranks(2)
 def test_values_of_the_first_rank_are_copied_whatever_their_strides_and_dtypes() -> None:
     def of(rank: int) -> list[torch.Tensor]:
         own = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(rank))

@@ -36,19 +36,18 @@ def divided_over(model: nn.Module) -> TensorGroup | None:
 
 def divide_model(
     model: nn.Module, group: TensorGroup, section: TensorParallel, everybody: Communicator, *, experts: bool = True
-) -> list[tuple[Parallel, TensorGroup]]:
-    """Shard a model's layers in place; return the layers that were sharded before, each with its former group.
+) -> list[Parallel]:
+    """Shard a model's layers in place; return the layers that were sharded before, which `disconnect` takes.
 
     The first rank's values are broadcast before, because all parts must be of one model. `experts` includes stacked
     experts; False with `expert_parallel`.
     """
-    layers = (module for module in model.modules() if isinstance(module, Parallel))
-    former: list[tuple[Parallel, TensorGroup]] = [(layer, layer.group) for layer in layers]
-    for module, _ in former:
-        module.group = group
+    layers: list[Parallel] = [module for module in model.modules() if isinstance(module, Parallel)]
+    for layer in layers:
+        layer.former, layer.group = (*layer.former, layer.group), group
     column = tuple(group.columns[group.place])
-    if former or any(part_of(p).box is not None and part_of(p).ranks == column for p in model.parameters()):
-        return former
+    if layers or any(part_of(p).box is not None and part_of(p).ranks == column for p in model.parameters()):
+        return layers
     division = cuts_of(model, group.size, section, experts=experts)
     tokens = tokens_of(model, division.layers, section) if section.sequence_parallel else None
     if tokens is not None:
@@ -65,6 +64,12 @@ def divide_model(
     if section.check_division:
         watch_division(model)
     return []
+
+
+def disconnect(layers: Iterable[Parallel], group: TensorGroup) -> None:
+    """Remove a closed group from layers that had others before; the newest of these connects the ranks again."""
+    for layer in layers:
+        *layer.former, layer.group = (one for one in (*layer.former, layer.group) if one is not group)
 
 
 def copy_first(tensors: Iterable[tuple[str, torch.Tensor]], ranks: Communicator) -> None:

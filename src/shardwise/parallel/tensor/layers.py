@@ -49,10 +49,11 @@ class ShardSpec:
 
 
 class Parallel:
-    """Base class of tensor-parallel layers; `cut` is the sharding of the layer."""
+    """Base class of tensor-parallel layers; `cut` is the sharding of the layer, `former` has earlier groups."""
 
     group: TensorGroup
     cut: ShardSpec
+    former: Sequence[TensorGroup] = ()
 
     def extra_repr(self) -> str:
         """Describe the layer, with this rank's part."""
