@@ -116,7 +116,10 @@ def test_a_hostile_manifest_gives_an_error_or_values(rng: random.Random, files: 
         (lambda f: f["tensors"][0].update(shape=[2**40, 2**30]), "is too large"),
         (lambda f: f["tensors"][0].update(shape=[2**30]), "of 1073741824 elements are stored"),
         (lambda f: f["tensors"][0]["slices"].append(dict(f["tensors"][0]["slices"][0])), "expected a run from element"),
-        (lambda f: f["tensors"].append(dict(f["tensors"][0], name="again")), "used twice"),
+        (
+            lambda f: f["tensors"].extend(dict(f["tensors"][-1], name=f"{n}") for n in range(999)),
+            "tensors of .* in files",
+        ),
         (lambda f: f.update(client={"a": f["client"], "b": f["client"]}), "used already"),
         (lambda f: f.update(client=[f["client"]]), "client: expected a dictionary"),
         (lambda f: f.update(client="text"), "client: expected a dictionary"),
