@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -117,3 +118,13 @@ def test_files_of_a_checkpoint_that_is_read_stay_when_its_tag_is_saved_again(tmp
     last = write(third, "three")
     third.publish()
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", last]
+
+
+def test_a_full_disk_leaves_no_staging_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        directory.StagingDirectory(str(tmp_path), "a")
+    assert os.listdir(tmp_path) == []

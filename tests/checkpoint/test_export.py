@@ -67,6 +67,17 @@ def exports(path: str, stage: int) -> dict[str, Any]:
     return found
 
 
+@as_ranks(2)
+def test_any_failure_of_rank_0_is_raised_by_all_ranks(tmp_path: Path) -> None:
+    def failing(self: TensorWriter, name: str, start: int, part: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    run = Run(config(3), seed=1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="RuntimeError: out of memory"):
+        patch.setattr(TensorWriter, "write_part", failing)
+        run.engine.export(tmp_path / "out")
+
+
 @pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_an_engine_and_its_checkpoint_export_the_values_of_the_optimizer(stage: int, tmp_path: Path) -> None:
     expected = run_job(exports, 2, str(tmp_path), stage)[0]

@@ -15,7 +15,7 @@ from shardwise.checkpoint import agree, async_save, directory, verify
 from shardwise.checkpoint import save as saving
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, as_ranks, config
-from tests.checkpoint.test_async import started
+from tests.checkpoint.test_async import standing, started
 from tests.harness import thorough
 from tests.harness.logs import logged
 
@@ -46,6 +46,21 @@ def test_a_disk_that_hangs_is_given_up_and_the_next_save_works(tmp_path: Path) -
     torch.distributed.barrier()
     names = {name for name in os.listdir(tmp_path) if not name.startswith(".")}
     assert names == {"c", "first", "latest"}
+
+
+@as_ranks(1)
+def test_the_failure_of_a_save_that_a_load_gave_up_is_raised_by_the_next_wait(tmp_path: Path) -> None:
+    engine = started(str(tmp_path), config(1, checkpoint={"async_save": True})).engine
+    saver = engine._checkpoints.background.saving
+    saver._limit = 0.5
+    with standing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "SLOWEST", 1e12)
+        patch.setattr(async_save, "_LOOK_S", 0.1)
+        engine.save_checkpoint(tmp_path, tag="a")
+        engine.load_checkpoint(tmp_path, tag="first")
+        assert saver.wait() is saver.report
+        with pytest.raises(CheckpointError, match="It is given up"):
+            engine.wait_for_checkpoint()
 
 
 @pytest.mark.parametrize("where", ["before the parts", thorough("before the rename"), "before latest"])

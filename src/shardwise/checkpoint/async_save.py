@@ -383,7 +383,7 @@ class AsyncSaver:
         self._reset_after_fork()
         job = self._job
         if job is None or not self.unsettled:
-            return None
+            return self.report if self.unsettled else None  # of a save that was given up
         left = job.begun + job.limit + 2 * _LOOK_S - time.monotonic()
         with warn_if_slow(f"{job.report.path}: waiting until it is written"):
             if job.ended.wait(max(0.0, min(seconds, left, threading.TIMEOUT_MAX))):

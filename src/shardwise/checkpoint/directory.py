@@ -108,19 +108,22 @@ class StagingDirectory:
         self._moved: list[str] = []
         os.makedirs(parent, exist_ok=True)
         remove_leftovers(parent, None if tidy else tag)
-        self._lock: int | None = self._make()
+        self._lock: int | None = None
+        try:
+            self._make()
+        except BaseException:
+            self.discard()
+            raise
 
-    def _make(self) -> int:
+    def _make(self) -> None:
         """Make the directory and its locked marker, which is written last: other writers remove marked directories."""
-        lock: int | None = None
-        while lock is None:
+        while self._lock is None:
             os.mkdir(self.path)
             with contextlib.suppress(FileNotFoundError):  # because other writers remove empty ones of killed writers
-                lock = os.open(os.path.join(self.path, _LOCK), _NEW, 0o666)
+                self._lock = os.open(os.path.join(self.path, _LOCK), _NEW, 0o666)
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        os.write(lock, _MARK)
-        return lock
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.write(self._lock, _MARK)
 
     def check(self) -> None:
         """Raise CheckpointError if this save was given up: a newer one may have been published since."""

@@ -254,12 +254,12 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
 
     def write(tensor: UnshardedTensor, values: torch.Tensor) -> None:
         nonlocal failure
-        # A full disk must not end the loop on rank 0 only, because all ranks take part in it.
+        # A failure must not end the loop on rank 0 only, because all ranks take part in it.
         if files is not None and failure is None:
             try:
                 for entry in entries.get(tensor.name, ()):
                     files.write(entry.name, [(0, conversion(entry.name, values).reshape(-1))])
-            except (OSError, CheckpointError) as error:
+            except Exception as error:
                 failure = error
 
     try:

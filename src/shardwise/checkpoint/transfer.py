@@ -79,13 +79,13 @@ def exchange_files(
             try:
                 if sent is not None and failure is None:
                     _read(os.path.join(folder, sent.name), begin, outgoing)
-            except (OSError, CheckpointError) as error:
+            except Exception as error:
                 failure = error
             comm.all_to_all(arriving, outgoing, into, out, _LABEL).wait()
             try:
                 if received is not None and failure is None:
                     _write(os.path.join(folder, received.name), received.size, begin, arriving)
-            except OSError as error:
+            except Exception as error:
                 failure = error
     if failure is not None:
         raise failure
