@@ -235,6 +235,19 @@ def owned(path: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@on_ranks(2)
+def test_buffers_begin_as_those_of_the_first_rank_and_not_in_parts() -> None:
+    model, rank = Owned(), dist.get_rank()
+    for module in (model, model.first, model.own):
+        module.register_buffer("value", torch.full((2,), rank + 1.0).t())
+    model.register_buffer("expanded", torch.tensor(float(rank)).expand(3))
+    model.register_buffer("longer", torch.full((2 + rank,), float(rank)))
+    shardwise.initialize(model=model, config=config(2, 1, optimizer=ADAMW))
+    assert [module.value.tolist() for module in (model, model.first)] == [[1.0, 1.0]] * 2
+    assert model.own.value[0] == rank + 1 and model.own.get_buffer(f"seen{rank}")[0] == rank
+    assert model.expanded[0] == model.longer[0] == rank  # memory of one element, and other shapes
+
+
 def test_whole_weights_have_what_only_other_ranks_have(tmp_path: Path) -> None:
     first, second = run_ranks(owned, 2, str(tmp_path))
     names = {f"own.{rank}.{key}" for rank in range(2) for key in ("weight", "bias")}

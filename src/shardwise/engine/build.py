@@ -76,6 +76,7 @@ from shardwise.engine.modules import (
     leaves_of,
     modules_with,
     place_buffers,
+    share_buffers,
 )
 from shardwise.engine.observers import Activations, Observers, StepEvents
 from shardwise.engine.parallel import (
@@ -293,6 +294,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
     domain = domain_of(settings, whole, requested) if replicas is None else Domain(whole)
     if job.rank == 0 and domain.async_gathers:
         warn_of_one_queue()
+    if agreed.has_buffers or pipeline is not None:
+        share_buffers(model, data if model_parallel_size(mpu) > 1 else whole if replicas is None else job)
     # Shard tensors and experts before domains are assigned to parameters.
     tensors = None
     if tensor > 1:

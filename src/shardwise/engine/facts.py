@@ -130,11 +130,12 @@ def facts_of_values(model: nn.Module) -> dict[str, str]:
 
 class Agreed(NamedTuple):
     """Answers of all ranks: rank 0 has values of all parameters, and another rank has some on the meta device; a rank
-    reports losses.
+    reports losses; a rank has buffers.
     """
 
     spreads: bool
     shows_loss: bool
+    has_buffers: bool = False
 
 
 def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, str], shows_loss: bool) -> Agreed:
@@ -146,11 +147,12 @@ def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, 
         return Agreed(spreads=False, shows_loss=shows_loss)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()[:24]
-    told = job.exchange([digest, int(on_meta), int(shows_loss)], "arguments")
-    given = [version for version, _, _ in told]
+    has_buffers = next(model.buffers(), None) is not None
+    told = job.exchange([digest, int(on_meta), int(shows_loss), int(has_buffers)], "arguments")
+    given = [version for version, *_ in told]
     if len(set(given)) > 1:
         raise difference(job, facts, given)
-    without = [rank for rank, (_, meta, _) in enumerate(told) if meta]
+    without = [rank for rank, (_, meta, *_) in enumerate(told) if meta]
     if 0 in without and len(without) < job.world:
         others = [rank for rank in range(job.world) if rank not in without]
         raise DesyncError(
@@ -160,7 +162,8 @@ def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, 
         )
     if without and len(without) < job.world:
         check_agreement(job, facts_of_values(model))
-    return Agreed(spreads=0 not in without and bool(without), shows_loss=any(shown for _, _, shown in told))
+    shown, buffers = (any(answers) for answers in list(zip(*told, strict=True))[2:])
+    return Agreed(spreads=0 not in without and bool(without), shows_loss=shown, has_buffers=buffers)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domains
 from shardwise.data.draws import unwrap
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.moe.exchange import ExpertParallelModule
+from shardwise.parallel.tensor.entry import copy_first, written_buffers
 from shardwise.pipeline.module import PipelineModule
-from shardwise.registry import takes_compute_dtype
+from shardwise.registry import part_of, takes_compute_dtype
 from shardwise.utils.logging import warn_once
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.owner import ParameterOwner
@@ -91,6 +94,27 @@ def fill_meta_parameters(model: nn.Module, domains: Domains) -> None:
     stores = {ranks: PartStore(domain.ranks) for (ranks, _), domain in domains.others.items()}
     everyone = PartStore(domains.main.ranks)
     shard_module(model, everyone, lambda ranks: everyone if ranks is None else stores[ranks])
+
+
+def share_buffers(model: nn.Module, ranks: Communicator) -> None:
+    """Copy the first rank's buffers to all ranks (all ranks call), except those that other ranks lack, and of parts."""
+    if ranks.world == 1 or ranks.imagined:
+        return
+    own: dict[str, tuple[str, torch.Tensor]] = {}
+    of_parts = {id(buffer) for module in model.modules() for buffer in _buffers_of_parts(module)}
+    for name, buffer in written_buffers(model):
+        if type(buffer) is torch.Tensor and id(buffer) not in of_parts:
+            own[f"{name} {buffer.dtype} {list(buffer.shape)}"] = name, buffer
+    every = ranks.exchange(list(own), "buffers")
+    shared = set(own).intersection(*{id(names): names for names in every}.values())
+    copy_first((own[key] for key in every[0] if key in shared), ranks)
+
+
+def _buffers_of_parts(module: nn.Module) -> Iterable[torch.Tensor | None]:
+    if isinstance(module, ExpertParallelModule):
+        return module.buffers()
+    divided = any(one is not None and part_of(one).ranks is not None for one in module._parameters.values())
+    return module._buffers.values() if divided else ()
 
 
 def place_buffers(
