@@ -75,6 +75,8 @@ PEAKS = {
 """Dense TFLOP/s as stated by the vendor: 16 bits, fp32 without TF32. The first name found in the device's counts."""
 V100_PEAK = 125e12
 """FLOP/s in fp16 of the card that the papers on offloading have used."""
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+"""Beginnings of the calls of the driver that a profile shows; ranges of the profiler are none of them."""
 _ANSWER = "SHARDWISE_BENCH_ANSWER"
 _LOAD = [round(value, 2) for value in os.getloadavg()]
 """What others keep the machine busy with: read before the benchmark begins."""
@@ -292,6 +294,12 @@ class Device:
         spent = time.perf_counter() - start
         self.wait()
         return spent
+
+    def launches(self, action: Callable[[], Any]) -> int:
+        """Return how many kernels, copies and fills the host launches on a CUDA device in an action."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.seconds(action)
+        return sum(event.name.startswith(LAUNCHES) for event in profile.events())
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes that are allocated and those that torch has reserved."""

@@ -8,7 +8,7 @@ whose tensors are so small that computing takes next to nothing is trained with 
 of the two over that of the layers is the cost of a layer. Ranks are imagined (torch's fake process group), so that no
 communication takes any time. All systems are built in one process and take turns; figures are medians of steps.
 PyTorch's own share, which all have, is the row "alone". On CUDA the clock stops when the host has launched everything;
-the device is waited for between steps, and kernel launches are counted by torch's profiler. On the CPU the kernels of
+the device is waited for between steps, and launches are counted by torch's profiler. On the CPU the kernels of
 the tiny model are among the time of every row, and rows "as on a device" take the branches for a device with streams,
 which on the CPU do nothing.
 
@@ -88,15 +88,6 @@ def timed_step(run: Run, device: Device) -> list[float]:
     return [*parts, sum(parts)]
 
 
-def launches(run: Run, device: Device) -> int:
-    """Return how many kernels a step launches on a CUDA device."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        timed_step(run, device)
-    return sum(event.count for event in seen.key_averages() if "LaunchKernel" in event.key)
-
-
 def measure_layer(kind: str, names: list[str], case: Case, options: argparse.Namespace) -> list[Row]:
     """Return a row of figures a layer for each system of a set; one that cannot be built is left out."""
     device = Device(options.device)
@@ -121,7 +112,9 @@ def measure_layer(kind: str, names: list[str], case: Case, options: argparse.Nam
         row: Row = {"system": name}
         row |= {f"{phase}_ms": (b - a) / (MANY - FEW) for phase, a, b in zip(PHASES, few, many, strict=True)}
         if device.is_cuda:
-            row["launches"] = (launches(runs[name, MANY], device) - launches(runs[name, FEW], device)) / (MANY - FEW)
+            steps = (functools.partial(timed_step, runs[name, n], device) for n in (FEW, MANY))
+            less, more = map(device.launches, steps)
+            row["launches"] = (more - less) / (MANY - FEW)
         rows.append(row)
     for run in runs.values():
         run.finish()

@@ -147,6 +147,8 @@ def measure(ways: dict[str, Way], rounds: int) -> Row:
             found["compiler"] = f"none: {' '.join(str(error).split())[:120]}"
     for name, times in turns(running, rounds, timed=True).items():
         found[f"{name}_ms"] = 1e3 * statistics.median(times)
+    if {"shardwise_ms", "fused_ms"} <= found.keys():
+        found["over_fused"] = found["shardwise_ms"] / found["fused_ms"]
     return found
 
 

@@ -99,7 +99,7 @@ def of_engine(options: argparse.Namespace, name: str, library: str = "shardwise"
         config["pipeline"] = {"schedule": name, "chunks": chunks}
     else:
         root.init_distributed("gloo")
-        config["optimizer"]["params"]["torch_adam"] = True
+        config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}  # as the others have
         config["steps_per_print"] = 10**9
     parts = cuts(len(specs), options.nproc * chunks) if is_ours else "uniform"
     model = pipe.PipelineModule(specs, num_stages=options.nproc, loss_fn=loss_of, partition_method=parts)

@@ -1,15 +1,11 @@
 """Planned against measured time of a step, for ranks that share this machine.
 
     python bench/plan_time.py [--ranks 1,2,4] [--steps 10] [--seconds 9]
-    python bench/plan_time.py --what choice [--ranks 2] [--steps 5]
 
 The machine is measured once for each number of ranks (`shardwise bench machine`). Each setting is then planned, and
 trained as many steps as are asked for, of which the median counts. The settings of one number of ranks are trained in
 one job, one after the other. The ratio is planned by measured time. "pairs" is the share of pairs of settings of one
 number of ranks that take at least 10 % different times, and whose order is planned right.
-
-"choice": of each size, all ZeRO stages with several micro-batches are planned and trained; the ratio is the samples a
-second of the setting that is the fastest by plan, by those of the one that is the fastest measured.
 """
 
 from __future__ import annotations
@@ -42,13 +38,6 @@ class Setting:
     recompute: bool = False
     tensor: int = 1
     offload: bool = False
-    rows: int = 0
-
-    @property
-    def shape(self) -> Size:
-        """The shape of the model and of a micro-batch."""
-        size = SHAPES[self.size]
-        return replace(size, rows=self.rows) if self.rows else size
 
     def __str__(self) -> str:
         """Return the setting in words."""
@@ -59,7 +48,7 @@ class Setting:
     @property
     def case(self) -> Case:
         """What is trained."""
-        return Case(self.shape, self.bf16, self.accumulation, tensor=self.tensor, recompute=self.recompute)
+        return Case(SHAPES[self.size], self.bf16, self.accumulation, tensor=self.tensor, recompute=self.recompute)
 
     @property
     def zero(self) -> dict[str, Any]:
@@ -84,31 +73,15 @@ SETTINGS = [
 ]
 
 
-CHOICES = {
-    size: [Setting(size, stage, rows=rows) for stage in range(4) for rows in (1, 2, 4, 8)]
-    for size in ("7M", "wide", "27M")
-}
-
-
-def settings_of(options: argparse.Namespace, ranks: int) -> list[Setting]:
+def settings_of(ranks: int) -> list[Setting]:
     """Return the settings that so many ranks can have."""
-    if options.what == "choice":
-        return [one for each in CHOICES.values() for one in each]
     return [one for one in SETTINGS if ranks % one.tensor == 0]
 
 
 def measure(options: argparse.Namespace) -> list[float]:
-    """Return the seconds of a step of each setting; of choices, the lesser of two turns."""
-    settings = settings_of(options, dist.get_world_size())
-    found = _measure(options, settings)
-    if options.what != "choice":
-        return found
-    return [min(pair) for pair in zip(found, _measure(options, settings), strict=True)]
-
-
-def _measure(options: argparse.Namespace, settings: list[Setting]) -> list[float]:
+    """Return the seconds of a step of each setting."""
     found = []
-    for setting in settings:
+    for setting in settings_of(dist.get_world_size()):
         run = shardwise(setting.case, setting.stage, **setting.zero)
         times = []
         for _ in range(options.steps + 3):
@@ -137,7 +110,7 @@ def plan(options: argparse.Namespace, ranks: int, folder: str) -> tuple[list[flo
         raise SystemExit(done.output)
     took, machine, found = time.perf_counter() - begun, Machine.load(file), []
     torch.set_num_threads(1)
-    for setting in settings_of(options, ranks):
+    for setting in settings_of(ranks):
         case = replace(setting.case, device="meta")
         model, batch = case.model(), case.batch()
         given: dict[str, Any] = {"ranks": ranks, "stages": [setting.stage], "batch": batch, "limit": 30.0}
@@ -153,26 +126,6 @@ def ordered(pairs: list[tuple[float, float]]) -> tuple[int, int]:
     return len(chosen), sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in chosen)
 
 
-def chosen(options: argparse.Namespace) -> list[Row]:
-    """Return for each size the setting that is the fastest by plan, and the one that is the fastest measured."""
-    ranks = int(options.ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        planned, _ = plan(options, ranks, folder)
-    settings, rows = settings_of(options, ranks), []
-    found = {
-        one: (one.rows * ranks / ours, one.rows * ranks / real)
-        for one, ours, real in zip(settings, planned, job(ranks), strict=True)
-    }
-    for size, choices in CHOICES.items():
-        first, best = (max(choices, key=lambda one: found[one][by]) for by in (0, 1))
-        rows.append({"system": size, "setting": {"ranks": ranks, "settings": len(choices)}})
-        for name, one in (("chosen", first), ("fastest", best)):
-            rows[-1][name] = f"stage {one.stage}, micro-batch {one.rows}"
-            rows[-1][f"{name}_samples_per_s"] = found[one][1]
-        rows[-1]["ratio"] = found[first][1] / found[best][1]
-    return rows
-
-
 def main() -> None:
     """Plan, train, print the table and keep it."""
     options = options_of(
@@ -181,21 +134,15 @@ def main() -> None:
         ranks="1,2,4",
         steps=10,
         seconds=9.0,
-        what="steps",
     )
     serve(measure, options)
-    if options.what == "choice":
-        rows = chosen(options)
-        show(rows)
-        save(options, "plan_choice", rows, steps=options.steps)
-        return
-    rows = []
+    rows: list[Row] = []
     errors, compared, right, longest = [], 0, 0, 0.0
     with tempfile.TemporaryDirectory() as folder:
         for ranks in map(int, options.ranks.split(",")):
             planned, took = plan(options, ranks, folder)
             measured = job(ranks)
-            for setting, ours, real in zip(settings_of(options, ranks), planned, measured, strict=True):
+            for setting, ours, real in zip(settings_of(ranks), planned, measured, strict=True):
                 rows.append({"system": str(setting), "setting": {"ranks": ranks}, "planned_ms": 1e3 * ours})
                 rows[-1] |= {"measured_ms": 1e3 * real, "ratio": ours / real}
                 errors.append(abs(ours / real - 1))

@@ -12,6 +12,7 @@ theirs. Plots that a page shows are copied beside it into images/.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 from collections import Counter
@@ -25,8 +26,6 @@ from pydantic import TypeAdapter
 
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 NAMES = {"alone": "no communication"}
-GPU_STEP = {name: f"gpu_one_{name.replace(' ', '_')}_1" for name in ("163M bf16", "163M fp16", "1.4B bf16")}
-IMAGINED = "gpu_imagined_163M_bf16_8"
 
 
 class C(NamedTuple):
@@ -130,65 +129,34 @@ TABLES = read("tables.toml")
 
 
 class Target(NamedTuple):
-    """A figure that is asked of one CUDA device, with the one that was found; `least`: the bound is the least."""
+    """A figure that is asked of one CUDA device, see targets.toml."""
 
     what: str
-    asked: float
-    found: float | None
-    least: bool = False
+    files: Sequence[str]
+    metric: str
+    system: str
+    most: float = math.inf
+    least: float = -math.inf
+    over: str = ""
+    where: Mapping[str, Any] = {}
 
-    @property
-    def met(self) -> bool | None:
-        """Whether the figure is within the bound; None if it was not measured."""
-        if self.found is None:
-            return None
-        return self.found >= self.asked if self.least else self.found <= self.asked
+    def cells(self, folder: Path) -> list[str]:
+        """Return a row of a table: the figure that is asked, the one that was found, and whether it is met."""
+        records = [record for name in self.files if (record := load(folder, name))]
+        rows = [row for record in records for row in record["rows"] if self.where.items() <= row.items()]
+        value, base = (self._largest(rows, system) if system else 1.0 for system in (self.system, self.over))
+        bound = f">= {self.least:g}" if self.most == math.inf else f"<= {self.most:g}"
+        if value is None or base is None:
+            return [self.what, bound, "-", "not measured"]
+        found = value / base
+        return [self.what, bound, f"{found:.3g}", "yes" if self.least <= found <= self.most else "**no**"]
 
-    def cells(self) -> list[str]:
-        """Return a row of a table."""
-        met = {None: "not measured", True: "yes", False: "**no**"}[self.met]
-        bound = f"{'>=' if self.least else '<='} {self.asked:g}"
-        return [self.what, bound, "-" if self.found is None else f"{self.found:.3g}", met]
+    def _largest(self, rows: Sequence[Row], system: str) -> float | None:
+        own = (row for row in rows if re.fullmatch(system, row["system"]))
+        return max((row[self.metric] for row in own if row.get(self.metric) is not None), default=None)
 
 
-def targets(folder: Path) -> list[Target]:
-    """Return what is asked of one device, and what was found."""
-
-    def values(file: str, metric: str, **where: Any) -> list[float]:
-        rows = (load(folder, file) or {"rows": []})["rows"]
-        return [row[metric] for row in rows if metric in row and where.items() <= row.items()]
-
-    def value(file: str, metric: str, over: str = "", **where: Any) -> float | None:
-        first, other = values(file, metric, **where), values(file, metric, **{**where, "system": over})
-        return None if not first or (over and not other) else first[0] / other[0] if over else first[0]
-
-    found = []
-    for size in ("163M", "1.4B"):
-        step = GPU_STEP[f"{size} bf16"]
-        found.append(Target(f"step of {size}, over plain PyTorch's", 1.02, value(step, "ratio", system="shardwise")))
-        forced = value(step, "ratio", "FSDP2", system="shardwise 3 forced")
-        found.append(Target(f"step of {size}, stage 3 forced, over FSDP2's", 1.00, forced))
-    imagined = value(IMAGINED, "ratio", "FSDP2", system="shardwise 3")
-    found.append(Target("step of 163M, stage 3, one of 8 imagined ranks, over FSDP2's", 1.00, imagined))
-    host = value("gpu_host_time", "whole_ms", "FSDP2", system="shardwise 3", dtype="bf16")
-    found.append(Target("host's time a layer, stage 3, over FSDP2's", 1.00, host))
-    adam = value("gpu_optimizer", "of_copy", asked=True)
-    found.append(Target("AdamW's step, of what a copy reaches", 0.90, adam, least=True))
-    rows = [row for file in (*GPU_STEP.values(), IMAGINED) for row in (load(folder, file) or {"rows": []})["rows"]]
-    slack = [row["slack"] for row in rows if "slack" in row and row["system"].startswith("shardwise")]
-    found.append(Target("reserved and never allocated, over reserved, random lengths", 0.05, max(slack, default=None)))
-    speed = values("gpu_offload_limited_13B_32", "as_v100", model="13B", limit_gib=32.0)
-    what = "13 B under 32 GiB, TFLOP/s on a card as fast as a V100"
-    found.append(Target(what, 30.0, max(speed, default=None), least=True))
-    ratios = values("gpu_offload_cost", "over_deepspeed")
-    found.append(Target("step with state on the host, over DeepSpeed's", 0.60, max(ratios, default=None)))
-    copies = value("gpu_trace", "copies_in_computing_stream_ms", system="offload")
-    found.append(Target("copies to the device in the computing stream, state on the host, ms a step", 0.5, copies))
-    ring = value("gpu_kernels", "shardwise_ms", system="causal attention, long")
-    fused = value("gpu_kernels", "fused_ms", system="causal attention, long")
-    over = ring / fused if ring and fused else None
-    found.append(Target("causal attention of 8,192 tokens, ring of one rank over torch's", 1.10, over))
-    return found
+TARGETS = TypeAdapter(list[Target]).validate_python(data_of("targets.toml")["targets"])
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------
@@ -219,7 +187,7 @@ def page(text: str, folder: Path) -> str:
         if name == "machine":
             lines = [f"Unless a section says otherwise, measured on {usual}."]
         elif name == "gpu_targets":
-            lines = grid(["", "asked", "found", "met"], [target.cells() for target in targets(folder)])
+            lines = grid(["", "asked", "found", "met"], [target.cells(folder) for target in TARGETS])
         else:
             lines = TABLES[name].lines(folder)
             for place in places[name]:
@@ -238,7 +206,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path)
     options = parser.parse_args()
     if options.targets:
-        print(*("{:66s} asked {:8s} found {:8s} {}".format(*one.cells()) for one in targets(options.results)), sep="\n")
+        print(*("{:66s} asked {:8s} found {:8s} {}".format(*one.cells(options.results)) for one in TARGETS), sep="\n")
         return
     if not options.pages:
         for name, table in TABLES.items():

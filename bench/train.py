@@ -86,8 +86,6 @@ FULL = 0.85
 """Part of the device that systems which take turns may take together, by what was measured of each."""
 SOME = "alone;shardwise;FSDP2;shardwise 3 forced;DeepSpeed 3"
 """Systems that `--some` measures."""
-LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
-"""Beginnings of the calls of the driver that a profile shows; ranges of the profiler are none of them."""
 IMPORTS = {
     "shardwise": "import shardwise",
     "shardwise with initialize": "import shardwise; shardwise.initialize",
@@ -406,14 +404,6 @@ def start_rows(options: argparse.Namespace, names: Sequence[str]) -> list[Row]:
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
-def launches_of(run: Any) -> int:
-    """Return how many kernels, copies and fills the host launches in a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        steps_of(run, 1)
-        torch.cuda.synchronize()
-    return sum(event.name.startswith(LAUNCHES) for event in profile.events())
-
-
 def device_memory(name: str, options: argparse.Namespace, device: Device) -> Row:
     """Return the memory of one system, and its launches; nothing else is on the device."""
     device.forget()
@@ -428,7 +418,7 @@ def device_memory(name: str, options: argparse.Namespace, device: Device) -> Row
     allocated, reserved = device.peaks()
     found: Row = {"held": held, "allocated": allocated - before, "reserved": reserved - before}
     if device.is_cuda:
-        found["launches"] = launches_of(run)
+        found["launches"] = device.launches(functools.partial(steps_of, run, 1))
     lengths = random.Random(0)
     device.forget()
     for _ in range(options.lengths):

@@ -10,6 +10,7 @@ import runpy
 import shlex
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,27 @@ def test_targets_say_what_was_met(bench: Any, tmp_path: Path) -> None:
     }
     for name, rows in results.items():
         (tmp_path / f"{name}.json").write_text(harness["text_of"]({"machine": {}}, harness["long"](rows)))
-    met = {target.what: target.met for target in report["targets"](tmp_path)}
-    assert met["step of 163M, over plain PyTorch's"] is True
-    assert met["step of 163M, stage 3 forced, over FSDP2's"] is False  # 1.1
-    assert met["step of 1.4B, over plain PyTorch's"] is None
-    assert met["reserved and never allocated, over reserved, random lengths"] is True
-    assert met["13 B under 32 GiB, TFLOP/s on a card as fast as a V100"] is True
+    cells = {what: rest for what, *rest in (target.cells(tmp_path) for target in report["TARGETS"])}
+    assert cells["step of 163M, over plain PyTorch's"] == ["<= 1.02", "1.01", "yes"]
+    assert cells["step of 163M, stage 3 forced, over FSDP2's"] == ["<= 1", "1.1", "**no**"]
+    assert cells["step of 1.4B, over plain PyTorch's"] == ["<= 1.02", "-", "not measured"]
+    assert cells["reserved and never allocated, over reserved, random lengths"] == ["<= 0.05", "0.02", "yes"]
+    assert cells["13 B under 32 GiB, TFLOP/s on a card as fast as a V100"] == [">= 30", "34.5", "yes"]
+
+
+def test_the_optimizer_of_deepspeed_is_fused_as_those_beside_it(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = list[dict[str, Any]]()
+    peer = types.SimpleNamespace(
+        init_distributed=lambda backend: None,
+        initialize=lambda model, config: configs.append(config) or [None],
+        LayerSpec=lambda *layer: layer,
+        PipelineModule=lambda specs, **options: specs,
+    )
+    for name in ("deepspeed", "deepspeed.pipe"):
+        monkeypatch.setitem(sys.modules, name, peer)
+    options = argparse.Namespace(size="tiny", micro_batches=2, nproc=1)
+    bench("pipeline")["of_engine"](options, "", "deepspeed")
+    assert configs[0]["optimizer"]["params"]["fused"]
 
 
 def test_nothing_goes_on_behind_a_part_that_takes_too_long(bench: Any, tmp_path: Path) -> None:
