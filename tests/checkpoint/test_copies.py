@@ -10,13 +10,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint import Manifest, Slice, StoredTensor
 from shardwise.checkpoint import save as module
+from shardwise.checkpoint.peer_replicas import needed_files
 from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.engine import faults
@@ -258,6 +261,18 @@ def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:
     shutil.rmtree(f"{node}/engine0", ignore_errors=True)
     barrier()
     assert resumed(7) == ("disk", 3, {})  # what `latest` names is damaged: the newest other one
+
+
+def test_files_of_a_tied_parameter_are_found_under_its_other_names() -> None:
+    def stored(kind: str, *names: str) -> StoredTensor:
+        return StoredTensor(names[0], kind, (4,), "float32", (Slice(kind, names[0], 0, 4),), names[1:])
+
+    tensor = SimpleNamespace(name="head", aliases=(), global_shape=(4,))
+    model: Any = SimpleNamespace(registry=[tensor], comm=SimpleNamespace(rank=0, world=1), place={})
+    model.value_runs, model.box_of = lambda: {0: [(0, 4, None)]}, lambda tensor: None
+    tensors = [stored("parameter", "embedding", "head"), stored("optimizer/exp_avg", "embedding")]
+    joined = Manifest("a", 0.0, {}, {}, {}, {}, [*tensors, stored("optimizer/exp_avg_sq", "other")])
+    assert needed_files(model, joined) == {"parameter", "optimizer/exp_avg"}
 
 
 @as_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -80,6 +81,17 @@ def test_torch_loads_what_is_exported(tmp_path: Path) -> None:
         export(tmp_path / "c", tmp_path / "d", format="dcp")
     with open_source(tmp_path / "d") as source:
         assert torch.equal(source.read(source.tensors()["rows"]), given["rows"])
+
+
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save_by_hand(str(tmp_path / "c"), values())
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    with pytest.raises(CheckpointError, match=r"/d: cannot be written: .*No space left"):
+        export(tmp_path / "c", tmp_path / "d", format="dcp")
+    assert os.listdir(tmp_path) == ["c"]
 
 
 class Evil:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import Checkpoint
+from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, as_ranks, config, differences
 from tests.harness import on_ranks, thorough
 from tests.harness.training import ADAMW, engine_of
@@ -184,3 +185,13 @@ def test_empty_parameters_and_extra_state_of_modules(tmp_path: Path) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in ("layer.weight", "layer.bias", "empty"))
     for engine in engines:
         engine.destroy()
+
+
+@on_ranks(2)
+def test_extra_state_that_one_rank_refuses_is_an_error_on_all_ranks() -> None:
+    engine = engine_of(Hollow(1), 3, ADAMW)
+    state = engine.module_state_dict()
+    state["_extra_state"] = {"calls" if torch.distributed.get_rank() else "other": 1}
+    with pytest.raises(CheckpointError, match="failed on rank 0" if torch.distributed.get_rank() else "'calls'"):
+        engine.load_module_state_dict(state)
+    engine.destroy()

@@ -96,9 +96,10 @@ def load_state_dict(
         matched = _match(model, source, strict, known, set(extra), elsewhere, may_lack, strange)
     _check_tied(model, source, known, matched, strict, what)
     _read(model, source, matched, what)
-    for name, module in extra.items():
-        if name in values:
-            module.set_extra_state(values[name])
+    with collective_step(model.comm, what):
+        for name, module in extra.items():
+            if name in values:
+                module.set_extra_state(values[name])
     model.publish()
 
 

@@ -439,11 +439,13 @@ def _checked(folder: str, file: str, description: str) -> tuple[list[int], str |
 
 def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str]:
     """Return the files that this rank reads when it loads a checkpoint into a model."""
-    values = model.value_runs()
+    owner = manifest.by_any_name(joined.of_kind(manifest.PARAMETER))
     held: dict[str, list[tuple[LogicalTensor, list[Run]]]] = {}
-    for index, runs in values.items():
+    for index, runs in model.value_runs().items():
+        tensor = model.registry[index]
+        name = next((owner[name].name for name in (tensor.name, *tensor.aliases) if name in owner), tensor.name)
         if runs:
-            held.setdefault(model.registry[index].name, []).append((model.registry[index], runs))
+            held.setdefault(name, []).append((tensor, runs))
     files: set[str] = set()
     for stored in joined.tensors:
         if stored.kind == manifest.BUFFER:

@@ -151,10 +151,6 @@ def layout_of(
     return len(text).to_bytes(8, "little") + text, places, data + end
 
 
-_STEP = 1 << 20
-"""Bytes written and hashed at a time: few enough to stay in a cache between both."""
-
-
 class TensorWriter:
     """Writes one file of tensors with known dtypes and shapes, piece by piece and in any order.
 

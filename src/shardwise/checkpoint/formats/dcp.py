@@ -7,13 +7,14 @@ the chunks with `weights_only=True`, one tensor at a time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import pathlib
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -121,7 +122,6 @@ class DcpReader(WeightsReader):
 
     def _load(self, tensor: StoredTensor) -> torch.Tensor:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
 
         metadata, folder = self._metadata, os.path.abspath(self.path)
 
@@ -130,7 +130,7 @@ class DcpReader(WeightsReader):
                 return metadata
 
         values = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
-        try:
+        with _using_torch(f"{self.path}: {tensor.name!r} cannot be read"):
             for index, place in metadata.storage_data.items():
                 # Names come from the metadata: only files of the checkpoint's own directory are opened.
                 if index.fqn == tensor.name and os.path.basename(place.relative_path) != place.relative_path:
@@ -138,19 +138,28 @@ class DcpReader(WeightsReader):
             size = sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder))
             if values.nbytes > size:
                 raise ValueError(f"{values.nbytes} bytes in files of {size}")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about the absent process group
-                dcp.load({tensor.name: values}, storage_reader=Reader(folder), no_dist=True)
-        except (Exception, CheckpointException) as error:  # damage may raise anything in torch's reader
-            reason = str(error).strip().splitlines()
-            raise CheckpointError(
-                f"{self.path}: {tensor.name!r} cannot be read: {reason[-1] if reason else type(error).__name__}"
-            ) from error
+            dcp.load({tensor.name: values}, storage_reader=Reader(folder), no_dist=True)
         return values
 
     @override
     def close(self) -> None:
         self._last = None
+
+
+@contextlib.contextmanager
+def _using_torch(failure: str) -> Iterator[None]:
+    """Turn exceptions into CheckpointError: damage may raise anything in torch's reader, and a full disk raises
+    CheckpointException, a BaseException.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the absent process group
+            yield
+    except (Exception, CheckpointException) as error:
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(f"{failure}: {reason[-1] if reason else type(error).__name__}") from error
 
 
 def _metadata(path: str) -> Any:
@@ -219,8 +228,7 @@ class DcpWriter:
         writer = dcp.FileSystemWriter(
             self._draft.path, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the absent process group
+        with _using_torch(f"{self._path}: cannot be written"):
             dcp.save(described, storage_writer=writer, planner=Planner(), no_dist=True)
         self._draft.publish(replace=False)  # an empty directory may be there
         return []
