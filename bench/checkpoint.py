@@ -52,6 +52,7 @@ from harness import (
     Row,
     answer,
     child,
+    data_of,
     forget_peak,
     highest_resident,
     job,
@@ -512,24 +513,7 @@ def loads(options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     """Measure, print the figures and keep them."""
-    options = options_of(
-        __doc__,
-        quick={"layers": 1, "rounds": 1, "size": "tiny", "widths": "2"},
-        what="io",
-        systems="",
-        nproc=1,
-        layers=24,
-        rounds=3,
-        rows=64,
-        cached=False,
-        size="400M",
-        directory="",
-        memory="/dev/shm",
-        stages="",
-        widths="1,2,4",
-        limit=240,
-        gpu=False,
-    )
+    options = options_of(__doc__, **data_of("options.toml")["checkpoint"])
     measure = {"io": io, "background": background, "copies": copies, "memory": loads}[options.what]
     serve(measure, options, own_group(1, options.device) if options.gpu else None)
     if options.gpu:

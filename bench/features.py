@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Device, Row, group_of, job, options_of, save, serve, show
+from harness import Device, Row, data_of, group_of, job, options_of, save, serve, show
 from systems import GPT, SIZES, Case, shardwise
 
 SELECTIVE = (None, "attention", "every_second_matmul", "matmuls")
@@ -96,17 +96,7 @@ def measure(options: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Measure, print the figures and keep them."""
-    quick = {"rounds": 1, "tokens": 64, "heads": 2}
-    options = options_of(
-        __doc__,
-        quick=quick,
-        only="selective,float8,registered,ring",
-        nproc=1,
-        size="1.4B",
-        rounds=5,
-        tokens=65536,
-        heads=32,
-    )
+    options = options_of(__doc__, **data_of("options.toml")["features"])
     serve(measure, options, group_of("shardwise", options.device))
     rows: list[Row] = []
     for feature in options.only.split(","):

@@ -39,6 +39,7 @@ import torch
 from harness import (
     Device,
     Row,
+    data_of,
     group_of,
     job,
     options_of,
@@ -187,22 +188,7 @@ def measure_lengths(options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     """Measure, print the figures and keep them."""
-    options = options_of(
-        __doc__,
-        quick={"rounds": 1, "depths": "2,4", "train": 6, "early": 3},
-        what="layer",
-        systems="",
-        dtypes="bf16,fp32",
-        world=8,
-        width=0,
-        rounds=20,
-        steps=3,
-        nproc=2,
-        depths="4,8,16,32,64,96",
-        train=200,
-        early=20,
-        gpu=False,
-    )
+    options = options_of(__doc__, **data_of("options.toml")["host"])
     logging.getLogger("shardwise").setLevel(logging.WARNING)
     notes = {"rounds": options.rounds, "steps": options.steps}
     layers = options.what == "layers"

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Row, attempt, options_of, save, show, turns
+from harness import Row, attempt, data_of, options_of, save, show, turns
 from torch import nn
 
 Way = Callable[[], Any]
@@ -154,17 +154,7 @@ def measure(ways: dict[str, Way], rounds: int) -> Row:
 
 def main() -> None:
     """Measure each kernel, print the table and keep it."""
-    options = options_of(
-        __doc__,
-        quick={"rows": 2, "tokens": 16, "width": 64, "elements": 5000, "rounds": 2, "shrink": 32, "long": 64},
-        rows=8,
-        tokens=128,
-        width=512,
-        elements=20_000_000,
-        rounds=7,
-        shrink=1,
-        long=2048,
-    )
+    options = options_of(__doc__, **data_of("options.toml")["kernels"])
     torch.manual_seed(0)
     rows = []
     for name, ways in ways_of(options).items():

@@ -30,7 +30,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Device, Row, group_of, job, most_that, options_of, over_ranks, save, serve, show, spent, trimmed
+from harness import (
+    Device,
+    Row,
+    data_of,
+    group_of,
+    job,
+    most_that,
+    options_of,
+    over_ranks,
+    save,
+    serve,
+    show,
+    spent,
+    trimmed,
+)
 from systems import SETS, SIZES, Case, config_of, installed, loaded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -266,23 +280,7 @@ def longest_sequence(options: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Run every system, print the table and keep it."""
-    tiny = {"size": "tiny", "length": 8, "words": 4096, "width": 32, "layers": 2, "step": 64, "most": 2048}
-    options = options_of(
-        __doc__,
-        quick=tiny,
-        what="batch",
-        systems="",
-        limit=0.0,
-        size="27M",
-        dtype="fp32",
-        nproc=2,
-        length=32,
-        words=32768,
-        width=256,
-        layers=4,
-        step=256,
-        most=1 << 17,
-    )
+    options = options_of(__doc__, **data_of("options.toml")["limits"])
     is_batch = options.what == "batch"
     options.limit = options.limit or ((4 if is_batch else 24) if options.quick else 640)
     group = "DeepSpeed" if "DeepSpeed" in options.systems else options.systems if is_batch else "shardwise"

@@ -39,6 +39,7 @@ from harness import (
     Row,
     answer,
     child,
+    data_of,
     highest_resident,
     medians,
     most_that,
@@ -365,27 +366,7 @@ QUESTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 
 def main() -> None:
     """Answer one of the questions, and keep the rows."""
-    some = f"{RESIDENT};all on the host;all on the disk"
-    tiny = {"models": "tiny,T5-tiny", "limits": "32", "size": "tiny", "rows": 1, "settings": some}
-    options = options_of(
-        __doc__,
-        quick={"steps": 1, "most": 3, **tiny},
-        what="cost",
-        size="1.4B",
-        rows=0,
-        steps=3,
-        width=4096,
-        most=120,
-        layers=0,
-        models="13B,T5-3B",
-        limits="32,24",
-        settings="",
-        setting="",
-        directory="",
-        limit_bytes=0,
-        limit=300,
-        file="",
-    )
+    options = options_of(__doc__, **data_of("options.toml")["offload_train"])
     serve(trained, options, own_group(1, options.device))
     rows, notes = list[Row](), {"there": room(options)}
     name = options.file or f"gpu_offload_{options.what}"

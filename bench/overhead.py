@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from harness import Row, job, medians, options_of, over_ranks, save, serve, shared_folder, show, spent, turns
+from harness import Row, data_of, job, medians, options_of, over_ranks, save, serve, shared_folder, show, spent, turns
 from systems import SIZES, Case, EngineRun, shardwise
 
 NOTHING, EVERYTHING = "nothing", "everything"
@@ -108,17 +108,7 @@ def measured(options: argparse.Namespace, folder: str) -> Row:
 
 def main() -> None:
     """Run the contest, print the table and keep it."""
-    options = options_of(
-        __doc__,
-        quick={"size": "tiny", "rounds": 2, "steps": 2},
-        what="monitoring",
-        size="7M",
-        dtype="fp32",
-        nproc=2,
-        rounds=10,
-        steps=10,
-        keep="",
-    )
+    options = options_of(__doc__, **data_of("options.toml")["overhead"])
     serve(measure, options)
     found = job(options.nproc)
     rows: list[Row] = []

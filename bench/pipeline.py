@@ -32,7 +32,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Device, Row, group_of, job, medians, options_of, over_ranks, save, serve, show, spent, turns
+from harness import (
+    Device,
+    Row,
+    data_of,
+    group_of,
+    job,
+    medians,
+    options_of,
+    over_ranks,
+    save,
+    serve,
+    show,
+    spent,
+    turns,
+)
 from systems import SIZES, Block, config_of, installed
 from torch import nn
 
@@ -333,21 +347,7 @@ def main() -> None:
     """Measure, print the figures and keep them."""
     # The smallest model has too few layers for several stages a rank.
     fit = [name for name in installed(SYSTEMS) if name.partition(" ")[2] not in CHUNKS and name != "DeepSpeed"]
-    options = options_of(
-        __doc__,
-        quick={"size": "tiny", "rounds": 1, "ranks": "2", "milliseconds": 8.0},
-        what="contest",
-        systems="",
-        size="27M",
-        nproc=2,
-        ranks="2,4,6,8",
-        micro_batches=8,
-        rounds=5,
-        steps=1,
-        milliseconds=480.0,
-        uneven=False,
-        pictures="",
-    )
+    options = options_of(__doc__, **data_of("options.toml")["pipeline"])
     group = group_of("torch" if options.what == "contest" and "shardwise" not in options.systems else "shardwise")
     serve(contest if options.what == "contest" else throttled_steps, options, group)
     if options.what == "contest":

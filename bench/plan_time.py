@@ -129,11 +129,7 @@ def ordered(pairs: list[tuple[float, float]]) -> tuple[int, int]:
 def main() -> None:
     """Plan, train, print the table and keep it."""
     options = options_of(
-        __doc__,
-        quick={"ranks": "2", "steps": 2, "seconds": 2.0},
-        ranks="1,2,4",
-        steps=10,
-        seconds=9.0,
+        __doc__, quick={"ranks": "2", "steps": 2, "seconds": 2.0}, ranks="1,2,4", steps=10, seconds=9.0
     )
     serve(measure, options)
     rows: list[Row] = []

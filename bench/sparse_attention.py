@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Device, Row, child, options_of, save, serve, show
+from harness import Device, Row, child, data_of, options_of, save, serve, show
 from torch.nn.functional import scaled_dot_product_attention
 
 DENSE = "dense"
@@ -79,17 +79,7 @@ def measure(options: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Measure each system at each length, print the table and keep it."""
-    options = options_of(
-        __doc__,
-        quick={"tokens": "256", "heads": 2, "width": 16, "block": 16, "rounds": 2},
-        tokens="4096,8192,16384",
-        heads=8,
-        width=64,
-        block=64,
-        rounds=5,
-        system="",
-        limit=600,
-    )
+    options = options_of(__doc__, **data_of("options.toml")["sparse_attention"])
     serve(measure, options, contextlib.nullcontext())
     rows: list[Row] = []
     notes = {name: getattr(options, name) for name in ("heads", "width", "block", "rounds")}

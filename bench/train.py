@@ -53,6 +53,7 @@ from harness import (
     answer,
     attempt,
     child,
+    data_of,
     forget_peak,
     group_of,
     highest_resident,
@@ -514,23 +515,7 @@ def measure(options: argparse.Namespace) -> Any:
 
 def main() -> None:
     """Measure, print the figures and keep them."""
-    options = options_of(
-        __doc__,
-        quick={"size": "tiny", "rounds": 1, "steps": 1, "lengths": 2},
-        set="zero",
-        what="time",
-        systems="",
-        some=False,
-        size="27M",
-        dtype="fp32",
-        nproc=1,
-        accumulation=1,
-        rounds=6,
-        steps=2,
-        lengths=100,
-        directory="",
-        limit=300,
-    )
+    options = options_of(__doc__, **data_of("options.toml")["train"])
     if options.set in ONE_PROCESS:
         group = own_group(options.nproc, options.device)
     else:

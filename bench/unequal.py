@@ -16,7 +16,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from harness import Row, job, medians, options_of, over_ranks, save, serve, show, turns
+from harness import Row, data_of, job, medians, options_of, over_ranks, save, serve, show, turns
 from pipeline import Wait, throttle
 from systems import config_of
 from torch import nn
@@ -92,16 +92,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     """Run the cases, print the table and keep it."""
-    options = options_of(
-        __doc__,
-        quick={"rounds": 2, "steps": 2, "slow": "2"},
-        nproc=4,
-        stage=2,
-        slow="1,2,3",
-        rows=8,
-        rounds=5,
-        steps=10,
-    )
+    options = options_of(__doc__, **data_of("options.toml")["unequal"])
     serve(measure, options)
     rows = job(options.nproc)
     show(rows)
