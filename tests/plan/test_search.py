@@ -28,6 +28,7 @@ from shardwise.plan.cluster import Cluster
 from shardwise.plan.configurations import branches, decoder_of, get_training_config
 from shardwise.plan.events import Event, Launch, Operator, Pass, Recorder, Wait
 from shardwise.plan.layers import DeepPlanner, deep_planner, equal_layers
+from shardwise.plan.rates import Machine
 from shardwise.plan.search import Branch, Candidate, Objective, Search, candidates, in_words, search
 from tests.harness import thorough
 
@@ -220,6 +221,13 @@ def test_a_budget_that_is_too_small() -> None:
         choose_command.check_cost(replace(request, cost_budget="3,2,1000"), best)
 
 
+def test_the_speed_of_a_disk_is_given(tmp_path: Path) -> None:
+    path = str(tmp_path / "machine.json")
+    Machine(when="", host_name="", processor="", cores=1, device="cpu", torch="", threads=1).save(path)
+    request = choose_command.Request("m", time=path, disk=".", disk_limit="1TiB", disk_speed="2,0.5")
+    assert choose_command._rates(request).disk == (2e9, 0.5e9)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -229,6 +237,7 @@ def test_a_budget_that_is_too_small() -> None:
         (("--card", "h100", "--tensor", "1,x"), "--tensor 1,x: give numbers above 0"),
         (("--card", "h100", "--disk-limit", "1TiB"), "give --disk DIR, too"),
         (("--time", "m.json", "--disk", ".", "--disk-limit", "1TiB"), "rates of --time have no speed of a disk"),
+        (("--card", "h100", "--disk-speed", "2,1"), "--disk-speed is for --time"),
         (("--card", "h100", "--ranks", "0"), "are 1 or more"),
     ],
 )

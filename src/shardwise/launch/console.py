@@ -60,6 +60,17 @@ def _width(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     return sum(2 + max(len(row[place]) for row in (head, *rows)) for place in range(len(head)))
 
 
+def parse_speeds(written: str) -> tuple[float, float]:
+    """Return the bytes/s of reading and writing of a `--disk-speed`. Raises CommandLineError."""
+    try:
+        read, write = (float(part) * 1e9 for part in written.split(","))
+    except ValueError:
+        read = write = 0.0
+    if min(read, write) <= 0:
+        raise CommandLineError(f"--disk-speed {written}: give two numbers above 0, GB/s of reading and of writing.")
+    return read, write
+
+
 def parse_bytes(text: str, name: str) -> int:
     """Return the bytes, at least 1, of the argument of option `name`. Raises CommandLineError.
 

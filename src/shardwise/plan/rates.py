@@ -78,6 +78,7 @@ class Machine(BaseModel):
         crowds: by number of ranks.
         host: seconds of the host for each operator; `launch`: for each collective, besides its own.
         interference: seconds by which a second of a collective in flight delays computing.
+        disk: bytes/s that a rank reads from its disk and writes to it (`shardwise bench io`); None: unknown.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -96,6 +97,7 @@ class Machine(BaseModel):
     host: float = Field(default=0.0, ge=0)
     launch: float = Field(default=0.0, ge=0)
     interference: float = Field(default=0.0, ge=0)
+    disk: tuple[float, float] | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
@@ -162,10 +164,6 @@ class Machine(BaseModel):
     def peaks(self) -> Mapping[str, float]:
         """No peaks, because none are measured."""
         return {}
-
-    @property
-    def disk(self) -> None:
-        """None, because disks are not measured (`shardwise bench io` does it)."""
 
     @property
     def host_link(self) -> None:

@@ -19,17 +19,22 @@ import shardwise
 from shardwise.config import resolve
 from shardwise.config.schema.parallel import TensorParallel
 from shardwise.errors import ConfigError, UsageError
+from shardwise.parallel import share_attention, split
+from shardwise.parallel.data import complete
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.huggingface import divide_model
 from shardwise.parallel.tensor.layers import ShardSpec
 from shardwise.parallel.tensor.plan import TensorParallelPlan, cuts_of
+from shardwise.utils import safe_get_full_grad
 from tests.families import ROWS, alone, batch, build
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.pool import RankFailure
 from tests.harness.training import config_of
+from tests.parallel.models import data, loss_of
 from tests.parallel.tensor.models import check, trained
 
 STEPS = 8
+PLACES = {"max_position_embeddings": 64, "attn_implementation": "sdpa", "use_cache": False}
 
 
 def itself(model: nn.Module) -> nn.Module:
@@ -118,6 +123,27 @@ def test_fused_experts_that_transformers_divides_are_refused(tmp_path: Path) -> 
     prepare = functools.partial(divided_by_transformers, directory=str(tmp_path))
     with pytest.raises(RankFailure, match=r"without a plan, and write tensor_parallel\.autotp_size"):
         run_ranks(train, 2, "mixtral", config(1, 2), 1, prepare)
+
+
+def shared_gradients(stage: int) -> dict[str, torch.Tensor]:
+    """Return whole gradients of a model of whose tensors and sequences ranks have a part each."""
+    model = share_attention(build("llama untied", **PLACES))
+    engine = shardwise.initialize(model=model, config={**config(stage, 2), "sequence_parallel_size": 2}).engine
+    loss, tokens = loss_of(engine, split(data(0, 1)))
+    engine.backward(loss, weight=tokens)
+    registry = engine.sharded.registry
+    pairs = zip(registry, registry.parameters, strict=True)
+    return {tensor.name: safe_get_full_grad(parameter) for tensor, parameter in pairs}
+
+
+@pytest.mark.parametrize("stage", [1, thorough(3)])
+def test_gradients_of_shared_tensors_and_sequences_are_those_of_one_process(stage: int) -> None:
+    plain = build("llama untied", **PLACES)
+    loss_of(plain, complete(data(0, 1)))[0].backward()
+    for found in run_ranks(shared_gradients, 4, stage):
+        assert found.keys() == {name for name, _ in plain.named_parameters()}
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_copies_of_the_model_that_recompute() -> None:

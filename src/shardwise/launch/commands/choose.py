@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.errors import CommandLineError
-from shardwise.launch.console import parse_bytes
+from shardwise.launch.console import parse_bytes, parse_speeds
 from shardwise.launch.options import command_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class Request:
         str | None, typer.Option(metavar="SIZE", help="Free space of a machine's disk; without it no state lies there.")
     ] = None
     disk: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of state on a disk.")] = None
+    disk_speed: Annotated[
+        str | None, typer.Option(metavar="READ,WRITE", help="With --time: GB/s of a rank's disk.")
+    ] = None
     batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences of a step; default: any number.")] = None
     length: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 512
     config: Annotated[str | None, typer.Option(metavar="FILE", help="The rest of the configuration.")] = None
@@ -76,9 +79,11 @@ class Request:
             raise CommandLineError("--ranks, --local-ranks, --length and --batch are 1 or more.")
         if self.disk_limit is not None and self.disk is None:
             raise CommandLineError("--disk-limit: give --disk DIR, too, where the state is to lie.")
-        if self.disk_limit is not None and self.time is not None:
+        if self.disk_speed is not None and self.time is None:
+            raise CommandLineError("--disk-speed is for --time; machines of --card have their own.")
+        if self.disk_limit is not None and self.time is not None and self.disk_speed is None:
             raise CommandLineError(
-                "--disk-limit: rates of --time have no speed of a disk; give --card, or leave it out."
+                "--disk-limit: rates of --time have no speed of a disk; give --disk-speed, too, or --card."
             )
 
     @property
@@ -153,7 +158,8 @@ def _rates(request: Request) -> Rates:
     if request.time is not None:
         from shardwise.plan.rates import Machine
 
-        return Machine.load(request.time)
+        disk = None if request.disk_speed is None else parse_speeds(request.disk_speed)
+        return Machine.load(request.time).model_copy(update={"disk": disk})
     from shardwise.plan.cluster import Cluster
 
     assert request.card is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.errors import CommandLineError, UsageError
-from shardwise.launch.console import parse_bytes
+from shardwise.launch.console import parse_bytes, parse_speeds
 from shardwise.launch.options import command_of
 
 if TYPE_CHECKING:
@@ -177,17 +177,7 @@ class Request:
 
     def speeds(self) -> tuple[float, float] | None:
         """Return the bytes/s that a rank reads from and writes to its disk. Raises CommandLineError."""
-        if self.disk_speed is None:
-            return None
-        try:
-            read, write = (float(part) * 1e9 for part in self.disk_speed.split(","))
-        except ValueError:
-            read = write = 0.0
-        if min(read, write) <= 0:
-            raise CommandLineError(
-                f"--disk-speed {self.disk_speed}: give two numbers above 0, GB/s of reading and of writing."
-            )
-        return read, write
+        return None if self.disk_speed is None else parse_speeds(self.disk_speed)
 
     def rates(self) -> Rates | None:
         """Return how fast the machines are; None: no time is planned. Raises CommandLineError."""
