@@ -60,19 +60,6 @@ UNITS = {
     "s_per_gb": "s/GB",
 }
 """Ends of the names of metrics, and units."""
-PEAKS = {
-    "B200": (2250.0, 75.0),
-    "H200": (989.4, 66.9),
-    "H100 PCIe": (756.0, 51.2),
-    "H100": (989.4, 66.9),
-    "A100": (312.0, 19.5),
-    "L40S": (362.0, 91.6),
-    "L4": (121.0, 30.3),
-    "A10G": (70.0, 35.0),
-    "RTX 4090": (165.2, 82.6),
-    "RTX 3090": (71.0, 35.6),
-}
-"""Dense TFLOP/s as stated by the vendor: 16 bits, fp32 without TF32. The first name found in the device's counts."""
 V100_PEAK = 125e12
 """FLOP/s in fp16 of the card that the papers on offloading have used."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -270,8 +257,11 @@ class Device:
         return torch.cuda.mem_get_info()[1] if self.is_cuda else 1 << 30
 
     def peak_flops(self, half: bool) -> float | None:
-        """Return the vendor's FLOP/s, or None if the table does not have the device."""
-        return next((peaks[not half] * 1e12 for name, peaks in PEAKS.items() if name in self.name), None)
+        """Return the vendor's FLOP/s, or None if the table of the library does not have the device."""
+        from shardwise.profile.peaks import peak_of
+
+        peak = peak_of(self.name, torch.float16 if half else torch.float32)
+        return None if peak is None else peak.tflops * 1e12
 
     def wait(self) -> None:
         """Wait for all that has been launched."""

@@ -337,14 +337,14 @@ def fsdp2(case: Case, reshard: bool, group: int = 0) -> Run:
     return PlainRun(case, model, within_groups if group else nullcontext, autocast=False)
 
 
-def _config(case: Case, stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": case.size.rows,
-        "gradient_accumulation_steps": case.accumulation,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": case.bf16},
-        "fp16": {"enabled": case.fp16},
-    }
+def _config(case: Case, stage: int, **zero: Any) -> dict[str, Any]:
+    return config_of(
+        case.size.rows,
+        gradient_accumulation_steps=case.accumulation,
+        zero_optimization={"stage": stage, **zero},
+        bf16={"enabled": case.bf16},
+        fp16={"enabled": case.fp16},
+    )
 
 
 def deepspeed(case: Case, stage: int) -> Run:
@@ -353,6 +353,7 @@ def deepspeed(case: Case, stage: int) -> Run:
 
     model = case.model()
     config = _config(case, stage) | {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+    del config["optimizer"]
     engine, *_ = peer.initialize(model=model, optimizer=_adamw(model.parameters()), config=config)
     return EngineRun(case, engine)
 
@@ -386,11 +387,7 @@ def torch_tensor(case: Case) -> Run:
 
 def engine_config(case: Case, stage: int, keys: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
     """Return shardwise's configuration; arguments as of `shardwise`."""
-    adamw = {"type": "AdamW", "params": {"lr": 1e-4}}
-    config = _config(case, stage) | {"optimizer": adamw, "steps_per_print": 0}
-    config["zero_optimization"] |= zero
-    if keys is not None:
-        config |= keys
+    config = _config(case, stage, **zero) | {"steps_per_print": 0} | (keys or {})
     if case.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": case.tensor, "partition_config": {"layer_specs": LAYER_SPECS}}
     return config
@@ -486,9 +483,8 @@ def offloaded_peer(case: Case, stage: int, optimizer: str, parameters: str = "no
         largest = max(parameter.numel() for parameter in model.parameters())
         zero["offload_param"] |= {"buffer_count": BUFFERS["parameters"], "buffer_size": largest, "max_in_cpu": 0}
         zero |= FEW_LIVE
-    config = _config(case, stage) | {"steps_per_print": 10**9, "aio": AIO}
-    config["zero_optimization"] |= zero
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.0}}
+    config = _config(case, stage, **zero) | {"steps_per_print": 10**9, "aio": AIO}
+    config["optimizer"]["params"]["weight_decay"] = 0.0
     engine, *_ = peer.initialize(model=model, config=config)
     return EngineRun(case, engine)
 

@@ -88,6 +88,17 @@ def test_targets_say_what_was_met(bench: Any, tmp_path: Path) -> None:
     assert cells["13 B under 32 GiB, TFLOP/s on a card as fast as a V100"] == [">= 30", "34.5", "yes"]
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989.0), ("NVIDIA H200 NVL", 835.0), ("NVIDIA B200", 2250.0), ("NVIDIA L4", 121.0)],
+)
+def test_peaks_are_those_of_the_device(bench: Any, name: str, peak: float) -> None:
+    device = bench("harness")["Device"]("cpu")
+    assert device.peak_flops(half=True) is None
+    device.name = name
+    assert device.peak_flops(half=True) == peak * 1e12
+
+
 def test_the_optimizer_of_deepspeed_is_fused_as_those_beside_it(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = list[dict[str, Any]]()
     peer = types.SimpleNamespace(
