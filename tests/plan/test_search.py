@@ -225,6 +225,12 @@ def test_the_speed_of_a_disk_is_given(tmp_path: Path) -> None:
     path = str(tmp_path / "machine.json")
     Machine(when="", host_name="", processor="", cores=1, device="cpu", torch="", threads=1).save(path)
     request = choose_command.Request("m", time=path, disk=".", disk_limit="1TiB", disk_speed="2,0.5")
+    rates: Any = choose_command._rates(request)
+    assert rates.disk == (2e9, 0.5e9)
+    request = replace(request, disk_speed=None)
+    with pytest.raises(CommandLineError, match="has no speed of a disk"):
+        choose_command._rates(request)
+    rates.save(path)
     assert choose_command._rates(request).disk == (2e9, 0.5e9)
 
 
@@ -236,7 +242,6 @@ def test_the_speed_of_a_disk_is_given(tmp_path: Path) -> None:
         (("--card", "h101"), "h100"),
         (("--card", "h100", "--tensor", "1,x"), "--tensor 1,x: give numbers above 0"),
         (("--card", "h100", "--disk-limit", "1TiB"), "give --disk DIR, too"),
-        (("--time", "m.json", "--disk", ".", "--disk-limit", "1TiB"), "rates of --time have no speed of a disk"),
         (("--card", "h100", "--disk-speed", "2,1"), "--disk-speed is for --time"),
         (("--card", "h100", "--ranks", "0"), "are 1 or more"),
     ],

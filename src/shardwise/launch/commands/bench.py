@@ -14,7 +14,7 @@ import psutil
 import typer
 
 from shardwise.errors import CommandLineError, OffloadError, ShardwiseError
-from shardwise.launch.console import parse_bytes
+from shardwise.launch.console import parse_bytes, parse_speeds
 from shardwise.units import format_size
 
 if TYPE_CHECKING:
@@ -144,6 +144,9 @@ def machine(
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the rates go.")] = "machine.json",
     nproc: Annotated[int, typer.Option(metavar="N", help="Ranks that share the machine.")] = 2,
     seconds: Annotated[float, typer.Option(metavar="S", help="Limit for the operators, about.")] = 9.0,
+    disk_speed: Annotated[
+        str | None, typer.Option(metavar="READ,WRITE", help="GB/s of a rank's disk, as `bench io` finds them.")
+    ] = None,
 ) -> None:
     """Measure operators and collectives of this machine, for `shardwise plan --time FILE`. Takes less than a minute.
 
@@ -164,6 +167,7 @@ def machine(
         raise CommandLineError(
             "bench machine: ranks with a device are not measured yet. CUDA_VISIBLE_DEVICES= measures those of the CPU."
         )
+    disk = None if disk_speed is None else parse_speeds(disk_speed)
     found: list[Machine] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         for ranks in sorted({1, nproc}):
@@ -173,6 +177,7 @@ def machine(
                 raise typer.Exit(code)
             found.append(Machine.load(file))
     whole = found[0].joined(found[-1])
+    whole.disk = disk
     whole.save(out)
     typer.echo(
         f"{whole.processor}: {len(whole.operators)} operators, "

@@ -81,10 +81,6 @@ class Request:
             raise CommandLineError("--disk-limit: give --disk DIR, too, where the state is to lie.")
         if self.disk_speed is not None and self.time is None:
             raise CommandLineError("--disk-speed is for --time; machines of --card have their own.")
-        if self.disk_limit is not None and self.time is not None and self.disk_speed is None:
-            raise CommandLineError(
-                "--disk-limit: rates of --time have no speed of a disk; give --disk-speed, too, or --card."
-            )
 
     @property
     def sharers(self) -> int:
@@ -158,8 +154,12 @@ def _rates(request: Request) -> Rates:
     if request.time is not None:
         from shardwise.plan.rates import Machine
 
-        disk = None if request.disk_speed is None else parse_speeds(request.disk_speed)
-        return Machine.load(request.time).model_copy(update={"disk": disk})
+        found = Machine.load(request.time)
+        if request.disk_speed is not None:
+            found.disk = parse_speeds(request.disk_speed)
+        if request.disk_limit is not None and found.disk is None:
+            raise CommandLineError(f"--disk-limit: {request.time} has no speed of a disk; give --disk-speed, too.")
+        return found
     from shardwise.plan.cluster import Cluster
 
     assert request.card is not None
