@@ -240,4 +240,6 @@ def test_states_of_earlier_versions_and_costs_of_tensors_that_are_one_matrix() -
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert not torch.equal(weight, torch.ones_like(weight))
-    assert optimizer.shardwise_cost((4, 3, 2, 2)) == optimizer.shardwise_cost((4, 12))
+    for other in (optimizer, Muon([{"params": [weight], "stacked": False}])):
+        assert other.shardwise_cost((4, 3, 2, 2)) == other.shardwise_cost((4, 12))
+        assert other.shardwise_cost((4, 3, 2, 3)) == 12 * other.shardwise_cost((2, 3))  # of another tensor

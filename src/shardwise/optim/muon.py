@@ -173,6 +173,7 @@ class Muon(Optimizer):
             "fused": None if torch_adam else True,
         }
         self._stacked = found.stacked
+        self._single: set[torch.Size] = set()  # shapes of tensors that are one matrix each
         super().__init__(list(muon_groups(params, stacked=stacked)), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -193,6 +194,8 @@ class Muon(Optimizer):
                         f"use_muon: a parameter of shape {tuple(parameter.shape)} is no matrix; put it into a group "
                         "with use_muon False"
                     )
+            if not param_group["stacked"]:
+                self._single.update(parameter.shape for parameter in param_group["params"])
 
     @staticmethod
     def shardwise_group_sharding(group: Mapping[str, Any]) -> str:
@@ -200,10 +203,8 @@ class Muon(Optimizer):
         return "whole" if group["use_muon"] else "elementwise"
 
     def shardwise_cost(self, shape: Sequence[int]) -> float:
-        """Return the operations to orthogonalise the matrices of a tensor, up to a factor; owners are balanced by it.
-        Groups with a key `stacked` of their own are not known here.
-        """
-        if self._stacked is False:
+        """Return the operations to orthogonalise a tensor's matrices, up to a factor; owners are balanced by it."""
+        if tuple(shape) in self._single:
             shape = (shape[0], math.prod(shape[1:]))
         short, long = sorted(shape[-2:])
         return float(math.prod(shape[:-2]) * short * short * (2 * long + short))
