@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from shardwise import boxes
 from shardwise.boxes import Box, Region
 from shardwise.checkpoint import Checkpoint, Manifest, StoredTensor, manifest, manifestfile, weights_reader
+from shardwise.checkpoint.checksums import FileFacts
 from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.opening import open_source
-from shardwise.checkpoint.safetensors_reader import FileFacts, TensorFile
+from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
 from shardwise.registry import cut

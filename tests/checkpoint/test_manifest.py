@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from shardwise.checkpoint import manifest, manifestfile
+from shardwise.checkpoint.checksums import FileFacts
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
-from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.errors import CheckpointError
 from tests.checkpoint import hostile
 from tests.harness.training import SGD, engine_of

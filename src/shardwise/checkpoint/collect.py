@@ -86,26 +86,21 @@ class RankSavePlan:
 
     def add_runs(self, tensor: StoredTensor, runs: list[Run], box: Region | None = None) -> None:
         """Store ranges of a logical tensor, or of its box."""
-        slices = []
-        for start, stop, view in runs:
-            key = self.put(f"{tensor.kind}/{tensor.name}[{start}:{stop}]", view)
-            self._watch(tensor, key)
-            self.runs.add(key)
-            slices.append(Slice(self.file, key, start, stop, box))
+        keys = [self._put(tensor, f"[{start}:{stop}]", view) for start, stop, view in runs]
+        self.runs.update(keys)
+        slices = (Slice(self.file, key, *run[:2], box) for key, run in zip(keys, runs, strict=True))
         self.stored.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 
     def add_unsharded(self, tensor: StoredTensor, values: torch.Tensor) -> None:
         """Store an unsharded logical tensor, in its own shape."""
-        name = tensor.name if tensor.rank is None else f"{tensor.name}@{tensor.rank}"
-        key = self.put(f"{tensor.kind}/{name}", values.detach().contiguous())
-        self._watch(tensor, key)
-        slices = (Slice(self.file, key, 0, tensor.numel),)
-        self.stored.append(StoredTensor(**{**vars(tensor), "slices": slices}))
+        key = self._put(tensor, "" if tensor.rank is None else f"@{tensor.rank}", values.detach().contiguous())
+        self.stored.append(replace(tensor, slices=(Slice(self.file, key, 0, tensor.numel),)))
 
-    def _watch(self, tensor: StoredTensor, key: str) -> None:
-        values = self.tensors[key]
+    def _put(self, tensor: StoredTensor, part: str, values: torch.Tensor) -> str:
+        key = self.put(f"{tensor.kind}/{tensor.name}{part}", values)
         if (tensor.trainable or tensor.kind.startswith(OPTIMIZER)) and values.is_floating_point() and values.numel():
             self._trained[key] = f"{tensor.kind} {tensor.name}"
+        return key
 
     def fetch(self, tensors: Sequence[tuple[str, torch.Tensor]], use: Callable[[Sequence[str]], None]) -> None:
         """Fetch and use tensors, some at a time; values are checked then, because another fetch is slow."""

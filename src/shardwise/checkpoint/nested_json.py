@@ -8,6 +8,7 @@ Reading gives equal values of the same types and cannot run code. Other values a
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,6 +86,7 @@ def _name_of(kind: type) -> str:
 
 def _encode_mapping(value: dict[Any, Any], path: str, store_tensor: StoreTensor, depth: int) -> Any:
     kind = type(value)
+    inner = functools.partial(encode, store_tensor=store_tensor, depth=depth + 1)
     for key in value:
         if not kinds.is_key(key):
             raise CheckpointError(
@@ -92,15 +94,8 @@ def _encode_mapping(value: dict[Any, Any], path: str, store_tensor: StoreTensor,
                 "bool, None, bytes, an enumeration's member, or a tuple of these"
             )
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {k: encode(v, f"{path}[{k!r}]", store_tensor, depth + 1) for k, v in value.items()}
-    pairs = [
-        [
-            encode(k, f"{path}: key {k!r}", store_tensor, depth + 1),
-            encode(v, f"{path}[{k!r}]", store_tensor, depth + 1),
-        ]
-        for k, v in value.items()
-    ]
-    return {_MAPPINGS[kind]: pairs}
+        return {k: inner(v, f"{path}[{k!r}]") for k, v in value.items()}
+    return {_MAPPINGS[kind]: [[inner(k, f"{path}: key {k!r}"), inner(v, f"{path}[{k!r}]")] for k, v in value.items()]}
 
 
 def decode(value: Any, fetch: Fetch) -> Any:

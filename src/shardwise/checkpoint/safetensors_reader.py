@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardwise.checkpoint.checksums import FileFacts as FileFacts
 from shardwise.checkpoint.checksums import crc32, open_to_read
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError

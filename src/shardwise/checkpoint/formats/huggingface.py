@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import os
+import pathlib
 import sys
 import tempfile
 from collections import Counter
@@ -202,8 +203,4 @@ def _saved(config: Any, what: str) -> dict[str, bytes]:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"the model's {what} cannot be written by transformers: {reason}") from error
-        found = {}
-        for name in sorted(os.listdir(directory)):
-            with open(os.path.join(directory, name), "rb") as file:
-                found[name] = file.read()
-    return found
+        return {path.name: path.read_bytes() for path in sorted(pathlib.Path(directory).iterdir())}

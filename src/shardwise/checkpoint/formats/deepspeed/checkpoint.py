@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.checksums import FileFacts
 from shardwise.checkpoint.formats.deepspeed import trainer_state
 from shardwise.checkpoint.formats.deepspeed.index import Files, OpenFiles, is_universal
 from shardwise.checkpoint.formats.deepspeed.layer_files import LayerFiles, all_names, keys_of, layer_name, tied_by_gaps
 from shardwise.checkpoint.formats.deepspeed.neutral import Content, Views, unite
 from shardwise.checkpoint.formats.deepspeed.parts import Part
 from shardwise.checkpoint.formats.deepspeed.tp_merge import Divisions, TargetParameter, join
-from shardwise.checkpoint.formats.deepspeed.universal import STATE, UniversalFiles, files_of
+from shardwise.checkpoint.formats.deepspeed.universal import STATE, UniversalFiles
 from shardwise.checkpoint.formats.deepspeed.zero_partitions import Target
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor, outline
 from shardwise.checkpoint.reader import Block, Checkpoint
-from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.checkpoint.weights_reader import Progress, ReadRange, Run, copy_range
 from shardwise.errors import CheckpointError
 
@@ -276,7 +276,8 @@ class DeepSpeedCheckpoint(Checkpoint):
     ) -> list[Block]:
         """Return (file, record) of the files of some tensors, or of all (None); `trees` are in memory already."""
         names, opened = set(self.files() if files is None else files), self._open_files.opened
-        names = names if tensors is None else names & files_of(tensors)
+        if tensors is not None:
+            names &= {part.file for tensor in tensors for part in tensor.slices}
         return [(name, n) for name in sorted(names) for n in range(opened[name].records if name in opened else 1)]
 
     def places(self, runs: Iterable[Run]) -> tuple[dict[Block, Run], list[Run]]:

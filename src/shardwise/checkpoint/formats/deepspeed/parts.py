@@ -12,7 +12,7 @@ from shardwise.checkpoint.formats.deepspeed import trainer_state, zero_partition
 from shardwise.checkpoint.formats.deepspeed.experts import Experts
 from shardwise.checkpoint.formats.deepspeed.index import Files, OpenFiles, check_complete
 from shardwise.checkpoint.formats.deepspeed.neutral import Content, Piece, equal_bits
-from shardwise.checkpoint.formats.deepspeed.zero_partitions import Numbered, OptimizerFile, Target, shards
+from shardwise.checkpoint.formats.deepspeed.zero_partitions import Numbered, Target, shards
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor, name_of
 from shardwise.errors import CheckpointError
 
@@ -77,23 +77,26 @@ class Part:
                 "imported; export the weights with its own tools and load those"
             )
         counts = self.model.get("num_experts") or []
-        names = {_expert_file(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
+        experts = ((layer, expert) for layer, count in enumerate(counts) for expert in range(count))
+        names = {f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt" for layer, expert in experts}
         check_complete(self.own.experts.values(), names, "experts")
         if self.own.expert_optimizer and not counts:
             check_complete(self.own.expert_optimizer.values(), (), "experts")
-        experts = Experts(self.own.experts, counts, self.files.content)
-        if inside := [name for name in self.model["buffer_names"] if experts.layer_of(name) is not None]:
+        found = Experts(self.own.experts, counts, self.files.content)
+        if inside := [name for name in self.model["buffer_names"] if found.layer_of(name) is not None]:
             raise CheckpointError(
                 f"{inside[0]!r} is a buffer inside of experts, and those of different experts have the same name on "
                 "different ranks; they cannot be imported"
             )
-        return experts
+        return found
 
     # -- stages 1 to 3 -------------------------------------------------------------------------------------------------
 
     def _read_zero(self) -> None:
         ranks = self.files.optimizer_states(self.own, self.content.world)
-        self.stage, self.scaler = self._stage_of(ranks[0]), ranks[0].content.get("loss_scaler")
+        self.stage, self.scaler = ranks[0].content.get("zero_stage", 1), ranks[0].content.get("loss_scaler")
+        if self.stage not in (1, 2, 3):
+            raise CheckpointError(f"{ranks[0].file}: stage {self.stage}: a layout that is not known")
         shapes: Sequence[Mapping[str, Any]] | None = self.model["param_shapes"]
         if shapes is None or (self.stage == 3) != (self.own.shared is None):
             raise CheckpointError(
@@ -109,12 +112,6 @@ class Part:
         holders = self._experts.holders(shapes, counts, self.content.world, data_first=data_first)
         zero_partitions.flat_partitions(self.content, shapes, ranks, holders, reordered=trainer_state.reordered(config))
         self._compare({**self.model["module"], **self._experts.values}, {**self.homes, **self._experts.homes})
-
-    def _stage_of(self, rank: OptimizerFile) -> int:
-        stage = rank.content.get("zero_stage", 1)
-        if stage not in (1, 2, 3):
-            raise CheckpointError(f"{rank.file}: stage {stage}: a layout that is not known")
-        return int(stage)
 
     def _compare(self, values: Mapping[str, Any], homes: Mapping[str, str]) -> None:
         """Compare samples of master weights with values in other files. Raises CheckpointError if they differ."""
@@ -214,10 +211,6 @@ class Part:
                 if of_experts == (self._experts.layer_of(name) is not None) and name not in content.shapes
             }
             numbered.add(content, shapes, names, wanted)
-
-
-def _expert_file(layer: int, expert: int) -> str:
-    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -84,8 +84,7 @@ class Divisions:
     def _known(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], equal: Callable[[], bool]) -> Division:
         whole = next((self._target_parameters[name] for name in names if name in self._target_parameters), None)
         count = len(shapes)
-        listed = outline([str(list(shape)) for shape in shapes])
-        subject = f"parameter {names[0]!r}: {count} model-parallel parts of shapes {listed}"
+        subject = f"parameter {names[0]!r}: {count} model-parallel parts of shapes {_listed(shapes)}"
         if whole is None:
             raise CheckpointError(
                 f"{subject}, and the files do not describe its split. Load the checkpoint into an engine of a model "
@@ -140,11 +139,14 @@ def _strings(value: Any) -> list[str]:
     return [text for item in value for text in _strings(item)] if isinstance(value, (list, tuple)) else []
 
 
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return outline([str(list(shape)) for shape in shapes])
+
+
 def _replicated(name: str, shapes: Sequence[tuple[int, ...]]) -> Division:
     if len(set(shapes)) > 1:
         raise CheckpointError(
-            f"parameter {name!r}: should be whole in every model-parallel part, found the shapes "
-            f"{outline([str(list(shape)) for shape in shapes])}"
+            f"parameter {name!r}: should be whole in every model-parallel part, found the shapes {_listed(shapes)}"
         )
     return Division(shapes[0], (boxes.whole(shapes[0]),) * len(shapes))
 
@@ -153,8 +155,7 @@ def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]], dimension: int) 
     rest = {shape[:dimension] + shape[dimension + 1 :] for shape in shapes}
     if len(rest) > 1:
         raise CheckpointError(
-            f"parameter {name!r}: should be divided in dimension {dimension}, found the shapes "
-            f"{outline([str(list(shape)) for shape in shapes])}"
+            f"parameter {name!r}: should be divided in dimension {dimension}, found the shapes {_listed(shapes)}"
         )
     ends = [0, *itertools.accumulate(shape[dimension] for shape in shapes)]
     whole = list(shapes[0])
@@ -174,7 +175,7 @@ def _mapped(name: str, shapes: Sequence[tuple[int, ...]], described: Any) -> Div
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"parameter {name!r}: its entry in universal_checkpoint_info (affine_map) does not fit parts of shapes "
-            f"{outline([str(list(shape)) for shape in shapes])}, or is of a form that is not known "
+            f"{_listed(shapes)}, or is of a form that is not known "
             f"({type(error).__name__}: {error})"
         ) from error
     return Division(whole, tuple(regions))

@@ -88,12 +88,15 @@ def counters(model: Mapping[str, Any], world: int) -> dict[str, int]:
     return {**found, "micro_steps": found["global_steps"] * window, "gradient_accumulation_steps": window}
 
 
+def _at(config: Any, *keys: str) -> Any:
+    for key in keys:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
 def _accumulation(config: Any, world: int) -> int:
-    if not isinstance(config, Mapping):
-        return 1
-    given, whole, micro = (
-        config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
-    )
+    keys = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    given, whole, micro = (_at(config, key) for key in keys)
     if isinstance(given, int) and given > 0:
         return given
     if isinstance(whole, int) and isinstance(micro, int) and micro > 0:
@@ -103,20 +106,18 @@ def _accumulation(config: Any, world: int) -> int:
 
 def configured_optimizer(config: Any) -> str | None:
     """Return `optimizer.type` of a configuration, or None if the script passed its own optimizer."""
-    section = config.get("optimizer") if isinstance(config, Mapping) else None
-    name = section.get("type") if isinstance(section, Mapping) else None
+    name = _at(config, "optimizer", "type")
     return name if isinstance(name, str) else None
 
 
 def data_before_experts(config: Any) -> bool:
     """Return True if expert-data-parallel groups were adjacent ranks."""
-    return isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
+    return bool(_at(config, "use_data_before_expert_parallelism"))
 
 
 def reordered(config: Any) -> bool:
     """Return True if parameters were reordered for communication (`round_robin_gradients`)."""
-    section = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return isinstance(section, Mapping) and bool(section.get("round_robin_gradients"))
+    return bool(_at(config, "zero_optimization", "round_robin_gradients"))
 
 
 def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[str, Any]]) -> str | None:

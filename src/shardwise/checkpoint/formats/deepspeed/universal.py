@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,12 +143,10 @@ class UniversalFiles:
         there = {name for name, _, _ in content.tensors}
         for name in (*(model.get("frozen_param_shapes") or {}), *model["buffer_names"]):
             if name not in there and name in self.names:
-                values, buffer = self.stored(name, MASTER), name in model["buffer_names"]
-                found = StoredTensor(
-                    name, BUFFER if buffer else PARAMETER, tuple(values.shape), name_of(values.dtype), ()
-                )
-                if not buffer:
-                    found = replace(found, trainable=False, compute_dtype=found.dtype)
+                values = self.stored(name, MASTER)
+                found = StoredTensor(name, BUFFER, tuple(values.shape), name_of(values.dtype), ())
+                if name not in model["buffer_names"]:
+                    found = replace(found, kind=PARAMETER, trainable=False, compute_dtype=found.dtype)
                 content.keep(self.placed(found, name))
 
     def _step(self, name: str, of_group: Any) -> Any:
@@ -156,11 +154,6 @@ class UniversalFiles:
         if not os.path.exists(os.path.join(self.path, file_of(name, STEP))) and of_group is not None:
             return as_scalar(of_group["step"])
         return _count(os.path.join(self.path, file_of(name, STEP)))
-
-
-def files_of(tensors: Iterable[StoredTensor]) -> set[str]:
-    """Return the files of some tensors."""
-    return {part.file for tensor in tensors for part in tensor.slices}
 
 
 def _count(path: str) -> torch.Tensor:
