@@ -2,12 +2,11 @@ from typing import Any, NoReturn
 
 from typing_extensions import deprecated
 
+from shardwise_deepspeed.commands import report_command as cli_main
 from shardwise_deepspeed.commands import report as main
 
 __all__ = ["cli_main", "debug_report", "get_shm_size", "human_readable_size", "installed_cann_path", "installed_cann_version", "main", "ninja_installed", "nvcc_version", "op_report", "parse_arguments"]
 
-@deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
-def cli_main(*args: Any, **kwargs: Any) -> NoReturn: ...
 @deprecated('it is an inner part of DeepSpeed, which has no counterpart here')
 def debug_report(*args: Any, **kwargs: Any) -> NoReturn: ...
 @deprecated('it is an inner part of DeepSpeed, which has no counterpart here')

@@ -15,7 +15,7 @@ import pytest
 from shardwise.errors import CommandLineError, NotBuiltError
 from shardwise.launch.commands import doctor
 from shardwise.launch.detect import Detected, installed
-from shardwise_deepspeed.commands import report
+from shardwise_deepspeed.commands import report, report_command
 from shardwise_deepspeed.entries import read
 from shardwise_deepspeed.launcher import job_of, main
 from shardwise_deepspeed.version import VERSION
@@ -155,13 +155,19 @@ def test_the_doctor_says_which_one_is_active(
     assert told["ok"] is (code == 0) and [entry["kind"] for entry in told["deepspeed"]] == [f.kind for f in found]
 
 
-def test_ds_report_is_the_doctor_and_a_list_of_operators(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(["--hide_operator_status"]) == 0
+def test_ds_report_is_the_doctor_and_a_list_of_operators(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert report(hide_operator_status=True) == 0
     assert capsys.readouterr().out.startswith("shardwise")
-    assert report(["--hide_errors_and_warnings"]) == 0
+    assert report(hide_errors_and_warnings=True) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^  cpu_adam +\[OKAY\]$", shown, re.M) and re.search(r"^  sparse_attn +\[NO\]$", shown, re.M)
-    assert report([]) == 0
+    with pytest.raises(SystemExit) as ended:
+        report_command(["--hide_operator_status"])
+    assert ended.value.code == 0 and "async_io" not in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])  # arguments of a script are its own
+    assert report() == 0
     shown = capsys.readouterr().out
     assert re.search(r"^  async_io +\[OKAY\]", shown, re.M)
     assert re.search(r"^  gds +\[NO\] +\(GPUDirect Storage is not built yet", shown, re.M)

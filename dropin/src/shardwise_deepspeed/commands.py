@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import NoReturn
 
 from shardwise_deepspeed.options import Parser, run
 
 
-def report(args: list[str] | None = None) -> int:
-    """Run the command, and return its exit code; `args` default to those of this process."""
+def report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> int:
+    """Print operators (maybe without reasons) and what is installed; return the exit code of `shardwise doctor`."""
     from shardwise.launch.commands.doctor import show
 
-    parser = argparse.ArgumentParser(prog="ds_report", description="Show what is installed, by `shardwise doctor`.")
-    parser.add_argument("--hide_operator_status", action="store_true", help="do not list DeepSpeed's operators")
-    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="list operators without reasons")
-    given = parser.parse_args(args)
-    if not given.hide_operator_status:
-        _operators(reasons=not given.hide_errors_and_warnings)
+    if not hide_operator_status:
+        _operators(reasons=not hide_errors_and_warnings)
     return show()
+
+
+def report_command(args: list[str] | None = None) -> NoReturn:
+    """Run `ds_report` and exit with its code; `args` default to those of this process."""
+    run("ds_report", lambda arguments: report(**vars(Parser("ds_report").given(arguments))), args)
 
 
 def ssh(args: list[str] | None = None) -> NoReturn:

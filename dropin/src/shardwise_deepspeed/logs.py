@@ -84,9 +84,11 @@ def print_json_dist(message: dict[str, Any], ranks: list[int] | None = None, pat
             file.write(text)
 
 
-def set_log_level_from_string(log_level_str: str) -> None:
-    """Set the level by name: debug, info, warning, error or critical. Raises UsageError if the name is unknown."""
-    logger.setLevel(_level(log_level_str))
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger (None: DeepSpeed's) by name: debug, info, warning, error or critical. Raises UsageError
+    if the name is unknown.
+    """
+    (custom_logger or logger).setLevel(_level(log_level_str))
 
 
 def get_current_level() -> int:
@@ -110,7 +112,7 @@ class LoggerFactory:
     """Factory of further loggers."""
 
     @staticmethod
-    def create_logger(name: str | None = None, level: int = logging.INFO) -> logging.Logger:
+    def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
         """Return a logger that writes to standard output. Raises UsageError without a name."""
         if name is None:
             raise UsageError("LoggerFactory.create_logger(name): give the logger a name")

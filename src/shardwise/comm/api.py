@@ -76,7 +76,7 @@ def get_local_rank() -> int:
     return local_rank()
 
 
-def get_global_rank(group: Group, group_rank: int) -> int:
+def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
     """Translate a rank of `group` into a global one."""
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 

@@ -29,14 +29,14 @@ _OTHERS: dict[tuple[int, int], Any] = {(6, 2): np.uint16, (8, 2): np.uint16, (8,
 Array = np.ndarray[Any, np.dtype[Any]]  # without numpy.typing, which would be one more import
 
 
-def data_file_path(prefix: str | os.PathLike[str]) -> str:
+def data_file_path(prefix_path: str | os.PathLike[str]) -> str:
     """Return the path of the values."""
-    return f"{os.fspath(prefix)}.bin"
+    return f"{os.fspath(prefix_path)}.bin"
 
 
-def index_file_path(prefix: str | os.PathLike[str]) -> str:
+def index_file_path(prefix_path: str | os.PathLike[str]) -> str:
     """Return the path of the index."""
-    return f"{os.fspath(prefix)}.idx"
+    return f"{os.fspath(prefix_path)}.idx"
 
 
 class MMapIndexedDataset(Dataset[Array]):
@@ -105,13 +105,13 @@ class MMapIndexedDataset(Dataset[Array]):
     def __getitem__(self, index: int) -> Array:
         return self.get(index)
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> Array:
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Array:
         """Return a row, or `length` of its values from `offset` on."""
-        size = int(self.sizes[index])
+        size = int(self.sizes[idx])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
-            raise UsageError(f"{self.path}: row {index} has {size} values; {offset} to {stop} are not in it")
-        first = int(self._starts[index]) // self._dtype.itemsize
+            raise UsageError(f"{self.path}: row {idx} has {size} values; {offset} to {stop} are not in it")
+        first = int(self._starts[idx]) // self._dtype.itemsize
         return self._map[first + offset : first + stop]
 
     @property
@@ -146,9 +146,9 @@ class MMapIndexedDatasetBuilder:
         self._documents = [0]
         self._rows = 0
 
-    def add_item(self, values: Any) -> None:
+    def add_item(self, tensor: Any) -> None:
         """Add a row. Raises UsageError for values that the dtype does not hold."""
-        row = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
+        row = tensor.numpy(force=True) if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
         self.add_rows(row.reshape(-1), [row.size])
 
     def add_rows(self, values: Array, sizes: Sequence[int] | Array) -> None:

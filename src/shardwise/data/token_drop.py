@@ -54,9 +54,9 @@ class RandomLTDScheduler:
         """Return the current number of tokens."""
         return self._current
 
-    def update_seq(self, step: int) -> int:
+    def update_seq(self, global_steps: int) -> int:
         """Set and return the current number: that of a step, from 1."""
-        self._current = self.get_seq(step)
+        self._current = self.get_seq(global_steps)
         return self._current
 
     def get_total_layer_tokens(self, train_iters: int) -> int:

@@ -62,28 +62,28 @@ class CurriculumScheduler:
         self.custom: Callable[[int], Difficulty] | None = None
         self._current: Difficulty = self._settings.min_difficulty or 0
 
-    def set_custom_get_difficulty(self, function: Callable[[int], Difficulty]) -> None:
+    def set_custom_get_difficulty(self, schedule_function: Callable[[int], Difficulty]) -> None:
         """Set the function of the step (from 1) that returns the difficulty, for schedule_type "custom"."""
         if self._settings.schedule_type != "custom":
             raise ConfigError(
                 f'a function of the difficulty needs schedule_type "custom", which is "{self._settings.schedule_type}"'
             )
-        self.custom = function
+        self.custom = schedule_function
 
-    def get_difficulty(self, step: int) -> Difficulty:
+    def get_difficulty(self, global_steps: int) -> Difficulty:
         """Return the difficulty in a step, from 1. Raises UsageError if the function of "custom" is not set."""
         if self._settings.schedule_type != "custom":
-            return difficulty_at(step, self._settings, self._schedule)
+            return difficulty_at(global_steps, self._settings, self._schedule)
         if self.custom is None:
             raise UsageError(
                 'the curriculum has schedule_type "custom" and no function yet; call '
                 "engine.set_custom_curriculum_learning_schedule() before the first batch"
             )
-        return self.custom(step)
+        return self.custom(global_steps)
 
-    def update_difficulty(self, step: int) -> Difficulty:
+    def update_difficulty(self, global_steps: int) -> Difficulty:
         """Set and return the current difficulty: that of a step."""
-        self._current = self.get_difficulty(step)
+        self._current = self.get_difficulty(global_steps)
         return self._current
 
     def get_current_difficulty(self) -> Difficulty:

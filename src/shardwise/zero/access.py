@@ -64,9 +64,9 @@ def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype:
     return _assemble(model, index, model.state.own_runs(index, runs), dtype, whole)
 
 
-def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of a parameter's full master weights (fp32 or wider); without these, of its own values."""
-    found = _find(parameter)
+    found = _find(param)
     if found is None:
         return None
     model, index = found
@@ -78,12 +78,12 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
         return _assemble_state(model, index, model.update.master_pieces(index), dtype)
 
 
-def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set a parameter's full master weights and the parameter; all ranks give the same `value`.
 
     Raises UsageError if `value` has another shape, or parameters differ by rank (between averages of 0/1 Adam).
     """
-    found = _find(parameter)
+    found = _find(param)
     if found is None:
         return
     model, index = found
@@ -108,12 +108,12 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         model.shards_written()
 
 
-def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's full gradient before clipping; None: there is no gradient yet.
 
     It is the mean (or sum, as configured) over ranks and past (weighted) micro-batches, in the accumulation dtype.
     """
-    found = _find(parameter)
+    found = _find(param)
     if found is None:
         return None
     model, index = found
@@ -125,12 +125,12 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return whole.mul_(model.gradient_factor(index))
 
 
-def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set a parameter's full gradient, in the scale of `safe_get_full_grad`; all ranks give the same `value`.
 
     Raises UsageError if `value` has another shape, or gradients have not been reduced yet.
     """
-    found = _find(parameter)
+    found = _find(param)
     if found is None:
         return
     model, index = found
@@ -166,9 +166,9 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(parameter, update_func(gradient, parameter))
 
 
-def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of full optimizer state of the parameter's shape (`exp_avg`, ...); None before the first step."""
-    found = _find(parameter)
+    found = _find(param)
     if found is None:
         return None
     model, index = found
@@ -187,9 +187,9 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         return _assemble_state(model, index, runs, dtype)
 
 
-def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Set full optimizer state to the same `value` (else UsageError) on all ranks; no effect before the first step."""
-    found = _find(parameter)
+    found = _find(param)
     if found is None:
         return
     model, index = found
@@ -203,9 +203,9 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     model.update.state_was_set()
 
 
-def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return a 1-D copy of this rank's range of master weights (stage 3, else UsageError), maybe empty."""
-    found = _find_local(parameter, "safe_get_local_fp32_param")
+    found = _find_local(param, "safe_get_local_fp32_param")
     if found is None:
         return None
     model, index = found
@@ -215,12 +215,12 @@ def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
         return _joined(model, (master.to(dtype) for _, _, master in model.update.master_pieces(index)), dtype)
 
 
-def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set this rank's range of a parameter's master weights at stage 3, and the parameter (all ranks call).
 
     Each rank gives its own `value`. Raises UsageError for another number of elements, or stages 0 to 2.
     """
-    found = _find_local(parameter, "safe_set_local_fp32_param")
+    found = _find_local(param, "safe_set_local_fp32_param")
     if found is None:
         return
     model, index = found
@@ -233,15 +233,15 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
     model.share_changes()
     with _acquired(model, index, written=True):
         _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
-    model.state.publish(model.units_of([parameter]))
+    model.state.publish(model.units_of([param]))
 
 
-def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return a 1-D copy of this rank's range of `safe_get_full_grad` at stage 3; None: there is no gradient yet.
 
     Raises UsageError at stages 0 to 2, or if gradients have not been reduced yet.
     """
-    found = _find_local(parameter, "safe_get_local_grad")
+    found = _find_local(param, "safe_get_local_grad")
     if found is None:
         return None
     model, index = found
@@ -253,12 +253,12 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return here.mul_(model.gradient_factor(index))
 
 
-def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set this rank's range of a gradient at stage 3, if there is one, in the scale of `safe_get_local_grad`.
 
     Raises UsageError for another number of elements, at stages 0 to 2, or if gradients are not reduced yet.
     """
-    found = _find_local(parameter, "safe_set_local_grad")
+    found = _find_local(param, "safe_set_local_grad")
     if found is None:
         return
     model, index = found
@@ -268,9 +268,9 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
             _fill(model, index, runs, value / model.gradient_factor(index))
 
 
-def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return a 1-D copy of this rank's range of optimizer state (stage 3, else UsageError); None before a step."""
-    found = _find_local(parameter, "safe_get_local_optimizer_state")
+    found = _find_local(param, "safe_get_local_optimizer_state")
     if found is None:
         return None
     model, index = found
@@ -294,9 +294,9 @@ def _empty_state(model: ShardedModel, key: str) -> torch.Tensor | None:
     return torch.empty(0, device=model.device) if model.stepped else None
 
 
-def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Set this rank's range of optimizer state (stage 3 and its size, else UsageError); no effect before a step."""
-    found = _find_local(parameter, "safe_set_local_optimizer_state")
+    found = _find_local(param, "safe_set_local_optimizer_state")
     if found is None:
         return
     model, index = found

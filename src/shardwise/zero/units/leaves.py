@@ -31,20 +31,20 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, classes_or_names: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark the modules of some classes (or their names, maybe with the module), and return them; before `initialize`.
 
     Raises NoSuchModuleError if there is none and `raise_if_not_found`, UsageError for another kind of entry.
     """
-    return _set(model, classes_or_names, True, raise_if_not_found)
+    return _set(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module, classes_or_names: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Remove the marks of the modules of some classes, and return them (arguments of `set_z3_leaf_modules`)."""
-    return _set(model, classes_or_names, False, raise_if_not_found)
+    return _set(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
@@ -58,10 +58,10 @@ def set_z3_leaf_modules_by_name(
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by the ends of their names. Other arguments are those of `set_z3_leaf_modules_by_name`."""
-    return _set_named(model, module_suffixes, flag, raise_if_not_found, str.endswith)
+    return _set_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
 def _set_named(
@@ -86,9 +86,9 @@ def _set_named(
 
 
 def _set(
-    model: nn.Module, classes_or_names: Iterable[type[nn.Module] | str], flag: bool, must_find: bool
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], flag: bool, must_find: bool
 ) -> list[nn.Module]:
-    wanted = list(classes_or_names)
+    wanted = list(leaf_module_classes)
     for entry in wanted:
         if not isinstance(entry, (type, str)):
             raise UsageError(f"leaf modules: expected classes or their names, found {entry!r}")
