@@ -372,3 +372,31 @@ def test_step_counts_that_differ_in_one_group_go_on(stage: int, world: int, tmp_
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
+
+
+class Masks(nn.Module):
+    """Two layers with one buffer, or with one each."""
+
+    def __init__(self, names: str, shared: bool) -> None:
+        super().__init__()
+        mask = torch.ones(3)
+        for name in names:
+            layer = nn.Linear(3, 1)
+            layer.register_buffer("mask", mask if shared else mask.clone())
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x * layer.mask).square().mean() for layer in self.children())
+
+
+@on_ranks(1)
+def test_a_shared_buffer_is_found_under_any_of_its_names(tmp_path: Path) -> None:
+    first = engine_of(Masks("ab", shared=True), 1, ADAMW)
+    first.module.a.mask.fill_(0.5)
+    first.save_checkpoint(tmp_path)
+    for names, shared in (("ba", True), ("ab", False)):
+        engine = engine_of(Masks(names, shared), 1, ADAMW)
+        engine.load_checkpoint(tmp_path)
+        assert engine.module.a.mask.tolist() == engine.module.b.mask.tolist() == [0.5] * 3
+        engine.destroy()
+    first.destroy()

@@ -117,3 +117,21 @@ def test_a_slow_disk_is_said_while_everybody_waits(tmp_path: Path) -> None:
         run.engine.save_checkpoint(tmp_path)
     lines = [line for line in told.lines if "writes its part: it has taken" in line]
     assert len(lines) >= 2 if torch.distributed.get_rank() == 1 else lines == []
+
+
+@as_ranks(1)
+def test_a_save_that_fails_after_its_publication_leaves_no_staging_directory(tmp_path: Path) -> None:
+    engine, sync = started(str(tmp_path), config(1)).engine, directory.sync_directory
+    manifest = (tmp_path / "first" / "manifest.json").read_bytes()
+
+    def failing(path: str) -> None:
+        sync(path)
+        if path == str(tmp_path / "first") and (tmp_path / "first" / "manifest.json").read_bytes() != manifest:
+            raise OSError(5, "Input/output error", path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, "sync_directory", failing)
+        engine.save_checkpoint(tmp_path, tag="first", asynchronous=True)
+        with pytest.raises(CheckpointError, match="this checkpoint is complete, but a later step failed"):
+            engine.wait_for_checkpoint()
+    assert sorted(os.listdir(tmp_path)) == ["first", "latest"]

@@ -238,7 +238,7 @@ class _WriteJob:
         except Exception as error:
             report.origin, report.error = self.rank, report.error or _words(error)
         finally:
-            if draft is not None and not draft.published:
+            if draft is not None:
                 draft.discard()
         report.written = time.monotonic() - self.begun
         if report.error is not None:

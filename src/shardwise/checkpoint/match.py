@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.checkpoint.collect import all_buffers, are_named, buffers, extra_states
+from shardwise.checkpoint.collect import all_buffers, are_named, buffer_names, buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
 from shardwise.checkpoint.places import counterparts
 from shardwise.checkpoint.protocols import CheckpointedModel
@@ -195,19 +195,22 @@ def match_module(
             used.add(stored.name)
             matched.parameters += [(tensor, stored)] if loaded else []
     line = counterparts(here, model.place, model.comm.rank, model.comm.world).line
-    everybodys = {stored.name: stored for stored in here.of_kind(BUFFER) if stored.rank is None}
+    everybodys = [stored for stored in here.of_kind(BUFFER) if stored.rank is None]
     of_line = {stored.name: stored for stored in here.of_kind(BUFFER) if stored.rank in line}
-    held, modules = dict(buffers(model.module)), dict(extra_states(model.module))
-    for name, buffer in held.items():
-        stored = of_line.get(name, everybodys[name]) if name in everybodys else None
+    saved, shared, modules = by_any_name(everybodys), buffer_names(model.module), dict(extra_states(model.module))
+    for name, buffer in buffers(model.module):
+        stored = next((saved[known] for known in shared[id(buffer)] if known in saved), None)
+        if stored is not None:
+            used.add(stored.name)
+            stored = of_line.get(stored.name, stored)
         loaded = is_loaded((name,), None if stored is None else stored.shape, tuple(buffer.shape))
         if stored is not None and loaded:
             matched.buffers.append((buffer, stored))
     for module, child in modules.items():
         if is_loaded((extra_name(module),), () if module in here.extra else None, ()):
             matched.extra.append((child, here.extra[module]))
-    others = [(stored.name, *stored.aliases) for stored in here.of_kind(PARAMETER) if stored.name not in used]
-    others += [(name,) for name in everybodys if name not in held]
+    stored_once = [*here.of_kind(PARAMETER), *everybodys]
+    others = [(stored.name, *stored.aliases) for stored in stored_once if stored.name not in used]
     others += [(extra_name(module),) for module in here.extra if module not in modules]
     for names in others:
         found["unexpected" if selection.wants(names) else "skipped"].append(names[0])
