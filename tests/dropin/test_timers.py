@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from shardwise.config.schema.observe import Throughput
 from shardwise.errors import UsageError
@@ -42,6 +43,7 @@ def test_an_open_interval_counts_and_goes_on() -> None:
         timers.log(["interval-time"])
     assert float(kept.lines[0].rpartition(" ")[2]) >= 20
     timers("interval-time").stop()
+    assert not SynchronizedWallClockTimer.memory_usage() or torch.cuda.is_initialized()
 
 
 def test_wrong_calls() -> None:
@@ -64,7 +66,10 @@ def test_nothing_is_timed() -> None:
     timers("load").start()
     timers("load").stop(record=False)
     timers.log(["load"])
-    assert timers("load").elapsed(reset=True) == timers("load").mean() == 0.0 and not timers.get_mean(["load"])
+    assert (
+        timers("load").elapsed(reset=True) == timers("load").mean() == 0.0
+        and timers.get_mean(["load"]) == timers.get_timers() == {}
+    )
 
 
 def test_throughput_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -68,16 +67,10 @@ def is_configured() -> bool:
     return _configured
 
 
-def reset() -> None:
-    """Free the host buffers that are kept for further passes. Saved inputs are freed with their autograd graph."""
-    let_go()
-
-
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Enable or disable the partitioning of saved inputs over the tensor-parallel group."""
     set_script(replace(of_script(), partition_activations=bool(partition_activation)), unit_of_script())
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `checkpoint`, which is always non-reentrant."""
-    return checkpoint(function, *args, **kwargs)
+reset = let_go
+non_reentrant_checkpoint = checkpoint  # which is always non-reentrant

@@ -48,10 +48,7 @@ class BertSparseSelfAttention(nn.Module):
 class SparseAttentionUtils:
     """Adapts pretrained models of transformers to sparse attention and longer sequences."""
 
-    @staticmethod
-    def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """`shardwise.attention.extend_positions`."""
-        return extend_positions(model, max_position)
+    extend_position_embedding = staticmethod(extend_positions)
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:

@@ -119,10 +119,15 @@ class SynchronizedWallClockTimer:
         """
         found = self.get_mean(names, normalizer, reset, mean=False)
         text = " | ".join(f"{name}: {value:.2f}" for name, value in found.items())
-        if memory_breakdown and _on_cuda():
-            used, most = torch.cuda.memory_allocated() / 1e9, torch.cuda.max_memory_allocated() / 1e9
-            text += f" | memory (GB): {used:.2f}, at most {most:.2f}"
-        log_dist(f"time (ms) | {text}", ranks or [0])
+        log_dist(f"time (ms) | {text}{self.memory_usage() if memory_breakdown else ''}", ranks or [0])
+
+    @staticmethod
+    def memory_usage() -> str:
+        """Return the device's memory as text, as `log` appends; empty if no CUDA device is in use."""
+        if not _on_cuda():
+            return ""
+        used, most = torch.cuda.memory_allocated() / 1e9, torch.cuda.max_memory_allocated() / 1e9
+        return f" | memory (GB): {used:.2f}, at most {most:.2f}"
 
     def get_mean(
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, *, mean: bool = True
@@ -165,6 +170,8 @@ class NoopTimer:
     def get_mean(self, *_: Any, **__: Any) -> dict[str, float]:
         """Return an empty dict."""
         return {}
+
+    get_timers = get_mean
 
 
 class ThroughputTimer:
