@@ -287,6 +287,20 @@ def test_ranks_of_a_sequence_get_parts_of_the_same_samples() -> None:
 
 
 @on_ranks(2)
+def test_other_numbers_of_rows_are_refused_on_all_ranks() -> None:
+    begin(2)
+    rows = 2 + dist.get_rank()
+    ids, positions = torch.ones(rows, 4, dtype=torch.long), torch.arange(4) + 4 * dist.get_rank()
+    for model in (make(shared=True) for make in MODELS.values()):
+        with pytest.raises(UsageError, match=r"have \[2, 3\] rows"):
+            model(input_ids=ids, position_ids=positions.unsqueeze(0))
+    query = torch.ones(rows, 4, 2, 8)
+    with pytest.raises(UsageError, match=r"have \[2, 3\] rows"):
+        RingAttention()(query, query, query)
+    end()
+
+
+@on_ranks(2)
 def test_engines_over_the_same_ranks_end_one_by_one() -> None:
     config = {"sequence_parallel_size": 2, "optimizer": SGD, "train_micro_batch_size_per_gpu": ROWS}
     plain = MODELS["gpt"](shared=False)

@@ -125,7 +125,8 @@ class DistributedAttention(nn.Module):
         group = active(self._group or needed())
         own = query.shape[self.gather_idx]
         if lengths is None:
-            lengths = group.lengths(own) if has_values(query) else [own] * group.size
+            rows = query.shape[3 - self.scatter_idx - self.gather_idx]
+            lengths = group.lengths(own, rows) if has_values(query) else [own] * group.size
         elif len(lengths) != group.size or lengths[group.rank] != own:
             raise UsageError(
                 f"DistributedAttention: lengths={list(lengths)} should be the tokens of each of {group.size} ranks, "

@@ -42,7 +42,7 @@ class _Positions:
                 return None
             lengths = layout.lengths
         else:
-            lengths = group.lengths(own)
+            lengths = group.lengths(own, rows)
         whole = self.positions(module, group.whole(source.expand(rows, own), lengths))
         start = sum(lengths[: group.rank])
         bound.arguments["position_ids"] = whole[:, start : start + own]

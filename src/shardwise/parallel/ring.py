@@ -416,5 +416,5 @@ class RingAttention(nn.Module):
         group = active(self._group or needed())
         own = query.shape[2]
         if lengths is None:
-            lengths = group.lengths(own) if has_values(query) else [own] * group.size
+            lengths = group.lengths(own, query.shape[0]) if has_values(query) else [own] * group.size
         return ring_attention(group, query, key, value, lengths, causal=is_causal, scale=scale)

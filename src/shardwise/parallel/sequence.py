@@ -157,8 +157,10 @@ class SequenceGroup:
         self._inside = None
         self._agreed = None
 
-    def lengths(self, own: int) -> list[int]:
+    def lengths(self, own: int, rows: int) -> list[int]:
         """Return the number of tokens of each rank (all ranks call, in the same order).
+
+        Raises a UsageError on all ranks if they have other numbers of rows.
 
         Exchanged once in a forward pass of an engine, and at every call outside of one. A backward pass recomputes
         layers of several forward passes, and exchanges at every call if their lengths have ever differed.
@@ -172,7 +174,9 @@ class SequenceGroup:
                     "sequences of their own, pass the tokens of all ranks: attention(q, k, v, lengths=[...])"
                 )
             return self._agreed
-        told = [int(length) for length in self.comm.exchange(own, "sequence_lengths")]
+        found = self.comm.exchange([own, rows], "sequence_lengths")
+        _check_rows([there for _, there in found])
+        told = [int(length) for length, _ in found]
         if self._inside is not None and not backward:
             if self._inside:
                 self._agreed = told
@@ -195,19 +199,22 @@ class SequenceGroup:
 
         Exchanged once for each `key`, the tensor of positions or padding that all layers of a model share (None: the
         first of both); without one, once in a forward pass. On a device the host waits for the exchange. `positions`
-        are those in samples, (rows or 1, tokens). Raises a UsageError if every rank has the whole sequence.
+        are those in samples, (rows or 1, tokens). Raises a UsageError if every rank has the whole sequence, or
+        ranks have other numbers of rows.
         """
         if key is None:
             key = positions if positions is not None else kept
         if key is None:
-            return Layout(self.lengths(own))
+            return Layout(self.lengths(own, rows))
         if key in self._known:
             version, layout = self._known[key]
             if version == _version(key) and layout.lengths[self.rank] == own:
                 return layout
         runs = runs_of(positions)
         padded = kept is not None and not bool(kept.all())
-        told = self.comm.exchange([own, runs, padded], "sequence_layout")
+        found = self.comm.exchange([own, runs, padded, rows], "sequence_layout")
+        _check_rows([there for *_, there in found])
+        told = [values for *values, _ in found]
         layout = Layout([int(length) for length, _, _ in told])
         if any(padding for _, _, padding in told):
             here = torch.ones(rows, own, dtype=torch.bool, device=device) if kept is None else kept.bool()
@@ -244,6 +251,15 @@ class SequenceGroup:
         pieces = received.split(sizes)
         found = torch.cat([piece.view(rows, -1) for piece in pieces], dim=1)
         return found.to(part.dtype)
+
+
+def _check_rows(rows: Sequence[int]) -> None:
+    if len(set(rows)) > 1:
+        raise UsageError(
+            f"sequence parallelism: the ranks of a group have {list(rows)} rows of a batch, and should have tokens of "
+            "the same samples. Let these ranks read one batch: wrap the loader in shardwise.parallel.SequenceLoader, "
+            "or call shardwise.parallel.split(batch)"
+        )
 
 
 def _version(tensor: torch.Tensor) -> int:
