@@ -116,6 +116,9 @@ def test_a_message_between_two_ranks_may_be_under_way() -> None:
     assert not slow.stuck and "others wait, too" in slow.text  # rank 0 may have called isend
     assert judged({0: replace(receives, kind="torch/pair/1>0/5"), 1: receives}).stuck
     ring = {rank: replace(receives, kind=f"torch/pair/{(rank - 1) % 3}>{rank}/0", members=()) for rank in range(3)}
+    long = {rank: replace(place, size=1 << 30, seconds=40.0) for rank, place in ring.items()}
+    assert not judged(long).stuck  # each may have called isend, and the network may be slow
+    assert judged({rank: replace(place, seconds=400.0) for rank, place in long.items()}).stuck
     assert judged(ring).stuck
     assert not judged({**ring, 0: reduces}).stuck
 

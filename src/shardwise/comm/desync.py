@@ -109,7 +109,7 @@ class Position:
     @property
     def place(self) -> Place:
         """The part of the position that is equal on ranks in the same collective."""
-        return ("" if self.kind.startswith(PAIR) else self.what), self.kind, self.size
+        return ("", self.kind, 0) if self.kind.startswith(PAIR) else (self.what, self.kind, self.size)
 
     def __str__(self) -> str:
         at = f" at {self.line}" if self.line else ""
@@ -143,6 +143,9 @@ def order_of(record: Record) -> str:
 def _number_of(members: Sequence[int]) -> int:
     return zlib.crc32(repr(list(members)).encode())
 
+
+_SLOW = 10e6
+"""Bytes a second of a slow network."""
 
 Launch = tuple[str, str, int, int]
 """Of a launched collective: name, line of the script's call of the engine, bytes, and sequence number."""
@@ -282,7 +285,8 @@ def _may_be_sent(rank: int, there: Mapping[int, Position]) -> bool:
     """Return True if a rank waits for a message between two ranks that may be under way, because its other end may have
     called isend or irecv.
 
-    If the other end waits for a message, too, that one decides. Ranks whose waits form a cycle wait for each other.
+    If the other end waits for a message, too, that one decides. Ranks whose waits form a cycle wait for each other,
+    unless a message is so long that it may be under way on a slow network.
     """
     seen: set[int] = set()
     while rank not in seen:
@@ -292,7 +296,7 @@ def _may_be_sent(rank: int, there: Mapping[int, Position]) -> bool:
         seen.add(rank)
         ends = map(int, place.kind.removeprefix(PAIR).partition("/")[0].split(">"))
         rank = next((end for end in ends if end != rank), -1)
-    return False
+    return any(there[known].size > _SLOW * there[known].seconds for known in seen)
 
 
 def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[int]] | None:

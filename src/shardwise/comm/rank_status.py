@@ -236,6 +236,7 @@ _ALIKE = {
     **dict.fromkeys(("all_reduce", "reduce", "broadcast", "all_gather", "gather"), "tensor"),
     **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), "output"),
     "all_gather_into_tensor": "input_tensor",
+    **dict.fromkeys(_PAIRS, "tensor"),
 }
 """Arguments of torch's collectives that have the same size on all ranks."""
 
