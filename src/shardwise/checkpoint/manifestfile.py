@@ -141,9 +141,9 @@ def from_bytes(data: bytes, path: str) -> Manifest:
 
 
 def parsed(data: bytes) -> Any:
-    """Return the value of JSON, a field's name being one object. Raises ValueError."""
+    """Return the value of JSON, names of fields and files being one object each. Raises ValueError."""
     with contextlib.suppress(ValueError):
-        return pydantic_core.from_json(data, allow_inf_nan=False, cache_strings="keys")
+        return pydantic_core.from_json(data, allow_inf_nan=False, cache_strings="all")
     # Slower, and reads deep values and halves of surrogate pairs, too.
     return json.loads(data, parse_constant=_refuse_constant)
 

@@ -145,15 +145,19 @@ class TensorFile:
         return specs, begins, 8 + length
 
     def span(self, name: str) -> tuple[int, int]:
-        """Return the first byte and the end of a tensor's data in the file."""
+        """Return the first byte and the end of a tensor in the file. Raises CheckpointError if it is not there."""
+        spec = self._spec(name)
         begin = self.data + self._begins[name]
-        return begin, begin + self.specs[name].nbytes
+        return begin, begin + spec.nbytes
+
+    def _spec(self, name: str) -> Spec:
+        if name not in self.specs:
+            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
+        return self.specs[name]
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read elements from `start` on into a 1-D tensor of any dtype. Raises CheckpointError if that fails."""
-        spec = self.specs.get(name)
-        if spec is None:
-            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
+        spec = self._spec(name)
         size = spec.dtype.itemsize
         if start < 0 or (start + out.numel()) * size > spec.nbytes:
             raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
@@ -177,9 +181,7 @@ class TensorFile:
 
     def read(self, name: str) -> torch.Tensor:
         """Return an entire tensor on the CPU."""
-        if name not in self.specs:
-            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
-        spec = self.specs[name]
+        spec = self._spec(name)
         values = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self.read_into(name, 0, values.view(-1))
         return values

@@ -97,9 +97,8 @@ class DcpReader(WeightsReader):
         return {name: entry for name, entry in held if isinstance(entry, TensorStorageMetadata)}
 
     def _described(self, name: str, entry: Any) -> StoredTensor:
-        shape, parts = tuple(entry.size), []
-        for chunk in entry.chunks:
-            parts.append(tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+        shape = tuple(entry.size)
+        parts = [tuple((o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True)) for part in entry.chunks]
         if any(not 0 <= first <= end <= size for part in parts for (first, end), size in zip(part, shape, strict=True)):
             raise ValueError(f"{name!r}: a part is outside of {list(shape)}")
         wrong = misfit(shape, parts)
@@ -195,7 +194,6 @@ class DcpWriter:
             )
         self._names = {name: entry for entry in entries for name in (entry.name, *entry.aliases)}
         self._pieces: dict[str, Pieces] = {}
-        self._last: tuple[Entry, torch.Tensor] | None = None
         parent, name = os.path.split(self._path)
         self._draft = directory.StagingDirectory(parent, name, tidy=False)
 
@@ -203,24 +201,21 @@ class DcpWriter:
         """Announce the pieces of a tensor."""
         self._pieces[name] = pieces
 
-    def _read(self, name: str) -> torch.Tensor:
-        entry = self._names[name]
-        if self._last is None or self._last[0] is not entry:
-            values = torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device="cpu")
-            for start, piece in self._pieces[entry.name]:
-                values.view(-1)[start : start + piece.numel()] = piece
-            self._last = entry, values
-        return self._last[1]
+    def _read(self, entry: Entry) -> torch.Tensor:
+        values = torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device="cpu")
+        for start, piece in self._pieces[entry.name]:
+            values.view(-1)[start : start + piece.numel()] = piece
+        return values
 
     def finish(self) -> list[str]:
         """Write and publish the directory; return no names of files, which torch chooses."""
         import torch.distributed.checkpoint as dcp
 
-        read = self._read
+        names, whole = self._names, functools.lru_cache(1)(self._read)  # a tied tensor has several names
 
         class Planner(dcp.DefaultSavePlanner):
             def lookup_object(self, index: Any) -> Any:
-                return read(index.fqn)
+                return whole(names[index.fqn])
 
         held = self._names.items()
         described = {name: torch.empty(e.spec.shape, dtype=e.spec.dtype, device="meta") for name, e in held}
