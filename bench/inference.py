@@ -10,14 +10,14 @@ read them, "peak" by how much at most.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, forget_peak, highest_resident, job, options_of, save, serve, show, trimmed
+from harness import Device, Row, forget_peak, highest_resident, job, options_of, save, serve, show, trimmed
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16": (1, {"dtype": "bf16"}),
@@ -80,11 +80,8 @@ def measure(options: Any) -> Row:
     peak, after = highest_resident() - before, trimmed() - before
     ids = torch.arange(options.rows * 32, device=engine.device).view(options.rows, 32)
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    seconds = []
-    for _ in range(options.rounds + 1):
-        begin = time.perf_counter()
-        engine.generate(ids, max_new_tokens=options.new, **given)
-        seconds.append(time.perf_counter() - begin)
+    generate = functools.partial(engine.generate, ids, max_new_tokens=options.new, **given)
+    seconds = [Device(options.device).seconds(generate) for _ in range(options.rounds + 1)]
     rate = options.rows * options.new / statistics.median(seconds[1:])
     kept = None if "zero" in settings else sum(_bytes(one) for one in model.parameters()) / 2**20
     engine.destroy()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Row, job, options_of, over_ranks, save, serve, show
+from harness import Row, job, options_of, over_ranks, save, serve, show, spent
 from systems import SIZES, Case, Size, engine_config, shardwise
 
 SHAPES = {**SIZES, "wide": Size(768, 2, 12, 4096, 4, 64)}
@@ -83,12 +83,7 @@ def measure(options: argparse.Namespace) -> list[float]:
     found = []
     for setting in settings_of(dist.get_world_size()):
         run = shardwise(setting.case, setting.stage, **setting.zero)
-        times = []
-        for _ in range(options.steps + 3):
-            dist.barrier()
-            begun = time.perf_counter()
-            run.step()
-            times.append(time.perf_counter() - begun)
+        times = [spent(run.step)["wall"] for _ in range(options.steps + 3)]
         run.finish()
         found.append(over_ranks({"wall": statistics.median(times[3:])})["wall"])
         run.close()

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import time
 
 import torch
 import torch.distributed as dist
-from harness import Row, data_of, job, medians, options_of, over_ranks, save, serve, show, turns
+from harness import Row, data_of, job, medians, options_of, over_ranks, save, serve, show, spent, turns
 from pipeline import Wait, throttle
 from systems import config_of
 from torch import nn
@@ -62,13 +61,14 @@ class Run:
 
     def steps(self, count: int) -> dict[str, float]:
         """Train; return the seconds of a step."""
-        dist.barrier()
-        begun = time.perf_counter()
-        for _ in range(count):
-            x = next(self.batches)
-            self.engine.backward((self.engine(x) - x).square().mean())
-            self.engine.step()
-        return over_ranks({"wall": (time.perf_counter() - begun) / count})
+
+        def train() -> None:
+            for _ in range(count):
+                x = next(self.batches)
+                self.engine.backward((self.engine(x) - x).square().mean())
+                self.engine.step()
+
+        return over_ranks({"wall": spent(train)["wall"] / count})
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
