@@ -18,6 +18,7 @@ import shardwise
 from shardwise.checkpoint import export
 from shardwise.checkpoint.formats.weight_files import shard_bytes
 from shardwise.checkpoint.safetensors_writer import TensorWriter
+from shardwise.checkpoint.unsharded import UnshardedWeights
 from shardwise.errors import CheckpointError, CheckpointPathError
 from tests.checkpoint.job import FROZEN, Model, Run, as_ranks, config
 from tests.checkpoint.job import on_ranks as run_job
@@ -76,6 +77,18 @@ def test_any_failure_of_rank_0_is_raised_by_all_ranks(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="RuntimeError: out of memory"):
         patch.setattr(TensorWriter, "write_part", failing)
         run.engine.export(tmp_path / "out")
+    assert rank() or os.listdir(tmp_path / "out") == []
+
+
+@as_ranks(2)
+def test_a_failure_of_one_rank_to_keep_a_state_dict_is_raised_by_all_ranks() -> None:
+    def failing(tensor: Any, values: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    run = Run(config(3), seed=1)
+    weights = UnshardedWeights(run.engine.sharded.state)
+    with pytest.raises(CheckpointError, match="RuntimeError: out of memory"):
+        weights.for_each(failing if rank() else lambda tensor, values: None, "gathering")
 
 
 @pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])

@@ -250,17 +250,11 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     entries: dict[str, list[Entry]] = {}
     files: WeightFiles | None = None
     config: dict[str, bytes] = {}
-    failure: Exception | None = None
 
     def write(tensor: UnshardedTensor, values: torch.Tensor) -> None:
-        nonlocal failure
-        # A failure must not end the loop on rank 0 only, because all ranks take part in it.
-        if files is not None and failure is None:
-            try:
-                for entry in entries.get(tensor.name, ()):
-                    files.write(entry.name, [(0, conversion(entry.name, values).reshape(-1))])
-            except Exception as error:
-                failure = error
+        for entry in entries.get(tensor.name, ()):  # none on other ranks than the first
+            assert files is not None
+            files.write(entry.name, [(0, conversion(entry.name, values).reshape(-1))])
 
     try:
         with collective_step(comm, what):
@@ -272,10 +266,8 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
                 files = WeightFiles(
                     request.directory, every, request.name, limit=request.limit, overwrite=request.overwrite
                 )
-        weights.for_each(write)
+        weights.for_each(write, what)
         with collective_step(comm, what):
-            if failure is not None:
-                raise failure
             if files is not None:
                 files.finish()
             for name, data in config.items():

@@ -115,12 +115,14 @@ class UnshardedWeights:
                 group = [UnshardedTensor(n, tuple(also), tuple(s), dtype_of(d)) for n, also, s, d in known[rank]]
             self.groups[number:] = [list(mine) if number == self.own else group]
 
-    def for_each(self, use: Use) -> None:
+    def for_each(self, use: Use, what: str) -> None:
         """Call `use` with each tensor and its values, each name once, on the ranks that receive them.
 
-        A value keeps the memory of its unit alive until `use` returns.
+        A value keeps the memory of its unit alive until `use` returns. All ranks raise an exception of `use` at the
+        end of the loop, named `what`, because all take part in it.
         """
         seen: set[str] = set()
+        failures: list[Exception] = []
         for number, (first, listed) in enumerate(zip(self._first_ranks, self.groups, strict=True)):
             left = iter(listed)
 
@@ -138,13 +140,20 @@ class UnshardedWeights:
                     values = self._sent_on(tensor, values, first)
                 if values is not None and tensor is not None and tensor.name not in seen:
                     seen.add(tensor.name)
-                    use(self.tensors[tensor.name], values)
+                    try:
+                        if not failures:
+                            use(self.tensors[tensor.name], values)
+                    except Exception as error:
+                        failures.append(error)
 
             if number == self.own:
                 self._own_values(deliver)
             else:
                 for _ in listed:
                     deliver(None, None)
+        with collective_step(self._model.comm, what):
+            if failures:
+                raise failures[0]
 
     def _own_values(self, deliver: Callable[[str, torch.Tensor | None], None]) -> None:
         if self._masters is not None:
@@ -406,7 +415,7 @@ def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, to_fir
         copied = values.cpu() if values.device.type != "cpu" else values.clone()
         found.update(dict.fromkeys((tensor.name, *tensor.aliases), copied))
 
-    UnshardedWeights(model, exclude_frozen=exclude_frozen, to_first=to_first).for_each(keep)
+    UnshardedWeights(model, exclude_frozen=exclude_frozen, to_first=to_first).for_each(keep, "gathering a state dict")
     if to_first and model.comm.rank != 0:
         return {}
     found.update((extra_name(name), module.get_extra_state()) for name, module in extra_states(model.module))
