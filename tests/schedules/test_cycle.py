@@ -46,14 +46,18 @@ def test_cycle_closed_form(first: int, second: int | None, up: int, down: int | 
     assert values[first + fall :] == [0.0] * 5
     for k, value in enumerate(values[: first + fall]):
         rising = k < first
-        part, stairs = (k / first, up) if rising else ((k - first) / fall, up if down is None else down)
+        line, stairs = (k / first, up) if rising else (1 - (k - first) / fall, up if down is None else down)
         if stairs:
-            # Whole stairs, not above the straight line and less than one stair below it.
-            climbed = value if rising else 1 - value
-            assert climbed * stairs == pytest.approx(round(climbed * stairs), abs=1e-9)
-            assert -1e-9 <= part - climbed < 1 / stairs
+            # Whole stairs, not above the straight line and less than one stair below it, as in DeepSpeed 0.19.8.
+            assert value * stairs == pytest.approx(round(value * stairs), abs=1e-9)
+            assert -1e-9 <= line - value < 1 / stairs
         else:
-            assert value == pytest.approx(part if rising else 1 - part)
+            assert value == pytest.approx(line)
+
+
+def test_stairs_are_those_of_deepspeed() -> None:
+    values = [one_cycle(k, 6, 5, 3, 2) for k in range(12)]
+    assert values == pytest.approx([0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1, 0.5, 0.5, 0, 0, 0])
 
 
 @given(size=LENGTHS, every=st.integers(0, 20), rate=st.floats(0, 10), step=st.integers(0, 200))

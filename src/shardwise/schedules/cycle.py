@@ -43,20 +43,20 @@ def one_cycle(
     """Return the position between the cycle's minimum (0) and maximum (1) in step k.
 
     The position rises from 0 in step 0 to 1 in step F = first_step_size, falls to 0 in step F + second_step_size, and
-    stays there. With n stairs a half rises or falls in n equal steps: floor(n x) / n instead of x; 0: a straight line.
+    stays there. With n stairs the position in a half is floor(n x) / n instead of x; 0: a straight line.
     None: the falling half is as the rising one; a second_step_size of 0 leaves it out.
 
     >>> [one_cycle(k, 4, 2) for k in range(8)]
     [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.0, 0.0]
     >>> [one_cycle(k, 4, 4, first_stair_count=2) for k in range(9)]
-    [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 0.0]
+    [0.0, 0.0, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0, 0.0]
     """
     second = first_step_size if second_step_size is None else second_step_size
     if step < first_step_size:
         return _part(step, first_step_size, first_stair_count)
     if step < first_step_size + second:
         stairs = first_stair_count if second_stair_count is None else second_stair_count
-        return 1.0 - _part(step - first_step_size, second, stairs)
+        return _part(first_step_size + second - step, second, stairs)
     return 0.0
 
 
