@@ -30,8 +30,13 @@ def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> s
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a number of parameters, as "25.56 M"."""
-    return format_scaled(params_num, units, precision).rstrip()
+    """Format a number of parameters, as "25.56 M", or "1.23 B" for billions.
+
+    >>> params_to_string(7.8e9), params_to_string(7.8e9, "B", 0), params_to_string(12)
+    ('7.80 B', '8 B', '12.00')
+    """
+    units = None if units is None else units.replace("B", "G")
+    return format_scaled(params_num, units, precision).rstrip().replace("G", "B")
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
