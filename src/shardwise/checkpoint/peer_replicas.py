@@ -58,7 +58,8 @@ _TOKEN = "copy"
 @dataclass(frozen=True)
 class Version:
     """The copies of one step: `name` of the directory on every node, `global_steps`, number of the state
-    (`shardwise.checkpoint.listing`), `world` of ranks, and the nodes that have the part of each.
+    (`shardwise.checkpoint.listing`), `world` of ranks, the nodes that have the part of each, and the sizes of a part's
+    files, where they are known.
     """
 
     name: str
@@ -66,15 +67,6 @@ class Version:
     sequence: int
     world: int
     places: dict[int, set[int]]
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of ranks in directory `name`: the nodes that have each, and the sizes of its files. `what` is the step."""
-
-    name: str
-    what: str
-    places: dict[int, set[int]] = field(default_factory=dict)
     sizes: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -217,7 +209,8 @@ class InMemoryCheckpoints:
                     "newest copy without such values is still there"
                 )
             sizes = {rank: entry[0] for rank, entry in enumerate(written.gathered)}
-            transfers = self._spread(_Parts(draft, what, {rank: {node} for rank, node in self._home.items()}, sizes))
+            homes = {rank: {node} for rank, node in self._home.items()}
+            transfers = self._spread(Version(draft, steps, number, comm.world, homes, sizes), what)
             with collective_step(comm, what):
                 if self._leads:
                     os.rename(self._at(draft), self._at(name))
@@ -256,36 +249,36 @@ class InMemoryCheckpoints:
         path, file = self._at(draft), part.file
         return save.write_part(path, file, part.tensors, description, fetch=part.fetch, over=True, fix=fix)
 
-    def _spread(self, parts: _Parts) -> list[FileTransfer]:
+    def _spread(self, version: Version, what: str) -> list[FileTransfer]:
         """Send parts until as many nodes have each as should, and record these nodes."""
-        count, places = len(self.nodes), parts.places
+        count, places = len(self.nodes), version.places
         wanted: list[set[int]] = [set() for _ in self.nodes]
         for part, there in places.items():
             home = sorted(there)[part % len(there)]
             others = [node for away in range(1, count) if (node := (home + away) % count) not in there]
             for node in others[: max(0, 1 + self.replicas - len(there))]:
                 wanted[node].add(part)
-        transfers = self._send(parts, wanted)
+        transfers = self._send(version, wanted, what)
         for node, some in enumerate(wanted):
             for part in some:
                 places[part].add(node)
         return transfers
 
-    def _send(self, parts: _Parts, wanted: Sequence[set[int]]) -> list[FileTransfer]:
+    def _send(self, version: Version, wanted: Sequence[set[int]], what: str) -> list[FileTransfer]:
         """Send each node the wanted parts that it lacks, from and to the ranks with the least to send and receive."""
         busy: Counter[int] = Counter()
-        places = parts.places
+        places = version.places
         transfers = []
         for node, some in enumerate(wanted):
             for part in sorted(part for part in some if node not in places[part]):
                 giver = sorted(places[part])[part % len(places[part])]
-                for file, size in zip(_files(part, len(places)), parts.sizes[part], strict=True):
+                for file, size in zip(_files(part, version.world), version.sizes[part], strict=True):
                     src, dst = (min(self.nodes[end], key=busy.__getitem__) for end in (giver, node))
                     busy.update({src: size, dst: size})
                     transfers.append(FileTransfer(file, size, src, dst))
         if transfers:
-            with collective_step(self._comm, parts.what):
-                exchange_files(self._comm, self._model.device, transfers, self._at(parts.name), self._hold)
+            with collective_step(self._comm, what):
+                exchange_files(self._comm, self._model.device, transfers, self._at(version.name), self._hold)
         return transfers
 
     def _remove(self, keep: tuple[str | None, ...]) -> None:
@@ -345,11 +338,11 @@ class InMemoryCheckpoints:
         next copy would end the version.
         """
         what = f"putting together the copies of step {version.steps} in memory ({self.path})"
-        parts, before = _Parts(version.name, what), self._files_of(version)
+        before = self._files_of(version)
         try:
             try:
-                self._find_sound(version, parts)
-                self._complete(parts)
+                version = self._sound(version, what)
+                self._complete(version, what)
             except CheckpointError as error:  # on all ranks alike
                 self._warn(f"the copies of step {version.steps} in memory are not used: {error}")
                 yield None
@@ -358,11 +351,11 @@ class InMemoryCheckpoints:
             yield version.name
             self._numbers.copies = {version.name}
             try:
-                self._spread(parts)
+                self._spread(version, what)
             except CheckpointError as error:  # on all ranks alike; training needs no further copies
                 self._warn(str(error))
         finally:
-            here = [part for part, there in parts.places.items() if self.node in there]
+            here = [part for part, there in version.places.items() if self.node in there]
             kept = before.union(*(_files(part, version.world) for part in here))
             for file in self._files_of(version) - kept if self._leads else ():
                 os.unlink(self._at(version.name, file))
@@ -376,21 +369,22 @@ class InMemoryCheckpoints:
         if self._comm.rank == 0:
             logger.warning(message)
 
-    def _find_sound(self, version: Version, parts: _Parts) -> None:
-        """Verify all copies; fill in the nodes with a sound copy of each part, and the sizes of its files."""
-        ranks, places = self.nodes[self.node], parts.places
+    def _sound(self, version: Version, what: str) -> Version:
+        """Verify all copies; return the version with the nodes of sound copies only, and the sizes of files."""
+        ranks = self.nodes[self.node]
         held = [part for part, there in version.places.items() if self.node in there]
-        with collective_step(self._comm, parts.what) as checked:
+        with collective_step(self._comm, what) as checked:
             if self._leads:
                 os.makedirs(self._at(version.name), exist_ok=True)
             mine = held[ranks.index(self._comm.rank) :: len(ranks)]
             checked.local = [[part, *_checked(self._at(version.name), *_files(part, version.world))] for part in mine]
-        places.update((part, set()) for part in version.places)
+        places: dict[int, set[int]] = {part: set() for part in version.places}
+        sizes: dict[int, list[int]] = {}
         for rank, rows in enumerate(checked.gathered):
             for part, size, damage in rows:
                 if damage is None:
                     places[part].add(self._home[rank])
-                    parts.sizes[part] = size
+                    sizes[part] = size
                 else:
                     where = ", ".join(map(str, self.nodes[self._home[rank]]))
                     self._warn(
@@ -400,14 +394,14 @@ class InMemoryCheckpoints:
         lost = [f"rank {part}" for part, there in places.items() if not there]
         if lost:
             raise CheckpointError(f"no copy is whole of the part of {manifest.outline(lost)}")
+        return replace(version, places=places, sizes=sizes)
 
-    def _complete(self, parts: _Parts) -> None:
+    def _complete(self, version: Version, what: str) -> None:
         """Add to this node's directory the manifest, which the first rank joins, and files that its ranks read."""
-        places, what = parts.places, parts.what
-        files = [_files(part, len(places)) for part in places]
+        files = [_files(part, version.world) for part in range(version.world)]
         with collective_step(self._comm, what):
-            here = [part for part, there in places.items() if self._leads and min(there) == self.node]
-            known = {part: json.loads(save.read_description(self._at(parts.name), files[part][0])) for part in here}
+            here = [part for part, there in version.places.items() if self._leads and min(there) == self.node]
+            known = {part: json.loads(save.read_description(self._at(version.name), files[part][0])) for part in here}
         gathered = on_first_rank(self._comm, known, "memory_copies")
         with collective_step(self._comm, what) as joined:
             if self._comm.rank == 0:
@@ -418,12 +412,13 @@ class InMemoryCheckpoints:
         text = joined.gathered[0].encode()
         with collective_step(self._comm, what) as requested:
             if self._leads:
-                with open(self._at(parts.name, manifest.NAME), "wb") as stream:
+                with open(self._at(version.name, manifest.NAME), "wb") as stream:
                     stream.write(text)
             numbers = {file: part for part, (file, _) in enumerate(files)}
             needed = needed_files(self._model, manifestfile.from_bytes(text, what))
             requested.local = sorted(numbers[file] for file in needed)
-        self._send(parts, [set().union(*(requested.gathered[rank] for rank in ranks)) for ranks in self.nodes])
+        wanted = [set().union(*(requested.gathered[rank] for rank in ranks)) for ranks in self.nodes]
+        self._send(version, wanted, what)
 
 
 def _checked(folder: str, file: str, description: str) -> tuple[list[int], str | None]:
