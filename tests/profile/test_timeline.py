@@ -334,7 +334,7 @@ def test_a_recording_ends_after_all_streams(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["comm.clocks", "comm.stragglers", "device.ranges", "profile.timeline", "profile.trace"]
+    "name", ["comm.clocks", "comm.stragglers", "device.ranges", "profile.timeline", "profile.trace", "profile.words"]
 )
 def test_doctests(name: str) -> None:
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
