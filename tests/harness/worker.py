@@ -73,7 +73,6 @@ def main(conn: Connection, store_port: int, stack_file: str) -> None:
         clean_env, clean_dir = dict(os.environ), os.getcwd()
         watch_engines()
         gc.set_threshold(700, 10, 10)  # Python's own; processes of the tests begin with another (tests/startup)
-        gc.collect()
         gc.freeze()  # what is loaded now lives for ever: the collections between calls need not look at it
         loaded = len(sys.modules)
         while True:

@@ -39,7 +39,8 @@ def setting_of(stage: int, accumulation: int, name: str, **more: Any) -> Setting
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulation", "stages"), [("bf16", 2, range(4)), ("fp16", 1, (0, 3)), thorough("fp16", 1, range(4))]
+    ("name", "accumulation", "stages"),
+    [("bf16", 2, (1, 3)), ("fp16", 1, (0, 3)), thorough("bf16", 2, range(4)), thorough("fp16", 1, range(4))],
 )
 @on_ranks(2)
 def test_equals_plain_autocast_at_every_stage(name: str, accumulation: int, stages: Sequence[int]) -> None:
@@ -75,8 +76,8 @@ def test_equals_plain_autocast_at_every_stage(name: str, accumulation: int, stag
             assert sent == size * (accumulation if stage > 1 else 1), what  # half of it, in two steps
             digests.append(parameters_digest(engine.module))
             engine.destroy()
-        alike = (digests,) if accumulation == 1 else (digests[:2], digests[2:])
-        assert all(len(set(some)) == 1 for some in alike)
+        # With accumulation sums are formed in another order.
+        assert len(set(digests)) == (1 if accumulation == 1 else 2)
 
 
 class Convolving(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,41 +48,50 @@ def compressed(method: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
 # -- the same at every stage -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [thorough("powerSGD"), thorough("topk"), "dgc"])
-def test_stages_give_the_same_bits(method: str) -> None:
-    extra = compressed(method)
-    settings = [Setting(stage=stage, extra=extra) for stage in range(4)]
-    outcomes = trained("gpt_groups", settings, 2, 3)
-    for other in outcomes[1:]:
-        assert_identical(outcomes[0], other, method)
-    half = {"precision": "bf16", "optimizer": "Adagrad", "cap": 100}
-    settings = [Setting(stage=stage, extra=extra, **half) for stage in (0, 2, 3)]
-    settings += [Setting(stage=stage, extra=extra, accumulation=2, clip=0.5) for stage in range(4)]
-    outcomes = trained("odd_mlp", settings, 3, 3)
-    for first, other in ((0, 1), (0, 2), (3, 4), (5, 6)):  # with accumulation sums are formed in another order
-        assert_identical(outcomes[first], outcomes[other], method)
+HALF: dict[str, Any] = {"precision": "bf16", "optimizer": "Adagrad", "cap": 100}
+TWICE: dict[str, Any] = {"accumulation": 2, "clip": 0.5}
 
 
-def test_where_gradients_are_divided_does_not_matter() -> None:
+@pytest.mark.parametrize(
+    ("method", "name", "stages", "how"),
+    [
+        ("dgc", "odd_mlp", (0, 3), HALF),
+        ("dgc", "odd_mlp", (2, 3), TWICE),
+        *(
+            thorough(method, *case)
+            for method in METHODS
+            for case in (
+                ("gpt_groups", range(4), {}),
+                ("odd_mlp", (0, 2, 3), HALF),
+                ("odd_mlp", (0, 1), TWICE),  # with accumulation sums are formed in another order
+                ("odd_mlp", (2, 3), TWICE),
+            )
+        ),
+    ],
+)
+def test_stages_give_the_same_bits(method: str, name: str, stages: Sequence[int], how: dict[str, Any]) -> None:
+    settings = [Setting(stage=stage, extra=compressed(method), **how) for stage in stages]
+    first, *others = trained(name, settings, 3, 3)
+    for other in others:
+        assert_identical(first, other, method)
+
+
+@pytest.mark.parametrize("method", [thorough("powerSGD"), "topk", thorough("dgc")])
+def test_where_gradients_are_divided_does_not_matter(method: str) -> None:
     """Powers of two: the same bits, whether sums are divided before, after or by the learning rate."""
     ways: list[dict[str, Any]] = [{}, {"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}]
-    settings = [Setting(stage=1, extra=(*compressed(method), *way.items())) for method in METHODS for way in ways]
-    summed = [
-        Setting(stage=1, lr=0.05, extra=(*compressed(method), ("gradient_allreduce_op", "sum")))
-        for method in ("powerSGD", "topk")
-    ]
-    outcomes = trained("odd_mlp", settings + summed, 2, 3)
-    for first, others in ((0, (1, 2, 9)), (3, (4, 5, 10)), (6, (7, 8))):
-        for other in others:
-            assert outcomes[first].parameters == outcomes[other].parameters, (settings + summed)[other]
+    settings = [Setting(stage=1, extra=(*compressed(method), *way.items())) for way in ways]
+    if method != "dgc":
+        settings.append(Setting(stage=1, lr=0.05, extra=(*compressed(method), ("gradient_allreduce_op", "sum"))))
+    assert len({outcome.parameters for outcome in trained("odd_mlp", settings, 2, 3)}) == 1
 
 
 def test_before_the_first_compressed_step_nothing_is_different() -> None:
-    late = [compressed(method, start_compressing_after_step=2) for method in ("topk", "powerSGD")]
+    late = [compressed(method, start_compressing_after_step=1) for method in ("topk", "powerSGD")]
     settings = [Setting(stage=2, precision="bf16", extra=extra) for extra in ((), *late)]
-    for steps, same in ((2, True), (3, False)):
-        exact, *lossy = trained("gpt", settings, 2, steps)
-        assert [other.parameters == exact.parameters for other in lossy] == [same] * 2
+    exact, *lossy = trained("gpt", settings, 2, 2)
+    for other in lossy:
+        assert other.losses == exact.losses and other.parameters != exact.parameters
 
 
 PLAIN_DGC = {"ratio": 1.0, "local_clipping": 0.0, "warmup_steps": 0, "momentum_factor_masking": False}
@@ -171,19 +181,23 @@ def test_bytes_are_those_of_the_closed_form(method: str, stage: int) -> None:
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def resumed_all(settings: list[Setting], path: str) -> list[tuple[str, str]]:
-    return [resumed("gpt", setting, setting, f"{path}/{place}") for place, setting in enumerate(settings)]
+CODES = {"type": "int4", "params": {"error_feedback": True, "stochastic_rounding": True}}
 
 
-def test_resuming_is_as_never_having_stopped(tmp_path: Path) -> None:
-    settings = [
-        Setting(stage=stage, extra=compressed(method)) for method, stage in zip(METHODS, (0, 2, 3), strict=True)
-    ]
-    settings.append(Setting(stage=3, precision="fp16", extra=compressed("powerSGD", start_compressing_after_step=2)))
-    more = {"type": "int4", "params": {"error_feedback": True, "stochastic_rounding": True}}
-    settings.append(Setting(stage=1, optimizer="AdamW", extra=(("compression", more),)))
-    for found in run_ranks(resumed_all, 2, settings, str(tmp_path)):
-        assert all(straight == again for straight, again in found)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(stage=3, extra=compressed("dgc")),
+        Setting(stage=3, precision="fp16", extra=compressed("powerSGD", start_compressing_after_step=2)),
+        Setting(stage=1, optimizer="AdamW", extra=(("compression", CODES),)),
+        thorough(Setting(stage=0, extra=compressed("powerSGD"))),
+        thorough(Setting(stage=2, extra=compressed("topk"))),
+    ],
+    ids=["dgc", "late powerSGD", "int4", "powerSGD", "topk"],
+)
+def test_resuming_is_as_never_having_stopped(tmp_path: Path, setting: Setting) -> None:
+    for straight, again in run_ranks(resumed, 2, "gpt", setting, setting, str(tmp_path)):
+        assert straight == again
 
 
 @on_ranks(2)
@@ -295,15 +309,15 @@ def test_what_is_kept_follows_the_loss_scale() -> None:
 # -- branches chosen by data -------------------------------------------------------------------------------------------
 
 
-def test_branches_of_the_ranks_own_do_not_hang() -> None:
+@pytest.mark.parametrize(("name", "units"), [("router", 2), thorough("router", 3), thorough("two_towers", 3)])
+def test_branches_of_the_ranks_own_do_not_hang(name: str, units: int) -> None:
     """Lossy reductions have collectives after the first, for which ranks wait where others may still gather."""
     settings = [
         Setting(stage=stage, extra=compressed("powerSGD", min_compression_rate=0.1), cap=cap)
-        for stage, cap in ((2, None), (3, None), (3, 60))
+        for stage, cap in ((2, None), (3, None), (3, 60))[:units]
     ]
-    for name in ("router", "two_towers"):
-        outcomes = trained(name, settings, 3, 2)
-        assert_identical(outcomes[0], outcomes[1], name)
+    outcomes = trained(name, settings, 3, 2)
+    assert_identical(outcomes[0], outcomes[1], name)
 
 
 class Skips(nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.utils import safe_get_full_grad
-from tests.harness import on_ranks
+from tests.harness import on_ranks, thorough
 from tests.harness.training import SGD, Setting, assert_close, engine_of, masters, parameters_digest, plain, start
 from tests.models import CASES, Batch
 
@@ -43,7 +43,7 @@ def fail_in_backward(engine: Any, block: int, backward: Callable[[torch.Tensor],
 # -- a second backward pass comes next ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "bare"), [(0, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("stage", "bare"), [thorough(0, False), (2, True), (3, False)])
 @on_ranks(2)
 def test_another_backward_pass(stage: int, bare: bool) -> None:
     """The first of two losses fails, the second is differentiated; then the window is dropped and repeated."""

@@ -162,7 +162,7 @@ def assert_same(
     [("Lamb", 2, "bf16"), thorough("AdamW", 1, "fp32"), thorough("AdamW", 2, "fp16")],
 )
 def test_the_same_bits_as_ranks_that_have_everything(optimizer: str, accumulation: int, precision: str) -> None:
-    assert_same([(stage, optimizer, precision, accumulation) for stage in (0, 2, 3)])
+    assert_same([(stage, optimizer, precision, accumulation) for stage in (1, 3)])
 
 
 def test_whole_tensors_are_owned_by_ranks_that_have_them() -> None:
@@ -170,18 +170,18 @@ def test_whole_tensors_are_owned_by_ranks_that_have_them() -> None:
 
 
 def test_what_no_other_rank_has_is_not_divided() -> None:
-    assert_same([(stage, "AdamW", "bf16", n) for stage, n in ((0, 2), (1, 1), (2, 1), (3, 2))], world=EXPERTS)
+    assert_same([(stage, "AdamW", "bf16", n) for stage, n in ((0, 1), (2, 2))], world=EXPERTS)
 
 
 def test_units_that_are_needed_once_more() -> None:
-    assert_same([(3, "AdamW", "fp32", 1), (3, "AdamW", "bf16", 2)], again=True)
+    assert_same([(3, "AdamW", "bf16", 2)], again=True)
 
 
 @on_ranks(WORLD)
 def test_beside_groups_of_ranks() -> None:
     """Parameters of all ranks lie in a grid, those of some in another domain."""
     found = []
-    for stage, spread in ((1, True), (2, False), (3, False), (3, True)):
+    for stage, spread in ((1, True), (2, False), (3, True)):
         zero = {"mics_shard_size": 2, "optimizer_over_replicas": spread}
         model = make(divided=True)
         engine, *_ = shardwise.initialize(model=model, config=config(stage, "AdamW", "fp32", 1, **zero))

@@ -15,7 +15,7 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param
-from tests.harness import of_all_ranks, on_ranks
+from tests.harness import of_all_ranks, on_ranks, thorough
 from tests.harness.training import DTYPES, Setting, digest, masters, parameters_digest, start, take_steps
 from tests.models import CASES, GPT
 
@@ -23,8 +23,8 @@ from tests.models import CASES, GPT
 @pytest.mark.parametrize(
     ("stage", "precision", "modifier", "optimizer"),
     [
-        (0, "fp32", 1, "SGD"),
-        (1, "bf16", 1, "Adafactor"),
+        thorough(0, "fp32", 1, "SGD"),
+        thorough(1, "bf16", 1, "Adafactor"),
         (2, "fp32", 1, "SGD"),
         (3, "bf16", 1, "Adafactor"),
         (3, "fp32", None, "SGD"),

@@ -170,7 +170,7 @@ CASES = {
 }
 
 
-QUICK = ("frozen checkpoint auxiliary_loss", "plain auxiliary_by_rank", "plain weight_penalty", "field output_loss")
+QUICK = ("frozen checkpoint auxiliary_loss", "plain auxiliary_by_rank", "plain weight_penalty")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in CASES])

@@ -84,7 +84,7 @@ def changed_between_steps(stage: int, precision: str, kind: type, how: str) -> l
 
 @pytest.mark.parametrize(
     ("stage", "precision", "kind"),
-    [thorough(0, "fp32", torch.optim.SGD), (1, "bf16", WholeSGD), (2, "bf16", torch.optim.SGD)],
+    [thorough(0, "fp32", torch.optim.SGD), (1, "bf16", WholeSGD), thorough(2, "bf16", torch.optim.SGD)],
 )
 def test_changes_between_steps_reach_the_master_weights(stage: int, precision: str, kind: type) -> None:
     ways = [(stage, precision, kind, how) for how in ("before", "load", "submodules", "in place")]

@@ -75,14 +75,14 @@ def train(kind: type[Raising], stage: int, late: bool, raises: bool = True) -> t
     return refusal, digest
 
 
-@pytest.mark.parametrize(("stage", "kind"), KINDS)
 @on_ranks(2)
-def test_a_step_that_has_stepped_nothing_is_taken_again(kind: type[Raising], stage: int) -> None:
-    assert train(kind, stage, late=False) == train(kind, stage, late=False, raises=False)
+def test_a_step_that_has_stepped_nothing_is_taken_again() -> None:
+    digests = {train(kind, stage, late=False) for stage, kind in KINDS}
+    assert digests == {train(Raising, 0, late=False, raises=False)}
 
 
-@pytest.mark.parametrize(("stage", "kind"), KINDS)
 @on_ranks(2)
-def test_after_half_a_step_the_engine_refuses_to_go_on(kind: type[Raising], stage: int) -> None:
-    refusal, _ = train(kind, stage, late=True)
-    assert "a step was cut short before" in refusal and "Restart the job from the last checkpoint" in refusal
+def test_after_half_a_step_the_engine_refuses_to_go_on() -> None:
+    for stage, kind in KINDS:
+        refusal, _ = train(kind, stage, late=True)
+        assert "a step was cut short before" in refusal and "Restart the job from the last checkpoint" in refusal, kind

@@ -245,7 +245,7 @@ QUICK = ("forwards_then_backwards", "fail_in_backward_on_one_rank", "dropped_win
 def test_every_way_of_writing_the_loop_gives_the_same(name: str, loop: str) -> None:
     case, base = CASES[name], Setting(accumulation=2, cap=300)
     expected = plain(case, base, 2, STEPS).masters
-    for setting in [*(base.with_stage(stage) for stage in range(4)), base.with_stage(3, cap=50)]:
+    for setting in (base.with_stage(1), base.with_stage(2), base.with_stage(3, cap=50)):
         engine = start(case, setting)
         LOOPS[loop](engine, case, setting)
         assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1, f"ranks differ after {loop}: {setting}"

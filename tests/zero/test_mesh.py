@@ -80,7 +80,7 @@ HALF = Setting(accumulation=2, clip=0.5)
     [
         thorough("gpt", WORLD, ROWS, ADAMW),
         thorough("gpt", WORLD, ROWS, replace(ADAMW, accumulation=3)),
-        ("gpt", WORLD, (*ROWS[:3], ROWS[5]), replace(ADAMW, accumulation=2, precision="bf16")),
+        ("gpt", WORLD, (ROWS[0], ROWS[5]), replace(ADAMW, precision="bf16")),
         thorough("gpt", WORLD, ROWS, replace(ADAMW, accumulation=2, precision="bf16")),
         thorough("gpt", WORLD, ROWS, replace(ADAMW, accumulation=3, precision="fp16")),
         # Two groups of two nodes of two: gathers and reductions are chains.
@@ -90,7 +90,8 @@ HALF = Setting(accumulation=2, clip=0.5)
         ("gpt", 2, ((3, ALONE), (3, (*ALONE, ("optimizer_over_replicas", True))), (0, ())), ADAMW),
         # Shared, frozen and unused parameters, branches that differ between ranks, units that are needed once more.
         ("mixed_types", WORLD, ((1, SPREAD), (0, PAIRS), (3, PAIRS), (3, SPREAD)), replace(HALF, optimizer="momentum")),
-        ("router", 8, ((3, LEVELS), (2, LEVELS_SPREAD)), HALF),
+        ("router", 8, ((3, LEVELS_SPREAD),), HALF),
+        thorough("router", 8, ((3, LEVELS), (2, LEVELS_SPREAD)), HALF),
     ],
 )
 def test_rows_of_one_mesh_have_the_same_bits(
@@ -173,17 +174,15 @@ def test_what_is_sent_within_and_between_groups() -> None:
 
     Within a group: two gathers a micro-batch at stage 3 and a reduction, half of the model each. Between groups: half a
     shard of fp32 sums and, to bring gradients back, another (HSDP); with divided optimizer state the updated bf16
-    parameters instead. ZeRO-3 over all ranks sends three quarters of the model for each of the three.
+    parameters instead.
     """
-    cases = [(PAIRS, 3, 1), (SPREAD, 3, 3), ((), 3, 3), (SPREAD, 2, 3), (PAIRS, 2, 3)]
+    cases = [(PAIRS, 3, 1), (SPREAD, 3, 2), (PAIRS, 2, 2)]
     sums = 2 * 0.5 * 0.5  # half of the shard, in fp32
     both, updated = {"reduce_scatter": sums, "all_gather": sums}, {"reduce_scatter": sums, "all_gather": 0.25}
     expected: list[dict[str, dict[str, float]]] = [
         {"shard": {"all_gather": 1.0, "reduce_scatter": 0.5}, "replicate": both},
-        {"shard": {"all_gather": 3.0, "reduce_scatter": 1.5}, "replicate": updated},
-        {"data_parallel": {"all_gather": 4.5, "reduce_scatter": 2.25}},
-        {"shard": {"all_gather": 0.5, "reduce_scatter": 1.5}, "replicate": updated},
-        {"shard": {"all_gather": 0.5, "reduce_scatter": 1.5}, "replicate": both},
+        {"shard": {"all_gather": 2.0, "reduce_scatter": 1.0}, "replicate": updated},
+        {"shard": {"all_gather": 0.5, "reduce_scatter": 1.0}, "replicate": both},
     ]
     for answer in run_ranks(each, WORLD, sent, cases):
         for case, found, wanted in zip(cases, answer, expected, strict=True):
@@ -263,7 +262,7 @@ def windows(zero: Zero, stage: int, counts: tuple[int, ...], late: bool) -> str:
 
 
 def test_boundaries_by_hand() -> None:
-    cases = [(PAIRS, 2, (3, 1), False), (SPREAD, 2, (3, 1), True), (SPREAD, 3, (3, 1), False)]
+    cases = [(SPREAD, 2, (3, 1), True), (SPREAD, 3, (3, 1), False)]
     answers = run_ranks(each, WORLD, windows, cases)
     assert len({found for answer in answers for found in answer}) == 1
 
@@ -315,7 +314,7 @@ def test_a_checkpoint_fits_every_layout(tmp_path: Path) -> None:
     kept = run_ranks(passed_on, WORLD, one, SPREAD, 2)
     assert len(set(kept)) == 1
     tensors = content(one)
-    others: list[tuple[int, Zero, int]] = [(2, (), 3), (WORLD, PAIRS, 3), (8, LEVELS_SPREAD, 3)]
+    others: list[tuple[int, Zero, int]] = [(2, (), 3), (WORLD, LEVELS_SPREAD, 3)]
     for number, (world, layout, other) in enumerate(others):
         target = str(tmp_path / str(number))
         assert set(run_ranks(passed_on, world, target, layout, other, one)) == set(kept), (world, layout, other)

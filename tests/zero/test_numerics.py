@@ -65,8 +65,9 @@ def test_settings_are_bit_identical_and_match_the_plain_loop(name: str, world: i
     base = Setting(accumulation=1 if world == 2 else 2)
     first, *others = grid(base)
     settings = [first, *others[half::2]]
-    expected = plain(CASES[name], base, world)
-    for setting, outcome in families(settings, trained(name, settings, world), name):
+    steps = 3 if half == 0 else 2
+    expected = plain(CASES[name], base, world, steps)
+    for setting, outcome in families(settings, trained(name, settings, world, steps), name):
         for step, (found, wanted) in enumerate(zip(outcome.gradients, expected.gradients, strict=True)):
             # From the second step on the gradients are those of parameters that differ by rounding already.
             bound = 1e-6 if step == 0 else 4e-6
@@ -118,7 +119,7 @@ ROWS = [
     thorough(Row("frozen_half", "Lamb", 2, lr=0.05, slack=3e-7, keys={"accumulation": 2})),
     thorough(Row("frozen_half", "Muon", 3, lr=0.05, slack=5e-5, keys={"accumulation": 2})),
     thorough(Row("gpt_groups", "Lars", lr=0.1, slack=float("inf"))),
-    Row("gpt", "Lion", 3, slack=float("inf"), keys={"clip": 0.7, "precision": "fp16"}),
+    Row("gpt", "Lion", 3, 2, slack=float("inf"), keys={"clip": 0.7, "precision": "fp16"}),
     thorough(Row("gpt_groups", "AdamW", slack=2.0**-9, keys={"precision": "bf16", **TWICE})),
     thorough(Row("frozen_half", "AdamW", steps=4, slack=2.0**-12, keys={"precision": "fp16", **TWICE})),
     Row("sparse", "AdamW", 3, keys={"clip": 0.5, "extra": (("sparse_gradients", True),)}),
@@ -129,9 +130,7 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{row.optimizer}-{row.keys.get('precision', 'fp32')}")
 def test_every_stage_has_the_same_bits_and_is_no_worse_than_the_plain_loop(row: Row) -> None:
     base = Setting(optimizer=row.optimizer, lr=row.lr, **row.keys)
-    settings = [
-        base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, TINY), (2, None), (3, TINY), (3, None))
-    ]
+    settings = [base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, TINY), (2, None), (3, TINY))]
     outcomes = families(settings, trained(row.name, settings, row.world, row.steps), row.name)
     if row.slack == float("inf"):
         return

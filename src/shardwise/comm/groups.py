@@ -16,6 +16,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import threading
 import time
 import weakref
 import zlib
@@ -197,11 +198,20 @@ class GroupCache:
         return list(self._made)
 
     def close(self) -> None:
-        """Destroy all groups; `get` raises from now on."""
+        """Destroy all groups; `get` raises from now on.
+
+        The last references are released by threads, because Gloo waits some milliseconds for each group's own thread.
+        """
         self._closed = True
         self._drop_handed_out()
-        while self._made:
-            give_back(self._made.popitem()[1])
+        holders = [[self._made.popitem()[1]] for _ in list(self._made)]
+        for holder in holders:
+            give_back(holder[0])
+        threads = [threading.Thread(target=holder.clear) for holder in holders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def forget(self) -> None:
         """Release the references to groups, which torch destroys."""
