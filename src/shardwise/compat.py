@@ -256,6 +256,11 @@ def never_compiled(function: _Function) -> _Function:
     return function
 
 
+def without_compiler(function: _Function) -> _Function:
+    """Return a function of torch without its decorator, which imports the compiler (1 to 2 s) at the first call."""
+    return getattr(function, "__wrapped__", function)
+
+
 _peek_transform: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
 )

@@ -281,14 +281,13 @@ def test_the_end_of_a_script_waits_for_ranks_with_slow_disks(tmp_path: Path) -> 
 
 
 EXIT = """
-import sys, time
+import sys, time, torch, shardwise
 import shardwise.checkpoint.async_save as async_save
-from tests.checkpoint.job import Run, config
 
 write = async_save.write_part
 async_save.write_part = lambda *args, **more: (time.sleep(0.5), write(*args, **more))[1]
-run = Run(config(1), seed=1)
-run.engine.save_checkpoint(sys.argv[1], tag="last", asynchronous=True)
+engine = shardwise.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1}).engine
+engine.save_checkpoint(sys.argv[1], tag="last", asynchronous=True)
 """
 
 

@@ -127,8 +127,7 @@ class Place:
         self.directory = directory
         self._runs = 0
         self.site = package(directory / "site", VERSION, (DIRECTORY / "deepspeed" / "__init__.py").read_text())
-        if find_spec("transformers"):
-            _save_models(directory)
+        self._saved = False
 
     def command(self, name: str, launcher: str, stage: int, precision: str) -> tuple[list[str], dict[str, str]]:
         """How a program is started, and the variables that its environment has."""
@@ -189,6 +188,9 @@ class Place:
         return out
 
     def _arguments(self, program: Program, out: Path) -> list[str]:
+        if "transformers" in program.needs and not self._saved:
+            _save_models(self.directory)
+            self._saved = True
         return program.arguments.format(here=self.directory, out=out).split()
 
     def _started(self, command: list[str], variables: dict[str, str]) -> dict[str, Any]:

@@ -79,7 +79,9 @@ def accelerated(directory: str, how: str) -> Any:
     return losses, after, again, state and {name: value.clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize(("world", "how"), [thorough(2, "configuration"), (4, "parallelism")])
+@pytest.mark.parametrize(
+    ("world", "how"), [thorough(2, "configuration"), (2, "parallelism"), thorough(4, "parallelism")]
+)
 def test_accelerate(ranks: Ranks, tmp_path: Path, world: int, how: str) -> None:
     plain, _, _, weights = ranks(accelerated, world // 2, str(tmp_path), "plain")[0]
     for rank, (losses, after, again, state) in enumerate(ranks(accelerated, world, str(tmp_path), how)):

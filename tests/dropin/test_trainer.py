@@ -183,7 +183,7 @@ def test_from_pretrained_at_stage_3(tmp_path: Path) -> None:
             assert all(is_released(parameter) for parameter in made.parameters())
             return made
 
-        ran = trainer(f"{tmp_path}/{sharded}", config(3), model)
+        ran = trainer(f"{tmp_path}/{sharded}", config(3), model, max_steps=2, eval_strategy="no", save_strategy="no")
         ran.train()
         found.append(end(ran))
     assert found[0] == found[1]
@@ -210,7 +210,7 @@ def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
     return found, abs(evaluated(PeftModel.from_pretrained(gpt2(), f"{directory}/final")) - ours)
 
 
-@pytest.mark.parametrize("chosen", [(1, 3), thorough((0, 2))], ids=str)
+@pytest.mark.parametrize("chosen", [(3,), thorough((0, 1, 2))], ids=str)
 @on_clients(2)
 def test_lora(tmp_path: Path, chosen: tuple[int, ...]) -> None:
     plain = adapted(f"{tmp_path}/plain", None)[0]

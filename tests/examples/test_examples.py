@@ -32,6 +32,7 @@ def pretraining(directory: Path, steps: int) -> tuple[str, ...]:
     """Options of a short run that writes to a directory."""
     config = json.loads((EXAMPLES / "pretrain_gpt.json").read_text())
     config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": 2}
+    config["train_micro_batch_size_per_gpu"] = 1
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     return "--config", str(directory / "config.json"), "--sample", "8", "--out", str(directory / "out")
@@ -155,14 +156,14 @@ def test_matrices_over_ranks_train_as_on_one(tmp_path: Path) -> None:
     part_of_the_manual(tmp_path)
     found = []
     for size in (2, 1):
-        options = ("--tp", str(size), "--steps", "11")
+        options = ("--tp", str(size), "--steps", "6")
         output = run_program(EXAMPLES / "tensor_parallel.py", *options, path=[tmp_path], nproc=size)
         found.append([float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", output)])
         here, whole = (
             int(number.replace(",", "")) for number in re.findall(r"has ([\d,]+) of ([\d,]+) par", output)[0]
         )
         assert here < 0.51 * whole if size == 2 else here == whole
-    assert found[0] == pytest.approx(found[1], abs=2e-3) and found[0][-1] < found[0][0] - 0.5
+    assert found[0] == pytest.approx(found[1], abs=2e-3) and found[0][-1] < found[0][0] - 0.2
 
 
 @pytest.mark.thorough
@@ -187,7 +188,7 @@ def test_a_sequence_that_is_too_long_for_a_rank_trains_on_two() -> None:
 
 
 def test_a_pipeline_learns_and_shows_its_idle_time(tmp_path: Path) -> None:
-    options = ("--steps", "11", "--picture", str(tmp_path / "step.svg"))
+    options = ("--steps", "5", "--picture", str(tmp_path / "step.svg"))
     part_of_the_manual(tmp_path)
     output = run_program(EXAMPLES / "pipeline.py", *options, path=[tmp_path])
     losses = [float(value) for value in re.findall(r"step +\d+ +loss (\S+)", output)]

@@ -7,9 +7,16 @@ from typing import Any
 
 import torch
 
+from shardwise.compat import without_compiler
+
 
 class Optimizer(torch.optim.Optimizer):
     """Base class: `step` runs the closure with gradients, then `_step`."""
+
+    add_param_group = without_compiler(torch.optim.Optimizer.add_param_group)
+    zero_grad = without_compiler(torch.optim.Optimizer.zero_grad)
+    state_dict = without_compiler(torch.optim.Optimizer.state_dict)
+    load_state_dict = without_compiler(torch.optim.Optimizer.load_state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
