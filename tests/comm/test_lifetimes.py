@@ -123,7 +123,7 @@ def alive_after_steps(
     return alive, outputs.most, units
 
 
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world", [2, thorough(8)])
 def test_no_gathered_byte_outlives_its_last_reader(world: int, tmp_path: Path) -> None:
     bare, most, (sharded, _) = alive_after_steps("gpt", world, 3, (("stall_limit", 0),))
     watched, most_watched, _ = alive_after_steps("gpt", world, 3, observers(tmp_path))

@@ -216,11 +216,16 @@ def as_plain(kind: str, stage: int) -> None:
         assert torch.allclose(engine.module.down.input_bounds, reference.bounds, atol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_each_method_trains_as_written_out(ranks: int) -> None:
-    kinds = list(SECTIONS) if ranks == 2 else ["static", "movement"]
-    others = [("weights", 0), ("sparse", 1), ("movement", 2)] if ranks == 2 else []
-    run_ranks(each, ranks, as_plain, [*((kind, 3) for kind in kinds), *others])
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (1, [("static", 3), ("movement", 3)]),
+        (2, [(kind, 3) for kind in SECTIONS]),
+        thorough(2, [("weights", 0), ("sparse", 1), ("movement", 2)]),
+    ],
+)
+def test_each_method_trains_as_written_out(ranks: int, cases: list[tuple[str, int]]) -> None:
+    run_ranks(each, ranks, as_plain, cases)
 
 
 @pytest.mark.parametrize("stage", [thorough(stage) for stage in range(4)])
@@ -245,8 +250,8 @@ def goes_on(kind: str, first: int, second: int, directory: str) -> None:
         assert torch.equal(found[name], value), (kind, first, second, name)
 
 
-def test_resuming_is_as_never_stopping(tmp_path: Path) -> None:
-    kinds = ("mixed", "static", "sparse", "movement")
+@pytest.mark.parametrize("kinds", [("static", "movement"), thorough(("mixed", "sparse"))])
+def test_resuming_is_as_never_stopping(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     run_ranks(each, 2, goes_on, [(kind, 3, number % 3, str(tmp_path)) for number, kind in enumerate(kinds)])
 
 

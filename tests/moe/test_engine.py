@@ -85,8 +85,9 @@ def alone(world: int, options: dict[str, Any], accumulation: int, dtype: torch.d
 @pytest.mark.parametrize(
     ("world", "stage", "ep_size", "options", "accumulation"),
     [
-        (4, 1, 2, DROPS, 2),
+        (2, 1, 2, DROPS, 2),
         (4, 3, 2, KEEPS, 1),
+        thorough(4, 1, 2, DROPS, 2),
         thorough(2, 0, 2, ONE, 1),
         thorough(4, 2, 4, ONE, 2),
         thorough(4, 3, 4, DROPS, 2),
@@ -176,15 +177,15 @@ class Wide(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("drop", "settings"),
+    ("world", "drop", "settings"),
     [
-        (True, [(1, 2)]),
-        thorough(False, [(3, 2)]),
-        thorough(True, [(0, 2), (1, 1), (1, 4), (2, 2), (3, 1), (3, 2), (3, 4)]),
+        (2, True, [(1, 2)]),
+        thorough(4, False, [(3, 2)]),
+        thorough(4, True, [(0, 2), (1, 1), (1, 4), (2, 2), (3, 1), (3, 2), (3, 4)]),
     ],
 )
-@on_ranks(4)
-def test_memory_is_as_planned_and_falls(drop: bool, settings: list[tuple[int, int]]) -> None:
+@on_ranks("world")
+def test_memory_is_as_planned_and_falls(world: int, drop: bool, settings: list[tuple[int, int]]) -> None:
     for stage, ep_size in settings:
         keys = config(stage, optimizer="AdamW", bf16={"enabled": True})
         engine, *_ = shardwise.initialize(model=Wide(ep_size, drop), config=keys)
@@ -283,7 +284,7 @@ class Recomputed(Model):
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("recompute", 3), thorough("offload", 2), thorough("offload", 3)])
-@on_ranks(4)
+@on_ranks(2)
 def test_bits_beside_other_features(kind: str, stage: int) -> None:
     found = []
     for with_it in (False, True):

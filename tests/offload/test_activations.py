@@ -55,7 +55,7 @@ RUNS: dict[str, Callable[..., Any]] = {
 def outcomes(run: str, stage: int) -> list[Outcome]:
     """By what is moved."""
     case = Case(run, partial(gpt, RUNS[run]), language, language_loss)
-    setting = Setting(stage, precision="bf16", accumulation=2, optimizer="AdamW", lr=1e-2, clip=0.5)
+    setting = Setting(stage, precision="bf16", optimizer="AdamW", lr=1e-2, clip=0.5)
     return [train(case, setting.with_stage(stage, extra=extra), steps=2) for extra in ((), MOVED, INPUTS)]
 
 

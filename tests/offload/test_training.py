@@ -67,7 +67,8 @@ FEW = ("all on disk", "parameters on host")
             thorough(name, 2, ADAMW.with_stage(3, precision="fp32", optimizer="momentum"), FEW, True)
             for name in ("borrower", "mixed_types", "lora")
         ),
-        ("gpt", 4, ADAMW.with_stage(3, zero=PAIRS), FEW, True),
+        ("gpt", 4, ADAMW.with_stage(3, zero=PAIRS, accumulation=1), FEW[:1], True),
+        thorough("gpt", 4, ADAMW.with_stage(3, zero=PAIRS), FEW, True),
         thorough("gpt", 4, ADAMW.with_stage(3, zero=CODES), FEW, True),
         thorough("gpt_groups", 2, ADAMW.with_stage(1, optimizer="subclass"), FROM_STAGE_1, True),
         *(thorough("gpt_groups", 2, ADAMW.with_stage(3, optimizer=k), FEW, True) for k in ("Lamb", "Muon", "Lion")),

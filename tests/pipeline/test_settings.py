@@ -296,12 +296,13 @@ def test_units_may_stay_unsharded_over_several_passes(schedule: str) -> None:
         Setting(2, schedule, 3, made=wide, config={"pipeline": {"unsharded_for": value, "chunks": 2}})
         for value in ("step", "run", "pass")
     )
-    for kinds, sizes, late, peaks in run_ranks(measure, 4, step):
+    whole, some = zip(*run_ranks(each, 4, measure, [(step,), (run,)]), strict=True)
+    for kinds, sizes, late, peaks in whole:
         assert late == 0
         assert kinds["gather"] == len(sizes)
         assert kinds["reduce"] == MICRO_BATCHES * len(sizes)
         assert peaks[Category.GATHERED] == sum(sizes)
-    for kinds, sizes, late, peaks in run_ranks(measure, 4, run):
+    for kinds, sizes, late, peaks in some:
         assert late == 0
         assert len(sizes) < kinds["gather"] < 2 * MICRO_BATCHES * (len(sizes) - 1)
         assert peaks[Category.GATHERED] < sum(sizes)
@@ -318,7 +319,7 @@ def counted(directory: Path) -> list[str]:
         "flops_profiler": {"enabled": True, "profile_step": 0, "output_file": str(directory / "profile.txt")},
         "run_log": {"enabled": True, "path": str(directory), "plan": False},
     }
-    setting = Setting(2, "interleaved", made=untied, config=sections)
+    setting = Setting(2, "interleaved", steps=3, made=untied, config=sections)
     engine = engine_of(setting)
     with logged() as kept:
         for step in range(setting.steps):

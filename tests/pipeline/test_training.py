@@ -126,8 +126,8 @@ def of_many_lengths(step: int, micro_batch: int, place: int) -> tuple[torch.Tens
 
 def test_shapes_may_change_between_micro_batches_and_steps() -> None:
     """NVIDIA-NeMo/Automodel#3530: another length inside of a step dropped accumulated gradients."""
-    settings = [Setting(2, schedule, 1, steps=5, batches=of_many_lengths) for schedule in ("1f1b", "zbv")]
-    compare_training(settings, 4)
+    settings = [Setting(2, schedule, 1, steps=3, batches=of_many_lengths) for schedule in ("1f1b", "zbv")]
+    compare_training(settings, 2)
 
 
 LENGTHS = (5, 5, 7, 7, (8, 16, 8, 12), 7, 7)
@@ -318,17 +318,17 @@ def test_evaluation_changes_nothing_and_gives_all_ranks_the_loss() -> None:
     assert outputs is None or [len(outputs), *outputs[0].shape] == [4, 2, 5, WORDS]
 
 
-LAYOUTS = [(4, 2, "1f1b", 3), (1, 1, "1f1b", 0), (3, 3, "interleaved", 0)]
+LAYOUTS = [(4, 2, "1f1b", 3), (3, 3, "interleaved", 0)]
 
 
 def test_checkpoints_load_into_every_layout(tmp_path: Path) -> None:
-    run_ranks(train, 4, Setting(2, "1f1b", 1, steps=2), 0, None, str(tmp_path))
-    expected = alone(Setting(steps=3), 2)
+    run_ranks(train, 4, Setting(2, "1f1b", 1, steps=1), 0, None, str(tmp_path))
+    expected = alone(Setting(steps=2), 2)
     for world, stages, schedule, zero in LAYOUTS:
         places = world // stages
         setting = Setting(stages, schedule, zero, micro_batches=8 // places, steps=1, batches=Spread(places))
-        for run in run_ranks(train, world, setting, 2, str(tmp_path)):
-            torch.testing.assert_close(run.losses, expected.losses[2:], rtol=1e-5, atol=1e-6)
+        for run in run_ranks(train, world, setting, 1, str(tmp_path)):
+            torch.testing.assert_close(run.losses, expected.losses[1:], rtol=1e-5, atol=1e-6)
             for name, values in run.parameters.items():
                 torch.testing.assert_close(values, expected.parameters[name], rtol=0, atol=2e-6, msg=name)
 
@@ -355,14 +355,14 @@ def test_training_continues_from_a_checkpoint_bit_by_bit(tmp_path: Path, schedul
     engine = engine_of(setting)
     torch.manual_seed(17 + dist.get_rank())
     losses = []
-    for step in range(4):
-        if step == 2:
+    for step in range(3):
+        if step == 1:
             engine.save_checkpoint(tmp_path)
         losses.append(float(engine.train_batch(data(setting, step))))
     engine.destroy()
     engine = engine_of(setting)
     engine.load_checkpoint(tmp_path)
-    assert [float(engine.train_batch(data(setting, step))) for step in range(2, 4)] == losses[2:]
+    assert [float(engine.train_batch(data(setting, step))) for step in (1, 2)] == losses[1:]
 
 
 @on_ranks(2)

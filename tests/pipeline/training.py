@@ -96,7 +96,7 @@ class Setting:
     schedule: str = "1f1b"
     zero: int = 0
     micro_batches: int = MICRO_BATCHES
-    steps: int = 3
+    steps: int = 2
     config: Mapping[str, Any] = field(default_factory=dict)
     made: Callable[[], list[Any]] = layers
     loss: Any = loss_of

@@ -116,7 +116,7 @@ def divided_by_transformers(model: nn.Module, directory: str) -> nn.Module:
 @pytest.mark.parametrize(("family", "stage"), [thorough("llama", 3), ("llama untied", 1)])
 def test_models_that_transformers_divides(family: str, stage: int, tmp_path: Path) -> None:
     prepare = functools.partial(divided_by_transformers, directory=str(tmp_path))
-    compare(run_ranks(train, 2, family, config(stage, 2), 4, prepare), alone(family, 4, 1))
+    compare(run_ranks(train, 2, family, config(stage, 2), 2, prepare), alone(family, 2, 1))
 
 
 def test_fused_experts_that_transformers_divides_are_refused(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_gradients_of_shared_tensors_and_sequences_are_those_of_one_process(stag
 
 
 def test_copies_of_the_model_that_recompute() -> None:
-    compare(run_ranks(train, 4, "qwen3", config(3, 2), 3, recomputing), alone("qwen3", 3, 2))
+    compare(run_ranks(train, 4, "qwen3", config(3, 2), 2, recomputing), alone("qwen3", 2, 2))
 
 
 def recomputing(model: nn.Module) -> nn.Module:
