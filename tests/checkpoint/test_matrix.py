@@ -30,10 +30,10 @@ def test_every_pair_of_layouts_is_exact_and_goes_on_exactly(labels: tuple[str, .
     plan = matrix.part()
     if labels:  # the first one into more ranks, as many and fewer, the others into fewer
         some = {entry: pair for entry, pair in plan.items() if entry.label in labels}
-        plan = {entry: (saved[-1:], loaded[:2]) for entry, (saved, loaded) in some.items()}
+        plan = {entry: (saved[-1:], loaded[1:2]) for entry, (saved, loaded) in some.items()}
         plan |= {e: (saved[1:3], loaded[1:3]) for e, (saved, loaded) in some.items() if e.label == labels[0]}
     pairs, wrong = matrix.run(plan, str(tmp_path), timeout=600)
-    assert pairs >= (10 if labels else 16 * 16)
+    assert pairs >= (7 if labels else 16 * 16)
     assert wrong == []
 
 
@@ -42,9 +42,9 @@ def test_every_pair_of_layouts_is_exact_and_goes_on_exactly(labels: tuple[str, .
 def test_every_size_of_a_mesh_is_exact_and_goes_on(every: bool, tmp_path: Path) -> None:
     """Tensors, sequences and experts that ranks share: 25 pairs of layouts, and 4 with each further optimizer."""
     (first, (saved, loaded)), *others = matrix.part_of_meshes().items()
-    plan = {first: (saved, loaded), **dict(others)} if every else {first: (saved[1:4:2], loaded[2:4])}
+    plan = {first: (saved, loaded), **dict(others)} if every else {first: (saved[3:4], loaded[2:4])}
     pairs, wrong = matrix.run(plan, str(tmp_path), timeout=600)
-    assert pairs >= (25 + 4 + 4 if every else 4)
+    assert pairs >= (25 + 4 + 4 if every else 2)
     assert wrong == []
 
 

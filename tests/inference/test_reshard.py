@@ -14,7 +14,7 @@ from shardwise.boxes import whole
 from shardwise.inference import InferenceEngine, WeightSync
 from shardwise.inference.config import read_config
 from shardwise.inference.reshard import Holding, match
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, run_ranks, thorough
 from tests.harness.training import config_of
 from tests.inference.models import generating
 
@@ -97,7 +97,7 @@ def expected_part(name: str, values: torch.Tensor, shape: tuple[int, ...], place
     return values
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("stage", "offload"), [thorough(1, False), (3, True)])
 def test_trainer_ranks_send_weights_to_ranks_that_generate(stage: int, offload: bool) -> None:
     results = run_ranks(synchronised, 4, stage, offload)
     (whole_0, *_), (_, rounds, sends) = results[0], results[1]

@@ -180,7 +180,8 @@ class OnValues(Net):
 @pytest.mark.parametrize(("kind", "known"), [thorough(Net, True), (Indexed, True), (OnValues, False)])
 def test_models_that_take_no_targets_or_all_layers_or_values(kind: type[Net], known: bool) -> None:
     data = TensorDataset(sample(2 * ROWS), torch.zeros(2 * ROWS))
-    config = {**AUTO, "memory_budget": "1300KiB"}
+    zero = {"stage": "auto", "offload_optimizer": {"device": "none"}}
+    config = {**AUTO, "zero_optimization": zero, "memory_budget": "1300KiB"}
     engine = shardwise.initialize(kind(), config=config, training_data=data).engine
     reason = next(note.reason for note in engine._resolution.notes if note.path == "zero_optimization.stage")
     assert (chosen(engine)[2] < 2 * ROWS) is known and ("the model raises" in reason) is not known
