@@ -211,12 +211,13 @@ def resume_without_accumulation(root: str, runs: str, stage: int) -> list[Any]:
     return [plain(run), run.engine.get_lr()]
 
 
-def test_another_number_of_ranks_goes_on_from_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [(1,), thorough((1, 3))], ids=str)
+def test_another_number_of_ranks_goes_on_from_memory(stages: tuple[int, ...], tmp_path: Path) -> None:
     """Three nodes of one rank copy, one is lost, two go on, at other stages too."""
     runs = str(tmp_path / "runs")
     before = on_ranks(copy_without_accumulation, 3, str(tmp_path), runs)
     shutil.rmtree(tmp_path / "node2")
-    for stage in (1, 3):
+    for stage in stages:
         root = tmp_path / f"stage{stage}"
         for node in ("node0", "node1"):
             shutil.copytree(tmp_path / node, root / node)

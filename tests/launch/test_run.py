@@ -125,13 +125,17 @@ def test_exit_code_of_a_killed_rank(tmp_path) -> None:
     assert "memory ran out" in done.stderr
 
 
-def test_collective_with_a_failed_peer_and_restart(tmp_path) -> None:
+@pytest.mark.parametrize("restarts", [0, thorough(1)])
+def test_collective_with_a_failed_peer_and_restart(tmp_path, restarts: int) -> None:
     # The collective itself would wait for ten minutes or more.
-    done = _run("--nproc", "2", "--max-restarts", "1", script(tmp_path, COLLECTIVE))
+    done = _run("--nproc", "2", "--max-restarts", restarts, script(tmp_path, COLLECTIVE))
+    assert "[rank 1] ValueError: bad batch" in done.stderr
+    if not restarts:
+        assert done.returncode == 1 and "rank 1 failed first" in done.stderr
+        return
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] sum 4 attempt 1", "[rank 1] sum 4 attempt 1"]
     assert "rank 1 failed first (exit code 1); starting all 2 processes again (restart 1 of 1)" in done.stderr
-    assert "[rank 1] ValueError: bad batch" in done.stderr
 
 
 @pytest.mark.thorough
