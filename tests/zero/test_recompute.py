@@ -63,7 +63,7 @@ def test_evaluation_in_inference_mode_before_the_backward_pass() -> None:
         (("reentrant", "half"), Setting(stage=3, cap=50), 0.2, True),
         (("other",), Setting(stage=3, accumulation=2), 0.2, True),
         *(
-            thorough(RUNNERS, setting, 0.2 * frozen, frozen)
+            thorough(tuple(RUNNERS), setting, 0.2 * frozen, frozen)
             for setting in (Setting(), Setting(stage=3, cap=50), Setting(stage=3, accumulation=2))
             for frozen in (False, True)
         ),
