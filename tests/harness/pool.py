@@ -72,8 +72,9 @@ class Pool:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._context = multiprocessing.get_context("forkserver")
-        # Each rank needs the compiler, a second's work, with its first optimizer, and most use a model of Transformers.
-        loaded = ["torch._dynamo", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"]
+        # Each rank needs the compiler, a second's work, with its first optimizer. Transformers is left to the ranks:
+        # when it is imported it asks whether DeepSpeed is there.
+        loaded = ["torch._dynamo", "torch.distributed.checkpoint"]
         self._context.set_forkserver_preload([*loaded, "shardwise.engine", worker.__name__])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._numbers = itertools.count()
