@@ -237,7 +237,7 @@ class Checkpoints:
             include: load only parameters and buffers (names in the model) that match one of these patterns: `*` is any
                 text, `?` one character, `[ab]` one of a set. Others keep their values.
             exclude: skip names that match one of these patterns.
-            rename: maps names of the model to names of the checkpoint: a dictionary; a list of (regular expression,
+            rename: maps names of the checkpoint to names of the model: a dictionary; a list of (regular expression,
                 replacement), applied one after another; or a function of the name.
             load_param_groups: with optimizer state, also load the settings of parameter groups (lr, weight_decay, ...),
                 which requires unchanged groups. False: keep this engine's; parameters may be in any groups.
