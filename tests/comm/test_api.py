@@ -119,7 +119,7 @@ def test_a_name_in_the_log_leaves_time_and_bandwidth() -> None:
         ("forward", "torch.distributed.broadcast(src=1)|12|"),
         thorough("work", "torch.distributed.all_reduce(op=MAX)|12|"),
         ("torch's work", "torch.distributed.Work.wait()|0|"),
-        ("recv", "torch.distributed.recv(src=1)|0|"),
+        ("recv", "torch.distributed.recv(src=1)|12|"),
         ("thread", "torch.distributed.all_reduce()|12|"),
     ],
 )
