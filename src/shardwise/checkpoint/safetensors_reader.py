@@ -49,6 +49,9 @@ _STAGE = 16 << 20
 STEP = 512 << 10
 """Bytes that are verified at a time: few enough to stay in a core's cache between reading and hashing."""
 
+_AHEAD = 8 << 20
+"""Bytes requested from the system before they are needed. Linux's own guesses reach a third of a disk's rate."""
+
 MOST_DIMENSIONS = 64
 MOST_ELEMENTS = 1 << 48
 """Largest number of elements that a file's shape may have."""
@@ -191,6 +194,8 @@ class TensorFile:
         stage = torch.empty(min(STEP, end - begin) if out is None else 0, dtype=torch.uint8, device="cpu")
         data, found = bytes_of(stage if out is None else out.detach()), 0
         for place in range(begin, end, STEP):
+            if (place - begin) % _AHEAD == 0 and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._descriptor, place, min(2 * _AHEAD, end - place), os.POSIX_FADV_WILLNEED)
             first = 0 if out is None else place - begin
             piece = data[first : first + min(STEP, end - place)]
             self._fill(piece, place)
