@@ -335,18 +335,17 @@ def test_resuming_is_exact(tmp_path: Path) -> None:
 @on_ranks(WORLD)
 def test_engines_leave_no_sockets_and_no_threads() -> None:
     found = []
-    others = set(threading.enumerate())  # of what earlier tests have left in this process
     for stage, zero in 2 * [(2, SPREAD), (3, LEVELS)]:
         engine = start(CASES["gpt"], Setting(stage, zero=zero))
         take_steps(engine, CASES["gpt"], [0])
         engine.destroy()
         del engine
         if zero is LEVELS:
-            new = set(threading.enumerate()) - others
-            threads = [thread.name for thread in new if thread.name.startswith("shardwise")]
+            # The watchdog of an engine that an earlier test has left runs again after each of these.
+            threads = sorted(thread.name for thread in threading.enumerate())
             found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threads))
     first, last = found
-    assert last[0] <= first[0] and last[1] <= first[1] and last[2] == []
+    assert last[0] <= first[0] and last[1] <= first[1] and last[2] == first[2], (first, last)
 
 
 @on_ranks(8)
