@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Facts, resolve
-from shardwise.errors import BatchSizeError, ConfigError
+from shardwise.errors import BatchSizeError, ConfigError, ConflictError
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -124,3 +124,12 @@ def test_one_rank_without_a_launcher_gets_a_hint(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BatchSizeError) as caught:
         resolve(source)
     assert "without a launcher" not in str(caught.value)
+
+
+def test_hybrid_parallelism_divides_the_ranks() -> None:
+    pipeline, tensor = {"enabled": True, "partition": "uniform", "stages": 4}, {"enabled": True, "size": 2}
+    keys = {MICRO: 1, "zero_optimization": {"stage": 3}, "pipeline": pipeline, "tensor_parallel": tensor}
+    assert resolve(keys, world_size=8).config.train_batch_size == 1
+    with pytest.raises(ConflictError) as caught:
+        resolve(keys, world_size=2)
+    assert [problem.path for problem in caught.value.problems] == ["pipeline.stages"]

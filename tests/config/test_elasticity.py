@@ -12,6 +12,9 @@ from shardwise.config import resolve
 from shardwise.config.elasticity import SCHEDULED, elastic_batch, micro_batch, section_of
 from shardwise.errors import ConfigError, ElasticConfigError, ElasticWorldSizeError
 from shardwise_deepspeed.elasticity import compute_elastic_config, ensure_immutable_elastic_config, main
+from tests.harness.tables import tables
+
+TABLES = tables(__file__)
 
 LARGE: dict[str, Any] = {
     **{"enabled": True, "max_train_batch_size": 10_000, "micro_batch_sizes": [8, 12, 16, 17]},
@@ -84,21 +87,7 @@ def test_other_batch_keys() -> None:
     assert reasons["gradient_accumulation_steps"] == "elasticity: 9792 = 17 x 9 x 64 ranks"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_train_batch_size": None}, "max_train_batch_size: is missing"),
-        ({"micro_batch_sizes": None}, "micro_batch_sizes: is missing"),
-        ({"micro_batch_sizes": [0, 2]}, "has 0"),
-        ({"micro_batch_sizes": [20_000]}, "has 20000, more than"),
-        ({"min_gpus": 2000}, "min_gpus: is 2000, more than"),
-        ({"version": 0.3}, "0.1 or 0.2"),
-        ({"model_parallel_size": 2}, "version 0.1 has no model parallelism"),
-        ({"version": 0.2, "num_gpus_per_node": 8, "model_parallel_size": 3}, "does not divide"),
-        ({"min_gpus": 1490}, "no batch size up to 10000 fits"),
-        ({"micro_batches": [2]}, "did you mean `elasticity.micro_batch_sizes`"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), TABLES["wrong"])
 def test_wrong_sections(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve({"elasticity": {**LARGE, **change}}, world_size=64)

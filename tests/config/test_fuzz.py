@@ -16,33 +16,11 @@ from shardwise.config import load, resolve
 from shardwise.config.jsonc import JSONSyntaxError, parse
 from shardwise.config.schema_index import walk
 from shardwise.errors import ConfigError
+from tests.harness.tables import tables
 
-VALID: dict[str, Any] = {
-    "train_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 1.0,
-    "steps_per_print": 10,
-    "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1},
-    "bf16": {"enabled": False},
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 5e6,
-        "overlap_comm": True,
-        "stage3_max_live_parameters": 1e9,
-        "sub_group_size": 1e9,
-        "offload_param": {"device": "none", "pin_memory": False},
-        "leaf_module": {"classes": ["MoE"]},
-    },
-    "comms_logger": {"enabled": True, "prof_ops": []},
-    "tensorboard": {"enabled": False, "job_name": "run"},
-    "checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}},
-    "data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": False, "max_tokens": 8}}},
-    "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": ["q"], "partition_type": "row"}]}},
-    "compression_training": {"row_pruning": {"shared_parameters": {"enabled": False}}},
-}
+TABLES = tables(__file__)
+
+VALID: dict[str, Any] = TABLES["valid"]
 
 
 def key_places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -11,6 +11,9 @@ import pytest
 from shardwise.config import load, resolve
 from shardwise.config.jsonc import JSONSyntaxError, parse
 from shardwise.errors import ConfigError
+from tests.harness.tables import tables
+
+TABLES = tables(__file__)
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "betas": [0.9, 1e-3]}
 TEXT = json.dumps(CONFIG)
@@ -68,23 +71,7 @@ def test_a_byte_order_mark_counts_at_the_beginning_only(tmp_path: Path) -> None:
     assert load(file) == {"a": "\ufeff"}
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "column", "words"),
-    [
-        ('{"a": 1', 1, 8, "',' delimiter"),
-        ('{\n "a": 1 "b": 2}', 2, 9, "','"),
-        ('{"a": 1,  // one\n /* two\n */ "b" 2}', 3, 9, "':'"),
-        ("{'a': 1}", 1, 2, "need double quotes"),
-        ("{a: 1}", 1, 2, "need double quotes"),
-        ('{"a": two}', 1, 7, "need double quotes"),
-        ('{"a": True}', 1, 7, "true, false, null"),
-        ('{"a": 1} x', 1, 10, "extra data"),
-        ('{"a": "x\n"}', 1, 9, "control character"),
-        ('{"a": [1,,2]}', 1, 10, "expecting value"),
-        ('{"a": "\\q"}', 1, 8, "escape"),
-        ("", 1, 1, "missing"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line", "column", "words"), TABLES["syntax"])
 def test_syntax_errors_have_line_and_column(text: str, line: int, column: int, words: str) -> None:
     with pytest.raises(JSONSyntaxError) as caught:
         parse(text)

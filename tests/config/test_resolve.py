@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from typing import Any
 
 import pytest
@@ -13,9 +12,14 @@ import torch
 from shardwise.config import Facts, accept, describe, effective, resolve
 from shardwise.config.export import without_secrets
 from shardwise.config.schema_index import walk
+from shardwise.config.unsupported import value_at
 from shardwise.errors import BatchSizeError, ConfigError
 from shardwise.memory.places import Where
 from shardwise.zero.units.plan import where_of
+from tests.config.dotted import config_of
+from tests.harness.tables import tables
+
+TABLES = tables(__file__)
 
 FACTS = Facts(
     lr=3e-4,
@@ -29,36 +33,7 @@ FACTS = Facts(
     warmup_num_steps=50,
     precision="bf16",
 )
-TRAINER: dict[str, Any] = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "fp16": {"enabled": "auto", "loss_scale": 0},
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": "auto",
-        "sub_group_size": 1e9,
-    },
-    "steps_per_print": "auto",
-}
+TRAINER: dict[str, Any] = TABLES["trainer"]
 
 
 def test_autos_of_a_trainer_are_filled_from_facts() -> None:
@@ -134,15 +109,8 @@ def test_auto_works_for_every_single_value() -> None:
         dots = ".".join(path)
         if key.kind != "value" or {"[]", "*"} & {*path} or dots.startswith(ASKS_BY_PRESENCE):
             continue
-        source: dict[str, Any] = {} if path == ("train_batch_size",) else {"train_batch_size": 4}
-        place = source
-        for name in path[:-1]:
-            place = place.setdefault(name, {})
-        place[path[-1]] = "auto"
-        resolution = resolve(source, facts=Facts(micro_batch_size=4))
-        value: Any = resolution.config
-        for name in path:
-            value = getattr(value, name)
+        resolution = resolve(config_of({"train_batch_size": 4, dots: "auto"}), facts=Facts(micro_batch_size=4))
+        value = value_at(resolution.config, dots)
         if key.takes_auto:
             assert value == "auto", dots
         else:
@@ -152,34 +120,12 @@ def test_auto_works_for_every_single_value() -> None:
     assert tried > 300
 
 
-DEPRECATED = [
-    ({"zero_optimization": True}, "zero_optimization.stage", 1),
-    ({"zero_optimization": False}, "zero_optimization.stage", 0),
-    ({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.offload_optimizer.device", "none"),
-    ({"zero_optimization": {"cpu_offload_param": False}}, "zero_optimization.offload_param.device", "none"),
-    (
-        {"zero_optimization": {"cpu_offload_use_pin_memory": True}},
-        "zero_optimization.offload_optimizer.pin_memory",
-        True,
-    ),
-    (
-        {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        True,
-    ),
-    ({"allgather_size": 5e6}, "zero_optimization.allgather_bucket_size", 5_000_000),
-    ({"zero_optimization": True, "allgather_size": 7}, "zero_optimization.allgather_bucket_size", 7),
-    ({"aio": {"thread_count": 2}}, "aio.intra_op_parallelism", 2),
-]
-
-
-@pytest.mark.parametrize(("keys", "path", "value"), DEPRECATED, ids=lambda item: item if isinstance(item, str) else "")
+@pytest.mark.parametrize(
+    ("keys", "path", "value"), TABLES["deprecated"], ids=lambda item: item if isinstance(item, str) else ""
+)
 def test_deprecated_keys_are_forwarded_with_one_warning_each(keys: dict[str, Any], path: str, value: Any) -> None:
     resolution = resolve({"train_batch_size": 4, **keys})
-    found: Any = resolution.config
-    for name in path.split("."):
-        found = getattr(found, name)
-    assert found == value
+    assert value_at(resolution.config, path) == value
     assert sum(path in warning for warning in resolution.warnings) == 1
     assert any(note.path == path and "deprecated" in note.reason for note in resolution.notes)
 
@@ -251,26 +197,7 @@ def test_null_sections_are_absent_sections() -> None:
     assert resolve(source).config == resolve({"train_batch_size": 1}).config
 
 
-@pytest.mark.parametrize(
-    ("config", "path"),
-    [
-        ({"prescale_gradients": True, "gradient_predivide_factor": 8}, "gradient_predivide_factor"),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "zero_optimization.mics_shard_size"),
-        ({"sparse_attention": {"mode": "dense"}}, "sparse_attention"),
-        ({"compile": {"deepcompile": False, "passes": ["z3"]}}, "compile"),
-        ({"fp16": {"enabled": False, "min_loss_scale": 2}}, "fp16"),
-        ({"aio": {"block_size": 4096}}, "aio"),
-        ({"zero_optimization": {"stage": 2, "contiguous_gradients": True}}, "zero_optimization.contiguous_gradients"),
-        (
-            {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}},
-            "zero_optimization.stage3_max_live_parameters",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": None}}},
-            "zero_optimization.offload_optimizer",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "path"), TABLES["without_effect"])
 def test_keys_without_effect_are_listed(config: dict[str, Any], path: str) -> None:
     (note,) = resolve({"train_batch_size": 1, **config}).no_effect
     assert note.path == path and note.reason
@@ -289,20 +216,7 @@ def test_warnings_for_what_is_probably_not_meant() -> None:
     assert warnings[1].startswith("scheduler.params.total_num_steps: 10")
 
 
-EFFECTIVE = [
-    {"train_batch_size": 8},
-    {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3, "cpu_offload": False}},
-    {
-        "train_batch_size": 8,
-        "steps_per_print": math.inf,
-        "bfloat16": {"enabled": True},
-        "amp": {"enabled": False, "x": 1},
-    },
-    {"train_batch_size": 8, "optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "aio": {"thread_count": 3}},
-]
-
-
-@pytest.mark.parametrize("source", EFFECTIVE)
+@pytest.mark.parametrize("source", TABLES["effective"])
 def test_effective_values_are_json_and_resolve_to_themselves(source: dict[str, Any]) -> None:
     first = resolve(source)
     saved = json.dumps(effective(first), allow_nan=False)
@@ -363,26 +277,9 @@ def test_keys_with_dots_are_taken_to_their_sections() -> None:
     assert "section `zero_optimization` says 7" in said[2]
 
 
-LAX = [
-    ("zero_allow_untested_optimizer", 1, True, "read from 1"),
-    ("zero_optimization.overlap_comm", 0, False, "read from 0"),
-    ("zero_optimization.contiguous_gradients", "true", True, 'read from "true"'),
-    ("prescale_gradients", "False", False, 'read from "False"'),
-    ("zero_optimization.stage", "2", 2, 'read from "2"'),
-    ("zero_optimization.reduce_bucket_size", "5e8", 500_000_000, 'read from "5e8"'),
-    ("gradient_clipping", "1.0", 1.0, 'read from "1.0"'),
-    ("gradient_clipping", None, 0.0, "null: as if the key were left out"),
-    ("train_batch_size", "8", 8, 'read from "8"'),
-]
-
-
-@pytest.mark.parametrize(("path", "written", "value", "reason"), LAX)
+@pytest.mark.parametrize(("path", "written", "value", "reason"), TABLES["lax"])
 def test_what_is_meant_without_a_doubt_is_read_and_shown(path: str, written: Any, value: Any, reason: str) -> None:
-    source: dict[str, Any] = {"train_batch_size": 8}
-    section, _, name = path.rpartition(".")
-    (source.setdefault(section, {}) if section else source)[name] = written
-    resolution = resolve(source)
-    row = next(row for row in describe(resolution) if row.path == path)
+    row = next(row for row in describe(resolve(config_of({path: written}))) if row.path == path)
     assert (row.value, row.source, row.reason) == (value, "given", reason)
     assert type(row.value) is type(value)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -17,6 +16,10 @@ from shardwise.config.schema.not_built import table
 from shardwise.config.schema_index import keys_of, lookup, takes_any_key, walk
 from shardwise.config.unsupported import IGNORED, UNSUPPORTED, Feature, value_at
 from shardwise.errors import ConfigError, NotBuiltError
+from tests.config.dotted import config_of
+from tests.harness.tables import tables
+
+TABLES = tables(__file__)
 
 FREE_FORM = {"amp", "datastates_ckpt"}
 
@@ -55,101 +58,32 @@ def test_replacements_of_deprecated_keys_exist() -> None:
 
 def test_tables_name_existing_keys() -> None:
     config = Config()
-    for entry in UNSUPPORTED:
+    for entry in (*UNSUPPORTED, *IGNORED):
         assert lookup(entry.path)
         assert not entry.requests(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
-        assert all(lookup(switch) for switch in entry.within)
-    for entry in IGNORED:
-        assert lookup(entry.path)
-        assert not entry.requests(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
-    for path in RULES:
+    for path in (*RULES, *(switch for entry in UNSUPPORTED for switch in entry.within)):
         assert lookup(path)
     for path in table()["hints"]["paths"]:
         with pytest.raises(KeyError):
             lookup(path)
 
 
-ASKING: dict[str, Any] = {
-    "managed_gradient_accumulation": False,
-    "sequence_parallel_size": 2,
-    "zero_optimization.zenflow": {},
-    "zero_optimization.zero_hpz_partition_size": 8,
-    "zero_optimization.zeropp_loco_param": {},
-    "zero_optimization.mics_shard_size": 2,
-    "pipeline.stages": 2,
-    "tensor_parallel.vocab_parallel_ce_backend": "liger",
-    "expert_parallel.route_scale": 2.0,
-    "expert_parallel.score_apply": "pre",
-    "expert_parallel.num_expert_groups": 2,
-    "expert_parallel.num_limited_groups": 1,
-    "expert_parallel.score_func": "sigmoid",
-    "expert_parallel.top_k": 2,
-    "expert_parallel.routed_scaling_factor": 2.0,
-    "expert_parallel.comm_backend": "deepep",
-    "datastates_ckpt": {},
-    "weight_quantization": {},
-}
-
-
-def put(source: dict[str, Any], path: str, value: Any) -> None:
-    place = source
-    *parents, last = path.split(".")
-    for name in parents:
-        place = place.setdefault(name, {})
-    place[last] = value
-
-
 @pytest.mark.parametrize("entry", UNSUPPORTED, ids=lambda entry: entry.path)
 def test_asking_for_what_is_not_built_is_refused(entry: Feature) -> None:
-    source: dict[str, Any] = {"train_batch_size": 1}
-    for switch in entry.within:
-        put(source, switch, True)
-    put(source, entry.path, ASKING.get(entry.path, True))
+    asked = {entry.path: TABLES["asking"].get(entry.path, True)}
     with pytest.raises(ConfigError) as caught:
-        resolve(source)
+        resolve(config_of(asked | dict.fromkeys(entry.within, True)))
     refused = {problem.path: problem for problem in caught.value.problems if problem.error is NotBuiltError}
     # It says what is not there and what to do now.
     assert re.fullmatch(r"this version does not have .+; .{10,}", refused[entry.path].message)
     for switch in entry.within:
-        put(source, switch, False)
-        assert resolve(source).no_effect
-        put(source, switch, True)
-
-
-UNHEARD_VALUES: dict[str, Any] = {
-    "pipeline.activation_checkpoint_interval": 1,
-    "timers": {"throughput": {"enabled": False}},
-}
+        assert resolve(config_of(asked | dict.fromkeys(entry.within, True) | {switch: False})).no_effect
 
 
 @pytest.mark.parametrize("path", [entry.path for entry in IGNORED])
 def test_what_changes_only_the_output_is_accepted_with_a_warning(path: str) -> None:
-    source: dict[str, Any] = {"train_batch_size": 1}
-    put(source, path, UNHEARD_VALUES.get(path, True))
-    (warning,) = resolve(source).warnings
+    (warning,) = resolve(config_of({path: TABLES["asking"].get(path, True)})).warnings
     assert warning.startswith(f"{path}: accepted, and changes nothing: ")
-
-
-EDITOR_ACCEPTS: list[dict[str, Any]] = [
-    {"$schema": "x.json", "train_batch_size": "auto", "fp16": None, "bfloat16": {"enabled": "auto"}},
-    {"zero_optimization": True, "allgather_size": 5e8},
-    {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 5e7, "cpu_offload": True}},
-    {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "anything": 1}},
-        "amp": {"enabled": True, "opt_level": "O1"},
-    },
-    {"checkpoint": {"tag_validation": "WARN"}, "pipeline": {"stages": "auto"}, "steps_per_print": 10},
-]
-EDITOR_REFUSES: list[dict[str, Any]] = [
-    {"train_batch_size": 0},
-    {"train_batch_sise": 8},
-    {"zero_optimization": {"stagee": 1}},
-    {"zero_optimization": {"stage": 4}},
-    {"zero_optimization": {"prefetch_bucket_size": -1}},
-    {"fp16": {"enabled": "maybe"}},
-    {"steps_per_print": 2.5},
-    {"tensor_parallel": {"partition_config": {"layer_specs": [{"pattern": []}]}}},
-]
 
 
 def test_json_schema_judges_as_the_reader_does() -> None:
@@ -157,9 +91,9 @@ def test_json_schema_judges_as_the_reader_does() -> None:
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
-    for config in EDITOR_ACCEPTS:
+    for config in TABLES["accepted"]:
         assert not list(validator.iter_errors(config)), config
-    for config in EDITOR_REFUSES:
+    for config in TABLES["refused"]:
         assert list(validator.iter_errors(config)), config
         with pytest.raises(ConfigError):
             resolve({"train_batch_size": 8, **config})
