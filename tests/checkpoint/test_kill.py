@@ -98,7 +98,11 @@ def what_is_left(path: str) -> str:
 
 @pytest.mark.parametrize(
     ("overwrite", "asynchronous", "every"),
-    [(True, False, 3), (False, True, 5), thorough(False, False, 1), thorough(False, True, 1), thorough(True, True, 1)],
+    [
+        (True, False, 3),
+        (False, True, 5),
+        *itertools.starmap(thorough, itertools.product((False, True), (False, True), (1,))),
+    ],
 )
 def test_killed_at_any_moment_of_a_save_there_is_the_old_or_the_new_checkpoint(
     overwrite: bool, asynchronous: bool, every: int, tmp_path: Path

@@ -96,6 +96,7 @@ def test_whole_weights_are_those_of_one_process(entry: Entry, tmp_path: Path) ->
 
 
 COPIES = {"checkpoint": {"memory_copies": {"every": BEFORE}}}
+FOUR = (Layout(3, 4, tensor=4),)
 
 
 def go_on(root: str, node: str, layout: Layout, first: int) -> tuple[list[float], str]:
@@ -113,15 +114,19 @@ def go_on(root: str, node: str, layout: Layout, first: int) -> tuple[list[float]
     return losses, source
 
 
-def test_a_job_goes_on_with_other_ranks_in_a_copy_of_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [FOUR, thorough((*FOUR, ALONE))], ids=["four", "four and one"])
+def test_a_job_goes_on_with_other_ranks_in_a_copy_of_the_model(tmp_path: Path, layouts: tuple[Layout, ...]) -> None:
     """Two copies on two ranks each, then one on four, from memory; as on one rank from there on."""
     root = str(tmp_path)
     run_ranks(go_on, 4, root, "elastic", Layout(1, 4, tensor=2), 0)
     shutil.copytree(tmp_path / "elastic", tmp_path / "alone")
-    answers = run_ranks(go_on, 4, root, "elastic", Layout(3, 4, tensor=4), BEFORE)
-    ((expected, source),) = run_ranks(go_on, 1, root, "alone", ALONE, BEFORE)
-    assert {source, *(source for _, source in answers)} == {"memory"}
-    losses = answers[0][0]
+    losses: list[float] = []
+    expected: list[float] = []
+    for number, layout in enumerate(layouts, start=1):
+        answers = run_ranks(go_on, layout.world, root, "elastic", layout, number * BEFORE)
+        assert {source for _, source in answers} == {"memory"}
+        losses += answers[0][0]
+        expected += run_ranks(go_on, 1, root, "alone", ALONE, number * BEFORE)[0][0]
     assert losses == pytest.approx(expected, rel=1e-5)
     assert len(set(losses)) == len(losses)
 

@@ -283,9 +283,15 @@ class Recomputed(Model):
         return self.head(values).square().mean() + total
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("recompute", 3), thorough("offload", 2), thorough("offload", 3)])
-@on_ranks(2)
-def test_bits_beside_other_features(kind: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage", "world"),
+    [
+        ("recompute", 3, 2),
+        *(thorough(kind, stage, 4) for kind, stage in (("recompute", 3), ("offload", 2), ("offload", 3))),
+    ],
+)
+@on_ranks("world")
+def test_bits_beside_other_features(kind: str, stage: int, world: int) -> None:
     found = []
     for with_it in (False, True):
         settings = config(stage, 2, "AdamW")

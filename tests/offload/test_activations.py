@@ -52,19 +52,19 @@ RUNS: dict[str, Callable[..., Any]] = {
 }
 
 
-def outcomes(run: str, stage: int) -> list[Outcome]:
+def outcomes(run: str, stage: int, accumulation: int) -> list[Outcome]:
     """By what is moved."""
     case = Case(run, partial(gpt, RUNS[run]), language, language_loss)
-    setting = Setting(stage, precision="bf16", optimizer="AdamW", lr=1e-2, clip=0.5)
+    setting = Setting(stage, precision="bf16", accumulation=accumulation, optimizer="AdamW", lr=1e-2, clip=0.5)
     return [train(case, setting.with_stage(stage, extra=extra), steps=2) for extra in ((), MOVED, INPUTS)]
 
 
 @pytest.mark.parametrize(
-    ("run", "stage", "world"),
-    [*((run, 3, 2) if run in ("nested", "half") else thorough(run, 3, 2) for run in RUNS), thorough("kept", 0, 2)],
+    ("run", "stage", "accumulation"),
+    [("nested", 3, 1), ("half", 3, 1), *(thorough(run, 3, 2) for run in RUNS), thorough("kept", 0, 2)],
 )
-def test_bits_at_every_stage(run: str, stage: int, world: int) -> None:
-    for kept, *moved in run_ranks(outcomes, world, run, stage):
+def test_bits_at_every_stage(run: str, stage: int, accumulation: int) -> None:
+    for kept, *moved in run_ranks(outcomes, 2, run, stage, accumulation):
         for outcome in moved:
             assert_identical(outcome, kept, run)
 

@@ -35,30 +35,39 @@ def compare(settings: Sequence[Setting]) -> None:
         assert_identical(train(CASE, setting, 2, away_and_back), train(CASE, setting, 2), str(setting))
 
 
+@pytest.mark.parametrize("stages", [(0,), thorough((1, 2, 3))], ids=str)
 @on_ranks(2)
-def test_the_same_bits_at_every_stage_also_where_tensors_are_stepped_whole_or_measured() -> None:
+def test_the_same_bits_at_every_stage_also_where_tensors_are_stepped_whole_or_measured(stages: tuple[int, ...]) -> None:
     setting = Setting(precision="bf16", accumulation=2, clip=0.5, optimizer="AdamW", lr=1e-2)
     muon, lamb = (Setting(optimizer=name, lr=1e-2) for name in ("Muon", "Lamb"))
     others = [lamb.with_stage(1, precision="bf16"), muon.with_stage(3)]
-    compare([setting.with_stage(0), *others])
+    compare([*map(setting.with_stage, stages), *others])
 
 
+@pytest.mark.parametrize(
+    "places", [("half of the optimizer on host", "all on disk"), thorough(("parameters on host",))], ids=str
+)
 @on_ranks(2)
-def test_the_same_bits_where_some_units_stay_whole_and_some_state_is_elsewhere(tmp_path: Path) -> None:
-    places = ("half of the optimizer on host", "all on disk")
+def test_the_same_bits_where_some_units_stay_whole_and_some_state_is_elsewhere(
+    places: tuple[str, ...], tmp_path: Path
+) -> None:
     zero = [tuple(offload(place, str(tmp_path)).items()) for place in places]
     whole = Setting(3, precision="bf16", optimizer="AdamW", keep=2000)
     compare([whole, *(whole.with_stage(3, keep=0, zero=keys) for keys in zero)])
 
 
+HPZ, QW = ("zero_hpz_partition_size", 2), ("zero_quantized_weights", True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "zero"),
+    [(3, 1, (HPZ, QW)), (2, 2, (("mics_shard_size", 2),)), thorough(3, 1, (HPZ,)), thorough(3, 1, (QW,))],
+)
 @on_ranks(4)
-def test_the_same_bits_among_groups_of_ranks_and_beside_gathers_as_codes() -> None:
-    setting = Setting(3, precision="bf16", optimizer="AdamW")
-    settings = [
-        setting.with_stage(3, zero=(("zero_hpz_partition_size", 2), ("zero_quantized_weights", True))),
-        setting.with_stage(2, accumulation=2, zero=(("mics_shard_size", 2),)),
-    ]
-    compare(settings)
+def test_the_same_bits_among_groups_of_ranks_and_beside_gathers_as_codes(
+    stage: int, accumulation: int, zero: tuple[Any, ...]
+) -> None:
+    compare([Setting(stage, precision="bf16", optimizer="AdamW", accumulation=accumulation, zero=zero)])
 
 
 MOVABLE = (Category.PARAMETERS, Category.MASTER, Category.OPTIMIZER, Category.GRADIENTS)

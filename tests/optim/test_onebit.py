@@ -98,11 +98,11 @@ def test_outside_of_an_engine_they_are_the_plain_optimizers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("precisions", [("bf16", "fp32"), thorough(("fp32", "bf16"))], ids=str)
 @on_ranks(2)
-def test_the_first_steps_are_bit_for_bit_the_plain_optimizer(name: str) -> None:
+def test_the_first_steps_are_bit_for_bit_the_plain_optimizer(name: str, precisions: tuple[str, str]) -> None:
     settings = [
-        (Setting(stage, precision=kind), "gpt_groups")
-        for stage, kind in zip(stages_of(name), ("bf16", "fp32"), strict=False)
+        (Setting(stage, precision=kind), "gpt_groups") for stage, kind in zip(stages_of(name), precisions, strict=False)
     ]
     exact = {"var_update_scaler": 100, "var_freeze_step": 10**6} if name == "ZeroOneAdam" else {"freeze_step": 100}
     for setting, case in [*settings, (Setting(accumulation=2, clip=0.5), "odd_mlp")]:

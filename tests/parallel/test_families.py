@@ -141,9 +141,16 @@ def divided(cases: list[tuple[str, str, bool]]) -> list[torch.Tensor]:
     return found
 
 
-def test_tensor_parallel_ranks_share_sequences() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("bloom", "eager", True), ("mpt", "eager", False), ("llama", "sdpa", True)],
+        thorough([("bloom", "eager", False), ("mpt", "eager", True)]),
+    ],
+    ids=["some", "others"],
+)
+def test_tensor_parallel_ranks_share_sequences(cases: list[tuple[str, str, bool]]) -> None:
     """Blocks pass the comparison with whole ones, and distance biases are of a rank's own heads."""
-    cases = [("bloom", "eager", True), ("mpt", "eager", False), ("llama", "sdpa", True)]
     for (family, core, late), *parts in zip(cases, *run_ranks(divided, 4, cases), strict=True):
         expected = model_of(family, core).eval()(**batch_of("left")).logits.detach()
         for place in range(2):

@@ -219,10 +219,11 @@ def test_layouts_in_inference_mode() -> None:
     end()
 
 
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 @on_ranks(2)
-def test_plans_are_made_of_a_rank_s_part() -> None:
+def test_plans_are_made_of_a_rank_s_part(stage: int) -> None:
     engine, *_ = shardwise.initialize(model=llama(shared=True), config=CONFIG, mesh=(1, 2))
-    for plan in engine.memory_plans(split(data(0, 1)), stages=[3]).plans:
+    for plan in engine.memory_plans(split(data(0, 1)), stages=[stage]).plans:
         assert not plan.note and plan.setting.config["train_batch_size"] == 2 and plan.peaks["activations"] > 0
 
 

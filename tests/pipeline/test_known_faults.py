@@ -86,11 +86,13 @@ def mean_and_count(output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 4), thorough(3, 3), thorough(2, 2), thorough(1, 2)])
-def test_losses_are_divided_by_all_valid_tokens_on_every_stage(stages: int, ranks: int) -> None:
+@pytest.mark.parametrize(("schedule", "zero"), [thorough("1f1b", 0), ("zb-h1", 1), ("zbv", 3)])
+def test_losses_are_divided_by_all_valid_tokens_on_every_stage(
+    schedule: str, zero: int, stages: int, ranks: int
+) -> None:
     """pytorch/torchtitan#4194: gradients were too large by the number of tokens."""
     how: dict[str, Any] = {"made": untied, "loss": mean_and_count, "batches": few_valid}
-    for schedule, zero in (("zb-h1", 1), ("zbv", 3)):
-        compare([Setting(stages, schedule, zero, **how)], ranks)
+    compare([Setting(stages, schedule, zero, **how)], ranks)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", thorough("zbv")])
@@ -214,16 +216,19 @@ def of_whole(name: str, place: int) -> str:
     return re.sub(r"(?<=experts\.)\d", lambda found: str(int(found[0]) + 2 * place), name)
 
 
+UNEVEN = {"partition_method": [0, 1, 6]}  # no experts on the first stage
+
+
 @pytest.mark.parametrize(("size", "ranks"), [thorough(1, 2), (2, 4), thorough(1, 4)])
-def test_auxiliary_losses_and_experts_on_the_ranks_of_a_stage(size: int, ranks: int) -> None:
+@pytest.mark.parametrize("ways", [(("zb-h1", {}), ("1f1b", UNEVEN)), thorough((("1f1b", {}),))], ids=["two", "1f1b"])
+def test_auxiliary_losses_and_experts_on_the_ranks_of_a_stage(ways: Any, size: int, ranks: int) -> None:
     """NVIDIA/Megatron-LM#7452 (3, 4, 7): auxiliary losses of local tokens; a default group in place of the given one.
 
     The ranks of the second stage are not the first ones of the job.
     """
-    uneven = {"partition_method": [0, 1, 6]}  # no experts on the first stage
     settings = [
         Setting(2, schedule, 0, made=partial(routed, size), loss=with_auxiliary, options=options)
-        for schedule, options in (("zb-h1", {}), ("1f1b", uneven))
+        for schedule, options in ways
     ]
     expected = gradients_alone(replace(settings[0], made=partial(routed, 1)), ranks // 2)
     for runs in zip(*run_ranks(each, ranks, gradients, [(one,) for one in settings]), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -273,10 +274,14 @@ def test_gradients_equal_those_of_one_process(name: str, kinds: Sequence[str], c
     )
 
 
-def test_running_statistics_do_not_depend_on_recomputation_and_schedules() -> None:
+@pytest.mark.parametrize(
+    "ways", [((0, "zb-h1"), (1, "zbv")), thorough((*itertools.product((0, 1), KINDS),))], ids=["two", "all"]
+)
+def test_running_statistics_do_not_depend_on_recomputation_and_schedules(ways: tuple[tuple[int, str], ...]) -> None:
+    options = {"partition_method": "uniform"}
     settings = [
-        Setting(2, schedule, 1, made=MODELS["normed"], options={"partition_method": "uniform", **recompute})
-        for recompute, schedule in (({}, "zb-h1"), ({"activation_checkpoint_interval": 1}, "zbv"))
+        Setting(2, schedule, 1, made=MODELS["normed"], options={**options, "activation_checkpoint_interval": interval})
+        for interval, schedule in ways
     ]
     compare(settings, 2)
 

@@ -318,19 +318,25 @@ def test_evaluation_changes_nothing_and_gives_all_ranks_the_loss() -> None:
     assert outputs is None or [len(outputs), *outputs[0].shape] == [4, 2, 5, WORDS]
 
 
-LAYOUTS = [(4, 2, "1f1b", 3), (3, 3, "interleaved", 0)]
+LAYOUTS = [(4, 2, "1f1b", 3), thorough(1, 1, "1f1b", 0), (3, 3, "interleaved", 0)]
 
 
-def test_checkpoints_load_into_every_layout(tmp_path: Path) -> None:
-    run_ranks(train, 4, Setting(2, "1f1b", 1, steps=1), 0, None, str(tmp_path))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("saved"))
+    run_ranks(train, 4, Setting(2, "1f1b", 1, steps=1), 0, None, path)
+    return path
+
+
+@pytest.mark.parametrize(("world", "stages", "schedule", "zero"), LAYOUTS)
+def test_checkpoints_load_into_every_layout(saved: str, world: int, stages: int, schedule: str, zero: int) -> None:
     expected = alone(Setting(steps=2), 2)
-    for world, stages, schedule, zero in LAYOUTS:
-        places = world // stages
-        setting = Setting(stages, schedule, zero, micro_batches=8 // places, steps=1, batches=Spread(places))
-        for run in run_ranks(train, world, setting, 1, str(tmp_path)):
-            torch.testing.assert_close(run.losses, expected.losses[1:], rtol=1e-5, atol=1e-6)
-            for name, values in run.parameters.items():
-                torch.testing.assert_close(values, expected.parameters[name], rtol=0, atol=2e-6, msg=name)
+    places = world // stages
+    setting = Setting(stages, schedule, zero, micro_batches=8 // places, steps=1, batches=Spread(places))
+    for run in run_ranks(train, world, setting, 1, saved):
+        torch.testing.assert_close(run.losses, expected.losses[1:], rtol=1e-5, atol=1e-6)
+        for name, values in run.parameters.items():
+            torch.testing.assert_close(values, expected.parameters[name], rtol=0, atol=2e-6, msg=name)
 
 
 class Spread:

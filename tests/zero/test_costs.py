@@ -109,6 +109,7 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
     [
         ("gpt", 2, None, ((1, "bf16"), (3, "bf16"), (3, "fp32"), (1, "fp32"))),
         ("frozen_half", 3, 50, ((2, "bf16"), (2, "fp32"), (1, "bf16"), (2, "bf16"))),
+        thorough("frozen_half", 3, 50, ((3, "bf16"), (3, "fp32"), (1, "bf16"), (3, "bf16"))),
     ],
 )
 def test_collectives_and_bytes_of_a_step(

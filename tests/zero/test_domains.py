@@ -6,6 +6,8 @@ zeros. Adding zeros changes no bit, so both have the same ones.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -158,30 +160,41 @@ def assert_same(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "accumulation", "precision"),
-    [("Lamb", 2, "bf16"), thorough("AdamW", 1, "fp32"), thorough("AdamW", 2, "fp16")],
+    ("optimizer", "accumulation", "precision", "stages"),
+    [
+        ("Lamb", 2, "bf16", (1, 3)),
+        *itertools.starmap(
+            thorough,
+            [("Lamb", 2, "bf16", (0, 2)), ("AdamW", 1, "fp32", range(4)), ("AdamW", 2, "fp16", range(4))],
+        ),
+    ],
 )
-def test_the_same_bits_as_ranks_that_have_everything(optimizer: str, accumulation: int, precision: str) -> None:
-    assert_same([(stage, optimizer, precision, accumulation) for stage in (1, 3)])
+def test_the_same_bits_as_ranks_that_have_everything(
+    optimizer: str, accumulation: int, precision: str, stages: Iterable[int]
+) -> None:
+    assert_same([(stage, optimizer, precision, accumulation) for stage in stages])
 
 
 def test_whole_tensors_are_owned_by_ranks_that_have_them() -> None:
     assert_same([(3, "Muon", "fp32", 1)], table=False)
 
 
-def test_what_no_other_rank_has_is_not_divided() -> None:
-    assert_same([(stage, "AdamW", "bf16", n) for stage, n in ((0, 1), (2, 2))], world=EXPERTS)
+@pytest.mark.parametrize("ways", [((0, 1), (2, 2)), thorough(((0, 2), (1, 1), (2, 1), (3, 2)))], ids=str)
+def test_what_no_other_rank_has_is_not_divided(ways: tuple[tuple[int, int], ...]) -> None:
+    assert_same([(stage, "AdamW", "bf16", n) for stage, n in ways], world=EXPERTS)
 
 
-def test_units_that_are_needed_once_more() -> None:
-    assert_same([(3, "AdamW", "bf16", 2)], again=True)
+@pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 2), thorough("fp32", 1)])
+def test_units_that_are_needed_once_more(precision: str, accumulation: int) -> None:
+    assert_same([(3, "AdamW", precision, accumulation)], again=True)
 
 
+@pytest.mark.parametrize("ways", [((1, True), (2, False), (3, True)), thorough(((1, True), (3, False)))], ids=str)
 @on_ranks(WORLD)
-def test_beside_groups_of_ranks() -> None:
+def test_beside_groups_of_ranks(ways: tuple[tuple[int, bool], ...]) -> None:
     """Parameters of all ranks lie in a grid, those of some in another domain."""
     found = []
-    for stage, spread in ((1, True), (2, False), (3, True)):
+    for stage, spread in ways:
         zero = {"mics_shard_size": 2, "optimizer_over_replicas": spread}
         model = make(divided=True)
         engine, *_ = shardwise.initialize(model=model, config=config(stage, "AdamW", "fp32", 1, **zero))

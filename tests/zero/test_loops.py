@@ -240,12 +240,21 @@ QUICK = ("forwards_then_backwards", "fail_in_backward_on_one_rank", "dropped_win
 
 
 @pytest.mark.parametrize("loop", [loop if loop in QUICK else thorough(loop) for loop in LOOPS])
-@pytest.mark.parametrize("name", [thorough("gpt"), thorough("lora"), "router"])
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("router", ((1, 300), (2, 300), (3, 50))),
+        thorough("router", ((0, 300), (3, 300))),
+        *(thorough(name, ((0, 300), (1, 300), (2, 300), (3, 300), (3, 50))) for name in ("gpt", "lora")),
+    ],
+    ids=str,
+)
 @on_ranks(2)
-def test_every_way_of_writing_the_loop_gives_the_same(name: str, loop: str) -> None:
+def test_every_way_of_writing_the_loop_gives_the_same(name: str, ways: tuple[tuple[int, int], ...], loop: str) -> None:
     case, base = CASES[name], Setting(accumulation=2, cap=300)
     expected = plain(case, base, 2, STEPS).masters
-    for setting in (base.with_stage(1), base.with_stage(2), base.with_stage(3, cap=50)):
+    for stage, cap in ways:
+        setting = base.with_stage(stage, cap=cap)
         engine = start(case, setting)
         LOOPS[loop](engine, case, setting)
         assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1, f"ranks differ after {loop}: {setting}"

@@ -169,29 +169,36 @@ def sent(zero: Zero, stage: int, accumulation: int) -> dict[str, dict[str, float
     return found
 
 
-def test_what_is_sent_within_and_between_groups() -> None:
+SUMS = 2 * 0.5 * 0.5  # half of the shard, in fp32
+BOTH, UPDATED = {"reduce_scatter": SUMS, "all_gather": SUMS}, {"reduce_scatter": SUMS, "all_gather": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "accumulation", "expected"),
+    [
+        (PAIRS, 3, 1, {"shard": {"all_gather": 1.0, "reduce_scatter": 0.5}, "replicate": BOTH}),
+        (SPREAD, 3, 2, {"shard": {"all_gather": 2.0, "reduce_scatter": 1.0}, "replicate": UPDATED}),
+        (PAIRS, 2, 2, {"shard": {"all_gather": 0.5, "reduce_scatter": 1.0}, "replicate": BOTH}),
+        thorough((), 3, 3, {"data_parallel": {"all_gather": 4.5, "reduce_scatter": 2.25}}),
+        thorough(SPREAD, 2, 3, {"shard": {"all_gather": 0.5, "reduce_scatter": 1.5}, "replicate": UPDATED}),
+    ],
+)
+def test_what_is_sent_within_and_between_groups(
+    zero: Zero, stage: int, accumulation: int, expected: dict[str, dict[str, float]]
+) -> None:
     """Two groups of two ranks, bf16 parameters and gradients, fp32 sums; in bytes of all bf16 parameters.
 
     Within a group: two gathers a micro-batch at stage 3 and a reduction, half of the model each. Between groups: half a
     shard of fp32 sums and, to bring gradients back, another (HSDP); with divided optimizer state the updated bf16
     parameters instead.
     """
-    cases = [(PAIRS, 3, 1), (SPREAD, 3, 2), (PAIRS, 2, 2)]
-    sums = 2 * 0.5 * 0.5  # half of the shard, in fp32
-    both, updated = {"reduce_scatter": sums, "all_gather": sums}, {"reduce_scatter": sums, "all_gather": 0.25}
-    expected: list[dict[str, dict[str, float]]] = [
-        {"shard": {"all_gather": 1.0, "reduce_scatter": 0.5}, "replicate": both},
-        {"shard": {"all_gather": 2.0, "reduce_scatter": 1.0}, "replicate": updated},
-        {"shard": {"all_gather": 0.5, "reduce_scatter": 1.0}, "replicate": both},
-    ]
-    for answer in run_ranks(each, WORLD, sent, cases):
-        for case, found, wanted in zip(cases, answer, expected, strict=True):
-            assert {g: set(ops) for g, ops in found.items()} == {g: set(ops) for g, ops in wanted.items()}, case
-            for group, ops in wanted.items():
-                for op, size in ops.items():
-                    # The unit that a backward pass begins with is kept from the forward pass before.
-                    low = 0.75 if case[1] == 3 and op == "all_gather" and group != "replicate" else 0.99
-                    assert low * size <= found[group][op] <= 1.01 * size, (case, group, op, found)
+    for found in run_ranks(sent, WORLD, zero, stage, accumulation):
+        assert {g: set(ops) for g, ops in found.items()} == {g: set(ops) for g, ops in expected.items()}
+        for group, ops in expected.items():
+            for op, size in ops.items():
+                # The unit that a backward pass begins with is kept from the forward pass before.
+                low = 0.75 if stage == 3 and op == "all_gather" and group != "replicate" else 0.99
+                assert low * size <= found[group][op] <= 1.01 * size, (group, op, found)
 
 
 @on_ranks(WORLD)
@@ -261,9 +268,9 @@ def windows(zero: Zero, stage: int, counts: tuple[int, ...], late: bool) -> str:
     return bits(engine)
 
 
-def test_boundaries_by_hand() -> None:
-    cases = [(SPREAD, 2, (3, 1), True), (SPREAD, 3, (3, 1), False)]
-    answers = run_ranks(each, WORLD, windows, cases)
+@pytest.mark.parametrize("other", [(SPREAD, 2, (3, 1), True), thorough((PAIRS, 2, (3, 1), False))], ids=str)
+def test_boundaries_by_hand(other: Any) -> None:
+    answers = run_ranks(each, WORLD, windows, [(SPREAD, 3, (3, 1), False), other])
     assert len({found for answer in answers for found in answer}) == 1
 
 
@@ -308,16 +315,18 @@ def content(path: str) -> Tensors:
         return {f"{t.kind} {t.name}": files.read(t) for t in tensors}
 
 
-def test_a_checkpoint_fits_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others", [((2, ()), (WORLD, LEVELS_SPREAD)), thorough(((WORLD, PAIRS), (8, LEVELS_SPREAD)))], ids=["few", "more"]
+)
+def test_a_checkpoint_fits_every_layout(tmp_path: Path, others: tuple[tuple[int, Zero], ...]) -> None:
     """Each tensor is saved once; other meshes, stages and numbers of ranks load the same bits."""
     one = str(tmp_path / "one")
     kept = run_ranks(passed_on, WORLD, one, SPREAD, 2)
     assert len(set(kept)) == 1
     tensors = content(one)
-    others: list[tuple[int, Zero, int]] = [(2, (), 3), (WORLD, LEVELS_SPREAD, 3)]
-    for number, (world, layout, other) in enumerate(others):
+    for number, (world, layout) in enumerate(others):
         target = str(tmp_path / str(number))
-        assert set(run_ranks(passed_on, world, target, layout, other, one)) == set(kept), (world, layout, other)
+        assert set(run_ranks(passed_on, world, target, layout, 3, one)) == set(kept), (world, layout)
         again = content(target)
         assert again.keys() == tensors.keys()
         assert all(torch.equal(again[name], value) for name, value in tensors.items())

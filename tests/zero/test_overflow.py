@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.errors import LossScaleError
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
 from tests.harness.training import bits, digest, engine_of
 from tests.precision.test_scaler import reference
@@ -111,8 +111,15 @@ def reports(cases: list[tuple[int, int, dict[str, Any], Spoilt]]) -> list[Any]:
 WEIGHTS = (("second.weight", (INF, -INF, NAN, 48.0)), ("third.bias", (NAN,)))
 
 
-def test_a_report_names_where_the_first_value_came_from() -> None:
-    ways = [(0, 2, FP16), (1, 1, FP16), (3, 2, FP32), (3, 1, BF16)]
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [(0, 2, FP16), (1, 1, FP16), (3, 2, FP32), (3, 1, BF16)],
+        thorough([(0, 1, FP16), (3, 1, FP16), (0, 2, FP32), (1, 2, FP32)]),
+    ],
+    ids=["few", "more"],
+)
+def test_a_report_names_where_the_first_value_came_from(ways: list[tuple[int, int, Any]]) -> None:
     cases = [(*way, Spoilt((1,), WEIGHTS)) for way in ways]
     cases.append((2, 1, {**FP16, "prescale_gradients": True}, Spoilt((0, 2), WEIGHTS)))
     everywhere = run_ranks(reports, 3, cases)

@@ -25,7 +25,7 @@ from shardwise.comm.machines import groups_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import rounded
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import (
     DTYPES,
     Setting,
@@ -92,11 +92,12 @@ def parameters_in_codes(engine: Any, exact: Tensors) -> Tensors:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("coded", [(QG, ALL), thorough((QG, LOCO))], ids=["all", "loco"])
 @on_ranks(WORLD)
-def test_gradients_are_those_of_exact_reductions_within_their_rounding() -> None:
+def test_gradients_are_those_of_exact_reductions_within_their_rounding(coded: tuple[Zero, Zero]) -> None:
     """Codes of 4 bits round by a seventh of the largest element of a block at most; errors may be fed back."""
     found = []
-    for zero in (EXACT, QG, ALL):
+    for zero in (EXACT, *coded):
         engine = start(CASES["gpt"], zero, accumulation=2)
         for micro in range(2):
             backward(engine, CASES["gpt"], 0, micro)
@@ -126,8 +127,15 @@ def digests(name: str, variants: Sequence[tuple[Zero, bool]]) -> list[str]:
     return found
 
 
-def test_ranks_agree_and_prefetching_and_recomputing_change_no_bit() -> None:
-    changes = [({}, False), ({"stage3_prefetch_bucket_size": 0}, True)]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [({}, False), ({"stage3_prefetch_bucket_size": 0}, True)],
+        thorough([({}, True), ({"stage3_prefetch_bucket_size": 0}, False)]),
+    ],
+    ids=["both", "either"],
+)
+def test_ranks_agree_and_prefetching_and_recomputing_change_no_bit(changes: list[tuple[Zero, bool]]) -> None:
     alike = run_ranks(digests, WORLD, "gpt", [({**ALL, **more}, again) for more, again in changes])
     assert len({found for answer in alike for found in answer}) == 1
     coded, near, exact = zip(

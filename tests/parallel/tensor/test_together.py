@@ -105,11 +105,12 @@ def train(mesh: Mesh, stage: int, accumulation: int, **more: Any) -> Any:
     return told, boxes
 
 
+@pytest.mark.parametrize("local", [thorough(0), 1])
 @on_ranks(2)
-def test_gradients_that_are_not_reduced_yet() -> None:
-    """Stage 1 adds them up locally until the boundary; stage 2 reduces them in each pass."""
+def test_gradients_that_are_not_reduced_yet(local: int) -> None:
+    """Stages 0 and 1 add them up locally until the boundary; stage 2 reduces them in each pass."""
     found = []
-    for stage in (2, 1):
+    for stage in (2, local):
         engine = started(Mesh(2), stage, 2)
         loss, tokens = loss_of(engine, own(engine, 0, 0))
         engine.backward(loss, weight=tokens)
