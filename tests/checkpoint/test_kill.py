@@ -101,7 +101,8 @@ def what_is_left(path: str) -> str:
     [
         (True, False, 3),
         (False, True, 5),
-        *itertools.starmap(thorough, itertools.product((False, True), (False, True), (1,))),
+        thorough(True, False, 2),
+        *itertools.starmap(thorough, [(False, False, 1), (False, True, 1), (True, True, 1)]),
     ],
 )
 def test_killed_at_any_moment_of_a_save_there_is_the_old_or_the_new_checkpoint(
