@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise.config import accept, resolve
+from shardwise.config.unsupported import value_at
 from shardwise.errors import (
     ConfigError,
     ConflictError,
@@ -24,52 +25,13 @@ from shardwise.errors import (
 )
 from tests.dropin.clients import drop_in
 from tests.harness import on_ranks
+from tests.harness.tables import tables
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "migrating.md"
 
-ELSEWHERE = {
-    "switched-off": "dropin/test_shapes.py",
-    "zero-values": "dropin/test_shapes.py",
-    "node-local": "dropin/test_shapes.py",
-    "auto": "config/test_resolve.py",
-    "buckets": "memory/test_monotone.py",
-    "contradictions": "config/test_errors.py",
-    "quoted-numbers": "config/test_errors.py config/test_resolve.py",
-    "warmup-type": "config/test_errors.py",
-    "persistence": "config/test_resolve.py",
-    "hjson": "config/test_load.py",
-    "sparse-attention": "attention/test_sparse.py",
-    "loss-scale": "zero/test_overflow.py",
-    "same-bits": "zero/test_numerics.py",
-    "accumulation-dtype": "zero/test_windows.py",
-    "branches": "engine/test_engine.py",
-    "idle-step": "engine/test_idle_steps.py",
-    "coalesce": "dropin/test_inventory.py",
-    "moe-questions": "dropin/test_names.py",
-    "parameter-state": "dropin/test_adapters.py",
-    "atomic-saves": "checkpoint/test_kill.py checkpoint/test_going_on.py",
-    "save-dir": "checkpoint/test_failures.py",
-    "import": "dropin/test_modules.py",
-    "absent-names": "dropin/test_inventory.py",
-    "one-logger": "dropin/test_adapters.py",
-    "estimates": "dropin/test_adapters.py",
-    "stuck-ranks": "comm/test_whereabouts.py",
-    "one-machine": "dropin/test_commands.py",
-    "failing-rank": "launch/test_failure.py",
-    "trap-1": "optim/test_registry.py",
-    "trap-3": "comms-logger",
-    "trap-4": "overlap",
-    "trap-10": "untested-optimizers",
-    "trap-11": "auto",
-    "trap-13": "client-state",
-    "trap-17": "zero-init",
-    "trap-18": "loss-scale",
-    "trap-21": "config/test_resolve.py",
-    "trap-23": "dropin/test_commands.py",
-    "trap-24": "save-16bit",
-    "trap-26": "old-keys",
-}
+TABLES = tables(__file__)
+ELSEWHERE = TABLES["elsewhere"]
 """Row without a test here -> files below `tests` with the tests, or another row."""
 
 COVERED: set[str] = set()
@@ -82,10 +44,10 @@ def covers(*rows: str) -> Callable[[Test], Test]:
     return lambda test: test
 
 
-def by_row(names: str, *cases: tuple[Any, ...]) -> Callable[[Test], Test]:
-    """Parametrize a test with cases of rows; the name of its row is the first value of each."""
-    covers(*(case[0] for case in cases))
-    return pytest.mark.parametrize(names, [pytest.param(*case[1:], id=case[0]) for case in cases])
+def by_row(names: str, table: str) -> Callable[[Test], Test]:
+    """Parametrize a test with the cases of a table; the first value of each is the name of its row."""
+    covers(*(row for row, *_ in TABLES[table]))
+    return pytest.mark.parametrize(names, [pytest.param(*case, id=row) for row, *case in TABLES[table]])
 
 
 def test_every_row_has_a_test() -> None:
@@ -107,30 +69,7 @@ def as_deepspeed(**config: Any) -> Any:
     return resolve(accept({"train_batch_size": 8, **config}), world_size=2)
 
 
-@by_row(
-    "config, ignored",
-    (
-        "unknown-keys",
-        {"seed": 1, "bf16": {"enabled": True, "loss_scale": 0}, "optimizer": {"type": "Adam", "lr": 0.1}},
-        ["bf16.loss_scale", "optimizer.lr", "seed"],
-    ),
-    (
-        "other-stages",
-        {"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
-        ["zero_optimization.offload_optimizer", "zero_optimization.offload_param"],
-    ),
-    (
-        "other-stages",
-        {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True, "zero_hpz_partition_size": 8}},
-        ["zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_gradients"],
-    ),
-    ("not-built", {"aio": {"use_gds": True}, "compile": {"deepcompile": True}}, ["aio.use_gds", "compile.deepcompile"]),
-    (
-        "not-built",
-        {"compile.deepcompile": True, "zero_optimization.offload_optimizer.super_offload": True},
-        ["compile.deepcompile", "zero_optimization.offload_optimizer.super_offload"],
-    ),
-)
+@by_row("config, ignored", "ignored")
 def test_keys_that_only_the_drop_in_ignores(config: dict[str, Any], ignored: list[str]) -> None:
     assert sorted(note.path for note in as_deepspeed(**config).ignored) == ignored
     with pytest.raises(ConfigError) as error:
@@ -149,40 +88,12 @@ def test_a_rate_that_deepspeed_has_by_default() -> None:
     assert as_deepspeed(scheduler=given).config.scheduler.params["warmup_max_lr"] is None
 
 
-@by_row(
-    "config, path, value",
-    ("clipping-default", {}, "gradient_clipping", 0),
-    ("overflow-default", {"bf16": {"enabled": True}}, "bf16.check_grad_overflow", False),
-    ("overlap", {"zero_optimization": {"stage": 1}}, "zero_optimization.overlap_comm", True),
-    ("old-keys", {"optimizer": {"type": "OneBitLamb", "params": {"lr": 0.1}}}, "optimizer.type", "onebitlamb"),
-    ("no-warmup", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "scheduler.type", "WarmupLR"),
-    ("trap-2", {}, "steps_per_print", None),
-    ("trap-12", {"steps_per_print": float("inf")}, "steps_per_print", float("inf")),
-    ("trap-22", {"elasticity": {"prefer_large_batch": True}}, "elasticity.prefer_larger_batch", True),
-)
+@by_row("config, path, value", "values")
 def test_values(config: dict[str, Any], path: str, value: Any) -> None:
-    found = accepted(**config).config
-    for name in path.split("."):
-        found = getattr(found, name)
-    assert found == value
+    assert value_at(accepted(**config).config, path) == value
 
 
-@by_row(
-    "kind, config, paths",
-    ("overlap", "no_effect", {"zero_optimization": {"overlap_comm": False}}, ["zero_optimization.overlap_comm"]),
-    (
-        "tuning-keys",
-        "no_effect",
-        {"zero_optimization": {"stage": 3, "contiguous_gradients": False, "sub_group_size": 5e8}},
-        ["zero_optimization.contiguous_gradients", "zero_optimization.sub_group_size"],
-    ),
-    (
-        "untested-optimizers",
-        "read_by_clients",
-        {"zero_allow_untested_optimizer": True},
-        ["zero_allow_untested_optimizer"],
-    ),
-)
+@by_row("kind, config, paths", "without effect")
 def test_keys_without_effect(kind: str, config: dict[str, Any], paths: list[str]) -> None:
     notes = getattr(accepted(**config), kind)
     assert sorted(note.path for note in notes) == paths and all(note.reason for note in notes)

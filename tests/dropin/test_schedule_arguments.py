@@ -20,6 +20,9 @@ from shardwise_deepspeed.schedule_arguments import (
     parse_arguments,
 )
 from shardwise_deepspeed.schedules import WarmupDecayLR
+from tests.harness.tables import tables
+
+TABLES = tables(__file__)
 
 
 def parsed(line: str) -> argparse.Namespace:
@@ -33,28 +36,7 @@ def test_every_argument_of_every_schedule_has_a_flag() -> None:
     assert vars(parsed("")) == {"lr_schedule": None, **dict.fromkeys(names)}
 
 
-@pytest.mark.parametrize(
-    ("line", "params"),
-    [
-        ("--lr_schedule WarmupLR", {}),
-        (
-            "--lr_schedule OneCycle --cycle_min_lr 0.01 --cycle_max_lr 1e-1 --cycle_momentum --decay_step_size 4",
-            {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_momentum": True, "decay_step_size": 4},
-        ),
-        (
-            "--lr_schedule OneCycle --cycle_min_lr 0 --cycle_max_lr 1 --cycle_momentum false --warmup_min_lr 3",
-            {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_momentum": False},
-        ),
-        (
-            "--lr_schedule LRRangeTest --lr_range_test_staircase True --lr_range_test_step_rate 2",
-            {"lr_range_test_staircase": True, "lr_range_test_step_rate": 2.0},
-        ),
-        (
-            "--lr_schedule WarmupCosineLR --total_num_steps 50 --cos_min_ratio 0.1 --warmup_type linear",
-            {"total_num_steps": 50, "cos_min_ratio": 0.1, "warmup_type": "linear"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("line", "params"), TABLES["flags"])
 def test_flags_become_a_section_that_can_be_built(line: str, params: dict[str, object]) -> None:
     section, error = get_config_from_args(parsed(line))
     assert error == ""
@@ -106,22 +88,7 @@ def test_the_rate_of_a_section() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    ("name", "params", "rates"),
-    [
-        ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear"}, [0.0, 0.125, 0.25, 0.375, 0.5, 0.5]),
-        ("WarmupLR", {"warmup_num_steps": 4}, [0.0, 0.25, 0.3962, 0.5, 0.5, 0.5]),
-        (
-            "WarmupDecayLR",
-            {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_type": "linear"},
-            [0.0, 0.0005, 0.001, 0.00066667, 0.00033333, 0.0],
-        ),
-        ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_max_lr": None}, [0, 0.5, 0.5, 0.25, 0]),
-        ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2}, [0, 0.5, 0.42678, 0.250025, 0.07327, 5e-5]),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}, [0.1, 0.2, 0.3, 0.2, 0.1]),
-        ("LRRangeTest", {"lr_range_test_step_size": 2}, [0.001, 0.0015, 0.002, 0.0025, 0.003]),
-    ],
-)
+@pytest.mark.parametrize(("name", "params", "rates"), TABLES["rates"])
 def test_rates_of_classes_without_a_configuration(name: str, params: dict[str, Any], rates: list[float]) -> None:
     """DeepSpeed's defaults: WarmupDecayLR warms up to 0.001, and WarmupLR to the rate of the optimizer."""
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)

@@ -19,6 +19,7 @@ import torch
 from shardwise.config import accept, assume, resolve
 from shardwise.errors import ConfigError
 from shardwise.utils.logging import warn_once
+from tests.harness.tables import tables
 
 HERE = Path(__file__).parent
 SHAPES: list[dict[str, Any]] = json.loads((HERE / "shapes.json").read_text())
@@ -53,19 +54,7 @@ def test_the_strict_reader_refuses_unknown_keys(shape: dict[str, Any]) -> None:
         assert {note.path for note in unknown} <= {problem.path for problem in error.value.problems}
 
 
-@pytest.mark.parametrize(
-    ("config", "path", "wanted"),
-    [
-        ({"optimizer": {"type": "Adam", "lr": 1e-3}}, "optimizer.lr", "only `optimizer.params.lr` is read"),
-        ({"max_grad_norm": 1.0}, "max_grad_norm", "write that"),
-        ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale", "bf16 needs no loss scale"),
-        ({"fp16": {"enabled": True, "opt_level": "O2"}}, "fp16.opt_level", "Apex"),
-        ({"_comment": "text"}, "_comment", "a comment"),
-        ({"log": {}}, "log", "no key of the top level or of another section has a similar name"),
-        ({"seed": 1}, "seed", "no key of the top level or of another section has a similar name"),
-        ({"zero_stage": 2}, "zero_stage", "write `zero_optimization.stage`"),
-    ],
-)
+@pytest.mark.parametrize(("config", "path", "wanted"), tables(__file__)["hints"])
 def test_hints_of_the_strict_reader_name_the_cause(config: dict[str, Any], path: str, wanted: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve({"train_batch_size": 1, **config})
