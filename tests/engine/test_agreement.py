@@ -128,7 +128,6 @@ def test_one_rank_may_report_alone(tmp_path: Path) -> None:
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     assert engine.last_step.applied
-    engine.destroy()
 
 
 @on_ranks(2)

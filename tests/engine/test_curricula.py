@@ -22,9 +22,8 @@ from shardwise.data.token_drop import (
 )
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.schedules.difficulty import CurriculumScheduler
-from shardwise.utils import safe_get_full_fp32_param
-from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import parameters_digest
+from tests.harness import on_ranks, thorough, training
+from tests.harness.training import Tensors, assert_close, goes_on, masters, parameters_digest
 
 WIDTH, WORDS, LENGTH, STEPS, LAYERS = 8, 11, 12, 5, 3
 GROWTH = {"total_curriculum_step": 4, "difficulty_step": 2}
@@ -117,17 +116,11 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def engine_of(model: nn.Module, stage: int = 0, **config: Any) -> Any:
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **config,
-    }
-    return shardwise.initialize(model=model, config=settings)[0]
+    return training.engine_of(model, stage, {"type": "SGD", "params": {"lr": 0.2}}, **config)
 
 
-def train(engine: Any, steps: range) -> None:
-    for step in steps:
+def train(engine: Any, first: int, last: int) -> None:
+    for step in range(first, last):
         ids = batch(step, dist.get_rank())
         engine.backward(engine(ids, labels=ids))
         engine.step()
@@ -144,50 +137,37 @@ def chosen(step: int, rank: int, count: int) -> dict[int, torch.Tensor]:
     return found
 
 
-def plain(ranks: int, lengths: list[int], tokens: list[int]) -> Net:
+def plain(ranks: int, lengths: list[int], tokens: list[int]) -> Tensors:
     """Train in one process on the micro-batches of all ranks, truncated, with layers that compute some tokens."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            ids = batch(step, rank)[:, : lengths[step]]
-            (model(ids, ids, chosen(step, rank, tokens[step])) / ranks).backward()
-        optimizer.step()
-    return model
 
+    def losses(step: int) -> list[torch.Tensor]:
+        parts = [batch(step, rank)[:, : lengths[step]] for rank in range(ranks)]
+        return [model(ids, ids, chosen(step, rank, tokens[step])) for rank, ids in enumerate(parts)]
 
-def assert_equal(engine: Any, wanted: nn.Module) -> None:
-    values = dict(wanted.named_parameters())
-    for name, parameter in engine.module.named_parameters():
-        found = safe_get_full_fp32_param(parameter)
-        name = name.replace("random_ltd_layer.", "")
-        torch.testing.assert_close(found, values[name].detach(), rtol=1e-5, atol=1e-6)
+    return training.loop(model, torch.optim.SGD(model.parameters(), lr=0.2), losses, STEPS)
 
 
 # -- sequences that begin short ----------------------------------------------------------------------------------------
 
 
-def short_sequences(ranks: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
+def test_training_is_that_of_truncated_batches(world: int) -> None:
     digests = set()
-    wanted = plain(ranks, LENGTHS, [LENGTH] * STEPS)
+    wanted = plain(world, LENGTHS, [LENGTH] * STEPS)
     for stage in range(4):
         engine = engine_of(Net(), stage, curriculum_learning=SHORT)
         assert engine.curriculum_scheduler_legacy.get_current_difficulty() == LENGTHS[0]
-        train(engine, range(STEPS))
-        assert [length for length in engine.module.seen if length] == LENGTHS
-        assert_equal(engine, wanted)
+        train(engine, 0, STEPS)
+        assert engine.module.seen == LENGTHS
+        assert_close(masters(engine.module), wanted, 1e-5)
         digests.add(parameters_digest(engine.module))
         engine.eval()
         engine(batch(0, 0), batch(0, 0))
         assert engine.module.seen[-1] == LENGTH
         engine.destroy()
     assert len(digests) == 1
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_training_is_that_of_truncated_batches(ranks: int) -> None:
-    run_ranks(short_sequences, ranks, ranks)
 
 
 @on_ranks(1)
@@ -230,7 +210,7 @@ def test_a_model_that_takes_the_length_truncates_by_itself() -> None:
             return super().forward(ids, labels)
 
     engine = engine_of(Own(), curriculum_learning=SHORT)
-    train(engine, range(3))
+    train(engine, 0, 3)
     assert [one for one in engine.module.seen if isinstance(one, tuple)] == [(12, 6), (12, 8), (12, 10)]
 
 
@@ -239,11 +219,11 @@ def test_the_script_gives_a_schedule() -> None:
     custom = {**SHORT, "schedule_type": "custom", "schedule_config": {}}
     engine = engine_of(Net(), curriculum_learning=custom)
     with pytest.raises(UsageError, match='has schedule_type "custom" and no function yet'):
-        train(engine, range(1))
+        train(engine, 0, 1)
     with pytest.raises(UsageError, match="no curriculum has the name 'rarity'; there are: seqlen"):
         engine.set_custom_curriculum_learning_schedule({"rarity": lambda step: 3})
     engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 2 + step})
-    train(engine, range(3))
+    train(engine, 0, 3)
     assert engine.module.seen == [3, 4, 5]
     with pytest.raises(ConfigError, match='needs schedule_type "custom", which is "fixed_linear"'):
         engine_of(Net(), curriculum_learning=SHORT).set_custom_curriculum_learning_schedule({"seqlen": len})
@@ -310,47 +290,35 @@ def test_schedules() -> None:
 # -- layers that drop tokens -------------------------------------------------------------------------------------------
 
 
-def dropped_tokens(ranks: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "way"), [(2, "wrapped"), (1, "sequence first"), (2, "by name"), thorough(1, "wrapped")]
+)
+@on_ranks("world")
+def test_training_is_that_of_layers_that_compute_some_tokens(world: int, way: str) -> None:
     digests = set()
-    wanted = plain(ranks, [LENGTH] * STEPS, TOKENS)
-    first, by_name = way == "sequence first", way == "by name"
+    wanted = plain(world, [LENGTH] * STEPS, TOKENS)
+    first = way == "sequence first"
     for stage in range(4) if way == "wrapped" else (3,):
-        model = Net(first, by_name)
+        model = Net(first, way == "by name")
         if way == "wrapped":
             convert_to_random_ltd(model, Block)
         order = "seq_batch_dim" if first else "batch_seq_dim"
         engine = engine_of(model, stage, data_efficiency=routing(hidden_state_order=order))
-        train(engine, range(STEPS))
+        train(engine, 0, STEPS)
         assert engine.random_ltd_scheduler.get_current_seq() == TOKENS[-1]
-        assert_equal(engine, wanted)
+        found = {name.replace("random_ltd_layer.", ""): value for name, value in masters(engine.module).items()}
+        assert_close(found, wanted, 1e-5)
         digests.add(parameters_digest(engine.module))
         if way == "wrapped":
-            saved = save_without_random_ltd(engine)
-            assert list(saved) == list(wanted.state_dict()) or dist.get_rank()
+            assert list(save_without_random_ltd(engine)) == list(wanted) or dist.get_rank()
         engine.destroy()
     assert len(digests) == 1
-
-
-@pytest.mark.parametrize(
-    ("ranks", "way"), [(2, "wrapped"), (1, "sequence first"), (2, "by name"), thorough(1, "wrapped")]
-)
-def test_training_is_that_of_layers_that_compute_some_tokens(ranks: int, way: str) -> None:
-    run_ranks(dropped_tokens, ranks, ranks, way)
 
 
 @on_ranks(2)
 def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     config = {"data_efficiency": routing(), "curriculum_learning": SHORT}
-    whole = engine_of(Net(), 3, **config)
-    train(whole, range(2))
-    whole.save_checkpoint(str(tmp_path))
-    train(whole, range(2, STEPS))
-    wanted = parameters_digest(whole.module)
-    whole.destroy()
-    again = engine_of(Net(), 1, **config)
-    again.load_checkpoint(str(tmp_path))
-    train(again, range(2, STEPS))
-    assert parameters_digest(again.module) == wanted
+    goes_on(lambda again: engine_of(Net(), 1 if again else 3, **config), train, tmp_path, 2, STEPS)
 
 
 @on_ranks(1)
@@ -396,7 +364,7 @@ def test_what_cannot_drop_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layer_token_lr_schedule.enabled: is not supported"):
         engine_of(Net(), data_efficiency=routing(layer_token_lr_schedule={"enabled": True}))
     with pytest.raises(UsageError, match="the layer's argument 'mask' has the shape"):
-        train(engine_of(Net(), data_efficiency=routing(model_mask_name=None)), range(1))
+        train(engine_of(Net(), data_efficiency=routing(model_mask_name=None)), 0, 1)
     flat = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
     engine = engine_of(nn.Sequential(*flat), data_efficiency=routing())
     with pytest.raises(

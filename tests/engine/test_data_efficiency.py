@@ -15,24 +15,23 @@ import shardwise
 from shardwise.data import MMapIndexedDataset, RepeatingLoader
 from shardwise.data.token_batches import TokenBatches
 from shardwise.errors import BatchSizeError, ConfigError, UsageError
-from shardwise.utils import safe_get_full_fp32_param
 from shardwise.utils.logging import warn_once
 from tests.data.test_curriculum import COUNT, LENGTHS, RARITY, files, metric, section
-from tests.harness import of_all_ranks, run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
-from tests.harness.training import parameters_digest
+from tests.harness.training import assert_close, config_of, goes_on, loop, masters, parameters_digest
 
 WIDTH = 6
 
 
-class Rows(list[torch.Tensor]):
-    """Samples whose first number is their own."""
+def rows() -> list[torch.Tensor]:
+    """Return samples whose first number is their own."""
+    values = torch.randn(COUNT, WIDTH, generator=torch.Generator().manual_seed(1))
+    values[:, 0] = torch.arange(COUNT) / COUNT
+    return list(values)
 
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        values = torch.randn(COUNT, WIDTH, generator=generator)
-        values[:, 0] = torch.arange(COUNT) / COUNT
-        super().__init__(values)
+
+ROWS = rows()
 
 
 def net() -> nn.Module:
@@ -40,18 +39,10 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, 1))
 
 
-def engine_of(data: dict[str, Any], stage: int = 0, **config: Any) -> Any:
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.05}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "data_efficiency": data,
-        **config,
-    }
-    given = config.pop("training_data", Rows())
-    settings.pop("training_data", None)
-    return shardwise.initialize(model=net(), config=settings, training_data=given)[0]
+def engine_of(data: dict[str, Any], stage: int = 0, training_data: Any = ROWS, **config: Any) -> Any:
+    config = {"gradient_accumulation_steps": 2, "data_efficiency": data, **config}
+    settings = config_of(stage, config.pop("optimizer", {"type": "Adam", "params": {"lr": 0.05}}), **config)
+    return shardwise.initialize(model=net(), config=settings, training_data=training_data)[0]
 
 
 def numbers(x: torch.Tensor) -> list[int]:
@@ -68,14 +59,15 @@ def train(engine: Any, steps: int, batches: Any) -> list[int]:
     return seen
 
 
-def by_difficulty(path: Path) -> dict[str, Any]:
-    return section({"rarity": {**metric("percentile", 20, 100), **files(path, "rarity", RARITY)}}, num_workers=0)
+def by_difficulty(path: Path, *, write: bool = False) -> dict[str, Any]:
+    """Return a section of the files of an analysis, which are written first."""
+    names = {"index_to_sample_path": f"{path}/rarity_samples", "index_to_metric_path": f"{path}/rarity_values"}
+    found = files(path, "rarity", RARITY) if write else names
+    return section({"rarity": {**metric("percentile", 20, 100), **found}}, num_workers=0)
 
 
 def first_part(path: Path, stage: int) -> tuple[list[list[int]], str]:
-    data = by_difficulty(path) if dist.get_rank() == 0 else None
-    dist.barrier()
-    engine = engine_of(data or section({"rarity": {**metric("percentile", 20, 100), **paths(path, "rarity")}}), stage)
+    engine = engine_of(by_difficulty(path), stage)
     batches = iter(RepeatingLoader(engine.training_dataloader))
     seen = of_all_ranks(train(engine, 3, batches))
     engine.save_checkpoint(str(path / "saved"))
@@ -85,13 +77,8 @@ def first_part(path: Path, stage: int) -> tuple[list[list[int]], str]:
     return seen, parameters_digest(engine.module)
 
 
-def paths(path: Path, name: str) -> dict[str, str]:
-    return {"index_to_sample_path": f"{path / name}_samples", "index_to_metric_path": f"{path / name}_values"}
-
-
 def second_part(path: Path, stage: int, **config: Any) -> tuple[list[list[int]], str]:
-    data = section({"rarity": {**metric("percentile", 20, 100), **paths(path, "rarity")}})
-    engine = engine_of(data, stage, **config)
+    engine = engine_of(by_difficulty(path), stage, **config)
     engine.load_checkpoint(str(path / "saved"))
     seen = of_all_ranks(train(engine, 4, RepeatingLoader(engine.training_dataloader)))
     return seen, parameters_digest(engine.module)
@@ -99,6 +86,7 @@ def second_part(path: Path, stage: int, **config: Any) -> tuple[list[list[int]],
 
 @pytest.mark.parametrize("stage", [3, thorough(0)])
 def test_sampling_resumes_on_other_ranks(stage: int, tmp_path: Path) -> None:
+    by_difficulty(tmp_path, write=True)
     ((seen, digest), *_) = run_ranks(first_part, 2, tmp_path, stage)
     rank_of = {sample: place for place, sample in enumerate(sorted(range(COUNT), key=lambda one: RARITY[one]))}
     for step in range(7):
@@ -113,17 +101,15 @@ def test_sampling_resumes_on_other_ranks(stage: int, tmp_path: Path) -> None:
         assert set(alone[0][8 * step : 8 * step + 8]) == own[0] | own[1]
 
 
+@on_ranks(1)
 def test_a_stream_has_no_difficulties(tmp_path: Path) -> None:
-    run_ranks(streams, 1, tmp_path)
-
-
-def streams(path: Path) -> None:
+    data = by_difficulty(tmp_path, write=True)
     with pytest.raises(ConfigError, match="list_iterator has no __getitem__ and __len__"):
-        engine_of(by_difficulty(path), training_data=iter([1]))
-    engine = engine_of(by_difficulty(path), training_data=None)
+        engine_of(data, training_data=iter([1]))
+    engine = engine_of(data, training_data=None)
     with pytest.raises(UsageError, match="the engine has no training dataloader with a curriculum"):
         engine.set_data_post_process_func(lambda batch, state: batch)
-    engine = engine_of(by_difficulty(path))
+    engine = engine_of(data)
     engine.set_data_post_process_func(lambda batch, state: (batch, state["current_difficulties"]["rarity"]))
     assert [most for _, most in islice(engine.training_dataloader, 4)] == [33, 33, 46, 46]
 
@@ -161,52 +147,49 @@ def factors(ranks: int, steps: int, method: str) -> list[float]:
     return [{"linear": ratio, "sqrt": ratio**0.5, "none": 1.0}[method] for ratio in ratios]
 
 
-def by_tokens(path: Path, ranks: int, method: str) -> None:
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "scheduler": SCHEDULE}
-    engine = engine_of(tokens(method), 2, training_data=None, **config)
-    batches = iter(RepeatingLoader(engine.dynamic_batching(Rows(), LENGTHS)))
-    rates, samples = [], []
-    for step in range(STEPS):
-        if step == 2:
-            engine.save_checkpoint(str(path))
-        train(engine, 1, batches)
-        rates.append(engine.last_step.lr[0])
-        samples.append(engine.last_step.samples)
-    scale = factors(ranks, 2, method)
+@pytest.mark.parametrize(("world", "method"), [(2, "linear"), (1, "sqrt"), thorough(2, "none")])
+@on_ranks("world")
+def test_the_rate_follows_the_samples_of_a_step(world: int, method: str, tmp_path: Path) -> None:
+    rates, samples, loaders = [], [], {}
+
+    def begin(again: bool) -> Any:
+        optimizer = {"type": "SGD", "params": {"lr": 0.05}}
+        engine = engine_of(tokens(method), 3 if again else 2, None, optimizer=optimizer, scheduler=SCHEDULE)
+        engine.dynamic_batching(ROWS, LENGTHS)
+        return engine
+
+    def take(engine: Any, first: int, last: int) -> None:
+        if engine not in loaders:
+            loaders[engine] = RepeatingLoader(engine.training_dataloader)
+        for _ in range(first, last):
+            train(engine, 1, loaders[engine])
+            rates.append(engine.last_step.lr[0])
+            samples.append(engine.last_step.samples)
+
+    engine = goes_on(begin, take, str(tmp_path), 2, STEPS)
+    rates, samples = rates[:STEPS], samples[:STEPS]
+    scale, batches = factors(world, 2, method), batches_of(world, 2)
     assert rates == pytest.approx([(0.01 + 0.04 * step / 9) * scale[step] for step in range(STEPS)])
     assert engine.get_lr() == pytest.approx([0.01 + 0.04 * STEPS / 9])  # the schedule's own
-    assert samples == [sum(map(len, batch)) for batch in batches_of(ranks, 2)[:STEPS]]
+    assert samples == [sum(map(len, batch)) for batch in batches[:STEPS]]
     assert engine.global_samples == sum(samples)
     model = net()
-    rows = Rows()
-    for step, rate in enumerate(rates):
-        batch = batches_of(ranks, 2)[step]
-        loss = sum(model(torch.stack([rows[i] for i in own])).square().mean() for own in batch) / len(batch)
-        for parameter, grad in zip(
-            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-        ):
-            parameter.data -= rate * grad
-    for parameter, wanted in zip(engine.module.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(safe_get_full_fp32_param(parameter), wanted.detach(), rtol=1e-5, atol=1e-6)
-    digest = parameters_digest(engine.module)
-    again = engine_of(tokens(method), 3, training_data=None, **config)
-    again.dynamic_batching(Rows(), LENGTHS)
-    again.load_checkpoint(str(path))
-    train(again, 3, RepeatingLoader(again.training_dataloader))
-    assert parameters_digest(again.module) == digest
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def losses(step: int) -> list[torch.Tensor]:
+        optimizer.param_groups[0]["lr"] = rates[step]
+        return [model(torch.stack([ROWS[i] for i in own])).square().mean() for own in batches[step]]
+
+    assert_close(masters(engine.module), loop(model, optimizer, losses, STEPS), 1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "method"), [(2, "linear"), (1, "sqrt"), thorough(2, "none")])
-def test_the_rate_follows_the_samples_of_a_step(ranks: int, method: str, tmp_path: Path) -> None:
-    run_ranks(by_tokens, ranks, tmp_path, ranks, method)
-
-
-def overflowing() -> None:
+@on_ranks(1)
+def test_a_skipped_step_moves_the_data_only() -> None:
     """A skipped step advances the data and not the schedule."""
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
     engine = engine_of(tokens(), training_data=None, fp16=fp16, scheduler=SCHEDULE)
     rates = []
-    for number, x in enumerate(islice(engine.dynamic_batching(Rows(), LENGTHS), 8)):
+    for number, x in enumerate(islice(engine.dynamic_batching(ROWS, LENGTHS), 8)):
         engine.backward(engine(x.half()).float().mean() * (float("inf") if number == 3 else 1.0))
         engine.step()
         rates.append((engine.last_step.lr[0], engine.last_step.applied) if number % 2 else None)
@@ -216,41 +199,33 @@ def overflowing() -> None:
     assert [rate for rate in rates if rate] == wanted
 
 
-def test_a_skipped_step_moves_the_data_only() -> None:
-    run_ranks(overflowing, 1)
-
-
-def without_a_loader(path: Path) -> None:
-    def warned(own: bool) -> bool:
+@on_ranks(1)
+def test_samplers_without_a_loader_are_warned_about(tmp_path: Path) -> None:
+    data = by_difficulty(tmp_path, write=True)
+    for own in (True, False):
         warn_once.cache_clear()
         with logged() as told:
-            engine = engine_of(by_difficulty(path), training_data=None)
-            train(engine, 2, [torch.ones(2, WIDTH)] * 4 if own else engine.deepspeed_io(Rows()))
+            engine = engine_of(data, training_data=None)
+            train(engine, 2, [torch.ones(2, WIDTH)] * 4 if own else engine.deepspeed_io(ROWS))
         lines = [line for line in told.lines if "data_efficiency.data_sampling: the engine has made no" in line]
-        assert len(lines) < 2 and all("if the script has a CurriculumSampler" in line for line in lines)
-        return bool(lines)
-
-    assert warned(own=True) and not warned(own=False)
+        assert len(lines) == own and all("if the script has a CurriculumSampler" in line for line in lines)
 
 
-def test_samplers_without_a_loader_are_warned_about(tmp_path: Path) -> None:
-    run_ranks(without_a_loader, 1, tmp_path)
-
-
-def from_files(path: Path) -> None:
+@on_ranks(1)
+def test_lengths_come_from_an_analysis(tmp_path: Path) -> None:
     from shardwise.data import DataAnalyzer
     from shardwise.data.analysis import VALUE
 
     lengths = torch.tensor(LENGTHS)
     DataAnalyzer(
-        Rows(),
+        ROWS,
         metric_names=["length"],
         metric_functions=[lambda batch: lengths[torch.tensor(numbers(batch))]],
         metric_types=[VALUE],
         batch_size=7,
-        save_path=path,
+        save_path=tmp_path,
     ).run_map_reduce()
-    metrics = str(path / "length" / "length_sample_to_metric")
+    metrics = str(tmp_path / "length" / "length_sample_to_metric")
     assert MMapIndexedDataset(metrics).values.tolist() == LENGTHS
     engine = engine_of(tokens(metrics_path=metrics, verbose=True))
     (first, *_) = batches_of(1, 2)
@@ -260,14 +235,10 @@ def from_files(path: Path) -> None:
     with pytest.raises(ConfigError, match="metrics_path: the lengths of the samples are needed"):
         engine_of(tokens())
     with pytest.raises(ConfigError, match="metrics_path: 60 lengths for 3 samples"):
-        engine_of(tokens(metrics_path=metrics), training_data=Rows()[:3])
+        engine_of(tokens(metrics_path=metrics), training_data=ROWS[:3])
     with pytest.raises(ConfigError, match="the section is not enabled"):
-        engine_of({}).dynamic_batching(Rows(), LENGTHS)
+        engine_of({}).dynamic_batching(ROWS, LENGTHS)
     with pytest.raises(ConfigError, match="both form the batches"):
-        both = by_difficulty(path)
+        both = by_difficulty(tmp_path, write=True)
         both["data_sampling"]["dynamic_batching"] = {"enabled": True, "max_tokens": 5}
         engine_of(both)
-
-
-def test_lengths_come_from_an_analysis(tmp_path: Path) -> None:
-    run_ranks(from_files, 1, tmp_path)

@@ -141,7 +141,6 @@ def test_a_load_in_the_middle_of_a_window_begins_it_again(how: str, tmp_path: Pa
         engine.step()
         steps.append(engine.global_steps)
     assert steps == [0, 0, 0, 0, 0, 1, 1, 1]
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -152,4 +151,3 @@ def test_passes_without_an_optimizer_are_not_kept_for_a_step() -> None:
     window = engine._step._window
     assert not window.losses and not window.shown and not window.passes
     engine._step.check_between_windows("here")
-    engine.destroy()

@@ -20,10 +20,9 @@ import shardwise
 from shardwise.data.fetch import mixed_seed
 from shardwise.data.layer_drop import keep_probability
 from shardwise.errors import ConfigError, ConflictError, UsageError
-from shardwise.utils import safe_get_full_fp32_param
-from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, thorough, training
 from tests.harness.engines import forget_engines
-from tests.harness.training import parameters_digest
+from tests.harness.training import assert_close, goes_on, masters, parameters_digest
 from tests.parallel.tensor.together import RULES, TOKENS, WORDS, decoder
 
 WIDTH, LAYERS, STEPS = 8, 5, 6
@@ -84,32 +83,14 @@ def kept_layers(step: int, layers: int = LAYERS, seed: int = 1234, micro: int = 
 
 
 def engine_of(model: nn.Module, stage: int = 0, **config: Any) -> Any:
-    settings = {
-        "train_micro_batch_size_per_gpu": 3,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "progressive_layer_drop": DROP,
-        **config,
-    }
-    return shardwise.initialize(model=model, config=settings)[0]
+    optimizer = {"type": "SGD", "params": {"lr": 0.2}}
+    return training.engine_of(model, stage, optimizer, **{"rows": 3, "progressive_layer_drop": DROP, **config})
 
 
-def train(engine: Any, steps: range) -> None:
-    for step in steps:
-        engine.backward(engine(batch(step, dist.get_rank())).square().mean())
+def train(engine: Any, first: int, last: int) -> None:
+    for number in range(first, last):
+        engine.backward(engine(batch(number, dist.get_rank())).square().mean())
         engine.step()
-
-
-def plain(ranks: int, form: str = "") -> Net:
-    """Train in one process on the micro-batches of all ranks."""
-    model = Net(form)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            (model(batch(step, rank), kept_layers(step)).square().mean() / ranks).backward()
-        optimizer.step()
-    return model
 
 
 def test_the_decisions_skip_later_layers_more_often() -> None:
@@ -119,15 +100,26 @@ def test_the_decisions_skip_later_layers_more_often() -> None:
     assert kept == pytest.approx([keep_probability(layer, LAYERS, DROP["theta"]) for layer in range(LAYERS)], abs=0.06)
 
 
-def as_a_loop(ranks: int, form: str) -> None:
-    digests = set()
-    wanted = dict(plain(ranks, form).named_parameters())
-    for stage in range(4):
-        engine = engine_of(Net(form, recompute=stage == 1 or None), stage)
-        train(engine, range(STEPS))
-        for name, parameter in engine.module.named_parameters():
-            found = safe_get_full_fp32_param(parameter)
-            torch.testing.assert_close(found, wanted[name].detach(), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("world", "form", "accumulation"), [(1, "tuple", 1), (2, "", 1), (2, "", 2)], ids=["tuples", "tensors", "windows"]
+)
+@on_ranks("world")
+def test_training_is_that_of_a_loop_that_skips_layers(world: int, form: str, accumulation: int) -> None:
+    places = [*itertools.product(range(accumulation), range(world))]
+    kept = [[kept_layers(step, micro=micro) for micro, _ in places] for step in range(STEPS)]
+    assert any(len(one) < LAYERS for step in kept for one in step)
+    assert any(one != step[0] for step in kept for one in step) is (accumulation > 1)
+    model, digests = Net(form), set()
+
+    def losses(step: int) -> list[torch.Tensor]:
+        inputs = [batch(accumulation * step + micro, rank) for micro, rank in places]
+        return [model(x, layers).square().mean() for x, layers in zip(inputs, kept[step], strict=True)]
+
+    wanted = training.loop(model, torch.optim.SGD(model.parameters(), lr=0.2), losses, STEPS)
+    for stage, recompute in enumerate((None, True, None, False)):
+        engine = engine_of(Net(form, recompute), stage, gradient_accumulation_steps=accumulation)
+        train(engine, 0, accumulation * STEPS)
+        assert_close(masters(engine.module), wanted, 1e-5)
         digests.add(parameters_digest(engine.module))
         assert engine.progressive_layer_drop.get_theta() == pytest.approx(0.3 + 0.7 * math.exp(-0.7 * STEPS))
         engine.eval()
@@ -135,48 +127,12 @@ def as_a_loop(ranks: int, form: str) -> None:
         engine.destroy()
         assert torch.equal(engine.module(batch(0, 0)), evaluated)  # nothing is skipped in evaluation
         assert all("forward" not in vars(block) for block in engine.module.blocks)
-    assert len(digests) == 1
-
-
-@pytest.mark.parametrize(("ranks", "form"), [(1, "tuple"), (2, "")])
-def test_training_is_that_of_a_loop_that_skips_layers(ranks: int, form: str) -> None:
-    assert any(len(kept_layers(step)) < LAYERS for step in range(STEPS))
-    run_ranks(as_a_loop, ranks, ranks, form)
-
-
-@on_ranks(2)
-def test_recomputed_micro_batches_of_a_window_skip_as_a_loop() -> None:
-    wanted = Net()
-    optimizer = torch.optim.SGD(wanted.parameters(), lr=0.2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro, rank in itertools.product(range(2), range(2)):
-            kept = kept_layers(step, micro=micro)
-            (wanted(batch(2 * step + micro, rank), kept).square().mean() / 4).backward()
-        optimizer.step()
-    assert any(kept_layers(step, micro=0) != kept_layers(step, micro=1) for step in range(STEPS))
-    for stage, reentrant in ((3, False), (1, True)):
-        engine = engine_of(Net(recompute=reentrant), stage, gradient_accumulation_steps=2)
-        train(engine, range(2 * STEPS))
-        for (name, parameter), other in zip(engine.module.named_parameters(), wanted.parameters(), strict=True):
-            found = safe_get_full_fp32_param(parameter)
-            torch.testing.assert_close(found, other.detach(), rtol=1e-5, atol=1e-6, msg=name)
-        engine.destroy()
+    assert len(digests) == accumulation
 
 
 @on_ranks(2)
 def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
-    whole = engine_of(Net(), 3)
-    train(whole, range(3))
-    whole.save_checkpoint(str(tmp_path))
-    train(whole, range(3, STEPS))
-    wanted = parameters_digest(whole.module)
-    whole.destroy()
-    again = engine_of(Net(), 2)
-    again.load_checkpoint(str(tmp_path))
-    assert again.progressive_layer_drop.get_theta() == pytest.approx(0.3 + 0.7 * math.exp(-0.7 * 3))
-    train(again, range(3, STEPS))
-    assert parameters_digest(again.module) == wanted
+    goes_on(lambda again: engine_of(Net(), 2 if again else 3), train, tmp_path, 3, STEPS)
 
 
 def text(step: int, rank: int) -> torch.Tensor:
@@ -192,7 +148,7 @@ def test_ranks_that_share_a_model_skip_alike(way: str) -> None:
         "tensor": {"tensor_parallel": {"autotp_size": 2, "partition_config": RULES}},
         "sequence": {"sequence_parallel_size": 2},
     }.get(way, {})
-    engine = engine_of(model, 3, train_micro_batch_size_per_gpu=2, data_efficiency={"seed": SEED}, **config)
+    engine = engine_of(model, 3, rows=2, data_efficiency={"seed": SEED}, **config)
     calls = []
     model.blocks[1].norm.register_forward_hook(lambda *_: calls.append(engine.global_steps))
     rank = engine.get_data_parallel_rank()
@@ -226,7 +182,7 @@ class Own(nn.Module):
 @on_ranks(1)
 def test_a_model_that_takes_theta_skips_by_itself() -> None:
     engine = engine_of(Own())
-    train(engine, range(2))
+    train(engine, 0, 2)
     engine.eval()
     engine(batch(0, 0))
     assert engine.module.seen == [(True, 1.0), (True, 0.3 + 0.7 * math.exp(-0.7)), (False, 1.0)]
@@ -240,11 +196,11 @@ def test_what_cannot_be_skipped_is_refused() -> None:
     with pytest.raises(ConflictError, match="is a PipelineModule"):
         engine_of(shardwise.pipe.PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss()))
     engine = engine_of(Net("more"))
-    train(engine, range(1))
+    train(engine, 0, 1)
     with pytest.raises(UsageError, match="the layer returns more than hidden states"):
         engine(batch(1, 0))
     engine = engine_of(Net(recompute=False))
-    train(engine, range(3))
+    train(engine, 0, 3)
     losses = [engine(batch(step, 0)).square().mean() for step in range(2)]
     with pytest.raises(UsageError, match="several forward passes have run before this backward pass"):
         engine.backward(losses[0] + losses[1])
@@ -253,7 +209,7 @@ def test_what_cannot_be_skipped_is_refused() -> None:
 @on_ranks(1)
 def test_a_dropped_engine_skips_no_layers_of_the_next_one() -> None:
     model = Net(recompute=False)
-    train(engine_of(model), range(1))
+    train(engine_of(model), 0, 1)
     forget_engines()
     gc.collect()
     engine = engine_of(model, progressive_layer_drop={"enabled": False})

@@ -11,7 +11,6 @@ from torch import nn
 
 from shardwise.engine.nonfinite import NonFinite
 from shardwise.errors import NonFiniteError
-from shardwise.precision.norms import count_non_finite
 from tests.device.recorded import imagined
 from tests.device.recording import recording
 from tests.engine.late import late_reads
@@ -162,14 +161,3 @@ def test_a_device_looks_at_all_gradients_only_after_a_bad_step(spreads: bool) ->
             engine.destroy()
     assert units > 1 and looked == [1, 1, units, units]
     assert phases == [None, "backward" if spreads else "gradients", "backward", None]
-
-
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
-def test_counts_of_non_finite_elements() -> None:
-    assert count_non_finite([]) == count_non_finite([torch.zeros(0)]) == (0, 0, 0.0)
-    inf = float("inf")
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        ranges = [torch.tensor([inf, -inf, float("nan"), -2.5], dtype=dtype), torch.tensor([1.0], dtype=dtype)]
-        assert count_non_finite(ranges) == (2, 1, 2.5)

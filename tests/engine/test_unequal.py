@@ -14,9 +14,8 @@ from torch import nn
 import shardwise
 from shardwise.data import RepeatingLoader
 from shardwise.errors import ConfigError, UsageError
-from shardwise.utils import safe_get_full_fp32_param
 from tests.harness import of_all_ranks, on_ranks, thorough
-from tests.harness.training import parameters_digest
+from tests.harness.training import SGD, Tensors, assert_close, config_of, loop, masters, parameters_digest
 from tests.parallel.tensor.together import RULES, decoder
 
 WIDTH, MEAN, STEPS = 6, 4, 6
@@ -46,13 +45,8 @@ class Slow(nn.Module):
 
 def engine_of(seconds: float = 0.0, stage: int = 0, data: Any = samples, **config: Any) -> Any:
     model = Slow(seconds)
-    settings = {
-        "train_micro_batch_size_per_gpu": MEAN,
-        "dataloader_drop_last": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **config,
-    }
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    settings = config_of(stage, rows=MEAN, **{"dataloader_drop_last": True, **config})
     return shardwise.initialize(model=model, optimizer=optimizer, config=settings, training_data=data and data())[0]
 
 
@@ -64,37 +58,24 @@ def train(engine: Any, steps: int, batches: Any = None) -> None:
         engine.step()
 
 
-def alone(accumulation: int = 1, ranks: int = 2) -> dict[str, torch.Tensor]:
+def alone(steps: int = STEPS, accumulation: int = 1, optimizer: Any = torch.optim.Adam, lr: float = 0.02) -> Tensors:
     """Train in one process on the micro-batches of all ranks."""
     model = Slow()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    loader = shardwise.data.EngineDataLoader(samples(), MEAN * ranks, drop_last=True)
-    batches = RepeatingLoader(loader)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        for _ in range(accumulation):
-            x, y = next(batches)
-            ((model(x) - y).square().mean() / accumulation).backward()
-        optimizer.step()
-    return dict(model.named_parameters())
+    batches = RepeatingLoader(shardwise.data.EngineDataLoader(samples(), 2 * MEAN, drop_last=True))
 
+    def losses(step: int) -> list[torch.Tensor]:
+        return [(model(x) - y).square().mean() for x, y in (next(batches) for _ in range(accumulation))]
 
-def assert_alone(engine: Any, accumulation: int = 1) -> None:
-    wanted = alone(accumulation)
-    for name, parameter in engine.module.named_parameters():
-        torch.testing.assert_close(safe_get_full_fp32_param(parameter), wanted[name].detach(), rtol=1e-5, atol=1e-6)
+    return loop(model, optimizer(model.parameters(), lr=lr), losses, steps)
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 2), (3, 1)])
 @on_ranks(2)
 def test_training_is_that_of_one_process(stage: int, accumulation: int) -> None:
-    engine = engine_of(
-        stage=stage,
-        gradient_accumulation_steps=accumulation,
-        unequal_batches={"enabled": True, "samples": [7, 1]},
-    )
+    unequal = {"enabled": True, "samples": [7, 1]}
+    engine = engine_of(stage=stage, gradient_accumulation_steps=accumulation, unequal_batches=unequal)
     train(engine, STEPS)
-    assert_alone(engine, accumulation)
+    assert_close(masters(engine.module), alone(accumulation=accumulation), 1e-5)
     assert engine.last_step.samples == 2 * MEAN * accumulation == engine.global_samples / STEPS
 
 
@@ -106,7 +87,7 @@ def test_parts_follow_measured_speed(stage: int) -> None:
     assert engine.training_dataloader.parts == (4, 4)
     train(engine, STEPS)
     assert engine.training_dataloader.parts == (6, 2)
-    assert_alone(engine)
+    assert_close(masters(engine.module), alone(), 1e-5)
 
 
 @on_ranks(2)
@@ -118,16 +99,15 @@ def test_memory_limits_the_largest_part() -> None:
 
 @on_ranks(4)
 def test_ranks_that_share_samples_have_one_part() -> None:
-    model = decoder()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "dataloader_drop_last": True,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "tensor_parallel": {"autotp_size": 2, "partition_config": RULES},
-        "unequal_batches": {"enabled": True, "every": 1},
-    }
+    config = config_of(
+        0,
+        SGD,
+        dataloader_drop_last=True,
+        tensor_parallel={"autotp_size": 2, "partition_config": RULES},
+        unequal_batches={"enabled": True, "every": 1},
+    )
     rows = torch.randint(20, (32, 9), generator=torch.Generator().manual_seed(1))
-    engine = shardwise.initialize(model=model, config=config, training_data=list(rows))[0]
+    engine = shardwise.initialize(model=decoder(), config=config, training_data=list(rows))[0]
     for ids in engine.training_dataloader:
         places = torch.arange(9).expand(len(ids), -1)
         if engine.get_data_parallel_rank() == 1:
@@ -162,24 +142,13 @@ def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_replicas_count_by_their_samples() -> None:
     """Local SGD with the mean of parameters after each step: the mean of the replicas' steps, weighted."""
-    model = Slow()
-    settings = {
-        "train_micro_batch_size_per_gpu": MEAN,
-        "dataloader_drop_last": True,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "local_sgd": {"enabled": True, "replica_size": 1, "sync_every": 1, "outer_optimizer": {"type": "Average"}},
-        "unequal_batches": {"enabled": True, "samples": [7, 1]},
-    }
-    engine = shardwise.initialize(model=model, config=settings, training_data=samples())[0]
+    local = {"enabled": True, "replica_size": 1, "sync_every": 1, "outer_optimizer": {"type": "Average"}}
+    keys = {"dataloader_drop_last": True, "unequal_batches": {"enabled": True, "samples": [7, 1]}}
+    config = config_of(0, SGD, rows=MEAN, local_sgd=local, **keys)
+    engine = shardwise.initialize(model=Slow(), config=config, training_data=samples())[0]
     train(engine, 3)
-    alone = Slow()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for x, y in list(shardwise.data.EngineDataLoader(samples(), 2 * MEAN, drop_last=True))[:3]:
-        optimizer.zero_grad()
-        (alone(x) - y).square().mean().backward()  # one step of SGD each: means of steps are steps of means
-        optimizer.step()
-    for name, parameter in engine.module.named_parameters():
-        torch.testing.assert_close(safe_get_full_fp32_param(parameter), alone.get_parameter(name).detach())
+    # One step of SGD each: means of steps are steps of means.
+    assert_close(masters(engine.module), alone(3, optimizer=torch.optim.SGD, lr=0.1), 1e-5)
 
 
 @on_ranks(2)

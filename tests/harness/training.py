@@ -8,7 +8,7 @@ optimizer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -329,6 +329,35 @@ def resumed(name: str, writer: Setting, reader: Setting, directory: str) -> tupl
     return found[0], found[1]
 
 
+def goes_on(
+    begin: Callable[[bool], Any], train: Callable[[Any, int, int], Any], directory: Any, middle: int, end: int
+) -> Any:
+    """Train with a checkpoint in the middle; check that another engine ends in the same state, and return it.
+
+    Args:
+        begin: makes an engine, which is given whether it is the second one.
+        train: takes the steps from one number to another.
+        directory: where the checkpoint is saved.
+        middle: number of steps before the checkpoint.
+        end: number of all steps.
+    """
+    found = []
+    for again in (False, True):
+        engine = begin(again)
+        if again:
+            engine.load_checkpoint(directory)
+        else:
+            train(engine, 0, middle)
+            engine.save_checkpoint(directory)
+        train(engine, middle, end)
+        scaler = engine.loss_scaler.state_dict() if engine.loss_scaler is not None else {}
+        found.append((bits(engine), scaler, engine.global_samples, engine.micro_steps))
+        if not again:
+            engine.destroy()
+    assert found[0] == found[1]
+    return engine
+
+
 def train(case: Case, setting: Setting, steps: int, between: Callable[[Any], None] = lambda engine: None) -> Outcome:
     """Train on this rank with the others; `between` gets the engine after each backward pass and each step."""
     engine = start(case, setting)
@@ -455,6 +484,17 @@ def plain(
                     p.copy_(master)
     outcome.masters = {name: (kept.get(p, p)).detach().clone() for name, p in model.named_parameters()}
     return outcome
+
+
+def loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, losses: Callable[[int], Iterable[torch.Tensor]], steps: int
+) -> Tensors:
+    """Step a model in this process on the mean of the losses of each step; return its parameters."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.stack([*losses(step)]).mean().backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def _master(parameter: nn.Parameter) -> torch.Tensor:

@@ -99,7 +99,6 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
         "calls": Counter((record.op, record.label) for record in records),
         "sent": Counter({op: sum(r.sent for r in records if r.op == op) for op in {r.op for r in records}}),
         "lines": {record.line.rsplit("/", 1)[-1].split(":")[0] for record in records},
-        "tensors": len(engine.sharded.registry),
         "first_back": engine.sharded.order[1][0],
     }
 
@@ -123,6 +122,7 @@ def test_collectives_and_bytes_of_a_step(
 
 
 def check_traffic(found: dict[str, Any], world: int, setting: Setting) -> None:
+    assert found["lines"] == {"test_costs.py", "models.py", "training.py"} & found["lines"] >= {"training.py"}
     stage, accumulation = setting.stage, setting.accumulation
     size = DTYPES[setting.precision].itemsize
     units = {index: unit for index, unit, *_ in found["sections"]}
@@ -152,12 +152,6 @@ def check_traffic(found: dict[str, Any], world: int, setting: Setting) -> None:
         assert found["sent"]["all_gather"] == updated * (4 if stage == 0 else size) * share
         # With the squares travel the sum of weights, numbers of passes (with one, without, with gradients), 3 reports.
         assert found["sent"]["all_reduce"] == (1 + 7) * 8 * (world - 1)
-
-
-def test_records_name_the_line_of_the_script() -> None:
-    found = run_ranks(traffic, 2, "gpt", Setting(stage=3))[0]
-    assert found["lines"] == {"test_costs.py", "models.py", "training.py"} & found["lines"]
-    assert "training.py" in found["lines"]
 
 
 @on_ranks(2)

@@ -151,23 +151,9 @@ def test_looking_at_a_sharded_parameter_names_it() -> None:
             look()
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32")])
 @on_ranks(2)
-def test_destroy_leaves_a_plain_model(stage: int, precision: str) -> None:
-    case = CASES["gpt"]
-    engine = start(case, Setting(stage=stage, precision=precision))
-    take_steps(engine, case, [0])
-    expected = parameters_digest(engine.module)
-    model = engine.module
-    engine.destroy()
-    plain = all(type(p) is nn.Parameter and p.dtype is DTYPES[precision] for p in model.parameters())
-    apart = len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
-    assert plain and apart and digest(list(model.parameters())) == expected and not model._forward_hooks
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
-@on_ranks(2)
-def test_destroy_gives_memory_back_at_once(stage: int, precision: str) -> None:
+def test_destroy_leaves_a_plain_model_and_gives_memory_back_at_once(stage: int, precision: str) -> None:
     """Without the collector of cycles."""
     case = CASES["gpt"]
     model = case.make()
@@ -182,13 +168,18 @@ def test_destroy_gives_memory_back_at_once(stage: int, precision: str) -> None:
         storages = [weakref.ref(tensor.untyped_storage()) for tensor in held if tensor is not None]
         assert len(storages) > 20 and engine.accountant.total > 0
         del held
+        expected = parameters_digest(model)
         engine.destroy()
         engine.destroy()
+        parameters = list(model.parameters())
+        assert digest(parameters) == expected and not model._forward_hooks
+        assert all(type(p) is nn.Parameter and p.dtype is DTYPES[precision] for p in parameters)
+        assert len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
         assert not any(storage() is not None for storage in storages) and engine.accountant.total == 0
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        assert all(a is b for a, b in zip(own, model.parameters(), strict=True))
+        assert all(a is b for a, b in zip(own, parameters, strict=True))
         ref = weakref.ref(model)
-        del engine, model, own, optimizer
+        del engine, model, own, optimizer, parameters
         assert ref() is None
     finally:
         gc.enable()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,25 +77,20 @@ class Initialised(nn.Module):
         return self.head(h) * self.scale + self.empty.sum()
 
 
-BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    "initialised": Initialised,
-    "odd": OddMLP,
-    "mixed": MixedTypes,
-}
-
-
 def shapes(model: nn.Module) -> list[Any]:
     return [(n, tuple(p.shape), p.dtype, p.numel(), p.dim(), p.requires_grad) for n, p in model.named_parameters()]
 
 
-@pytest.mark.parametrize(("name", "world_seed"), [("initialised", True), ("mixed", False)])
+@pytest.mark.parametrize(("kind", "world_seed"), [(Initialised, True), (MixedTypes, False)])
 @on_ranks(3)
-def test_values_shapes_and_random_numbers_are_those_of_plain_construction(name: str, world_seed: bool) -> None:
+def test_values_shapes_and_random_numbers_are_those_of_plain_construction(
+    kind: type[nn.Module], world_seed: bool
+) -> None:
     torch.manual_seed(4)
-    plain, drawn = BUILDERS[name](), torch.rand(())
+    plain, drawn = kind(), torch.rand(())
     torch.manual_seed(4 + (0 if world_seed else dist.get_rank()))
     with shardwise.zero.Init():
-        model = BUILDERS[name]()
+        model = kind()
         assert shapes(model) == shapes(plain)
     found = torch.rand(())
     assert shapes(model) == shapes(plain)
@@ -215,26 +210,20 @@ def test_a_sharded_model_is_converted_part_by_part() -> None:
     assert engine.precision_in_words().startswith(("compute bfloat16", "compute bf16"))
 
 
-@on_ranks(2)
-def test_switched_off_or_below_stage_3_nothing_is_sharded() -> None:
-    plain = []
-    for context in (
-        shardwise.zero.Init(enabled=False),
-        shardwise.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 2}}),
-    ):
-        with context:
-            plain.append(type(nn.Linear(2, 2).weight) is nn.Parameter)
-    assert plain == [True, True]
-
-
 @pytest.mark.parametrize(
-    "config", [{"zero_optimization": {"stage": "3"}}, {"zero_optimization": {}, "zero_optimization.stage": 3}]
+    ("options", "sharded"),
+    [
+        ({"enabled": False}, False),
+        ({"config_dict_or_path": {"zero_optimization": {"stage": 2}}}, False),
+        ({"config_dict_or_path": {"zero_optimization": {"stage": "3"}}}, True),
+        ({"config_dict_or_path": {"zero_optimization": {}, "zero_optimization.stage": 3}}, True),
+    ],
 )
 @on_ranks(1)
-def test_the_stage_is_read_as_initialize_reads_it(config: dict[str, Any]) -> None:
-    with shardwise.zero.Init(config_dict_or_path=config):
+def test_the_stage_is_read_as_initialize_reads_it(options: dict[str, Any], sharded: bool) -> None:
+    with shardwise.zero.Init(**options):
         model = nn.Linear(2, 2)
-    assert released.is_released(model.weight)
+    assert released.is_released(model.weight) is sharded
 
 
 @on_ranks(1)

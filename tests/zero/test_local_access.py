@@ -83,8 +83,6 @@ def test_parts_are_set(precision: str, keep: int) -> None:
                 utils.safe_set_full_optimizer_state(theirs, state + 0.125, "exp_avg")
             with shardwise.zero.GatheredParameters([ours, theirs]):
                 assert torch.equal(ours.data, theirs.data)
-    for engine in engines:
-        engine.destroy()
 
 
 @on_ranks(2)

@@ -13,16 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardwise.errors import SyncError
 from tests.harness import of_all_ranks, on_ranks, thorough
 from tests.harness.training import (
     Setting,
-    Tensors,
     assert_close,
-    engine_of,
-    make_optimizer,
     masters,
     parameters_digest,
     plain,
@@ -323,80 +319,3 @@ def test_a_loss_that_does_not_touch_the_model_does_not_hang_the_others() -> None
         engine.step()
     expected = plain(Case("", case.build, batch, loss), Setting(), 2, STEPS).masters
     assert_close(masters(engine.module), expected, 1e-6)
-
-
-# -- two engines -------------------------------------------------------------------------------------------------------
-
-
-def network(*sizes: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(*sizes[:2]), nn.Tanh(), nn.Linear(*sizes[1:]))
-
-
-def noise(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step * 10 + rank)
-    return torch.randn(4, 4, generator=generator), torch.randn(4, 5, generator=generator)
-
-
-@on_ranks(2)
-def test_two_engines_train_against_each_other() -> None:
-    """The critic is trained on real and generated data, the generator through the critic."""
-    torch.manual_seed(5)
-    generator, critic = (
-        engine_of(model, 3, make_optimizer("momentum", model.parameters(), 0.1), zero={"reduce_bucket_size": 40})
-        for model in (network(4, 9, 5), network(5, 7, 1))
-    )
-    for step in range(3):
-        z, real = noise(step, dist.get_rank())
-        with torch.no_grad():
-            fake = generator(z)
-        critic.backward(critic(fake).mean() - critic(real).mean())
-        critic.step()
-        generator.backward(-critic(generator(z)).mean())
-        generator.step()
-        critic.zero_grad()
-    for engine, expected in zip((generator, critic), plain_adversarial(), strict=True):
-        assert_close(masters(engine.module), expected, 2e-6)
-        engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_a_critic_may_be_frozen_before_its_first_backward_pass(stage: int) -> None:
-    torch.manual_seed(5)
-    generator, critic = (
-        engine_of(model, stage, make_optimizer("momentum", model.parameters(), 0.1))
-        for model in (network(4, 9, 5), network(5, 7, 1))
-    )
-    z, real = noise(0, dist.get_rank())
-    critic.module.requires_grad_(False)
-    generator.backward(-critic(generator(z)).mean())
-    generator.step()
-    critic.module.requires_grad_(True)
-    critic.backward(critic(real).mean())
-    critic.step()
-    torch.manual_seed(5)
-    plain = network(4, 9, 5), network(5, 7, 1)
-    batches = [noise(0, rank) for rank in range(2)]
-    sum(-plain[1](plain[0](z)).mean() / 2 for z, _ in batches).backward()
-    make_optimizer("momentum", plain[0].parameters(), 0.1).step()
-    plain[1].zero_grad()
-    sum(plain[1](real).mean() / 2 for _, real in batches).backward()
-    make_optimizer("momentum", plain[1].parameters(), 0.1).step()
-    for engine, expected in zip((generator, critic), plain, strict=True):
-        assert_close(masters(engine.module), {n: p.detach() for n, p in expected.named_parameters()}, 2e-6)
-        engine.destroy()
-
-
-def plain_adversarial() -> list[Tensors]:
-    torch.manual_seed(5)
-    generator, critic = network(4, 9, 5), network(5, 7, 1)
-    optimizers = [make_optimizer("momentum", m.parameters(), 0.1) for m in (generator, critic)]
-    for step in range(3):
-        batches = [noise(step, rank) for rank in range(2)]
-        sum((critic(generator(z).detach()).mean() - critic(real).mean()) / 2 for z, real in batches).backward()
-        optimizers[1].step()
-        generator.zero_grad()
-        sum(-critic(generator(z)).mean() / 2 for z, _ in batches).backward()
-        optimizers[0].step()
-        critic.zero_grad()
-    return [{n: p.detach() for n, p in m.named_parameters()} for m in (generator, critic)]

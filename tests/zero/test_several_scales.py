@@ -1,4 +1,4 @@
-"""Loss scales where a gradient crosses the borders of engines and calls, and where no step follows."""
+"""Several engines in one graph, and loss scales where a gradient crosses their borders and those of calls."""
 
 from __future__ import annotations
 
@@ -12,27 +12,63 @@ from torch import nn
 
 from shardwise.errors import UsageError
 from tests.harness import on_ranks, thorough
-from tests.harness.training import assert_close, engine_of, make_optimizer, masters
-from tests.zero.test_loops import network, noise, plain_adversarial
+from tests.harness.training import Tensors, assert_close, engine_of, make_optimizer, masters
 
 
 def fp16(scale: float) -> dict[str, Any]:
     return {"fp16": {"enabled": True, "loss_scale": scale, "auto_cast": True}}
 
 
-def adversaries(*scales: float | None) -> list[Any]:
+def networks() -> list[nn.Module]:
+    """Return a generator and a critic."""
     torch.manual_seed(5)
+    return [nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c)) for a, b, c in ((4, 9, 5), (5, 7, 1))]
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    return make_optimizer("momentum", model.parameters(), 0.1)
+
+
+def adversaries(stage: int, *scales: float | None) -> list[Any]:
     return [
-        engine_of(model, 2, make_optimizer("momentum", model.parameters(), 0.1), **(fp16(scale) if scale else {}))
-        for model, scale in zip((network(4, 9, 5), network(5, 7, 1)), scales, strict=True)
+        engine_of(model, stage, stepped(model), zero={"reduce_bucket_size": 40}, **(fp16(scale) if scale else {}))
+        for model, scale in zip(networks(), scales, strict=True)
     ]
 
 
-@pytest.mark.parametrize("scales", [(64.0, 1024.0), (None, 1024.0)])
+def noise(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 10 + rank)
+    return torch.randn(4, 4, generator=generator), torch.randn(4, 5, generator=generator)
+
+
+def parameters(model: nn.Module) -> Tensors:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def plain_adversarial() -> list[Tensors]:
+    generator, critic = networks()
+    optimizers = [stepped(generator), stepped(critic)]
+    for step in range(3):
+        batches = [noise(step, rank) for rank in range(2)]
+        sum((critic(generator(z).detach()).mean() - critic(real).mean()) / 2 for z, real in batches).backward()
+        optimizers[1].step()
+        generator.zero_grad()
+        sum(-critic(generator(z)).mean() / 2 for z, _ in batches).backward()
+        optimizers[0].step()
+        critic.zero_grad()
+    return [parameters(generator), parameters(critic)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "scales", "bound"),
+    [(3, (None, None), 2e-6), (2, (64.0, 1024.0), 2.0**-8), (2, (None, 1024.0), 2.0**-8)],
+    ids=str,
+)
 @pytest.mark.parametrize("told", [True, thorough(False)])
 @on_ranks(2)
-def test_a_gradient_through_another_engine_has_one_scale(told: bool, scales: tuple[float | None, float]) -> None:
-    generator, critic = adversaries(*scales)
+def test_two_engines_train_against_each_other(told: bool, stage: int, scales: tuple[Any, Any], bound: float) -> None:
+    """The critic is trained on real and generated data, the generator through the critic."""
+    generator, critic = adversaries(stage, *scales)
     for step in range(3):
         z, real = noise(step, dist.get_rank())
         with torch.no_grad():
@@ -47,25 +83,43 @@ def test_a_gradient_through_another_engine_has_one_scale(told: bool, scales: tup
         generator.step()
         critic.zero_grad()
     for engine, expected in zip((generator, critic), plain_adversarial(), strict=True):
-        assert_close(masters(engine.module), expected, 2.0**-8)
-        engine.destroy()
+        assert_close(masters(engine.module), expected, bound)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_critic_may_be_frozen_before_its_first_backward_pass(stage: int) -> None:
+    generator, critic = adversaries(stage, None, None)
+    z, real = noise(0, dist.get_rank())
+    critic.module.requires_grad_(False)
+    generator.backward(-critic(generator(z)).mean())
+    generator.step()
+    critic.module.requires_grad_(True)
+    critic.backward(critic(real).mean())
+    critic.step()
+    plain = networks()
+    batches = [noise(0, rank) for rank in range(2)]
+    sum(-plain[1](plain[0](z)).mean() / 2 for z, _ in batches).backward()
+    stepped(plain[0]).step()
+    plain[1].zero_grad()
+    sum(plain[1](real).mean() / 2 for _, real in batches).backward()
+    stepped(plain[1]).step()
+    for engine, expected in zip((generator, critic), plain, strict=True):
+        assert_close(masters(engine.module), parameters(expected), 2e-6)
 
 
 @on_ranks(2)
 def test_gradients_with_another_engines_scale_are_not_stepped() -> None:
-    generator, critic = adversaries(64.0, 1024.0)
+    generator, critic = adversaries(2, 64.0, 1024.0)
     generator.backward(critic(generator(noise(0, 0)[0])).mean())
     generator.step()
     with pytest.raises(UsageError, match="another engine's backward"):
         critic.step()
-    for engine in (generator, critic):
-        engine.destroy()
 
 
 @on_ranks(2)
 def test_an_engine_without_an_optimizer_passes_gradients_on_unscaled() -> None:
-    torch.manual_seed(5)
-    critic = network(5, 7, 1)
+    critic = networks()[1]
     plain = copy.deepcopy(critic)
     engine = engine_of(critic, 0, None, **fp16(1024.0))
     inputs = torch.ones(2, 5)
@@ -75,7 +129,6 @@ def test_an_engine_without_an_optimizer_passes_gradients_on_unscaled() -> None:
         model(x).float().sum().backward()
         found.append(x.grad)
     torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-3)
-    engine.destroy()
 
 
 class Recurrent(nn.Module):
@@ -95,15 +148,14 @@ def test_outputs_that_become_inputs_are_scaled_once(stage: int) -> None:
     torch.manual_seed(1)
     model = Recurrent()
     plain = copy.deepcopy(model)
-    engine = engine_of(model, stage, make_optimizer("momentum", model.parameters(), 0.1), **fp16(1024.0))
+    engine = engine_of(model, stage, stepped(model), **fp16(1024.0))
     x = torch.full((2, 4), 0.5)
     engine(engine(engine(x))).float().sum().backward()
     engine.step()
-    optimizer = make_optimizer("momentum", plain.parameters(), 0.1)
+    optimizer = stepped(plain)
     plain(plain(plain(x))).sum().backward()
     optimizer.step()
-    assert_close(masters(model), {name: p.detach() for name, p in plain.named_parameters()}, 2.0**-8)
-    engine.destroy()
+    assert_close(masters(model), parameters(plain), 2.0**-8)
 
 
 @on_ranks(2)
@@ -112,7 +164,7 @@ def test_gradients_that_are_handed_out_have_no_scale() -> None:
     torch.manual_seed(1)
     model = Recurrent()
     plain = copy.deepcopy(model)
-    engine = engine_of(model, 0, make_optimizer("momentum", model.parameters(), 0.1), **fp16(1024.0))
+    engine = engine_of(model, 0, stepped(model), **fp16(1024.0))
     found = []
     for one, inner in ((plain, plain), (engine, model)):
         x = torch.full((2, 4), 0.5, requires_grad=True)
@@ -125,6 +177,5 @@ def test_gradients_that_are_handed_out_have_no_scale() -> None:
     for given, expected in zip(*found[::-1], strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-2, atol=1e-3)
     engine.step()
-    make_optimizer("momentum", plain.parameters(), 0.1).step()
-    assert_close(masters(model), {name: p.detach() for name, p in plain.named_parameters()}, 2.0**-8)
-    engine.destroy()
+    stepped(plain).step()
+    assert_close(masters(model), parameters(plain), 2.0**-8)

@@ -23,7 +23,7 @@ from tests.harness.training import (
     Tensors,
     assert_close,
     config_of,
-    digest,
+    goes_on,
     gradients,
     make_optimizer,
     masters,
@@ -32,6 +32,7 @@ from tests.harness.training import (
 from tests.models import CASES, GPT
 
 MICROS = 3
+SCRIPT = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
 
 
 def model() -> nn.Module:
@@ -56,30 +57,35 @@ def configured(stage: int, **more: Any) -> dict[str, Any]:
     return config_of(stage, rows=1, zero=zero, **{"gradient_accumulation_steps": MICROS, **more})
 
 
+def begin(config: dict[str, Any], module: nn.Module | None = None, lr: float = 0.5) -> Any:
+    module = model() if module is None else module
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    return shardwise.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def window(engine: Any, step: int, kind: str = "number") -> Tensors:
+    """Take a step with token weights; return the gradients before it."""
+    for micro in range(MICROS):
+        ids = tokens(step, micro, dist.get_rank())
+        weight: Any = torch.tensor(ids.numel() - 1) if kind == "tensor" else ids.numel() - 1
+        # The mean over no tokens is NaN, and must not matter.
+        engine.backward(token_losses(engine, ids).mean(), weight=weight)
+        found = gradients(engine.module) if micro == MICROS - 1 else {}
+        if micro == MICROS - 1 or engine.config.get("managed_gradient_accumulation", True):
+            engine.step()
+    return found
+
+
 def weighted(settings: list[dict[str, Any]], kind: str) -> list[Any]:
     """Two steps with token weights under each configuration."""
     results = []
     for config in settings:
-        module = model()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
-        seen: list[Any] = []
+        engine, seen = begin(config), []
         for step in range(2):
-            for micro in range(MICROS):
-                ids = tokens(step, micro, dist.get_rank())
-                weight: Any = ids.numel() - 1
-                if kind == "tensor":
-                    weight = torch.tensor(weight)
-                # The mean over no tokens is NaN, and must not matter.
-                engine.backward(token_losses(engine, ids).mean(), weight=weight)
-                if micro == MICROS - 1:
-                    seen.append(gradients(module))
-                if micro == MICROS - 1 or engine.config.get("managed_gradient_accumulation", True):
-                    engine.step()
+            seen += [window(engine, step, kind), float(engine.last_step.weight)]
             assert engine.was_step_applied()
-            seen.append(float(engine.last_step.weight))
         state = engine.loss_scaler.reference_weight if engine.loss_scaler is not None else None
-        results.append((seen, masters(module), engine.get_global_grad_norm(), state))
+        results.append((seen, masters(engine.module), engine.get_global_grad_norm(), state))
         engine.destroy()
     return results
 
@@ -103,8 +109,7 @@ def one_process(world: int) -> tuple[list[Any], Tensors]:
 def test_weighted_micro_batches_are_one_mean_over_all_tokens(kind: str) -> None:
     world, settings = 3, [configured(stage) for stage in range(4)]
     if kind == "tensor":
-        script = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
-        world, settings = 2, [configured(1, **script), configured(3, **script), configured(2, prescale_gradients=True)]
+        world, settings = 2, [configured(1, **SCRIPT), configured(3, **SCRIPT), configured(2, prescale_gradients=True)]
         settings.append(configured(2, zero={"compute_grad_norm": False}))
     exact, final = one_process(world)
     results = run_ranks(weighted, world, settings, kind)[0]
@@ -137,21 +142,19 @@ def test_fp16_counts_weights_in_a_power_of_two_that_ranks_share() -> None:
 def test_a_window_is_weighted_on_all_ranks_or_on_none(weights: tuple[list[float | None], ...], stage: int) -> None:
     module = nn.Linear(3, 1, bias=False)
     nn.init.ones_(module.weight)
-    config = configured(stage, gradient_accumulation_steps=2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+    engine = begin(configured(stage, gradient_accumulation_steps=2), module, lr=1.0)
 
-    def window(first: float | None, second: float | None) -> None:
+    def passes(first: float | None, second: float | None) -> None:
         engine.backward(engine(torch.ones(2, 3)).mean(), weight=first)
         engine.step()
         engine.backward(engine(torch.ones(2, 3)).mean(), weight=second)
 
-    window(*weights[dist.get_rank()])
+    passes(*weights[dist.get_rank()])
     for ask in (lambda: safe_get_full_grad(module.weight), engine.step):
         with pytest.raises(UsageError, match="of the 4 backward passes of this window on all ranks, 2 had a weight"):
             ask()
     engine.zero_grad()
-    window(2.0, 2.0)
+    passes(2.0, 2.0)
     engine.step()
     with shardwise.zero.GatheredParameters(module.weight):
         assert float(module.weight[0, 0]) == 0.0  # 1 - 1.0 * 1
@@ -166,8 +169,7 @@ def test_weights_that_cannot_be() -> None:
         (configured(2), {"scale_wrt_gas": False}, "scale_wrt_gas"),
         (configured(2, gradient_allreduce_op="sum"), {}, "gradient_allreduce_op"),
     ):
-        optimizer = {"type": "SGD", "params": {"lr": 0.1}}
-        engine, *_ = shardwise.initialize(model=nn.Linear(3, 1), config={**config, "optimizer": optimizer})
+        engine = begin(config, nn.Linear(3, 1))
         with pytest.raises(UsageError, match=key):
             engine.backward(engine(torch.ones(2, 3)).mean(), weight=2.0, **arguments)
         engine.destroy()
@@ -176,10 +178,7 @@ def test_weights_that_cannot_be() -> None:
 @on_ranks(2)
 def test_without_any_weight_the_gradient_is_zero() -> None:
     module = nn.Linear(3, 1, bias=False)
-    config = configured(1, gradient_accumulation_steps=1)
-    engine, *_ = shardwise.initialize(
-        model=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0), config=config
-    )
+    engine = begin(configured(1, gradient_accumulation_steps=1), module, lr=1.0)
     before = masters(module)["weight"]
     for weight in (0, torch.zeros(())):
         engine.backward(engine(torch.ones(2, 3)).mean() * float("nan"), weight=weight)
@@ -251,10 +250,8 @@ def test_windows_of_the_script(stage: int, declared: bool, unsynchronised: bool)
 @on_ranks(2)
 def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local(stage: int) -> None:
     """Rank 0 has two micro-batches in the first window and one in the second, rank 1 the other way round."""
-    module, plain = model(), model().double()
-    config = configured(stage, gradient_accumulation_steps=1, managed_gradient_accumulation=False)
-    optimizer, plainly = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (module, plain))
-    engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+    engine, plain = begin(configured(stage, **SCRIPT)), model().double()
+    plainly = torch.optim.SGD(plain.parameters(), lr=0.5)
     for step in range(2):
         batches = {rank: [tokens(step, m, rank) for m in range(1 + (rank + step) % 2)] for rank in range(2)}
         for ids in batches[dist.get_rank()]:
@@ -264,7 +261,7 @@ def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local(
         every = [ids for some in batches.values() for ids in some if ids.numel() > 1]
         torch.cat([token_losses(plain, ids) for ids in every]).mean().backward()
         plainly.step()
-    assert_close(masters(module), {name: p.detach() for name, p in plain.named_parameters()}, 1e-6)
+    assert_close(masters(engine.module), {name: p.detach() for name, p in plain.named_parameters()}, 1e-6)
 
 
 # -- sums that lose no digits ------------------------------------------------------------------------------------------
@@ -279,9 +276,7 @@ def test_small_gradients_are_not_lost_on_large_ones(stage: int, accumulate: str 
     """bf16: one gradient of 1 and 63 of 2 ** -9, whose exact sum is 1.123046875; sums in bf16 stay at 1."""
     module = nn.Linear(1, 1, bias=False)
     more = {} if accumulate is None else {"data_types": {"grad_accum_dtype": accumulate}}
-    config = configured(stage, gradient_accumulation_steps=64, bf16={"enabled": True}, **more)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+    engine = begin(configured(stage, gradient_accumulation_steps=64, bf16={"enabled": True}, **more), module, lr=1.0)
     for micro in range(64):
         x = torch.full((1, 1), 1.0 if micro == 0 else 2.0**-9, dtype=torch.bfloat16)
         engine.backward(engine(x).sum() * 1.0)
@@ -296,7 +291,6 @@ def test_small_gradients_are_not_lost_on_large_ones(stage: int, accumulate: str 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-SCRIPT = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
 SCALING = {"initial_scale_power": 8, "loss_scale_window": 1}
 
 
@@ -312,22 +306,15 @@ SCALING = {"initial_scale_power": 8, "loss_scale_window": 1}
 @on_ranks(2)
 def test_resuming_is_exact(tmp_path: Any, config: dict[str, Any]) -> None:
     """Two weighted windows, a checkpoint, two more; the same from the checkpoint on, in a new engine."""
-    results: list[Any] = []
-    for first in (True, False):
+
+    def begin(again: bool) -> Any:
         module = model()
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
-        if not first:
-            engine.load_checkpoint(tmp_path)
-        for step in range(0 if first else 2, 4):
-            if step == 2 and first:
-                engine.save_checkpoint(tmp_path)
-            for micro in range(MICROS):
-                ids = tokens(step, micro, dist.get_rank())
-                engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
-                if micro == MICROS - 1 or config.get("managed_gradient_accumulation", True):
-                    engine.step()
-        scaler = engine.loss_scaler.state_dict() if engine.loss_scaler is not None else {"reference_weight": 1}
-        results.append((digest(list(masters(module).values())), scaler, engine.global_samples, engine.micro_steps))
-        engine.destroy()
-    assert results[0] == results[1] and scaler["reference_weight"] is not None
+        return shardwise.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+    def train(engine: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            window(engine, step)
+
+    scaler = goes_on(begin, train, tmp_path, 2, 4).loss_scaler
+    assert scaler is None or scaler.reference_weight is not None
