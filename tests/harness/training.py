@@ -105,8 +105,12 @@ def digest(tensors: Sequence[torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-class OwnAdamW(torch.optim.AdamW):
+class WholeSGD(torch.optim.SGD):
     """A subclass that does not say how it may be sharded: it gets whole tensors."""
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """The same."""
 
 
 class NormClipped(torch.optim.SGD):
@@ -310,25 +314,6 @@ def bits(engine: Any) -> str:
     return digest(list(masters(engine.module).values())) + parameters_digest(engine.module)
 
 
-def resumed(name: str, writer: Setting, reader: Setting, directory: str) -> tuple[str, str]:
-    """Fingerprints after four steps, and after the last two again, of another engine with the checkpoint of the first.
-
-    The reader has trained before, and has to forget it.
-    """
-    case, found = CASES[name], []
-    for setting, first in ((writer, 0), (reader, 7)):
-        engine = start(case, setting)
-        take_steps(engine, case, range(first, first + 2))
-        if first == 0:
-            engine.save_checkpoint(directory)
-        else:
-            engine.load_checkpoint(directory)
-        take_steps(engine, case, range(2, 4))
-        found.append(bits(engine))
-        engine.destroy()
-    return found[0], found[1]
-
-
 def goes_on(
     begin: Callable[[bool], Any], train: Callable[[Any, int, int], Any], directory: Any, middle: int, end: int
 ) -> Any:
@@ -356,6 +341,18 @@ def goes_on(
             engine.destroy()
     assert found[0] == found[1]
     return engine
+
+
+def resumes(name: str, writer: Setting, reader: Setting, directory: str) -> None:
+    """Check that an engine goes on from another one's checkpoint; it has trained before, and has to forget it."""
+    case = CASES[name]
+
+    def begin(again: bool) -> Any:
+        engine = start(case, reader if again else writer)
+        take_steps(engine, case, range(7, 9) if again else [])
+        return engine
+
+    goes_on(begin, lambda engine, first, last: take_steps(engine, case, range(first, last)), directory, 2, 4)
 
 
 def train(case: Case, setting: Setting, steps: int, between: Callable[[Any], None] = lambda engine: None) -> Outcome:

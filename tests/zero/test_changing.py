@@ -17,7 +17,7 @@ import shardwise
 from shardwise.utils.logging import warn_once
 from tests.harness import on_ranks
 from tests.harness.logs import logged
-from tests.harness.training import engine_of, masters
+from tests.harness.training import WholeSGD, engine_of, masters
 
 STEPS = 3
 
@@ -49,10 +49,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.head(x).float().mean()
-
-
-class WholeSGD(torch.optim.SGD):
-    """Does not say how it may be split: gets whole tensors."""
 
 
 def start(stage: int, kind: type = torch.optim.SGD, precision: str = "fp32", recompute: bool = False) -> Any:

@@ -26,7 +26,7 @@ from tests.harness.training import (
     engine_of,
     masters,
     plain,
-    resumed,
+    resumes,
     start,
     take_steps,
     trained,
@@ -196,8 +196,7 @@ CODES = {"type": "int4", "params": {"error_feedback": True, "stochastic_rounding
     ids=["dgc", "late powerSGD", "int4", "powerSGD", "topk"],
 )
 def test_resuming_is_as_never_having_stopped(tmp_path: Path, setting: Setting) -> None:
-    for straight, again in run_ranks(resumed, 2, "gpt", setting, setting, str(tmp_path)):
-        assert straight == again
+    run_ranks(resumes, 2, "gpt", setting, setting, str(tmp_path))
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
-from tests.harness.training import each, engine_of, masters
+from tests.harness.training import WholeSGD, each, engine_of, masters
 
 
 class Backbone(nn.Module):
@@ -29,10 +29,6 @@ class Backbone(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.backbone(x))
-
-
-class WholeSGD(torch.optim.SGD):
-    """Does not say how it may be split: gets whole tensors."""
 
 
 def made(seed: int) -> Backbone:

@@ -15,7 +15,7 @@ from shardwise.memory import Category
 from shardwise.optim import Lamb, Muon
 from shardwise.utils import safe_get_full_optimizer_state
 from tests.harness import of_all_ranks, on_ranks
-from tests.harness.training import Tensors, engine_of, masters, take_steps
+from tests.harness.training import OwnAdamW, Tensors, engine_of, masters, take_steps
 from tests.models import CASES, Case, regression, squared
 from tests.optim.reference import WrittenMuon
 
@@ -44,17 +44,13 @@ def test_ratios_of_all_tensors_are_known_on_every_rank_from_one_small_exchange(s
 # -- whole tensors -----------------------------------------------------------------------------------------------------
 
 
-class Undeclared(torch.optim.AdamW):
-    """Says nothing: whole tensors."""
-
-
 @pytest.mark.parametrize(("stage", "kind"), [(1, "muon"), (3, "undeclared")])
 @on_ranks(3)
 def test_no_rank_holds_all(stage: int, kind: str) -> None:
     case = CASES["gpt_groups"]
     model = case.make()
     muon = kind == "muon"
-    optimizer = Muon(model.named_parameters(), lr=1e-2) if muon else Undeclared(model.parameters(), lr=1e-2)
+    optimizer = Muon(model.named_parameters(), lr=1e-2) if muon else OwnAdamW(model.parameters(), lr=1e-2)
     engine = engine_of(model, stage, optimizer)
     take_steps(engine, case, [0])
     held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])

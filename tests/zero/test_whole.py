@@ -18,7 +18,7 @@ from tests.harness.training import (
     Setting,
     assert_identical,
     parameters_digest,
-    resumed,
+    resumes,
     start,
     take_steps,
     trained,
@@ -95,8 +95,7 @@ def test_a_kept_unit_is_gathered_once_a_step_and_reduced_as_before() -> None:
 
 def test_resuming_is_exact(tmp_path: Path) -> None:
     base = MIXED.with_stage(3, precision="bf16", optimizer="AdamW", lr=1e-2)
-    for straight, again in run_ranks(resumed, 2, "gpt", base, base.with_stage(3, keep=0), str(tmp_path)):
-        assert straight == again
+    run_ranks(resumes, 2, "gpt", base, base.with_stage(3, keep=0), str(tmp_path))
 
 
 # -- the unit that waits for the backward pass -------------------------------------------------------------------------

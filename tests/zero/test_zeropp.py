@@ -37,7 +37,7 @@ from tests.harness.training import (
     make_optimizer,
     masters,
     parameters_digest,
-    resumed,
+    resumes,
     trained,
 )
 from tests.models import CASES, Case
@@ -146,8 +146,7 @@ def test_ranks_agree_and_prefetching_and_recomputing_change_no_bit(changes: list
 
 def test_resuming_is_exact(tmp_path: Path) -> None:
     setting = Setting(3, optimizer="AdamW", lr=1e-2, zero=tuple(ALL.items()))
-    for straight, again in run_ranks(resumed, WORLD, "gpt", setting, setting, str(tmp_path)):
-        assert straight == again
+    run_ranks(resumes, WORLD, "gpt", setting, setting, str(tmp_path))
 
 
 def test_compression_in_blocks_is_the_same_at_every_stage() -> None:
