@@ -9,30 +9,11 @@ import pytest
 from shardwise.comm import environment
 from shardwise.comm.environment import RankPlace, discover
 from shardwise.errors import LaunchError
+from tests.harness.tables import tables
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29501",
-}
-OMPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "MASTER_ADDR": "node0",
-}
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "4,3",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-}
+TABLES = tables(__file__)
+
+TORCHRUN, OMPI, SLURM = (TABLES[name] for name in ("torchrun", "ompi", "slurm"))
 
 
 def test_doctests() -> None:
@@ -103,36 +84,13 @@ def test_what_is_missing_is_named(missing: str) -> None:
         discover(env)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
-        ({"RANK": "-1"}, "RANK='-1' is not a number"),
-        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' is not a number"),
-        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE=0: a job has at least one"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
-        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 does not lie between 1 and WORLD_SIZE=8"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a TCP port"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), TABLES["contradictions"])
 def test_contradictions_name_the_variables(changes: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         discover({**TORCHRUN, **changes})
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"MASTER_ADDR": "node0", "MASTER_PORT": "1"}, "Not set: RANK, WORLD_SIZE"),
-        ({"LOCAL_RANK": "0"}, "Set: LOCAL_RANK=0"),
-        ({**OMPI, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        ({**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": ""}, "no variable OMPI_COMM_WORLD_LOCAL_RANK"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(y)"}, "not a list"),
-        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID=2"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "[]"}, "not a node list"),
-    ],
-)
+@pytest.mark.parametrize(("env", "message"), TABLES["unclear"])
 def test_unclear_environments(env: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         discover(env)

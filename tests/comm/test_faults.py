@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from shardwise.comm.stall_watchdog import EXIT_CODE
 from tests.harness import thorough
 from tests.harness.jobs import free_port, run_job
+from tests.harness.tables import tables
 
 SCRIPT = """
 import os, signal, sys, time
@@ -86,58 +86,8 @@ torch.distributed.destroy_process_group()
 """
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What is to be seen.
-
-    Attributes:
-        code: exit code of the job.
-        said: patterns in its standard error; @NAME is the line of the script with that comment.
-    """
-
-    code: int
-    said: tuple[str, ...]
-
-
-STUCK = "the ranks wait for each other in different collectives"
-FAULTS = {
-    "extra": Fault(EXIT_CODE, (STUCK, r"They part here:\n.*rank 0: .*@FIRST\n.*rank 1: .*@EXTRA")),
-    "forward": Fault(
-        EXIT_CODE,
-        (
-            STUCK,
-            r"rank 0: waits in torch\.distributed\.all_reduce\(\) for \d+ s, in a forward pass at .*@FORWARD",
-            r"ranks? 1.*: waits in all_gather .* for \d+ s, in a forward pass at .*@LAYER",
-        ),
-    ),
-    "gradient": Fault(
-        EXIT_CODE,
-        (
-            STUCK,
-            r"rank 0: waits in torch\.distributed\.all_reduce\(\) for \d+ s, in engine\.backward\(\) at .*@OWN PLACE",
-        ),
-    ),
-    "root": Fault(
-        EXIT_CODE,
-        (
-            STUCK,
-            r"Ranks call torch\.distributed\.broadcast\(\) with different arguments: .*@OTHER ROOT by .*@ROOT by rank",
-        ),
-    ),
-    "save": Fault(EXIT_CODE, (STUCK, r"save_checkpoint\(\) has been called by rank 1 at .*@SAVE")),
-    "uneven": Fault(EXIT_CODE, (STUCK, r"save_checkpoint\(\) has been called by rank 1 at .*@LAST.*number of batches")),
-    "shape": Fault(
-        1,
-        (
-            r"DesyncError: strict_sync: the ranks have called different collectives:\n"
-            r".*ranks? 0(, 2)?: all_reduce\(float32\[2\], op=SUM\) at .*@SHAPE\n"
-            r".*ranks? 1(, 3)?: all_reduce\(float32\[3\], op=SUM\) at .*@SHAPE",
-        ),
-    ),
-    "skips": Fault(1, (r"strict_sync: ranks \[1\].*'layers\.2'.*rank 1 \['layers\.0', 'layers\.1', 'layers\.3'\]",)),
-    "stopped": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: has not answered for \d+ s: its process \(\d+\) is stopped",)),
-    "loader": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: is in its data loader at .*@SLOW LOADER",)),
-}
+FAULTS = tables(__file__)["faults"]
+"""Exit code of the job, null: of the watchdog; patterns in its standard error, @NAME: a line with that comment."""
 
 
 def runs_in(process: Path, directory: Path) -> bool:
@@ -160,13 +110,13 @@ def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, ran
     job = run_job("--nproc", ranks, "train.py", fault)
     monkeypatch.undo()
     print(job.stdout, job.stderr, time.monotonic() - begin)
-    expected = FAULTS[fault]
-    assert job.returncode == expected.code
+    code, *patterns = FAULTS[fault]
+    assert job.returncode == (EXIT_CODE if code is None else code)
     said = re.sub(r"^\[rank \d+\] ", "", job.stderr, flags=re.MULTILINE)
-    for pattern in expected.said:
+    for pattern in patterns:
         placed = re.sub(r"@([A-Z ]*[A-Z])", lambda name: rf"train\.py:{lines[name[1]]}", pattern)
         assert re.search(placed, said), placed
-    if not expected.code:
+    if code == 0:
         assert job.stdout.count("is done") == ranks
     assert not [path for path in Path("/proc").glob("[0-9]*") if runs_in(path, tmp_path)]
 

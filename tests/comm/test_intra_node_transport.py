@@ -21,7 +21,8 @@ from shardwise.comm import intra_node_transport as transport
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError, UsageError
-from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, same_bits, values
+from tests.comm.test_native import LAYOUTS, Layout, check_gather, gathered
+from tests.comm.values import RECORD, SIZES, SUMMED, on_group, same_bits, values
 from tests.harness import RankFailure, on_ranks, run_ranks, thorough
 from tests.harness.training import ADAMW, engine_of
 
@@ -39,9 +40,7 @@ def possible() -> bool:
 def _allowed_here() -> None:
     if not all(run_ranks(possible, 2)):
         reason = "the system does not let processes read each other's memory"
-        if (
-            os.environ.get("SHARDWISE_TESTS_NEED_PEER_MEMORY") == "1"
-        ):  # as in .ci/run: nothing else tries this transport
+        if os.environ.get("SHARDWISE_TESTS_NEED_PEER_MEMORY") == "1":  # as in .ci/run: nothing else tries it
             pytest.fail(reason)
         pytest.skip(reason)
 
@@ -55,30 +54,17 @@ def communicator() -> Communicator:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def gather(layout: list[tuple[int, torch.dtype]], in_place: bool) -> list[torch.Tensor]:
+def gather(layout: Layout, in_place: bool) -> list[torch.Tensor]:
     comm = communicator()
-    pairs = []
-    for salt, (size, dtype) in enumerate(layout):
-        full, shard = torch.zeros(comm.world * size, dtype=dtype), values(comm.rank, size, dtype, salt)
-        if in_place:
-            shard = full[comm.rank * size : (comm.rank + 1) * size].copy_(shard)
-        pairs.append((full, shard))
-    comm.all_gather(pairs, "test").wait()
+    found = gathered(layout, in_place, lambda pairs: comm.all_gather(pairs, "test"))
     comm.destroy()
-    return [full for full, _ in pairs]
+    return found
 
 
 @settings(max_examples=8)
-@given(
-    world=st.integers(2, 4),
-    layout=st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(COPIED)), max_size=4),
-    in_place=st.booleans(),
-)
-def test_all_gather_equals_concatenation(world: int, layout: list[tuple[int, torch.dtype]], in_place: bool) -> None:
-    results = run_ranks(gather, world, layout, in_place)
-    for salt, (size, dtype) in enumerate(layout):
-        expected = torch.cat([values(rank, size, dtype, salt) for rank in range(world)])
-        assert all(same_bits(result[salt], expected) for result in results)
+@given(world=st.integers(2, 4), layout=LAYOUTS, in_place=st.booleans())
+def test_all_gather_equals_concatenation(world: int, layout: Layout, in_place: bool) -> None:
+    check_gather(gather, world, layout, in_place)
 
 
 def reduce_both_ways(

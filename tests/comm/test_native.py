@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -57,7 +58,12 @@ def test_dtypes_that_the_backend_cannot_send_are_copied_as_bytes(dtype: torch.dt
 # -- any dtype, size and number of ranks -------------------------------------------------------------------------------
 
 
-def gather_case(layout: list[tuple[int, torch.dtype]], in_place: bool) -> list[torch.Tensor]:
+Layout = list[tuple[int, torch.dtype]]
+LAYOUTS = st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(COPIED)), max_size=4)
+
+
+def gathered(layout: Layout, in_place: bool, gather: Callable[[list[Any]], Any]) -> list[torch.Tensor]:
+    """Gather tensors of all ranks by a function."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = []
     for salt, (size, dtype) in enumerate(layout):
@@ -65,18 +71,23 @@ def gather_case(layout: list[tuple[int, torch.dtype]], in_place: bool) -> list[t
         if in_place:
             shard = full[rank * size : (rank + 1) * size].copy_(shard)
         pairs.append((full, shard))
-    on_group().all_gather(pairs, RECORD).wait()
+    gather(pairs).wait()
     return [full for full, _ in pairs]
 
 
+def gather_case(layout: Layout, in_place: bool) -> list[torch.Tensor]:
+    return gathered(layout, in_place, lambda pairs: on_group().all_gather(pairs, RECORD))
+
+
 @settings(max_examples=12)
-@given(
-    world=st.integers(1, 4),
-    layout=st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(COPIED)), max_size=4),
-    in_place=st.booleans(),
-)
-def test_all_gather_equals_concatenation(world: int, layout: list[tuple[int, torch.dtype]], in_place: bool) -> None:
-    results = run_ranks(gather_case, world, layout, in_place)
+@given(world=st.integers(1, 4), layout=LAYOUTS, in_place=st.booleans())
+def test_all_gather_equals_concatenation(world: int, layout: Layout, in_place: bool) -> None:
+    check_gather(gather_case, world, layout, in_place)
+
+
+def check_gather(case: Callable[..., list[torch.Tensor]], world: int, layout: Layout, in_place: bool) -> None:
+    """Compare what ranks gather with the concatenation of their values."""
+    results = run_ranks(case, world, layout, in_place)
     for salt, (size, dtype) in enumerate(layout):
         expected = torch.cat([values(rank, size, dtype, salt) for rank in range(world)])
         assert all(same_bits(result[salt], expected) for result in results)

@@ -13,9 +13,7 @@ from shardwise.config.schema_index import lookup
 from tests.config.dotted import config_of
 from tests.harness.tables import tables
 
-TABLES = tables(__file__)
-
-SENT = TABLES["sent"]
+SENT = tables(__file__)["sent"]
 """Values that clients really send in the place of "auto"."""
 KEYS = {
     "train_batch_size": 8,

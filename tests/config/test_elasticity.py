@@ -14,8 +14,6 @@ from shardwise.errors import ConfigError, ElasticConfigError, ElasticWorldSizeEr
 from shardwise_deepspeed.elasticity import compute_elastic_config, ensure_immutable_elastic_config, main
 from tests.harness.tables import tables
 
-TABLES = tables(__file__)
-
 LARGE: dict[str, Any] = {
     **{"enabled": True, "max_train_batch_size": 10_000, "micro_batch_sizes": [8, 12, 16, 17]},
     **{"min_gpus": 32, "max_gpus": 1500, "version": 0.1},
@@ -87,7 +85,7 @@ def test_other_batch_keys() -> None:
     assert reasons["gradient_accumulation_steps"] == "elasticity: 9792 = 17 x 9 x 64 ranks"
 
 
-@pytest.mark.parametrize(("change", "message"), TABLES["wrong"])
+@pytest.mark.parametrize(("change", "message"), tables(__file__)["wrong"])
 def test_wrong_sections(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve({"elasticity": {**LARGE, **change}}, world_size=64)

@@ -12,9 +12,7 @@ from shardwise.errors import BatchSizeError, ConfigError, ConflictError, NotBuil
 from tests.config.dotted import config_of
 from tests.harness.tables import tables
 
-TABLES = tables(__file__)
-
-CASES = [(kind, *row) for kind, rows in TABLES.items() for row in rows]
+CASES = [(kind, *row) for kind, rows in tables(__file__).items() for row in rows]
 """Kind, keys, path of the mistake, key that the advice names."""
 
 

@@ -18,9 +18,7 @@ from shardwise.config.schema_index import walk
 from shardwise.errors import ConfigError
 from tests.harness.tables import tables
 
-TABLES = tables(__file__)
-
-VALID: dict[str, Any] = TABLES["valid"]
+VALID: dict[str, Any] = tables(__file__)["valid"]
 
 
 def key_places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

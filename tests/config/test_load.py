@@ -13,8 +13,6 @@ from shardwise.config.jsonc import JSONSyntaxError, parse
 from shardwise.errors import ConfigError
 from tests.harness.tables import tables
 
-TABLES = tables(__file__)
-
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "betas": [0.9, 1e-3]}
 TEXT = json.dumps(CONFIG)
 
@@ -71,7 +69,7 @@ def test_a_byte_order_mark_counts_at_the_beginning_only(tmp_path: Path) -> None:
     assert load(file) == {"a": "\ufeff"}
 
 
-@pytest.mark.parametrize(("text", "line", "column", "words"), TABLES["syntax"])
+@pytest.mark.parametrize(("text", "line", "column", "words"), tables(__file__)["syntax"])
 def test_syntax_errors_have_line_and_column(text: str, line: int, column: int, words: str) -> None:
     with pytest.raises(JSONSyntaxError) as caught:
         parse(text)

@@ -18,8 +18,6 @@ from shardwise.optim import build as build_optimizer
 from shardwise.schedules import registry as schedules
 from tests.harness.tables import tables
 
-TABLES = tables(__file__)
-
 
 def defaults(model: type[Arguments]) -> dict[str, Any]:
     """The arguments of a model with their defaults, as a signature has them."""
@@ -69,7 +67,7 @@ def test_our_own_optimizers_have_the_arguments_of_the_model(name: str) -> None:
     assert signature(type(built), "params") == table
 
 
-@pytest.mark.parametrize(("name", "params", "message"), TABLES["wrong"])
+@pytest.mark.parametrize(("name", "params", "message"), tables(__file__)["wrong"])
 def test_the_builder_says_what_the_configuration_says(name: str, params: dict[str, Any], message: str) -> None:
     """One check for both, so that a script that builds an optimizer itself learns as much."""
     with pytest.raises(ConfigError) as built:

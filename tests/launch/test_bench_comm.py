@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ from shardwise.launch.comm_measure import OPS, Exchange, Plan, measure
 from shardwise.launch.commbench import CommWanted, link_speed, share_of_link, show, verdicts
 from shardwise.launch.job import Job
 from tests.harness import run_ranks, thorough
+from tests.harness.tables import tables
+from tests.launch.conftest import Call
 
 CPU = torch.device("cpu")
 SMALL = Plan(sizes=(1000, 20_000), dtypes=(torch.float32, torch.bfloat16), trials=2, warmups=1)
@@ -81,34 +81,11 @@ def test_a_wrong_number_is_found(op: str) -> None:
         assert wrong[0] == "" and wrong[1].startswith("element 17 is 99, expected ")
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
-
-
-def figures(us: float, gbps: float) -> dict[str, Any]:
-    return {
-        "median_us": us,
-        "min_us": us,
-        "p95_us": us,
-        "algbw_gbps": gbps,
-        "busbw_gbps": gbps,
-        "rank_median_us": [us] * 4,
-    }
-
-
-def found_by(**links: Any) -> dict[str, Any]:
-    """Four ranks on one machine, without trouble."""
-    interface = {"host": "a", "named": "lo", "used": "lo", "up": {"lo": {"speed": None, "loopback": True}}}
-    row = {"op": "all_gather", "dtype": "float32", "bytes": 1 << 22, "wrong": {}, "refused_by_torch": ""}
-    row |= {"ours": figures(100.0, 40.0), "torch": figures(200.0, 20.0), "times_torch": 2.0}
-    streams = [{"ranks": [0, peer], "there": 2e9, "back": 2e9, "trip_us": 20.0} for peer in (1, 2, 3)]
-    told = {"transport": "memory", "machines": [0] * 4, "copy": [10e9] * 4, "compute_ms": [1.0] * 4}
-    told |= {"streams": streams, "interfaces": [copy.deepcopy(interface) for _ in range(4)]} | links
-    facts = {"ranks": 4, "backend": "gloo", "device": "cpu", "torch": "2.13", "trials": 3, "warmups": 1, "rank": 0}
-    return {**facts, "links": told, "rows": [row]}
+# -- what is said of the table's figures: four ranks on one machine, without trouble -----------------------------------
 
 
 def test_without_trouble_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found = found_by()
+    found = tables(__file__)
     assert verdicts(found) == [] and share_of_link(found["rows"][0], found) == pytest.approx(0.5)
     assert show(found, CommWanted()) == 0
     shown = capsys.readouterr().out
@@ -117,7 +94,7 @@ def test_without_trouble_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_wrong_result_is_named_and_is_the_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = found_by()
+    found = tables(__file__)
     found["rows"][0]["wrong"] = {"ours": {"2": "element 5 is 1, expected 3"}}
     file = tmp_path / "found.json"
     assert show(found, CommWanted(file=str(file))) == 1
@@ -129,18 +106,18 @@ def test_a_wrong_result_is_named_and_is_the_exit_code(capsys: pytest.CaptureFixt
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_an_interface_that_is_not_there(call: Callable[..., tuple[int, str, str]], monkeypatch: Any) -> None:
+def test_an_interface_that_is_not_there(call: Call, monkeypatch: Any) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     code, _, error = call("bench", "comm")
     assert code == 2 and "GLOO_SOCKET_IFNAME=eth77" in error
 
 
-def test_the_command_starts_the_ranks(call: Callable[..., tuple[int, str, str]], monkeypatch: Any) -> None:
+def test_the_command_starts_the_ranks(call: Call, monkeypatch: Any) -> None:
     jobs: list[Job] = []
 
     def run(job: Job) -> int:
         jobs.append(job)
-        Path(job.args[1]).write_text(json.dumps(found_by()))
+        Path(job.args[1]).write_text(json.dumps(tables(__file__)))
         return 0
 
     monkeypatch.setattr(start, "run_job", run)

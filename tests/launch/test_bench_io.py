@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import pytest
 
 from shardwise.config import resolve
 from shardwise.offload import tmpfile
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.launch.conftest import Call
 
 SMALL = ("--size", "1M", "--block-size", "64K,128K", "--queue-depth", "1,2", "--threads", "1,2", "--rounds", "2")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from shardwise._version import __version__
 from shardwise.launch import cli
+from tests.harness.tables import tables
 
 
 def test_version_and_help(call, monkeypatch, capsys) -> None:
@@ -23,96 +25,15 @@ def test_version_and_help(call, monkeypatch, capsys) -> None:
         assert option in shown
 
 
-PLAN, OWN, EXPORT = (
-    ["plan", "tests.launch.test_plan:stages"],
-    "tests.launch.test_profile:own",
-    ["export", "DIR", "DIR/out"],
-)
-COMM, IO = ["bench", "comm"], ["bench", "io"]
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["run", "--nproc", "two", __file__], "--nproc"),
-        (["run", "--nope", __file__], "--nope"),
-        (["run", "--nproc", "0", __file__], "--nproc 0"),
-        (["run", "-i", "localhost:0", "-e", "localhost:1", __file__], "cannot be combined"),
-        (["run", "--num_gpus", "1", "-i", "localhost:0", __file__], "--include"),
-        (["run", "--num_accelerators=1", "-e", "localhost:0", __file__], "--exclude"),
-        (["run", __file__.replace("test_cli", "test_clj")], "Did you mean"),
-        (["run", "-H", "/nonexistent", __file__], "/nonexistent"),
-        (["run", "--tag-output", "x", __file__], "auto, always or never"),
-        (["check", __file__, "--world", "0"], "--world 0"),
-        ([*PLAN, "--pp", "0"], "--pp"),
-        (["plan", "bloom-560m", "--schedule", "gpipe"], "--schedule"),
-        (["plan", "gpt-9"], "bloom-560m"),
-        (["plan", "nowhere:model"], "nowhere:model"),
-        (["plan", "builtins:dict"], "torch.nn.Module"),
-        (["plan", "torch.nn:Linear"], "torch.nn:Linear()"),
-        (["plan", "bloom-560m", "--stages", "4"], "--stages 4"),
-        (["plan", "bloom-560m", "--precision", "int8"], "--precision int8"),
-        (["plan", "bloom-560m", "--host-limit", "much"], "--host-limit much"),
-        (["plan", "bloom-560m", "--disk-speed", "3"], "--disk-speed 3"),
-        (["plan", "bloom-560m", "--ranks", "0"], "--ranks"),
-        (["profile", "nonsense"], "nonsense"),
-        (["profile", "tests.launch.test_profile:of_pictures"], "Conv2d raises RuntimeError"),
-        (["profile", OWN, "--length", "0"], "--length"),
-        (["profile", OWN, "--depth", "-2"], "--depth"),
-        ([*IO, "--dir", "DIR/none"], "DIR/none"),
-        ([*IO, "--dir", "DIR/file"], "DIR/file"),
-        ([*IO, "--size", "many"], "--size many"),
-        ([*IO, "--size", "0"], "--size 0"),
-        ([*IO, "--size", "4000P"], "--size 4000P"),
-        ([*IO, "--size", "4000T", "--dir", "DIR"], "DIR: "),
-        ([*IO, "--size", "64K", "--dir", "DIR"], "a request of 4194304 bytes"),
-        ([*IO, "--block-size", "1M,x"], "--block-size x"),
-        ([*IO, "--queue-depth", "0"], "--queue-depth 0"),
-        ([*IO, "--threads", "-1"], "--threads -1"),
-        ([*IO, "--rounds", "0"], "--rounds 0"),
-        ([*IO, "--no-read", "--no-write"], "nothing is left"),
-        ([*IO, "--json", "DIR/none/x.json"], "--json DIR/none/x.json"),
-        ([*COMM, "--nproc", "1"], "--nproc 1"),
-        ([*COMM, "--nproc", "0"], "--nproc 0"),
-        ([*COMM, "--ops", "all_reduce,gossip"], "--ops gossip"),
-        ([*COMM, "--dtype", "int8"], "--dtype int8"),
-        ([*COMM, "--sizes", "1M,much"], "--sizes much"),
-        ([*COMM, "--minsize", "1M", "--maxsize", "1K"], "--minsize 1M"),
-        ([*COMM, "--maxsize", "4000T"], "on each of 2 ranks"),
-        ([*COMM, "--trials", "0"], "--trials 0"),
-        ([*COMM, "--unit", "furlongs"], "--unit furlongs"),
-        ([*COMM, "--json", "/nowhere/x.json"], "--json /nowhere/x.json"),
-        ([*COMM, "--hostfile", "/nowhere/hosts"], "/nowhere/hosts"),
-        ([*EXPORT, "--format", "onnx"], "--format"),
-        ([*EXPORT, "--dtype", "int4"], "--dtype"),
-        ([*EXPORT, "--max-shard-size", "much"], "--max-shard-size"),
-        ([*EXPORT, "--config", "/nonexistent"], "--config /nonexistent"),
-        ([*EXPORT, "--config", __file__], "not JSON"),
-        ([*EXPORT, "--nope"], "--nope"),
-    ],
-)
-def test_wrong_command_lines_exit_with_2(call, tmp_path, args: list[str], words: str) -> None:
-    """The option, file or name is in the message."""
+@pytest.mark.parametrize(("line", "expected", "words"), tables(__file__)["wrong"])
+def test_wrong_command_lines(call, tmp_path, line: str, expected: int, words: str) -> None:
+    """The option, file or name is in the message; DIR is a directory, FILE this file, NEAR has a similar name."""
     (tmp_path / "file").touch()
-    code, shown, error = call(*(arg.replace("DIR", str(tmp_path)) for arg in args))
-    assert (code, shown) == (2, "")
-    assert words.replace("DIR", str(tmp_path)) in error
+    places = {"DIR": str(tmp_path), "FILE": __file__, "NEAR": __file__.replace("cli", "clj")}
+    given = [re.sub("DIR|FILE|NEAR", lambda found: places[found[0]], word) for word in line.split()]
+    code, shown, error = call(*given)
+    assert (code, shown) == (expected, "") and words.replace("DIR", str(tmp_path)) in error
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--pp", "3", "--ranks", "8"], "choose a divisor of 8"),
-        (["--pp", "2", "--schedule", "1f1B2"], "did you mean '1f1b'?"),
-        (["--pp", "2", "--schedule", "fastest"], "known: naive, gpipe, 1f1b"),
-        (["--pp", "2", "--schedule", "zbv", "--chunks", "3"], "3 stages on each rank, expected 2"),
-        (["--pp", "8", "--chunks", "2", "--schedule", "interleaved"], "4 layers"),
-    ],
-)
-def test_pipelines_that_cannot_be_planned_exit_with_1(call, args: list[str], words: str) -> None:
-    code, shown, error = call(*PLAN, *args)
-    assert (code, shown) == (1, "") and words in error
 
 
 def test_check_explains(call, tmp_path) -> None:

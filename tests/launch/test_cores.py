@@ -11,6 +11,7 @@ import pytest
 from shardwise.errors import CommandLineError
 from shardwise.launch import cores
 from tests.harness.jobs import run_job, script
+from tests.harness.tables import tables
 
 TELL = """
 import json, os, threading
@@ -87,20 +88,7 @@ def test_processes_get_cores_of_the_node_of_their_gpu(tmp_path: Path, monkeypatc
     assert cores.deal(found, 3, [1, 1, 1], system) == cores.deal(found, 3)
 
 
-@pytest.mark.parametrize(
-    ("names", "changes", "order", "nodes"),
-    [
-        (("2", "1"), {}, "", [1, 0]),
-        (("GPU-bbbb", "GPU-a"), {}, "", [0, 1]),
-        (("GPU-bb",), {}, "", None),  # of two
-        (("MIG-aaaa",), {}, "", None),
-        (("3",), {}, "", None),
-        (("0",), {"0000:1a:00.0": ("H100", "GPU-aaaa", -1)}, "", None),
-        (("0",), {"0000:5d:00.0": ("T4", "GPU-bbbb", 0)}, "", None),
-        (("0",), {"0000:5d:00.0": ("T4", "GPU-bbbb", 0)}, "PCI_BUS_ID", [1]),
-        (("GPU-bbbb",), {"0000:5d:00.0": ("T4", "GPU-bbbb", 0)}, "", [0]),
-    ],
-)
+@pytest.mark.parametrize(("names", "changes", "order", "nodes"), tables(__file__)["nodes"])
 def test_nodes_of_gpus(
     tmp_path: Path,
     names: tuple[str, ...],

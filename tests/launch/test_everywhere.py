@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from shardwise_deepspeed.commands import ssh
+from tests.harness.tables import tables
 from tests.launch.conftest import Call
 
 SSH = f"""#!{sys.executable}
@@ -72,18 +73,7 @@ def test_this_machine_needs_no_ssh(call: Call, folder: Path, monkeypatch: pytest
     assert code == 1 and "There is no program ssh here. Install the OpenSSH client" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["ls"], "The machines are not known: give --hostfile, because there is no /nowhere"),
-        (["-H", "nope", "ls"], "Cannot read the hostfile nope"),
-        (["-H", "hosts", "-i", "n9", "ls"], "--include n9: no host 'n9' here, only node1, n2"),
-        (["-H", "hosts", "-e", "n2@node1", "ls"], "leaves no slot"),
-        (["-H", "hosts", "-i", "n2", "-e", "n2", "ls"], "cannot be combined"),
-        (["-H", "hosts", "--launcher-args", "'", "ls"], "--launcher-args ': No closing quotation"),
-        (["-H", "hosts"], "Missing argument 'COMMAND"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), tables(__file__)["wrong"])
 def test_wrong_options_are_refused(
     call: Call, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:

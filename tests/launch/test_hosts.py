@@ -6,6 +6,7 @@ import shlex
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,10 @@ from shardwise.launch.hosts import is_this_machine, parse_filter, parse_hostfile
 from shardwise.launch.job import Job
 from shardwise.launch.placement import Host
 from shardwise.launch.runners.ssh import host_of_alias
+from tests.harness.tables import tables
 
-TWO = {"a": (0, 1, 2, 3), "b": (0, 1)}
+TABLES = tables(__file__)
+
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 
 
@@ -28,24 +31,10 @@ def test_hostfile_round_trip(machines: dict[str, int]) -> None:
     assert parse_hostfile(text, "f") == machines
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("a slots=2\na slots=3", "line 2: a occurs twice"),
-        ("a slots=2\n\nb slot=3", "line 3: expected `host slots=N`"),
-        ("a slots=4 max_slots=2", "line 1: "),
-        ("a slots=\uff14", "line 1: expected"),
-        ("a", "line 1: expected"),
-        ("a slots=x", "line 1: expected"),
-        ("a slots=0", "line 1: expected"),
-        ("-F slots=1", "line 1: expected"),  # an option of ssh
-        ("a slots=2 b slots=2", "line 1: expected"),
-        ("# nothing", "names no host"),
-    ],
-)
-def test_hostfile_errors_name_the_line(text: str, found: str) -> None:
-    with pytest.raises(CommandLineError, match=found):
-        parse_hostfile(text, "hostfile h")
+@pytest.mark.parametrize(("function", "arguments", "message"), TABLES["wrong"])
+def test_errors_name_the_line_or_the_option(function: str, arguments: list[Any], message: str) -> None:
+    with pytest.raises(CommandLineError, match=message):
+        getattr(hosts, function)(*arguments)
 
 
 def test_named_hostfile_must_exist(tmp_path, monkeypatch) -> None:
@@ -63,39 +52,10 @@ def test_filter_round_trip(machines: dict[str, list[int]]) -> None:
     assert parse_filter(text, "-i") == {h: tuple(s) for h, s in machines.items()}
 
 
-@pytest.mark.parametrize("text", ["", "@", "a@", "a:", "a:x", "a:1,,2", "a:-1", "a:0@a:1", "a:1,1", ":1"])
-def test_bad_filters_are_refused(text: str) -> None:
-    with pytest.raises(CommandLineError, match="--include"):
-        parse_filter(text, "--include")
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "chosen"),
-    [
-        (None, None, TWO),
-        ("a", None, {"a": (0, 1, 2, 3)}),
-        ("b@a:2,0", None, {"a": (0, 2), "b": (0, 1)}),
-        (None, "a", {"b": (0, 1)}),
-        (None, "a:0,1@b:1", {"a": (2, 3), "b": (0,)}),
-        (None, "b:0,1", {"a": (0, 1, 2, 3)}),
-    ],
-)
-def test_select(include: str | None, exclude: str | None, chosen: dict[str, tuple[int, ...]]) -> None:
-    assert select(TWO, include, exclude) == chosen
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "message"),
-    [
-        ("a", "b", "cannot be combined"),
-        ("c", None, "no host 'c' here, only a, b"),
-        (None, "b:2", "b has no slot 2, only 0, 1"),
-        (None, "a@b", "leaves no slot"),
-    ],
-)
-def test_select_errors(include: str | None, exclude: str | None, message: str) -> None:
-    with pytest.raises(CommandLineError, match=message):
-        select(TWO, include, exclude)
+@pytest.mark.parametrize(("include", "exclude", "chosen"), TABLES["select"])
+def test_select(include: str | None, exclude: str | None, chosen: dict[str, list[int]]) -> None:
+    found = select({"a": (0, 1, 2, 3), "b": (0, 1)}, include, exclude)
+    assert {host: list(slots) for host, slots in found.items()} == chosen
 
 
 def test_this_machine_has_several_names() -> None:

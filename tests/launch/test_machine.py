@@ -25,23 +25,12 @@ from shardwise.launch.runners import AgentCommand
 from shardwise.launch.runners.programs import PROGRAMS
 from shardwise.launch.runners.ssh import SshRunner
 from tests.harness.jobs import script
+from tests.harness.tables import tables
 
 COMMAND = AgentCommand("python", "/work")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "own", "number"),
-    [
-        ("slurm", "", 0),
-        ("openmpi", "", 2),
-        ("mpich", "", 1),
-        ("impi", "", 1),
-        ("slurm", "m3", 3),  # srun has sorted the names
-        ("slurm", "m0m1m2m3", 0),
-        ("ssh", "m3", 3),
-        ("pdsh", "m3", 3),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "own", "number"), tables(__file__)["machines"])
 def test_an_agent_imports_torch_before_it_connects_and_finds_its_machine(
     launcher: str, own: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

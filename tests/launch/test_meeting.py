@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import CommandLineError, LaunchError
+from shardwise.errors import LaunchError
 from shardwise.launch import meeting
 from shardwise.launch.interfaces import Interface
-from shardwise.launch.job import Job, check
+from shardwise.launch.job import Job
 from shardwise.launch.placement import Devices, Host, place
 from shardwise.launch.processes import handles
 from tests.harness.jobs import environment, free_port, launch, run_job, script
@@ -105,22 +105,6 @@ def test_all_parts_end_with_the_code_of_the_rank_that_failed(tmp_path: Path) -> 
         assert "failed first" in part.communicate()[0] and part.returncode == 7
     stranger.send_signal(signal.SIGKILL)
     stranger.communicate()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nodes": "2"}, "--nnodes 2: the machines are not known"),
-        ({"nodes": "3:2"}, "1 <= MIN <= MAX"),
-        ({"nodes": "two"}, "give a number of machines, or MIN:MAX"),
-        ({"node_rank": 0, "nodes": "2", "master_addr": "192.0.2.1"}, "not an address of this machine"),
-        ({"node_rank": -2, "nodes": "2", "master_addr": "192.0.2.1"}, "give 0 or more"),
-        ({"node_rank": 1, "hostfile": "hosts"}, "Leave out --hostfile"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, str | int], message: str) -> None:
-    with pytest.raises(CommandLineError, match=message):
-        check(Job(__file__, **options))  # type: ignore[arg-type]
 
 
 def test_a_machine_without_the_secret_is_told_where_to_copy_it_from(tmp_path: Path) -> None:

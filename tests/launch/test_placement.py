@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardwise.errors import CommandLineError
-from shardwise.launch import hosts, placement
+from shardwise.launch import hosts
 from shardwise.launch.placement import Devices, Host, Placement, Resources, find_devices, hosts_of, place
+from tests.harness.tables import tables
 
-CPU = Devices()
-FOUR = Devices(("0", "1", "2", "3"))
-CHOSEN = Devices(("4", "6"), restricted=True)
-UUIDS = Devices(("GPU-aa", "GPU-bb"), restricted=True)
+TABLES = tables(__file__)
+
+CPU, FOUR = Devices(), Devices(("0", "1", "2", "3"))
+CHOSEN, UUIDS = Devices(("4", "6"), restricted=True), Devices(("GPU-aa", "GPU-bb"), restricted=True)
+DEVICES = {"CPU": CPU, "FOUR": FOUR, "CHOSEN": CHOSEN, "UUIDS": UUIDS}
 
 
 @pytest.fixture(autouse=True)
@@ -21,46 +24,16 @@ def _no_default_hostfile(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(hosts, "DEFAULT_HOSTFILE", str(tmp_path / "none"))
 
 
-@pytest.mark.parametrize(
-    ("resources", "devices", "expected"),
-    [
-        (Resources(), CPU, Placement(1, None)),
-        (Resources(nproc=5), CPU, Placement(5, None)),
-        (Resources(include="localhost:0,1"), CPU, Placement(2, None)),
-        (Resources(include="localhost"), CPU, Placement(1, None)),
-        (Resources(num_nodes=1, nproc=2), CPU, Placement(2, None)),
-        (Resources(), FOUR, Placement(4, ("0", "1", "2", "3"))),
-        (Resources(nproc=2), FOUR, Placement(2, ("0", "1"))),
-        (Resources(include="localhost:1,3"), FOUR, Placement(2, ("1", "3"))),
-        (Resources(exclude="localhost:0"), FOUR, Placement(3, ("1", "2", "3"))),
-        (Resources(), CHOSEN, Placement(2, ("4", "6"))),
-        (Resources(nproc=1), CHOSEN, Placement(1, ("4",))),
-        (Resources(include="localhost:6"), CHOSEN, Placement(1, ("6",))),
-        (Resources(include="localhost:1"), UUIDS, Placement(1, ("GPU-bb",))),
-    ],
-)
-def test_place(resources: Resources, devices: Devices, expected: Placement) -> None:
-    assert place(resources, devices) == expected
+@pytest.mark.parametrize(("resources", "devices", "count", "names"), TABLES["place"])
+def test_place(resources: dict[str, Any], devices: str, count: int, names: list[str] | None) -> None:
+    found = place(Resources(**resources), DEVICES[devices])
+    assert found == Placement(count, None if names is None else tuple(names))
 
 
-@pytest.mark.parametrize(
-    ("resources", "devices", "message"),
-    [
-        (Resources(nproc=0), CPU, "--nproc 0: a job has at least one"),
-        (Resources(nproc=-1), CPU, "--nproc -1"),
-        (Resources(num_nodes=0), CPU, "--num_nodes 0"),
-        (Resources(nproc=5), FOUR, r"5 processes .* only 4 CUDA devices here .*CUDA_VISIBLE_DEVICES= "),
-        (Resources(nproc=3), CHOSEN, r"only 2 CUDA devices here \(4, 6\)"),
-        (Resources(nproc=2, include="localhost"), FOUR, "--include chooses the slots itself"),
-        (Resources(num_nodes=1, exclude="localhost:1"), FOUR, "--exclude chooses the slots itself"),
-        (Resources(include="localhost:0"), CHOSEN, "no slot 0, only 4, 6"),
-        (Resources(exclude="localhost:0"), CPU, "leaves no slot"),
-        (Resources(include="elsewhere:0"), CPU, "no host 'elsewhere'"),
-    ],
-)
-def test_contradictions(resources: Resources, devices: Devices, message: str) -> None:
+@pytest.mark.parametrize(("resources", "devices", "message"), TABLES["contradictions"])
+def test_contradictions(resources: dict[str, Any], devices: str, message: str) -> None:
     with pytest.raises(CommandLineError, match=message):
-        place(resources, devices)
+        place(Resources(**resources), DEVICES[devices])
 
 
 def _with_hosts(tmp_path, text: str, **options) -> Resources:
@@ -106,19 +79,10 @@ def test_machines_of_a_hostfile(tmp_path) -> None:
         place(Resources(), FOUR, Host("worker-1", (3, 4)))
 
 
-@pytest.mark.parametrize(
-    ("count", "env", "expected"),
-    [
-        (0, {}, Devices()),
-        (2, {}, Devices(("0", "1"))),
-        (2, {"CUDA_VISIBLE_DEVICES": "5, 3"}, Devices(("5", "3"), restricted=True)),
-        (1, {"CUDA_VISIBLE_DEVICES": "5,99"}, Devices(("5",), restricted=True)),
-        (0, {"CUDA_VISIBLE_DEVICES": ""}, Devices((), restricted=True)),
-    ],
-)
-def test_find_devices(monkeypatch, count: int, env: dict[str, str], expected: Devices) -> None:
+@pytest.mark.parametrize(("count", "env", "names", "restricted"), TABLES["devices"])
+def test_find_devices(monkeypatch, count: int, env: dict[str, str], names: list[str], restricted: bool) -> None:
     import torch
 
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: count > 0, device_count=lambda: count))
-    assert find_devices(env) == expected
-    assert placement.place(Resources(), expected).nproc == max(1, count)
+    found = find_devices(env)
+    assert found == Devices(tuple(names), restricted) and place(Resources(), found).nproc == max(1, count)

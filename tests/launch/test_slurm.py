@@ -20,6 +20,7 @@ from shardwise.launch.commands import run
 from shardwise.launch.job import Job, command_line
 from shardwise.launch.placement import Devices, Host, Placement, Resources, place
 from tests.harness.jobs import run_job
+from tests.harness.tables import tables
 from tests.launch.conftest import Call
 
 SLURM = Job("train.py", slurm=True)
@@ -80,15 +81,8 @@ def test_a_job_becomes_the_command_line_that_makes_it(monkeypatch: pytest.Monkey
     fields = [field for field in dataclasses.fields(Job) if get_origin(hints[field.name]) is Annotated]
     values = {bool: lambda field: not field.default, tuple: lambda field: ("A=1", "B=2")}
     given = {field.name: values.get(type(field.default), lambda field: "3")(field) for field in fields}
-    given |= {
-        "max_restarts": 3,
-        "nproc": 3,
-        "node_rank": 3,
-        "master_port": 3,
-        "min_nproc": 3,
-        "ssh_port": 3,
-        "grace": 3.5,
-    }
+    numbers = ("max_restarts", "nproc", "node_rank", "master_port", "min_nproc", "ssh_port")
+    given |= {**dict.fromkeys(numbers, 3), "grace": 3.5}
     job = Job(**{**given, "args": ("--lr", "1"), "progress": "off"})
     found = []
     monkeypatch.setattr(run, "run_job", lambda made: found.append(made) or 0)
@@ -99,27 +93,7 @@ def test_a_job_becomes_the_command_line_that_makes_it(monkeypatch: pytest.Monkey
     assert found == [job]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hostfile": "h"}, "--hostfile h: with --slurm the nodes are those of the allocation"),
-        ({"include": "a"}, "--include a: with --slurm"),
-        ({"exclude": "a"}, "--exclude a: with --slurm"),
-        ({"node_rank": 0}, "--node-rank 0: with --slurm"),
-        ({"nproc": 0}, "--nproc 0"),
-        ({"launcher": "pdsh"}, "--launcher pdsh: with --slurm srun starts the ranks"),
-        ({"nodes": "2:"}, "--nnodes 2:: sbatch needs the largest number of nodes too"),
-        ({"sbatch_args": "--comment 'a"}, "--sbatch-args --comment 'a: No closing quotation"),
-        ({"sbatch_args": "-p a\nrm"}, "--sbatch-args: expected one line"),
-        ({"time": "soon"}, "--time soon: expected MINUTES"),
-        ({"time": "1"}, "--time 1: SIGTERM comes 90 s before the limit"),
-        ({"time": "10", "grace": 600.0}, "--time 10: SIGTERM comes 630 s before"),
-        ({"grace": 70000.0}, "--grace 70000.0: with --slurm at most 65505"),
-        ({"slurm": False, "time": "10"}, "--time is for jobs of Slurm: give --slurm too"),
-        ({"slurm": False, "sbatch_args": "-p a"}, "--sbatch-args is for"),
-        ({"slurm": False, "dry_run": True}, "--dry-run is for"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), tables(__file__)["wrong"])
 def test_wrong_options_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(CommandLineError, match=message):
         slurm.check(dataclasses.replace(SLURM, **change))  # type: ignore[arg-type]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.profile.timeline import FORMAT, file_of
+from tests.launch.conftest import Call
 
-Call = Callable[..., tuple[int, str, str]]
 US = 1e6
 
 

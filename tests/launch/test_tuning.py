@@ -19,6 +19,7 @@ from shardwise.launch import tuning
 from shardwise.launch.job import Job
 from tests.harness import thorough
 from tests.harness.jobs import environment, is_alive, run_job, script
+from tests.harness.tables import tables
 from tests.harness.tuning import calls, candidate, configure, describe, pretended_launcher
 
 
@@ -164,19 +165,7 @@ def test_the_argument_of_the_configuration(place: Path) -> None:
         tuning.config_argument(["ds.json", "other.json"])
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"metrics": "flops"}, r"in ds\.json: autotuning\.metrics: unknown key; did you mean `autotuning\.metric`"),
-        ({"start_profile_step": 5, "end_profile_step": 4}, r"autotuning\.end_profile_step: is 4; write 5 or more"),
-        ({"end_profile_step": 1, "start_profile_step": 0}, r"autotuning\.end_profile_step: is 1; write 2 or more"),
-        ({"min_train_batch_size": 9, "max_train_batch_size": 8}, r"min_train_batch_size: is 9, above .* exchange them"),
-        (
-            {"arg_mappings": {"train_batch_size": 3}},
-            r'arg_mappings: maps train_batch_size to 3; write .*"--train_batch',
-        ),
-    ],
-)
+@pytest.mark.parametrize(("section", "message"), tables(__file__)["wrong"])
 def test_a_wrong_section_is_refused(place: Path, section: dict[str, Any], message: str) -> None:
     configure(place, **section)
     with pytest.raises(ConfigError, match=message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.checkpoint.weights import save_by_hand
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.launch.conftest import Call
 
 
 def make(path: str) -> None:
