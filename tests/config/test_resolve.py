@@ -277,6 +277,20 @@ def test_keys_with_dots_are_taken_to_their_sections() -> None:
     assert "section `zero_optimization` says 7" in said[2]
 
 
+def test_a_stage_with_dots_keeps_the_keys_of_its_section() -> None:
+    given = {
+        "train_batch_size": 1,
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+        "zero_optimization.stage": 2,
+    }
+    document = accept(given)
+    zero = resolve(document).config.zero_optimization
+    assert zero.stage == 2 and zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
+    assert [(note.path, note.value) for note in document.ignored] == [("zero_optimization.stage", 2)]
+    with pytest.raises(ConfigError, match="zero_optimization.stag: unknown key"):
+        resolve(accept({"train_batch_size": 1, "zero_optimization.stag": 2}))
+
+
 @pytest.mark.parametrize(("path", "written", "value", "reason"), TABLES["lax"])
 def test_what_is_meant_without_a_doubt_is_read_and_shown(path: str, written: Any, value: Any, reason: str) -> None:
     row = next(row for row in describe(resolve(config_of({path: written}))) if row.path == path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .normalize import SCHEMA, scan
+from .normalize import SCHEMA, scan, unfold
 from .problems import Note, Path, dotted
 from .read import Document, read
 from .schema.base import AUTO, STAGES, ConfigSection
@@ -45,8 +45,9 @@ def accept(source: Any) -> Document:
     document = read(source)
     if document.written is not None:
         return document
-    ignored: list[Note] = []
-    data = _section(document.data, Config, (), False, ignored)
+    source = dict(document.data)
+    ignored = unfold(source)
+    data = _section(source, Config, (), False, ignored)
     _read_values(data, ignored)
     _drop_other_stages(data, ignored)
     _drop_without_type(data, ignored)
@@ -279,10 +280,8 @@ def _drop_speed_only(data: dict[str, Any], ignored: list[Note]) -> None:
     for row in UNSUPPORTED:
         if not row.speed_only or not row.requested(config):
             continue
-        reason = f"this version does not have {row.feature}; results are the same"
         parent, spelling = _find(data, row.path)
         if parent is not None and spelling in parent:
             path = dotted((*row.path.split(".")[:-1], spelling))
+            reason = f"this version does not have {row.feature}; results are the same"
             ignored.append(Note(path, parent.pop(spelling), reason))
-        if row.path in data:  # written at the top level as one key with dots
-            ignored.append(Note(row.path, data.pop(row.path), reason))

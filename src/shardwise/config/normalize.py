@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .problems import LISTED, Path, Problem, dotted
+from .problems import LISTED, Note, Path, Problem, dotted
 from .schema.base import AUTO, ConfigSection
 from .schema.root import Config
 from .schema_index import Key, advise, expected, keys_of, lookup, takes_any_key, walk
@@ -38,7 +38,7 @@ class Scan:
     given: dict[Path, Path] = field(default_factory=dict)
     autos: dict[Path, Key | None] = field(default_factory=dict)
     forwarded: list[tuple[str, str, Any]] = field(default_factory=list)
-    unfolded: list[str] = field(default_factory=list)
+    unfolded: list[Note] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -54,16 +54,17 @@ def scan(raw: dict[str, Any]) -> Scan:
         # The oldest form: true means stage 1, with the gather size at top level.
         source["zero_optimization"] = {"stage": int(zero)}
         result.forwarded.append(("zero_optimization", "zero_optimization.stage", int(zero)))
-    _unfold(source, result)
+    result.unfolded = unfold(source)
     result.data = _scan_section(source, Config, (), (), result)
     _forward_deprecated(result)
     return result
 
 
-def _unfold(source: dict[str, Any], result: Scan) -> None:
+def unfold(source: dict[str, Any]) -> list[Note]:
     """Move top-level keys that are paths (`zero_optimization.reduce_bucket_size`), which TRL writes for models that are
     only evaluated, into their sections. A value in the section itself has precedence.
     """
+    notes: list[Note] = []
     for name in [name for name in source if isinstance(name, str) and "." in name]:
         try:
             key = lookup(name)
@@ -81,16 +82,17 @@ def _unfold(source: dict[str, Any], result: Scan) -> None:
             value = source.pop(name)
             if isinstance(value, float) and math.isfinite(value) and expected(key).startswith("an integer"):
                 value = math.floor(value)
-            note = f"{name} = {value!r}: written at the top level as one key with dots"
+            reason = "written at the top level as one key with dots"
             spellings = [spelling for spelling in key.spellings if place.get(spelling) not in (None, AUTO)]
             if spellings:
-                note += f", and not used: section `{dotted(tuple(above))}` says {place[spellings[0]]!r}"
+                reason += f", and not used: section `{dotted(tuple(above))}` says {place[spellings[0]]!r}"
             else:
                 for spelling in key.spellings:
                     place.pop(spelling, None)
                 place[last] = value
-                note += f"; taken as `{last}` of section `{dotted(tuple(above))}`, where it should be written"
-            result.unfolded.append(note)
+                reason += f"; taken as `{last}` of section `{dotted(tuple(above))}`, where it should be written"
+            notes.append(Note(name, value, reason))
+    return notes
 
 
 def _scan_section(

@@ -130,7 +130,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         warnings=[
             *(f"{note.path}: {note.reason}" for note in ignored_features(config, found) if document.written is None),
             *_deprecations(found),
-            *found.unfolded,
+            *(f"{note.path} = {note.value!r}: {note.reason}" for note in found.unfolded),
             *check_worth_a_warning(config),
             *doubtful_compression(config),
         ],
