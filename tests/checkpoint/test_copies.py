@@ -21,6 +21,7 @@ from shardwise.checkpoint import Manifest, Slice, StoredTensor
 from shardwise.checkpoint import save as module
 from shardwise.checkpoint.peer_replicas import needed_files
 from shardwise.checkpoint.safetensors_reader import TensorFile
+from shardwise.checkpoint.transfer import FileTransfer, exchange_files
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.engine import faults
 from shardwise.engine.background import saved_bytes
@@ -320,6 +321,19 @@ def test_a_copy_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(f"{tmp_path}/b/engine0") if name.startswith(".")]
     run.step()
     assert run.engine.last_memory_copy.steps == 3
+
+
+@as_ranks(2)
+def test_a_rank_without_memory_for_buffers_ends_the_exchange(tmp_path: Path) -> None:
+    run, rank = Run(config(1)), dist.get_rank()
+
+    def hold(_: torch.Tensor) -> None:
+        if rank == 1:
+            raise MemoryError("no memory")
+
+    (tmp_path / "a").write_bytes(bytes(9))
+    with pytest.raises(CheckpointError, match="no memory"):
+        exchange_files(run.engine.job, run.engine.device, [FileTransfer("a", 9, 0, 1)], f"{tmp_path}", hold)
 
 
 @as_ranks(2)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.comm import ReduceOp, all_reduce, all_to_all_single, barrier, broadcast, recv, send
+from shardwise.comm import ReduceOp, all_reduce, all_to_all_single, barrier, broadcast, desync, recv, send
 from shardwise.comm.desync import compare_calls
 from shardwise.errors import DesyncError
 from tests.harness import on_ranks
+from tests.harness.training import engine_of
 
 CALLS: dict[str, tuple[Callable[[int], Any], tuple[str, str]]] = {
     "shape": (lambda rank: all_reduce(torch.ones(2 + rank)), ("float32[2], op=SUM", "float32[3], op=SUM")),
@@ -53,6 +54,18 @@ def test_ranks_that_call_the_same_get_their_results() -> None:
         else:
             recv(total, 1)
     assert taken.tolist() == ([1.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0, 2.0, 2.0]) and total.tolist() == [2.0] * 3
+
+
+@on_ranks(2)
+def test_an_engine_without_the_key_leaves_that_of_another_engine() -> None:
+    first = engine_of(torch.nn.Linear(2, 1), 0, strict_sync=True)
+    second = engine_of(torch.nn.Linear(2, 1), 0)
+    second.destroy()
+    with pytest.raises(DesyncError, match="different collectives"):
+        all_reduce(torch.ones(2), ReduceOp.MAX if torch.distributed.get_rank() else ReduceOp.SUM)
+    first.destroy()
+    first.destroy()
+    assert not desync._comparing
 
 
 @contextlib.contextmanager

@@ -199,6 +199,36 @@ def test_an_interrupted_analysis_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
             DataAnalyzer(Lines(), save_path=tmp_path, **{**METRICS, **other}).run_map()
 
 
+def scaled(batch: Any, factor: int, *, power: int = 1) -> Any:
+    return lengths(batch) * factor**power
+
+
+def in_closure(factor: int) -> Any:
+    return lambda batch: scaled(batch, factor)
+
+
+def in_default(factor: int) -> Any:
+    return lambda batch, factor=factor: scaled(batch, factor)
+
+
+@pytest.mark.parametrize("kind", ["argument", "keyword", "closure", "default"])
+def test_values_of_a_metric_s_function_are_compared(kind: str, tmp_path: Path) -> None:
+    def analyzed(factor: int) -> None:
+        metric = {
+            "argument": functools.partial(scaled, factor=factor),
+            "keyword": functools.partial(scaled, factor=2, power=factor),
+            "closure": in_closure(factor),
+            "default": in_default(factor),
+        }[kind]
+        given = {**METRICS, "metric_functions": [metric, counts]}
+        DataAnalyzer(Lines(), save_path=tmp_path, **given).run_map()
+
+    analyzed(2)
+    analyzed(2)
+    with pytest.raises(ConfigError, match="has parts of another analysis"):
+        analyzed(3)
+
+
 def test_a_complete_analysis_begins_anew(tmp_path: Path) -> None:
     for factor in (1, 2):
         metrics = {**METRICS, "metric_functions": [lambda batch, factor=factor: factor * lengths(batch), counts]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -88,6 +89,19 @@ def test_a_warning_names_step_rank_and_parameter(stage: int, how: str, config: d
     assert cause in told[0] and "First parameter: 'low.weight'" in told[0]
     assert ("of whose 24 elements 0 are infinite and 24 NaN" in told[0]) is not late
     assert [s[:2] for s in seen] == [(True, 0)] * 3  # as it always was
+
+
+@pytest.mark.parametrize("how", ["destroy", "save_16bit_model", "export", "module_state_dict"])
+@on_ranks(1)
+def test_the_last_step_is_reported_at_the_end(how: str, tmp_path: Path) -> None:
+    with logged() as kept, late_reads():
+        engine = build(2)
+        engine.module.spoilt = True
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        engine.step()
+        arguments = [] if how in ("destroy", "module_state_dict") else [tmp_path]
+        getattr(engine, how)(*arguments)
+    assert [line[:36] for line in kept.lines if "finite" in line] == ["step 0: gradients are not finite, an"]
 
 
 @pytest.mark.parametrize("stage", [thorough(0), 3])

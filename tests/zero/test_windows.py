@@ -17,12 +17,14 @@ import shardwise
 from shardwise.engine.window import checked_weight
 from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad
+from tests.engine.late import late_reads
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import (
     Setting,
     Tensors,
     assert_close,
     config_of,
+    engine_of,
     goes_on,
     gradients,
     make_optimizer,
@@ -160,6 +162,21 @@ def test_a_window_is_weighted_on_all_ranks_or_on_none(weights: tuple[list[float 
         assert float(module.weight[0, 0]) == 0.0  # 1 - 1.0 * 1
 
 
+@on_ranks(2)
+def test_mixed_weights_of_the_last_step_are_an_error_of_destroy() -> None:
+    engine = engine_of(nn.Linear(3, 1), 2, {"type": "SGD", "params": {"lr": 0.1}})
+    for weight in (None, 2.0 if dist.get_rank() else None):
+        engine.backward(engine(torch.ones(2, 3)).mean(), weight=weight)
+        with late_reads():
+            engine.step()
+    with pytest.raises(
+        UsageError, match="step 1: of the 2 backward passes of this window on all ranks, 1 had a weight"
+    ):
+        engine.destroy()
+    with pytest.raises(UsageError, match="destroyed"):
+        engine.step()
+
+
 @on_ranks(1)
 def test_weights_that_cannot_be() -> None:
     for wrong in (-1, float("nan"), "4", True, torch.ones(2), torch.tensor(True), torch.tensor(-2.0)):
@@ -256,12 +273,17 @@ def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local(
         batches = {rank: [tokens(step, m, rank) for m in range(1 + (rank + step) % 2)] for rank in range(2)}
         for ids in batches[dist.get_rank()]:
             engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
-        engine.step()
+        with late_reads(step == 1):
+            engine.step()
+        if step == 0:
+            assert engine.global_samples == engine.last_step.samples == 3
         plainly.zero_grad()
         every = [ids for some in batches.values() for ids in some if ids.numel() > 1]
         torch.cat([token_losses(plain, ids) for ids in every]).mean().backward()
         plainly.step()
     assert_close(masters(engine.module), {name: p.detach() for name, p in plain.named_parameters()}, 1e-6)
+    engine.module_state_dict()
+    assert engine.global_samples == 6
 
 
 # -- sums that lose no digits ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.safetensors_reader import bytes_of
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
@@ -56,20 +57,26 @@ def exchange_files(
 ) -> None:
     """Send files from this rank's `folder` to that of others, with the same `transfers` on all ranks. A collective.
 
-    Files that exist are overwritten in place. A rank that cannot read or write still takes part, because others would
-    wait for it, and raises at the end. `device` is that of the backend's tensors. `hold` accounts buffers.
+    Files that exist are overwritten in place. A rank without memory for its buffers ends the exchange on all ranks. One
+    that cannot read or write still takes part, because others would wait for it, and raises at the end. `device` is
+    that of the backend's tensors. `hold` accounts buffers.
     """
-    failure: Exception | None = None
-    for these in rounds(transfers):
-        sent = next((s for s in these if s.src == comm.rank), None)
-        received = next((s for s in these if s.dst == comm.rank), None)
-        largest = max(transfer.size for transfer in these)
-        piece = min(_MOST, max(_LEAST, -(-largest // _SHARE)))
-        given, taken = (torch.empty(piece if t else 0, dtype=torch.uint8, device=device) for t in (sent, received))
+    divided = rounds(transfers)
+    with collective_step(comm, "memory to send files"):
+        sending = [_piece(these) for these in divided if any(one.src == comm.rank for one in these)]
+        receiving = [_piece(these) for these in divided if any(one.dst == comm.rank for one in these)]
+        given, taken = (
+            torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for sizes in (sending, receiving)
+        )
         for buffer in (given, taken):
             if buffer.numel():
                 hold(buffer)
-        for begin in range(0, largest, piece):
+    failure: Exception | None = None
+    for these in divided:
+        sent = next((s for s in these if s.src == comm.rank), None)
+        received = next((s for s in these if s.dst == comm.rank), None)
+        piece = _piece(these)
+        for begin in range(0, max(transfer.size for transfer in these), piece):
             out, into = [0] * comm.world, [0] * comm.world
             if sent is not None:
                 out[sent.dst] = max(0, min(piece, sent.size - begin))
@@ -89,6 +96,10 @@ def exchange_files(
                 failure = error
     if failure is not None:
         raise failure
+
+
+def _piece(transfers: Sequence[FileTransfer]) -> int:
+    return min(_MOST, max(_LEAST, -(-max(transfer.size for transfer in transfers) // _SHARE)))
 
 
 def _read(path: str, begin: int, into: torch.Tensor) -> None:

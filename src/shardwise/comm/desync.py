@@ -631,13 +631,14 @@ def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position
 
 # -- comparisons beforehand --------------------------------------------------------------------------------------------
 
-_compares = False
+_comparing = 0
+"""Number of engines for which collectives are compared."""
 
 
 def compare_calls(on: bool) -> None:
-    """Switch the comparison of each collective of `shardwise.comm`, which costs one small collective more."""
-    global _compares
-    _compares = on
+    """Begin or end, for one engine, the comparison of collectives of `shardwise.comm`: a small collective for each."""
+    global _comparing
+    _comparing += 1 if on else -1
 
 
 def check_call(
@@ -647,7 +648,7 @@ def check_call(
 
     Compared are shapes and dtypes of `tensors`, and `rest`, such as the operation of a reduction.
     """
-    if not _compares or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
+    if not _comparing or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
         return
     given = [] if tensors is None else [tensors] if isinstance(tensors, torch.Tensor) else tensors
     arguments = [f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in given]

@@ -219,7 +219,7 @@ class DataAnalyzer:
 
     def _digest(self, name: str) -> str:
         functions = self._measure.functions[name], self._measure.collate
-        text = "".join(map(_source, functions)).encode()
+        text = _text(functions).encode()
         numbers = b"" if self._numbers is None else self._numbers.tobytes()
         return hashlib.blake2b(text + numbers, digest_size=8).hexdigest()
 
@@ -243,14 +243,34 @@ class DataAnalyzer:
                 os.replace(temporary, path)
 
 
-def _source(function: Any) -> str:
-    """Return the name and the source of a function; of another callable object those of its class."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    found = function if inspect.isroutine(function) else type(function)
+def _text(value: Any, above: frozenset[int] = frozenset()) -> str:
+    """Return a text that is equal in all processes for equal plain values and functions.
+
+    A function's text has its name, source, defaults, closure and bound arguments; that of another object only its
+    class, because attributes change. `above`: ids of the objects that contain the value.
+    """
+    if id(value) in above:
+        return ""
+    above |= {id(value)}
+    if isinstance(value, functools.partial):
+        value = value.func, value.args, value.keywords
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_text(item, above) for item in value)})"
+    if value is None or isinstance(value, int | float | complex | str | bytes):
+        return repr(value)
+    found = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+    text = str(found.__qualname__)
     with contextlib.suppress(OSError, TypeError):  # in an interactive session, and in C
-        return f"{found.__qualname__} {inspect.getsource(found)}"
-    return str(found.__qualname__)
+        text += f" {inspect.getsource(found)}"
+    function = inspect.unwrap(getattr(value, "__func__", value))
+    if inspect.isfunction(function):
+        held: list[Any] = [function.__defaults__, function.__kwdefaults__]
+        with contextlib.suppress(ValueError):  # of a variable without a value
+            held += [cell.cell_contents for cell in function.__closure__ or ()]
+        text += _text(held, above)
+    return text
 
 
 class DistributedDataAnalyzer(DataAnalyzer):

@@ -61,9 +61,9 @@ class Batches:
         """Return the effective configuration with the present batch sizes."""
         return {**effective(resolution), TRAIN: self.total, MICRO: self.micro, STEPS: self.steps}
 
-    def samples(self, passes: int) -> int:
-        """Return the samples of all ranks in `passes` micro-batches of each."""
-        return self.micro * passes * self.data.world
+    def samples(self, passes: float) -> int:
+        """Return the samples of all ranks in `passes` micro-batches of each, on average."""
+        return round(self.micro * passes * self.data.world)
 
     def own_weight(self) -> int | None:
         """Return the number of samples of the newest batch, by which its loss counts; None: micro-batches are equal."""

@@ -18,7 +18,6 @@ from torch import nn
 
 from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator, check_agreement, members_of
-from shardwise.comm.desync import compare_calls
 from shardwise.comm.domain import REPLICATE, Domain
 from shardwise.comm.environment import CONFIG_OVERRIDE, DEVICE_LIMIT
 from shardwise.comm.groups import name_of_engine, refuse
@@ -558,7 +557,6 @@ def _take_device_limit(resolution: Resolution) -> None:
 
 
 def _communicator(settings: Any, group: Any, device: torch.device) -> Communicator:
-    compare_calls(settings.strict_sync)
     ledger = Ledger()
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce, call="initialize()")
     ledger.engine = name_of_engine(comm.members)

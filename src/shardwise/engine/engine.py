@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.desync import compare_calls
 from shardwise.compat import never_compiled, transforming
 from shardwise.device.ranges import named
 from shardwise.engine.advice import explain_dtype
@@ -30,7 +31,7 @@ from shardwise.engine.state_getters import StateGetters, of_part
 from shardwise.engine.states import give_methods, offload_states, reload_states, take_methods
 from shardwise.engine.step import TrainStep
 from shardwise.engine.timelines import Timelines
-from shardwise.errors import NotScalarError, UsageError
+from shardwise.errors import NotScalarError, ShardwiseError, UsageError
 from shardwise.memory import is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype
 from shardwise.trees import tensors_in
@@ -144,6 +145,8 @@ class Engine(StateGetters):
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
         sharded.engine = weakref.ref(self)
+        if resolution.config.strict_sync:
+            compare_calls(True)
         if self.optimizer is not None:
             give_methods(self.optimizer, self)
 
@@ -590,15 +593,16 @@ class Engine(StateGetters):
 
         Raises:
             CheckpointError: the pending asynchronous save has failed. The engine is destroyed nevertheless.
+            UsageError: some losses of the last step had weights, and others none. The engine is destroyed nevertheless.
             DesyncError: other ranks are still training (stage 3); parameters stay sharded. During the handling of an
                 exception, this is a warning.
         """
         self._generation.close()
         self._memory.close()
         self._timelines.close()
-        failure = self._checkpoints.background.finish()
+        failure: ShardwiseError | None = self._checkpoints.background.finish()
         if not self.sharded.closed:
-            self._step.close()
+            failure = self._step.close() or failure
             if self.optimizer is not None:
                 take_methods(self.optimizer)
         self._faults.end()
@@ -615,6 +619,8 @@ class Engine(StateGetters):
                 if shared is not None:
                     shared.close()
             release_experts(self.module, self._expert_groups)
+            if self._resolution.config.strict_sync and not self.job.destroyed:
+                compare_calls(False)
             for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # notifies ranks that wait for this one
         if failure is not None:

@@ -92,6 +92,7 @@ class Interchange:
                 directory, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite
             )
         self._sharded.hooks.settle()
+        self._step.read_pending()
         export_model(self._sharded.state, request, self._hold)
 
     def _hold(self, tensor: torch.Tensor) -> None:
@@ -171,6 +172,7 @@ class Interchange:
         self._sharded.check_there("engine.save_16bit_model()", values=True)
         with collective_step(self._job, "save_16bit_model"):
             request = request_of_16bit(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+        self._step.read_pending()
         export_model(self._sharded.state, request, self._hold)
         return True
 
@@ -192,6 +194,7 @@ class Interchange:
         self._sharded.check_there("engine.module_state_dict()", values=True)
         if keep_vars:
             raise UsageError("module_state_dict(keep_vars=True): values are gathered copies; use keep_vars=False")
+        self._step.read_pending()
         found = unsharded.state_dict(self._sharded.state, exclude_frozen=exclude_frozen_parameters)
         destination = {} if destination is None else destination
         destination.update((prefix + name, value) for name, value in found.items())
@@ -200,6 +203,7 @@ class Interchange:
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the unsharded state dict on rank 0, None on other ranks (called by trainers)."""
         self._sharded.check_there("engine._consolidated_16bit_state_dict()", values=True)
+        self._step.read_pending()
         found = unsharded.state_dict(self._sharded.state, exclude_frozen=exclude_frozen_parameters, to_first=True)
         return found if self._job.rank == 0 else None
 

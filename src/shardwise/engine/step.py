@@ -7,6 +7,7 @@ import copy
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,15 @@ from shardwise.engine.nonfinite import NonFinite, StepGradients
 from shardwise.engine.scaling import computes_norm
 from shardwise.engine.spikes import Spike, SpikeWatch
 from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import AnomalyError, BatchSizeError, LossScaleError, NonFiniteError, SyncError, UsageError
+from shardwise.errors import (
+    AnomalyError,
+    BatchSizeError,
+    LossScaleError,
+    NonFiniteError,
+    ShardwiseError,
+    SyncError,
+    UsageError,
+)
 from shardwise.precision.norms import combine
 from shardwise.precision.weights import ignore_nonfinite
 from shardwise.utils.logging import logger, warn_once
@@ -82,22 +91,26 @@ class StepReport:
 @dataclass(frozen=True)
 class _Prepared:
     """A window with gradients ready for the optimizer, once multiplied by `factor`; `report` lacks learning rates.
-    `dynamic`: samples, and factor of the learning rates, with dynamic batching.
+    `dynamic`: samples, and factor of the learning rates, with dynamic batching. `counted`: backward passes of a rank.
     """
 
     report: StepReport
     passes: int
     factor: float | torch.Tensor
+    counted: float
     dynamic: tuple[int, float] | None
 
 
 @dataclass(frozen=True)
 class _Reduced:
-    """Result of the step's all-reduce; `refused`: a rank reported an error that ends the step."""
+    """Result of the step's all-reduce; `refused`: a rank reported an error that ends the step; `passes`: the mean
+    number of backward passes of a rank, or None if not read yet.
+    """
 
     refused: bool = False
     finite: bool = True
     spike: Spike | None = None
+    passes: float | None = None
 
 
 class TrainStep:
@@ -515,8 +528,8 @@ class TrainStep:
         if self.rates_before is not None and self.last_rates() != self.rates_before:
             self.follow_schedule()  # the script has loaded it
         self.rates_before = None
-        # Each rank is assumed to have the same number of samples.
-        samples = self._batches.total if self._managed else self._batches.samples(self._window.passes)
+        # Each micro-batch is assumed to have the same number of samples.
+        samples = self._batches.total if self._managed else self._batches.samples(prepared.counted)
         scale = 1.0
         if prepared.dynamic is not None:
             samples, scale = prepared.dynamic
@@ -693,11 +706,19 @@ class TrainStep:
         if optimizer is not None and not hasattr(type(optimizer), "overflow"):
             optimizer.overflow = overflow  # type: ignore[attr-defined]
 
-    def close(self) -> None:
-        """Remove the hooks from the model and `overflow` from the optimizer."""
-        self._non_finite.tracer.remove()
-        if self._optimizer is not None:
-            vars(self._optimizer).pop("overflow", None)
+    def close(self) -> ShardwiseError | None:
+        """Remove the hooks from the model and `overflow` from the optimizer; return an error of the last step."""
+        failure = None
+        try:
+            if sys.exc_info()[0] is None and not self._sharded.failed:  # else other ranks may not call destroy()
+                self.read_pending()
+        except ShardwiseError as error:
+            failure = error
+        finally:
+            self._non_finite.tracer.remove()
+            if self._optimizer is not None:
+                vars(self._optimizer).pop("overflow", None)
+        return failure
 
     def _prepare(self) -> _Prepared | None:
         """Complete the window's gradients, and compute norm and factor; None if no rank has run a backward pass. Runs
@@ -771,7 +792,8 @@ class TrainStep:
         clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
         loss = reduced[_LOSS] / reduced[_LOSS + 1] if self._window.shown or self._in_batch else None
         report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow, spike, loss=loss)
-        return _Prepared(report, reducer.passes, multiplier, self._batches.dynamic())
+        counted = self._window.passes if found.passes is None else found.passes
+        return _Prepared(report, reducer.passes, multiplier, counted, self._batches.dynamic())
 
     def _formed(self) -> torch.Tensor | None:
         """Return this rank's squared norms, or a probe that is finite if its gradients are, or None if not needed."""
@@ -806,9 +828,13 @@ class TrainStep:
 
     def _evaluate(self, values: list[float], gradients: StepGradients | None, normed: bool, *, late: bool) -> _Reduced:
         reduced, norm = (values[:-1], values[-1]) if normed else (values, None)
+        passes = sum(reduced[1:3]) / (self._sharded.sharding.norm_group or self._sharded.comm).world
+        if late and gradients is not None and not self._managed:
+            self.global_samples += self._batches.samples(passes - gradients.window.passes)
         signals = _LOSS + (LOSS_FACTS if self._shows_loss else 0)
         self._signals.hear(reduced[signals:])
-        check_mixed(reduced[:FACTS], needed=self._config.unequal_batches.enabled)
+        step = self.global_steps if gradients is None else gradients.step
+        check_mixed(reduced[:FACTS], step, needed=self._config.unequal_batches.enabled)
         self._warn_of_no_gradients(reduced[:FACTS], gradients)
         if reduced[_AHEAD]:
             assert self._sharded.reducer is not None
@@ -825,7 +851,7 @@ class TrainStep:
         if self.watch is not None and gradients is not None:
             loss = reduced[_LOSS] / reduced[_LOSS + 1] if reduced[_LOSS + 1] else None
             spike = self._spike(gradients, loss, norm)
-        return _Reduced(finite=finite, spike=spike)
+        return _Reduced(finite=finite, spike=spike, passes=passes)
 
     def _warn_of_no_gradients(self, counts: Sequence[float], gradients: StepGradients | None) -> None:
         weight, _, unweighted, brought = counts
@@ -894,5 +920,5 @@ class TrainStep:
             window.agreed = passes, self._sharded.sums.of(window.facts(), "weights")
         reduced = window.agreed[1]
         counts = reduced.tolist()
-        check_mixed(counts)
+        check_mixed(counts, self.global_steps)
         return self._factor(reduced[0] if counts[1] else None)

@@ -113,20 +113,20 @@ class Window:
         return any(not bool(torch.isfinite(loss).all()) for loss in self.losses or ())
 
 
-def check_mixed(facts: Sequence[float], *, needed: bool = False) -> None:
-    """Raise a UsageError on all ranks if some passes of a window had weights and others had none, or, if weights are
+def check_mixed(facts: Sequence[float], step: int, *, needed: bool = False) -> None:
+    """Raise a UsageError on all ranks if some passes of a step had weights and others had none, or, if weights are
     needed, any had none.
     """
     _, weighted, unweighted, _ = facts
     if needed and unweighted:
         raise UsageError(
-            "engine.step(): with unequal_batches losses count by their samples. Call engine.backward(loss) instead of "
-            "loss.backward()"
+            f"engine.step(), step {step}: with unequal_batches losses count by their samples. Call "
+            "engine.backward(loss) instead of loss.backward()"
         )
     if weighted and unweighted:
         raise UsageError(
-            f"engine.step(): of the {int(weighted + unweighted)} backward passes of this window on all ranks, "
-            f"{int(weighted)} had a weight (engine.backward(loss, weight=...)) and {int(unweighted)} had none, so it "
-            "is not defined how much each counts. Give all micro-batches of all ranks a weight, or none; call "
+            f"engine.step(), step {step}: of the {int(weighted + unweighted)} backward passes of this window on all "
+            f"ranks, {int(weighted)} had a weight (engine.backward(loss, weight=...)) and {int(unweighted)} had none, "
+            "so it is not defined how much each counts. Give all micro-batches of all ranks a weight, or none; call "
             "engine.zero_grad() to begin the window anew"
         )
