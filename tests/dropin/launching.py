@@ -11,7 +11,8 @@ import os
 import runpy
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from shardwise_deepspeed.version import VERSION
 from tests.dropin.test_commands import DIRECTORY
 from tests.dropin.test_modules import package
+from tests.harness.tables import tables
 
 PROGRAMS = Path(__file__).parent / "programs"
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
@@ -26,13 +28,6 @@ STAGES = (1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
 RTOL = {"fp32": 1e-5, "bf16": 2**-6}
 """A loss in bf16 has 8 bits: two roundings. Without DeepSpeed these programs report it in fp32."""
-
-_CLM = "--train_file {here}/text.txt --output_dir {out}"
-_TRAINER = (
-    "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --max_steps 4 --learning_rate 1e-3 "
-    "--weight_decay 0.01 --max_grad_norm 0.5 --logging_steps 1 --report_to none --disable_tqdm true --save_strategy no "
-    "--dataloader_pin_memory false"
-)
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,8 @@ class Program:
     script: str
     arguments: str = ""
     style: str = "native"
-    needs: tuple[str, ...] = ()
-    config: str = "{}"
+    needs: Sequence[str] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[str]:
@@ -59,61 +54,7 @@ class Program:
         return [name for name in self.needs if find_spec(name) is None]
 
 
-_HF = ("transformers", "accelerate")
-_SCRATCH = (
-    "--model_type gpt2 --tokenizer_name {here}/gpt2 --config_overrides n_embd=16,n_layer=2,n_head=2,vocab_size=64,"
-    "n_positions=16,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
-)
-_ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-
-ALL = {
-    "CIFAR tutorial": Program("cifar.py", "--moe-param-group"),
-    "nanoGPT": Program("nanogpt.py"),
-    "run_clm, from scratch": Program(
-        "clm.py",
-        f"{_SCRATCH} {_CLM} {_TRAINER}",
-        "trainer",
-        _HF,
-        json.dumps({"optimizer": _ADAMW}),
-    ),
-    "run_clm, from a checkpoint": Program(
-        "clm.py",
-        f"--model_name_or_path {{here}}/gpt2 {_CLM} {_TRAINER} --lr_scheduler_type constant_with_warmup "
-        "--warmup_steps 2",
-        "trainer",
-        _HF,
-        json.dumps({"optimizer": _ADAMW}),
-    ),
-    "deepspeed_with_config_support": Program(
-        "clm_no_trainer.py",
-        f"--model_name_or_path {{here}}/gpt2 {_CLM}",
-        "accelerate",
-        _HF,
-        json.dumps(
-            {
-                "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-                "scheduler": {
-                    "type": "WarmupDecayLR",
-                    "params": {
-                        "warmup_min_lr": "auto",
-                        "warmup_max_lr": "auto",
-                        "warmup_num_steps": "auto",
-                        "total_num_steps": "auto",
-                        "warmup_type": "linear",
-                    },
-                },
-            }
-        ),
-    ),
-    "TRL SFT, LoRA": Program(
-        "sft.py",
-        "--model_name_or_path {here}/gpt2 --dataset_name {here}/text.txt --use_peft "
-        f"--lora_target_modules c_attn c_proj --lora_r 4 --lora_dropout 0.0 --output_dir {{out}} --max_length 16 "
-        f"{_TRAINER}",
-        "trainer",
-        (*_HF, "peft", "datasets", "trl"),
-    ),
-}
+ALL = {name: Program(**row) for name, row in tables(__file__).items()}
 
 
 class Place:
@@ -235,7 +176,7 @@ def _precision(precision: str) -> list[str]:
 
 def _config(program: Program, stage: int, precision: str) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-    found = {"zero_optimization": zero, "bf16": {"enabled": precision == "bf16"}, **json.loads(program.config)}
+    found = {"zero_optimization": zero, "bf16": {"enabled": precision == "bf16"}, **program.config}
     if program.style == "native":
         return found
     auto = ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"]

@@ -26,19 +26,27 @@ def accelerator(plugin: dict[str, Any] | None, accumulation: int = 2, **options:
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(**plugin), **options)
 
 
-def train(acc: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """One pass over the data, as in Accelerate's documentation."""
-    losses = []
+def logged(acc: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any = None) -> dict[str, list[float]]:
+    """One pass over the data, as in Accelerate's documentation; losses, rates and norms."""
+    found: dict[str, list[float]] = {"loss": [], "lr": [], "norm": []}
     for batch in loader:
         with acc.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
             acc.backward(loss)
             if acc.sync_gradients:
-                acc.clip_grad_norm_(model.parameters(), 0.5)
+                found["norm"].append(float(acc.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+                found["lr"].append(scheduler.get_last_lr()[0])
             optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss))
-    return losses
+        found["loss"].append(mean_over_ranks(loss))
+    return found
+
+
+def train(acc: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
+    """The losses of one pass."""
+    return logged(acc, model, optimizer, loader)["loss"]
 
 
 def prepared(acc: Any) -> tuple[Any, Any, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardwise
 from tests.dropin.clients import MISSING, forget, gpt2, mean_over_ranks, on_clients, tokens
-from tests.dropin.test_accelerate import accelerator, plugin_of, train
+from tests.dropin.test_accelerate import accelerator, logged, plugin_of, train
 from tests.dropin.test_trainer import evaluated
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -40,23 +40,6 @@ def loader(count: int = 32) -> Any:
 # -- schedules and clipping --------------------------------------------------
 
 
-def run(acc: Any, model: Any, optimizer: Any, scheduler: Any, data: Any) -> dict[str, list[float]]:
-    """One pass over the data with a schedule; what it logs."""
-    found: dict[str, list[float]] = {"loss": [], "lr": [], "norm": []}
-    for batch in data:
-        with acc.accumulate(model):
-            loss = model(input_ids=batch, labels=batch).loss
-            acc.backward(loss)
-            if acc.sync_gradients:
-                found["norm"].append(float(acc.clip_grad_norm_(model.parameters(), 0.5)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        found["loss"].append(mean_over_ranks(loss))
-        found["lr"].append(scheduler.get_last_lr()[0])
-    return found
-
-
 def lambda_schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
@@ -75,7 +58,7 @@ def with_torch_schedule(stage: int | None) -> dict[str, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, data, scheduler = acc.prepare(model, optimizer, loader(), lambda_schedule(optimizer))
     assert type(scheduler) is AcceleratedScheduler
-    found = run(acc, model, optimizer, scheduler, data)
+    found = logged(acc, model, optimizer, data, scheduler)
     if stage is not None:
         model.destroy()
     return found
@@ -95,7 +78,7 @@ def with_dummies(config: dict[str, Any], own: bool) -> dict[str, list[float]]:
         scheduler = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=4)
     model, optimizer, data, scheduler = acc.prepare(model, optimizer, loader(), scheduler)
     assert type(scheduler) is DeepSpeedSchedulerWrapper and isinstance(model, shardwise.Engine)
-    found = run(acc, model, optimizer, scheduler, data)
+    found = logged(acc, model, optimizer, data, scheduler)
     model.destroy()
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,33 +14,20 @@ import torch
 import shardwise
 from tests.dropin.clients import MISSING, forget, gpt2, on_clients, tokens
 from tests.harness import thorough
+from tests.harness.tables import tables
+
+TABLES = tables(__file__)
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 
-def config(stage: int) -> dict[str, Any]:
-    """A configuration that leaves to the Trainer what the Trainer knows."""
-    warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
-        "scheduler": {"type": "WarmupLR", "params": warmup},
-    }
+def config(stage: int | None) -> Any:
+    """A configuration that leaves to the Trainer what the Trainer knows; without a stage None."""
+    if stage is None:
+        return None
+    given: dict[str, Any] = copy.deepcopy(TABLES["config"])
+    given["zero_optimization"]["stage"] = stage
+    return given
 
 
 def trainer(
@@ -59,24 +47,7 @@ def trainer(
 
     forget()
     place: dict[str, Any] = {"use_cpu": True} if deepspeed is None else {"deepspeed": deepspeed}
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.01,
-        "max_grad_norm": 0.5,
-        "warmup_steps": 2,
-        "lr_scheduler_type": "constant_with_warmup",
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "save_steps": 3,
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    arguments = TrainingArguments(directory, **settings | place | changes)
+    arguments = TrainingArguments(directory, **TABLES["arguments"] | place | changes)
     rows = [{"input_ids": row, "labels": row} for row in tokens(48)]
     made = model() if callable(model) else model
 
@@ -163,32 +134,6 @@ def test_stages(tmp_path: Path, chosen: tuple[int, ...]) -> None:
         assert difference < 1e-6 and second == first
 
 
-@on_clients(2)
-def test_from_pretrained_at_stage_3(tmp_path: Path) -> None:
-    """Stage 3 from `from_pretrained`, which builds the model sharded, and from the same weights in memory."""
-    from transformers import GPT2LMHeadModel
-
-    from shardwise.zero.units.released import is_released
-
-    if torch.distributed.get_rank() == 0:
-        gpt2(seed=7).save_pretrained(f"{tmp_path}/given")
-    torch.distributed.barrier()
-    found = []
-    for sharded in (True, False):
-
-        def model(sharded: bool = sharded) -> Any:
-            if not sharded:
-                return gpt2(seed=7)
-            made = GPT2LMHeadModel.from_pretrained(f"{tmp_path}/given")
-            assert all(is_released(parameter) for parameter in made.parameters())
-            return made
-
-        ran = trainer(f"{tmp_path}/{sharded}", config(3), model, max_steps=2, eval_strategy="no", save_strategy="no")
-        ran.train()
-        found.append(end(ran))
-    assert found[0] == found[1]
-
-
 def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
     """LoRA and a module of its own: they alone are trained and saved, and load into plain transformers and PEFT."""
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -200,7 +145,7 @@ def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
         torch.manual_seed(3)
         return get_peft_model(base, lora)
 
-    ran = trainer(directory, None if stage is None else config(stage), model)
+    ran = trainer(directory, config(stage), model)
     ran.train()
     ran.save_model(f"{directory}/final")
     ours, found = evaluated(ran.model_wrapped), end(ran)

@@ -19,15 +19,8 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.joi
 QUICK = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
 
 
-def plainly(stage: int | None) -> dict[str, Any] | None:
-    """The configuration without optimizer and scheduler."""
-    if stage is None:
-        return None
-    return {key: value for key, value in config(stage).items() if key not in ("optimizer", "scheduler")}
-
-
 def recomputed(directory: str, stage: int | None) -> Logged:
-    ran = trainer(directory, stage if stage is None else config(stage), gpt2, activation_checkpointing=True, **QUICK)
+    ran = trainer(directory, config(stage), gpt2, activation_checkpointing=True, **QUICK)
     ran.train()
     assert ran.model.is_activation_checkpointing
     return end(ran)
@@ -45,7 +38,9 @@ def own_optimizer(directory: str, stage: int | None) -> Logged:
     def schedule(made: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
 
-    ran = trainer(directory, plainly(stage), gpt2, (optimizer, schedule), **QUICK)
+    keys = config(stage) or {}
+    given = {key: keys[key] for key in keys.keys() - {"optimizer", "scheduler"}} or None
+    ran = trainer(directory, given, gpt2, (optimizer, schedule), **QUICK)
     ran.train()
     found = end(ran)
     found["lr"] = [row["learning_rate"] for row in ran.state.log_history if "learning_rate" in row]
@@ -55,7 +50,7 @@ def own_optimizer(directory: str, stage: int | None) -> Logged:
 def short_window(directory: str, stage: int | None) -> Logged:
     """One epoch of 12 micro-batches a rank in windows of 5: the last one has two."""
     changes = QUICK | {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5}
-    ran = trainer(directory, stage if stage is None else config(stage), gpt2, **changes)
+    ran = trainer(directory, config(stage), gpt2, **changes)
     ran.train()
     assert ran.state.global_step == 3
     ran.evaluate()
@@ -64,7 +59,7 @@ def short_window(directory: str, stage: int | None) -> Logged:
 
 def best(directory: str, stage: int | None) -> Logged:
     """The best model, here that of the first evaluation, is loaded at the end."""
-    ran = trainer(directory, stage if stage is None else config(stage), gpt2, load_best_model_at_end=True)
+    ran = trainer(directory, config(stage), gpt2, load_best_model_at_end=True)
     ran.train()
     assert ran.state.best_model_checkpoint.endswith("checkpoint-3")
     found = logged(ran)
@@ -78,7 +73,7 @@ def only_the_model(directory: str, stage: int | None) -> Logged:
     """`save_only_model`: weights for plain transformers and nothing of an engine."""
     from transformers import GPT2LMHeadModel
 
-    ran = trainer(directory, stage if stage is None else config(stage), gpt2, save_only_model=True, max_steps=3)
+    ran = trainer(directory, config(stage), gpt2, save_only_model=True, max_steps=3)
     ran.train()
     ours, found = evaluated(ran.model_wrapped), end(ran)
     files = os.listdir(f"{directory}/checkpoint-3")
@@ -105,7 +100,7 @@ def test_options(name: str, tmp_path: Path) -> None:
 
 @on_clients(2)
 def test_resized_embeddings(tmp_path: Path) -> None:
-    """A vocabulary that grows before training: of a sharded model, and of a whole one."""
+    """A vocabulary that grows before training: of a model that `from_pretrained` has sharded, and of a whole one."""
     from transformers import GPT2LMHeadModel
     from transformers.trainer_pt_utils import get_model_param_count
 
@@ -119,7 +114,7 @@ def test_resized_embeddings(tmp_path: Path) -> None:
 
         def model(sharded: bool = sharded) -> Any:
             made = GPT2LMHeadModel.from_pretrained(f"{tmp_path}/given") if sharded else gpt2(seed=7)
-            assert is_released(made.transformer.wte.weight) == sharded
+            assert all(is_released(parameter) == sharded for parameter in made.parameters())
             torch.manual_seed(11)
             made.resize_token_embeddings(72, mean_resizing=False)
             assert made.transformer.wte.weight.shape == made.lm_head.weight.shape == (72, 16)
