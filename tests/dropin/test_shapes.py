@@ -115,21 +115,6 @@ def test_values_are_read_with_their_meaning() -> None:
     assert (off.loss_scale, off.hysteresis) == (0, 4)
 
 
-def test_arguments_may_hold_a_dictionary(installed: None) -> None:
-    import argparse
-
-    import deepspeed
-
-    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "epochs": 2}
-    model = torch.nn.Linear(2, 1)
-    args = argparse.Namespace(deepspeed_config=config, local_rank=0)
-    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
-    assert engine.config == config
-    engine.destroy()
-    with pytest.raises(ConfigError, match=r"given twice: config and args\.deepspeed_config"):
-        deepspeed.initialize(args=args, model=model, config=dict(config))
-
-
 def test_a_size_switches_tensor_parallelism_on() -> None:
     (note,) = accept({"tensor_parallel": {"autotp_size": 2, "tp_size": 2}}).ignored
     assert note.path == "tensor_parallel.tp_size" and "`tensor_parallel.tp.tp_size`" in note.reason
