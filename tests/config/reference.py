@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from shardwise.config.schema.base import ConfigSection
@@ -19,10 +18,8 @@ from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS
 from shardwise.config.schema.schedules import NATIVE_SCHEDULES
 from shardwise.config.schema_index import Key, expected, walk
 from shardwise.config.unsupported import IGNORED, UNSUPPORTED
-from tests.harness.pages import fill
+from tests.harness.pages import Page
 
-BEGIN = "<!-- keys: made by python -m tests.config.reference -->"
-END = "<!-- end of keys -->"
 _HEAD = "| Key | Value, default | Meaning |\n|---|---|---|"
 _MODELS: dict[str, Mapping[str, type[ConfigSection]]] = {
     "optimizer": NATIVE_OPTIMIZERS,
@@ -127,11 +124,7 @@ def _default(key: Key) -> str:
     return json.dumps(default)
 
 
-def update(text: str) -> str:
-    """Return a page with a new table between the markers. Raises ValueError without both markers in this order."""
-    return fill(text, table(), BEGIN, END)
-
+PAGE = Page("configuration-keys.md", "keys", "tests.config.reference", table)
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(update(page.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write()

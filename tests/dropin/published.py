@@ -10,7 +10,6 @@ which keys. A feature that is built moves an expectation.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,10 @@ from typing import Any
 from shardwise.config import Note, Resolution, accept, assume, resolve
 from shardwise.config.checks import precision_of
 from shardwise.errors import ConfigError
-from tests.harness.pages import fill
+from tests.harness.pages import Page
 
 DIRECTORY = Path(__file__).parent / "configs"
 WORLD = 2
-BEGIN = "<!-- published: made by python -m tests.dropin.published -->"
-END = "<!-- end of published -->"
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,14 @@ class Published:
         style: whose files look like this.
         starts: stage, batch sizes and precision that it runs with; None if it is refused.
         refused: paths of the keys because of which it is refused.
+        thorough: other files, or tests of the sections, have its sections as well.
     """
 
     name: str
     style: str
     starts: dict[str, Any] | None
     refused: tuple[str, ...]
+    thorough: bool
 
     @property
     def path(self) -> Path:
@@ -57,7 +56,8 @@ def published() -> list[Published]:
     """Every file, by name."""
     table = json.loads((DIRECTORY / "table.json").read_text())
     return [
-        Published(name, row["style"], row.get("starts"), tuple(row.get("refused", ()))) for name, row in table.items()
+        Published(name, row["style"], row.get("starts"), tuple(row.get("refused", ())), row.get("thorough", False))
+        for name, row in table.items()
     ]
 
 
@@ -129,11 +129,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def update(text: str) -> str:
-    """Return the page with what is between the markers replaced."""
-    return fill(text, page(), BEGIN, END)
-
+PAGE = Page("published-configs.md", "published", "tests.dropin.published", page)
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    file.write_text(update(file.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write()

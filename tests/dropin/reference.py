@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from shardwise_deepspeed.entries import Alias, Entry, Missing, Stub, absent_members, table
 from tests.dropin.inventory import MEMBERS
-from tests.harness.pages import fill
+from tests.harness.pages import Page
 
 TABLE = table()
-BEGIN = "<!-- names: made by python -m tests.dropin.reference -->"
-END = "<!-- end of names -->"
 
 
 def counts(table: Mapping[str, Mapping[str, Entry]]) -> tuple[int, int, int]:
@@ -91,11 +87,7 @@ def _by_reason(table: Mapping[str, Mapping[str, Entry]], kind: type[Stub] | type
     return (f"| {reason} | {', '.join(names)} |" for reason, names in found.items())
 
 
-def update(text: str) -> str:
-    """Return a page with new text between the markers. Raises ValueError without both markers in this order."""
-    return fill(text, page(), BEGIN, END)
-
+PAGE = Page("deepspeed-names.md", "names", "tests.dropin.reference", page)
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    file.write_text(update(file.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write()

@@ -26,23 +26,3 @@ def test_statements_that_ask_get_an_answer(who: str) -> None:
     for statement in STATEMENTS["fails"][who].strip().splitlines():
         with pytest.raises(ImportError):
             exec(statement, {})
-
-
-def test_what_is_imported_in_vain_is_refused_when_it_is_used() -> None:
-    """A script of several features starts, and says at the place of use which one is missing."""
-    import deepspeed
-    from deepspeed.compression.compress import get_compress_methods
-    from deepspeed.inference.v2 import InferenceEngineV2
-    from deepspeed.moe.sharded_moe import TopKGate
-
-    class Generating(InferenceEngineV2):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__(model=None)
-
-    assert not isinstance(deepspeed, (InferenceEngineV2, TopKGate))
-    for use, reason in (
-        (Generating, r"\(inference v2\)"),
-        (lambda: get_compress_methods(None, {}), "shardwise.compression.init_compression"),
-    ):
-        with pytest.raises(NotImplementedError, match=reason):
-            use()

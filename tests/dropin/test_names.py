@@ -106,15 +106,6 @@ def test_leaf_modules_by_name() -> None:
         assert isinstance(error.value, UsageError)
 
 
-def test_the_configuration_marks_leaf_modules() -> None:
-    net = model()
-    zero = {"stage": 3, "leaf_module": {"name_suffixes": ["1"]}}
-    config = {"train_batch_size": 1, "zero_optimization": zero, "optimizer": {"type": "Adam"}}
-    engine = shardwise.initialize(model=net, config=config).engine
-    assert [leaves.z3_leaf_module(module) for module in net] == [False, True]
-    engine.destroy()
-
-
 @on_ranks(2)
 def test_gradients_of_several_parameters_are_updated() -> None:
     engine = engine_of(model(), 3, {"type": "SGD", "params": {"lr": 0.5}})

@@ -21,40 +21,11 @@ from shardwise.launch.cli import app
 from shardwise.monitor import Service, registry
 from shardwise.monitor import monitor as monitors
 from tests.dropin.clients import MISSING, Ranks, forget, mean_over_ranks
-from tests.dropin.published import DIRECTORY, WORLD, Published, facts_of, published, update
+from tests.dropin.published import DIRECTORY, PAGE, WORLD, Published, facts_of, published
 from tests.harness import thorough
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "published-configs.md"
 FILES = published()
-VARIANTS = [
-    "alpaca_stage3_offload",
-    "article_stage3_recompute",
-    "axolotl_zero1",
-    "bert_2020",
-    "bing_bert_lamb",
-    "bloom_bf16",
-    "chinese_llama_zero2",
-    "cifar10",
-    "data_efficiency_switched_off",
-    "data_types",
-    "deepspeed_chat_sft",
-    "elasticity",
-    "fastchat_stage3",
-    "hf_zero2_auto",
-    "hf_zero3_auto",
-    "hf_zero3_offload_auto",
-    "lightning_stage2",
-    "llamafactory_z0",
-    "llamafactory_z3",
-    "megatron_gpt",
-    "monitors_switched_off",
-    "onebit_lamb",
-    "openrlhf_train",
-    "pipeline_alexnet",
-    "squad_adam",
-]
-"""Files with sections that other files, or tests of the sections, have as well."""
-CASES = [thorough(entry) if entry.name in VARIANTS else entry for entry in FILES]
+CASES = [thorough(entry) if entry.thorough else entry for entry in FILES]
 STEPS = 2
 PLAIN_LR = 1e-3
 
@@ -240,51 +211,46 @@ def ran(ranks: Ranks, request: pytest.FixtureRequest) -> dict[str, dict[str, Any
     return {each["name"]: each for each in found}
 
 
-def got(ran: dict[str, dict[str, Any]], entry: Published) -> dict[str, Any]:
-    if entry.name not in ran:
-        pytest.skip(f"not installed: {', '.join(MISSING)}")
-    return ran[entry.name]
-
-
 def test_the_table_has_every_file() -> None:
     assert {entry.name for entry in FILES} == {path.stem for path in DIRECTORY.glob("*.json")} - {"table"}
     assert all((entry.starts is None) == bool(entry.refused) for entry in FILES)
 
 
 @pytest.mark.parametrize("entry", CASES, ids=lambda entry: entry.name)
-def test_it_starts_or_is_refused_as_the_table_says(entry: Published, ran: dict[str, dict[str, Any]]) -> None:
-    found = got(ran, entry)
+def test_it_starts_or_is_refused_as_the_table_says(
+    entry: Published, ran: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Also by `shardwise check`."""
+    if entry.name not in ran:
+        pytest.skip(f"not installed: {', '.join(MISSING)}")
+    found = ran[entry.name]
     assert "failed" not in found, found["failed"]
     if entry.starts is None:
         assert tuple(path for path, _ in found["refused"]) == entry.refused
         # The key, what is wrong or not there, and what to do.
         assert all(len(message.split("; ")) > 1 for _, message in found["refused"])
-        return
-    assert "refused" not in found, found["refused"]
-    assert found["facts"] == entry.starts
-    assert len(found["losses"]) == STEPS + 1 and all(torch.isfinite(torch.tensor(found["losses"])))
-
-
-@pytest.mark.parametrize("entry", CASES, ids=lambda entry: entry.name)
-def test_the_check_says_the_same(entry: Published, ran: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    found = got(ran, entry)
-    paths = [entry.path]
+    else:
+        assert "refused" not in found, found["refused"]
+        assert found["facts"] == entry.starts
+        assert len(found["losses"]) == STEPS + 1 and all(torch.isfinite(torch.tensor(found["losses"])))
+    check(entry, entry.path, known=not entry.through_trainer)
     if isinstance(found.get("handed"), dict):
         filled = tmp_path / "filled.json"
         filled.write_text(json.dumps(found["handed"]))
-        paths.append(filled)
-    for path in paths:
-        checked = CliRunner().invoke(app, ["check", str(path), "--world", str(WORLD), "--json"])
-        told = json.loads(checked.stdout)
-        assert told["ok"] is (entry.starts is not None) and checked.exit_code == (0 if told["ok"] else 1)
-        if entry.starts is None:
-            assert all(f"{key} (line " in told["error"] or f"{key}: " in told["error"] for key in entry.refused)
-        elif path != entry.path or not entry.through_trainer:
-            assert {
-                name: told["effective"][name] for name in entry.starts if name.startswith(("train", "gradient"))
-            } == {name: value for name, value in entry.starts.items() if name.startswith(("train", "gradient"))}
+        check(entry, filled, known=True)
+
+
+def check(entry: Published, path: Path, known: bool) -> None:
+    """Hold `shardwise check` of a file against the table; batch sizes if they are `known`."""
+    checked = CliRunner().invoke(app, ["check", str(path), "--world", str(WORLD), "--json"])
+    told = json.loads(checked.stdout)
+    assert told["ok"] is (entry.starts is not None) and checked.exit_code == (0 if told["ok"] else 1)
+    if entry.starts is None:
+        assert all(f"{key} (line " in told["error"] or f"{key}: " in told["error"] for key in entry.refused)
+    elif known:
+        sizes = {name: size for name, size in entry.starts.items() if name.startswith(("train", "gradient"))}
+        assert {name: told["effective"][name] for name in sizes} == sizes
 
 
 def test_the_page_is_up_to_date() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert update(text) == text, "run `python -m tests.dropin.published docs/reference/published-configs.md`"
+    PAGE.check()
