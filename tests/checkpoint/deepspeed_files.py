@@ -15,7 +15,7 @@ import re
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from shardwise import boxes
 from shardwise.boxes import Region
 from shardwise.checkpoint import Checkpoint
 from shardwise.registry import cut
-from tests.harness import run_ranks
 
 VERSION = "0.19.8"
 
@@ -170,42 +169,6 @@ def content_of(path: str) -> Content:
             scheduler=saved.decode(saved.manifest.scheduler),
             config={"gradient_accumulation_steps": counters["gradient_accumulation_steps"]},
         )
-
-
-Started = Callable[..., Any]
-"""Makes an engine from a seed, a degree of parallelism, a ZeRO stage, a dtype and more; its module makes batches."""
-
-
-def _train(engine: Any, steps: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        engine.backward(engine(engine.module.batch(generator)))
-        engine.step()
-
-
-def _save(started: Started, path: str, *options: Any) -> None:
-    engine = started(1, 1, 1, *options)
-    _train(engine, 3)
-    engine.save_checkpoint(path, tag="a")
-    engine.destroy()
-
-
-def saved_by(started: Started, path: str, *options: Any) -> Content:
-    """Train on one rank, save, and return what our checkpoint holds."""
-    run_ranks(_save, 1, started, path, *options)
-    found = content_of(os.path.join(path, "a"))
-    found.client = {"epoch": 3}
-    return found
-
-
-def save_again(started: Started, sources: list[str], degree: int, stage: int, *options: Any) -> None:
-    """Load each, on the ranks that call this, and save it again as it is, in our format."""
-    engine = started(2, degree, stage, *options)
-    for source in sources:
-        _train(engine, 1)  # so that nothing is left of what was loaded before
-        assert engine.load_checkpoint(source)[1] == {"epoch": 3}
-        engine.save_checkpoint(source + "-again", tag="a")
-    engine.destroy()
 
 
 def write(parent: str, tag: str, content: Content, stage: int, world: int, **options: Any) -> str:

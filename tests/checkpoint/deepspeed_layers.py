@@ -10,6 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,11 +51,12 @@ def stages_of(content: files.Content, ends: Sequence[int], tied: dict[str, int])
     return found
 
 
-def edit(path: str, change: Callable[[Any], Any]) -> None:
+def edit(path: str | Path, change: Callable[[Any], Any]) -> None:
     """Change the content of a file."""
     with files.pretended():
         value = torch.load(path, weights_only=False)
-        torch.save(change(value) or value, path)
+        change(value)
+        torch.save(value, path)
 
 
 def write_layers(

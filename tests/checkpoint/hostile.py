@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from shardwise.checkpoint import manifestfile
 
 
@@ -38,16 +36,13 @@ def write_files(directory: Path, files: dict[str, bytes]) -> None:
         (directory / name).write_bytes(data)
 
 
-def flip(path: Path | str, place: int) -> None:
-    """Change a bit of a file, on one rank."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with open(path, "r+b") as file:
-            file.seek(place)
-            byte = file.read(1)[0]
-            file.seek(place)
-            file.write(bytes([byte ^ 4]))
-    dist.barrier()
+def change_a_byte(path: Path | str, place: int = -5) -> None:
+    """Change a bit of a file; a negative place counts from its end."""
+    with open(path, "r+b") as file:
+        file.seek(place, os.SEEK_SET if place >= 0 else os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -91,6 +86,17 @@ def damage(directory: Path, rng: random.Random) -> str:
 
 
 # -- malice ------------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
 
 _ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 623, 10**6, 2**31, 2**40, 2**62, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0,

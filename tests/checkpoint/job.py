@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.checkpoint import Checkpoint
 from shardwise.data import RepeatingLoader
-from tests import harness
-from tests.harness import run_ranks
 
 SAMPLES = 54
 FROZEN = ["blocks.0.inner.bias", "blocks.1.inner.bias", "blocks.2.inner.bias", "nothing"]
@@ -57,6 +56,9 @@ class Model(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         torch.random.set_rng_state(generator)
 
+    def batch(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, 13, (3,), generator=generator)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -72,7 +74,7 @@ def dataset() -> list[torch.Tensor]:
 
 
 def config(stage: int, dtype: str = "fp32", optimizer: str = "AdamW", **more: Any) -> dict[str, Any]:
-    """Configuration with accumulation over two micro-batches of 3 samples a rank."""
+    """Configuration with accumulation over two micro-batches of 3 samples a rank; a key that is None is left out."""
     params: dict[str, Any] = {"lr": 0.02}
     if optimizer == "SGD":
         params["momentum"] = 0.9
@@ -89,34 +91,55 @@ def config(stage: int, dtype: str = "fp32", optimizer: str = "AdamW", **more: An
         found["bf16"] = {"enabled": True}
     if dtype == "fp16":
         found["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}
-    return found
+    return {key: value for key, value in found.items() if value is not None}
 
 
-_running: list[Run] = []
+class Layout(NamedTuple):
+    """Of a checkpoint, or of an engine that loads it.
+
+    Attributes:
+        stage: of ZeRO.
+        world: number of ranks.
+        tensor, sequence, experts: how many of them share a copy of the model, a sequence, all experts.
+        stages, chunks: of a pipeline.
+        offload: device of the optimizer.
+    """
+
+    stage: int
+    world: int
+    tensor: int = 1
+    sequence: int = 1
+    experts: int = 1
+    stages: int = 1
+    chunks: int = 1
+    offload: str = "none"
+
+    @property
+    def mesh(self) -> tuple[Any, ...]:
+        """All but the stage of ZeRO."""
+        return self[1:]
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks with samples of their own."""
+        return self.world // self.stages // self.tensor // self.sequence
 
 
-def _job(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a rank's part of a test, and take its engines down afterwards."""
-    _running.clear()
-    result = function(*args, **kwargs)
-    for run in _running:
-        run.engine.destroy()
-    _running.clear()
-    return result
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-def on_ranks(function: Callable[..., Any], world: int, *args: Any, **kwargs: Any) -> list[Any]:
-    """`run_ranks` for functions that make a `Run` or several."""
-    return run_ranks(_job, world, function, *args, **kwargs)
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
-def as_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test whose body makes a `Run` or several on each of some ranks, as `tests.harness.on_ranks` does."""
-
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        return harness.on_ranks(world)(functools.wraps(body)(functools.partial(_job, body)))
-
-    return decorate
+def first_rank(action: Callable[..., Any], *args: Any) -> None:
+    """Do something on rank 0 alone, after all ranks have come here and before any goes on."""
+    barrier()
+    if rank() == 0:
+        action(*args)
+    barrier()
 
 
 class Run:
@@ -129,8 +152,7 @@ class Run:
     """
 
     def __init__(self, settings: dict[str, Any], seed: int = 1, noise: bool = True) -> None:
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        torch.manual_seed(100 * seed + rank)
+        torch.manual_seed(100 * seed + rank())
         random.seed(seed)
         numpy.random.seed(seed)
         self.model = Model(seed, noise)
@@ -140,7 +162,6 @@ class Run:
             model=self.model, model_parameters=parameters, training_data=dataset(), config=settings
         )
         self.engine = engine
-        _running.append(self)
         self._batches = RepeatingLoader(engine.training_dataloader)
 
     def step(self) -> float:
@@ -148,6 +169,12 @@ class Run:
         for _ in range(self.engine.gradient_accumulation_steps()):
             self.micro_batch()
         return self.loss
+
+    def until(self, steps: int) -> Run:
+        """Train until so many steps have been taken; return itself."""
+        while self.engine.global_steps < steps:
+            self.step()
+        return self
 
     def micro_batch(self) -> None:
         """One forward, backward and step."""
@@ -199,3 +226,21 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         if not same:
             found.append(name)
     return found
+
+
+def content(path: str) -> dict[str, Any]:
+    """Return what the checkpoint `path`/a holds, but for what depends on the layout, for `differences`."""
+    with Checkpoint(f"{path}/a") as saved:
+        held, optimizer = saved.manifest, saved.manifest.optimizer
+        assert optimizer is not None
+        found: dict[str, Any] = {f"{t.kind} {t.name}": saved.read(t) for t in held.tensors if t.rank is None}
+        found.update((f"values {name}", values) for name, values in optimizer["values"].items())
+        # The name of a group of experts is that of the ranks over which they are divided.
+        found["groups"] = [
+            {k: v for k, v in group.items() if k not in ("fused", "name")} for group in optimizer["groups"]
+        ]
+        return {
+            **found,
+            "scheduler": held.scheduler,
+            "steps": [held.counters[f"{n}_steps"] for n in ("global", "micro")],
+        }

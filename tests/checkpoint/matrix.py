@@ -24,7 +24,10 @@ engine that was built; the same mesh goes on with the bits of the run that was n
 What 1-bit optimizers have not sent yet belongs to the ranks that keep it. On another number of ranks it is dropped (an
 engine that is built there has none either); on the same ranks they go on exactly, at their other stage too.
 
-Layouts with stages train the model of `tests.checkpoint.stages`.
+Layouts with stages train the model of `tests.checkpoint.stages`; parameter groups are compared by name, also the
+learning-rate schedule and the loss scaler. Checkpoints that were saved with other stages of ZeRO hold the same, where
+these add in one order. The same layout goes on with the bits of the run that was not interrupted, another one with its
+losses to rounding.
 
 `test_matrix.py` runs the part in which every pair of layouts occurs once, with alternating optimizers.
 """
@@ -40,7 +43,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +58,10 @@ from shardwise.config import names as known
 from shardwise.optim import build
 from shardwise.parallel import split
 from shardwise.parallel.data import complete
+from shardwise.pipe import PipelineModule
 from shardwise.registry import cut
-from tests.checkpoint.job import WIDTH, Model
+from tests.checkpoint import stages
+from tests.checkpoint.job import WIDTH, Layout, Model, rank
 from tests.harness import run_ranks
 from tests.parallel.tensor import together
 
@@ -66,32 +71,6 @@ BEFORE, AFTER = 2, 2
 
 ROWS = 4
 """Samples of a step on a mesh, of all ranks together."""
-
-
-class Layout(NamedTuple):
-    """Of a checkpoint, or of an engine that loads it.
-
-    Attributes:
-        stage: of ZeRO.
-        world: number of ranks.
-        tensor, sequence, experts: how many of them share a copy of the model, a sequence, all experts.
-    """
-
-    stage: int
-    world: int
-    tensor: int = 1
-    sequence: int = 1
-    experts: int = 1
-
-    @property
-    def mesh(self) -> tuple[int, ...]:
-        """All but the stage."""
-        return self[1:]
-
-    @property
-    def copies(self) -> int:
-        """Ranks that have samples of their own."""
-        return self.world // self.tensor // self.sequence
 
 
 def meshes() -> list[tuple[int, ...]]:
@@ -125,6 +104,7 @@ class Entry:
         dtype: `fp32` or `bf16`.
         stages: how many stages it can be used at.
         meshes: whether ranks share tensors, sequences and experts of a model that has all of these.
+        pipeline: whether the model is that of `tests.checkpoint.stages`, with an optimizer of its own.
     """
 
     label: str
@@ -132,24 +112,32 @@ class Entry:
     dtype: str = "fp32"
     stages: int = 4
     meshes: bool = False
+    pipeline: bool = False
 
-    @property
-    def stages_agree(self) -> bool:
-        """Whether a run has the same bits at every stage."""
-        return self.dtype == "fp32"
+    def common(self, layout: Layout) -> tuple[Any, ...]:
+        """Return what layouts with the same bits have in common: not the stage of ZeRO, if it makes no difference."""
+        if self.pipeline:
+            # Stages 2 and 3 add up gradients of several micro-batches after the sum over ranks, stages 0 and 1 before.
+            return (*layout.mesh, layout.copies > 1 and layout.stage < 2)
+        return layout.mesh if self.dtype == "fp32" else layout
 
     @property
     def options(self) -> dict[str, Any]:
         """`optimizer.params`."""
         return {"lr": 0.01, **_QUICK.get(self.name, {})}
 
-    def layouts(self) -> list[Layout]:
-        """All layouts."""
+    def every_pair(self) -> tuple[list[Layout], list[Layout]]:
+        """All layouts of checkpoints, and of the engines that load them."""
+        if self.pipeline:
+            some = stages.MESHES if self.dtype == "fp32" else stages.SOME
+            return stages.of_meshes(some, 0 if self.dtype == "fp32" else 1), stages.of_meshes(some)
         if not self.meshes:
-            return [Layout(stage, world) for stage in range(self.stages) for world in WORLDS]
+            found = [Layout(stage, world) for stage in range(self.stages) for world in WORLDS]
+            return found, found
         every = self.name == "adamw" and self.dtype == "fp32"
         found = [Layout(stage, *mesh) for mesh in (meshes() if every else SOME_MESHES) for stage in range(self.stages)]
-        return found + [Layout(stage, 8, 2, share, 2) for stage in (1, 3) for share in (1, 2) if every]
+        found += [Layout(stage, 8, 2, share, 2) for stage in (1, 3) for share in (1, 2) if every]
+        return found, found
 
 
 def entries() -> list[Entry]:
@@ -169,16 +157,16 @@ def on_meshes() -> list[Entry]:
     ]
 
 
+STAGED = Entry("AdamW, stages", "adamw", pipeline=True)
+STAGED_FP16 = Entry("AdamW, fp16, stages", "adamw", "fp16", pipeline=True)
+
+
 class Net(Model):
     """A model without noise, whose statistics differ between ranks."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, noise=False)
         self.statistics = nn.BatchNorm1d(WIDTH, affine=False)
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _world() -> int:
@@ -215,6 +203,8 @@ def settings(entry: Entry, layout: Layout) -> dict[str, Any]:
 
 def start(entry: Entry, layout: Layout, seed: int, **more: Any) -> Any:
     """Make an engine whose optimizer is built from the configuration, with more of it where a test asks for it."""
+    if entry.pipeline:
+        return stages.start(layout, seed, entry.dtype)
     torch.manual_seed(seed)
     config = {**settings(entry, layout), "optimizer": {"type": entry.name, "params": entry.options}, **more}
     model = _model(entry, layout, seed)
@@ -225,8 +215,10 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
     """Train on the data of some steps; they depend on step and rank only.
 
     Returns:
-        The losses of all ranks' samples together, on a mesh.
+        The losses of all ranks' samples together, on a mesh or in a pipeline.
     """
+    if isinstance(engine.module, PipelineModule):
+        return stages.train(engine, first, steps)
     if isinstance(engine.module, together.Decoder):
         return [_share(engine, step) for step in range(first, first + steps)]
     for step in range(first, first + steps):
@@ -281,10 +273,36 @@ def _path(root: str, entry: Entry, layout: Layout) -> str:
 
 
 class End(NamedTuple):
-    """How a run that was not interrupted has gone on: its weights, and losses."""
+    """How a run that was not interrupted has gone on, and what it had when it was saved.
+
+    Attributes:
+        weights: fingerprint at the end.
+        losses: of the last steps.
+        state: fingerprint of what this rank holds at the end, with the state of the schedule and of the scaler.
+        saved: the state of the schedule and of the scaler in the checkpoint.
+        share: which of the ranks with samples of their own this is, and how many there are.
+        buffers: those in which the ranks of a pipeline differ.
+    """
 
     weights: str
     losses: list[float]
+    state: Any
+    saved: Any
+    share: tuple[int, int]
+    buffers: dict[str, list[float]]
+
+
+def scalars(engine: Any) -> list[Any]:
+    """Return the state of the schedule and of the loss scaler."""
+    return [None if one is None else one.state_dict() for one in (engine.lr_scheduler, engine.loss_scaler)]
+
+
+def _share_of(engine: Any) -> tuple[int, int]:
+    return engine.get_data_parallel_rank(), engine.dp_world_size
+
+
+def _buffers(engine: Any) -> dict[str, list[float]]:
+    return {name: buffer.tolist() for name, buffer in engine.module.named_buffers() if name.endswith("seen")}
 
 
 def save_all(root: str, work: list[tuple[Entry, list[Layout]]]) -> dict[tuple[str, Layout], End]:
@@ -296,8 +314,10 @@ def save_all(root: str, work: list[tuple[Entry, list[Layout]]]) -> dict[tuple[st
             engine = start(entry, layout, seed=1)
             train(engine, 0, BEFORE)
             engine.save_checkpoint(_path(root, entry, layout), tag="a")
+            saved, buffers = scalars(engine), _buffers(engine)
             losses = train(engine, BEFORE, AFTER)
-            ends[entry.label, layout] = End(whole(engine), losses)
+            state = held(engine), scalars(engine)
+            ends[entry.label, layout] = End(whole(engine), losses, state, saved, _share_of(engine), buffers)
             engine.destroy()
     return ends
 
@@ -331,9 +351,9 @@ class Content:
         return _digest(sorted(plain, key=lambda pair: pair[0])) + hashlib.sha256(rest.encode()).hexdigest()
 
 
-def unlike(engine: Any, content: Content, groups: list[dict[str, Any]] | None = None) -> list[str]:
-    """Return what an engine has not from a checkpoint, bit by bit; `groups`: settings of this rank's groups."""
-    sharded, found = engine.sharded, []
+def unlike(engine: Any, content: Content) -> list[str]:
+    """Return what an engine has not from a checkpoint, bit by bit; but for buffers of a pipeline."""
+    sharded, found, pipeline = engine.sharded, [], isinstance(engine.module, PipelineModule)
 
     def compare(what: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         if mine.dtype != theirs.dtype or not torch.equal(mine.reshape(-1), theirs.reshape(-1)):
@@ -348,11 +368,14 @@ def unlike(engine: Any, content: Content, groups: list[dict[str, Any]] | None = 
             found += _unlike_state(sharded, content, index, compare)
     for name, tensor in engine.module_state_dict().items():
         saved = content.tensors.get(("parameter", name, None))
-        if saved is None and ("buffer", name, None) in content.tensors and groups is None:
+        if saved is None and ("buffer", name, None) in content.tensors and not pipeline:
             compare(name, tensor, content.buffer(name))
         elif saved is not None:
             compare(f"weights of {name}", tensor, saved.to(tensor.dtype))
-    saved_groups = content.groups if groups is None else groups
+    saved_groups = content.groups
+    if pipeline:
+        by_name = {group["name"]: group for group in saved_groups}
+        saved_groups = [by_name[group["name"]] for group in engine.optimizer.param_groups]
     for number, (group, saved_group) in enumerate(zip(engine.optimizer.param_groups, saved_groups, strict=True)):
         mine = {key: value for key, value in group.items() if key != "params"}
         keys = [key for key in saved_group if key != "fused"]
@@ -458,19 +481,27 @@ def _load_into(
     for source, content in contents.items():
         what = f"{entry.label}: {tuple(source)} into {tuple(target)}"
         engine.load_checkpoint(_path(root, entry, source), tag="a")
-        wrong += [f"{what}: {name} is not as saved" for name in unlike(engine, content)]
+        expected = work.ends[source]
+        unlike_saved = unlike(engine, content)
+        if entry.pipeline:
+            unlike_saved += _unlike_ends(engine, expected)
+        wrong += [f"{what}: {name} is not as saved" for name in unlike_saved]
         losses = train(engine, BEFORE, AFTER)
         found = whole(engine), held(engine)
-        expected = work.ends[source]
-        if entry.meshes and not _near(losses, expected[0].losses, entry.dtype):
+        if (entry.meshes or entry.pipeline) and not _near(losses, expected[0].losses, entry.dtype):
             wrong.append(f"{what}: went on with losses {losses}, expected {expected[0].losses}")
+        if entry.pipeline:
+            ended = found[0], losses, (found[1], scalars(engine))
+            if source == target and ended != expected[rank()][:3]:
+                wrong.append(f"{what}: went on otherwise than the run that was not interrupted")
+            continue
         # Where stages agree, checkpoints of one mesh hold the same, whatever the stage.
-        key = source.mesh if entry.stages_agree else source
-        if key == (target.mesh if entry.stages_agree else target):
+        key = entry.common(source)
+        if key == entry.common(target):
             if found[0] != expected[rank()].weights:
                 wrong.append(f"{what}: went on otherwise than the run that was not interrupted")
             continue
-        if entry.meshes and entry.stages_agree and weights.setdefault((key, target.mesh), found[0]) != found[0]:
+        if entry.meshes and entry.dtype == "fp32" and weights.setdefault((key, target.mesh), found[0]) != found[0]:
             wrong.append(f"{what}: went on otherwise than at another stage")
         if target.experts == 1:  # a plain model has the names of all experts
             if key not in references:
@@ -482,6 +513,17 @@ def _load_into(
                 wrong.append(f"{what}: went on otherwise than an engine that was built from this state")
     engine.destroy()
     return wrong
+
+
+def _unlike_ends(engine: Any, ends: list[End]) -> list[str]:
+    """Return what the ranks of a pipeline have not from those that saved: buffers, schedule and scaler."""
+    expected: dict[str, list[float]] = {}
+    for end in reversed(ends):  # the first rank's where no rank had this share
+        expected.update(end.buffers)
+    for end in ends:
+        expected.update(end.buffers if end.share == _share_of(engine) else {})
+    found = [name for name, values in _buffers(engine).items() if values != expected[name]]
+    return found + (["schedule or scaler"] if scalars(engine) != ends[0].saved else [])
 
 
 def _near(losses: list[float], expected: list[float], dtype: str) -> bool:
@@ -503,14 +545,16 @@ def run(plan: dict[Entry, tuple[list[Layout], list[Layout]]], root: str, timeout
             ends[key] = [answer[key] for answer in answers]
     wrong = []
     for entry, (sources, _) in plan.items():
-        known_as: dict[tuple[int, ...], set[str]] = {}
-        finals: dict[tuple[int, ...], set[str]] = {}
+        known_as: dict[tuple[Any, ...], set[str]] = {}
+        finals: dict[tuple[Any, ...], set[str]] = {}
         for source in sources:
-            known_as.setdefault(source.mesh, set()).add(Content(_path(root, entry, source)).fingerprint())
-            finals.setdefault(source.mesh, set()).add(str(ends[entry.label, source]))
-        if entry.stages_agree:
-            wrong += [f"{entry.label}: stages differ on {m}" for m, seen in known_as.items() if len(seen) > 1]
-            wrong += [f"{entry.label}: stages end otherwise on {m}" for m, seen in finals.items() if len(seen) > 1]
+            key = entry.common(source)
+            known_as.setdefault(key, set()).add(Content(_path(root, entry, source)).fingerprint())
+            finals.setdefault(key, set()).add(
+                "" if entry.pipeline else str([end[:2] for end in ends[entry.label, source]])
+            )
+        wrong += [f"{entry.label}: stages differ on {m}" for m, seen in known_as.items() if len(seen) > 1]
+        wrong += [f"{entry.label}: stages end otherwise on {m}" for m, seen in finals.items() if len(seen) > 1]
     for world in sorted({target.world for _, targets in plan.values() for target in targets}):
         loading = [
             Work(
@@ -549,31 +593,13 @@ def part_of_meshes() -> dict[Entry, tuple[list[Layout], list[Layout]]]:
     return found
 
 
-def _every_pair(entry: Entry) -> Callable[[str], tuple[int, list[str]]]:
-    return lambda root: run({entry: (entry.layouts(), entry.layouts())}, root, timeout=10800)
-
-
-def _of_stages() -> dict[str, Callable[[str], tuple[int, list[str]]]]:
-    """Return the parts of `tests.checkpoint.stages`: checkpoints of every mesh into every layout."""
-    from tests.checkpoint import stages
-
-    return {
-        "AdamW, stages": lambda root: stages.run(
-            root, "fp32", stages.of_meshes(stages.MESHES, 0), stages.of_meshes(stages.MESHES), timeout=10800
-        ),
-        "AdamW, fp16, stages": lambda root: stages.run(
-            root, "fp16", stages.of_meshes(stages.SOME, 1), stages.of_meshes(stages.SOME), timeout=10800
-        ),
-    }
-
-
 def main() -> int:
     """Run all pairs and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("bench/results"))
     parser.add_argument("--only", help="labels of optimizers, separated by ;; results of others are kept")
     options = parser.parse_args()
-    by_label = {entry.label: _every_pair(entry) for entry in (*entries(), *on_meshes())} | _of_stages()
+    by_label = {entry.label: entry for entry in (*entries(), *on_meshes(), STAGED, STAGED_FP16)}
     chosen = options.only.split(";") if options.only else list(by_label)
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
     from harness import load, save
@@ -585,7 +611,7 @@ def main() -> int:
         root = tempfile.mkdtemp(prefix="matrix-")
         begun = time.perf_counter()
         try:
-            pairs, wrong = by_label[label](root)
+            pairs, wrong = run({by_label[label]: by_label[label].every_pair()}, root, timeout=10800)
         finally:
             shutil.rmtree(root)
         row = {"system": label, "pairs": pairs, "wrong": len(wrong)}

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import async_save, verify
+from shardwise.checkpoint import agree, async_save, directory, verify
+from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
-from tests.checkpoint.job import Run, as_ranks, config, differences
+from tests.checkpoint.job import Run, barrier, config, differences, rank
 from tests.harness import on_ranks, thorough
+from tests.harness.logs import logged
 from tests.harness.training import ADAMW, engine_of
 
 ASYNC = {"async_save": True}
-
-
-def rank() -> int:
-    return torch.distributed.get_rank()
-
-
-def meet() -> None:
-    torch.distributed.barrier()
 
 
 def started(path: str, settings: dict[str, Any], seed: int = 1) -> Run:
@@ -78,7 +73,7 @@ CASES = [(2, "bf16", "Adafactor"), (3, "bf16", "AdamW"), thorough(0, "fp16", "Ad
 
 
 @pytest.mark.parametrize(("stage", "dtype", "optimizer"), CASES)
-@as_ranks(2)
+@on_ranks(2)
 def test_the_files_are_those_of_a_save_in_the_foreground_and_training_resumes_exactly(
     stage: int, dtype: str, optimizer: str, tmp_path: Path
 ) -> None:
@@ -92,7 +87,7 @@ def test_the_files_are_those_of_a_save_in_the_foreground_and_training_resumes_ex
         run.engine.save_checkpoint(where, tag="async", asynchronous=True, **options)
         assert differences(before, run.fingerprint()) == []
         run.step()  # in the memory that is being saved
-        meet()
+        barrier()
         assert run.engine.checkpoint_pending and not os.path.exists(f"{where}/async")
     assert run.engine.wait_for_checkpoint() == f"{where}/async"
     assert not run.engine.checkpoint_pending
@@ -105,11 +100,11 @@ def test_the_files_are_those_of_a_save_in_the_foreground_and_training_resumes_ex
     assert all("bias" in name for name in found) and bool(found) is frozen_left_out
     other.step()
     assert frozen_left_out or differences(run.fingerprint(), other.fingerprint()) == []
-    meet()
+    barrier()
     assert sorted(os.listdir(where)) == ["async", "first", "latest", "sync"]
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_whoever_comes_while_a_save_is_written_waits_for_it(tmp_path: Path) -> None:
     path = str(tmp_path)
     engine = started(path, config(2, checkpoint=ASYNC)).engine
@@ -138,7 +133,7 @@ def test_whoever_comes_while_a_save_is_written_waits_for_it(tmp_path: Path) -> N
     engine.wait_for_checkpoint()
     assert report.written > 0.0 and report.error is None
     assert report.size == next(Path(report.path).glob(f"rank{rank():05d}*")).stat().st_size
-    meet()
+    barrier()
     assert sorted(os.listdir(path)) == ["a", *actions, "b", "c", "first", "latest"]
 
 
@@ -158,10 +153,10 @@ def fail_by_disk(run: Run, path: str, victim: int) -> str:
 def fail_by_removal(run: Run, path: str, victim: int) -> str:
     with standing():
         run.engine.save_checkpoint(path, tag="b", asynchronous=True)
-        meet()
+        barrier()
         for draft in Path(path).glob("*.partial") if rank() == victim else ():
             shutil.rmtree(draft)
-        meet()
+        barrier()
     return "not there on this rank"
 
 
@@ -169,7 +164,7 @@ def fail_by_removal(run: Run, path: str, victim: int) -> str:
     ("fail", "victim", "told_by"),
     [(fail_by_disk, 0, "save"), (fail_by_disk, 1, "wait"), (fail_by_removal, 0, "destroy")],
 )
-@as_ranks(2)
+@on_ranks(2)
 def test_a_failure_in_the_background_is_raised_on_all_ranks_and_nothing_else_is_lost(
     fail: Callable[[Run, str, int], str], victim: int, told_by: str, tmp_path: Path
 ) -> None:
@@ -193,13 +188,13 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks_and_nothing_else_is_
         assert run.load(where)[1] == {"n": "first"}
         engine.save_checkpoint(where, tag="d", asynchronous=True)
         assert engine.wait_for_checkpoint() == f"{where}/d"
-        meet()
+        barrier()
         assert sorted(os.listdir(where)) == ["d", "first", "latest"]
         verify(f"{where}/d")
     verify(f"{where}/first")
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Path) -> None:
     run = Run(config(1), seed=1)
     engine = run.engine
@@ -213,7 +208,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"client_state\['x'\]"):
         engine.save_checkpoint(tmp_path, asynchronous=True, client_state={"x": print})
     assert engine.wait_for_checkpoint() is None and not engine.checkpoint_pending
-    meet()
+    barrier()
     assert os.listdir(tmp_path) == []
     engine.save_checkpoint(tmp_path, asynchronous=True)
     run.step()
@@ -222,7 +217,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Pa
     verify(f"{tmp_path}/global_step1")
     with pytest.raises(UsageError, match="wait_for_checkpoint"):
         engine.wait_for_checkpoint()
-    meet()
+    barrier()
     assert sorted(os.listdir(tmp_path)) == ["global_step0", "global_step1", "latest"]
 
 
@@ -253,7 +248,7 @@ def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
 # -- processes that end ------------------------------------------------------------------------------------------------
 
 
-@as_ranks(1)
+@on_ranks(1)
 def test_a_child_leaves_the_parents_save_alone(tmp_path: Path) -> None:
     run = started(str(tmp_path), config(1))
     with standing():
@@ -266,7 +261,7 @@ def test_a_child_leaves_the_parents_save_alone(tmp_path: Path) -> None:
     assert run.engine.wait_for_checkpoint() == f"{tmp_path}/c"
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_the_end_of_a_script_waits_for_ranks_with_slow_disks(tmp_path: Path) -> None:
     engine = started(str(tmp_path), config(1)).engine
     with standing((1,)) as go, pytest.MonkeyPatch.context() as patch:
@@ -294,3 +289,122 @@ engine.save_checkpoint(sys.argv[1], tag="last", asynchronous=True)
 def test_the_interpreter_waits_for_a_save_at_its_end(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", EXIT, str(tmp_path)], check=True, timeout=120)
     verify(str(tmp_path / "last"))
+
+
+# -- a disk that does not answer ---------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_disk_that_hangs_is_given_up_and_the_next_save_works(tmp_path: Path) -> None:
+    engine, answers = started(str(tmp_path), config(2, checkpoint={"async_save": True})).engine, threading.Event()
+    saver, write = engine._checkpoints.background.saving, async_save.write_part
+
+    def hanging(*args: Any, **more: Any) -> list[int]:
+        answers.wait(60.0)
+        return write(*args, **more)
+
+    saver._limit = 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "SLOWEST", 1e12)
+        if rank() == 1:
+            patch.setattr(async_save, "write_part", hanging)
+        engine.save_checkpoint(tmp_path, tag="a")
+        with pytest.raises(CheckpointError, match="failed on rank 1: its part is not complete after"):
+            engine.save_checkpoint(tmp_path, tag="next")
+    saver._limit = 60.0
+    engine.save_checkpoint(tmp_path, tag="c")
+    assert engine.wait_for_checkpoint() == f"{tmp_path}/c"
+    verify(f"{tmp_path}/c")
+    answers.set()
+    engine.destroy()
+    torch.distributed.barrier()
+    names = {name for name in os.listdir(tmp_path) if not name.startswith(".")}
+    assert names == {"c", "first", "latest"}
+
+
+@on_ranks(1)
+def test_the_failure_of_a_save_that_a_load_gave_up_is_raised_by_the_next_wait(tmp_path: Path) -> None:
+    engine = started(str(tmp_path), config(1, checkpoint={"async_save": True})).engine
+    saver = engine._checkpoints.background.saving
+    saver._limit = 0.5
+    with standing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "SLOWEST", 1e12)
+        patch.setattr(async_save, "_LOOK_S", 0.1)
+        engine.save_checkpoint(tmp_path, tag="a")
+        engine.load_checkpoint(tmp_path, tag="first")
+        assert saver.wait() is saver.report
+        with pytest.raises(CheckpointError, match="It is given up"):
+            engine.wait_for_checkpoint()
+
+
+@pytest.mark.parametrize("where", ["before the parts", thorough("before the rename"), "before latest"])
+@on_ranks(2)
+def test_a_save_that_rank_0_gave_up_does_not_undo_a_later_one(tmp_path: Path, where: str) -> None:
+    settings = config(2, checkpoint={"async_save": True, "keep_last": 1})
+    run, answers, late = started(str(tmp_path), settings), threading.Event(), list[threading.Thread]()
+    engine, saver = run.engine, run.engine._checkpoints.background.saving
+    module, name = {
+        "before the parts": (async_save, "write_part"),
+        "before the rename": (directory, "sync_directory"),
+        "before latest": (directory, "write_file"),
+    }[where]
+    real = getattr(module, name)
+
+    def hanging(path: str, *args: Any, **more: Any) -> Any:
+        done = real(path, *args, **more)
+        if not late and (where != "before latest" or path.endswith("/latest")):  # the first call only
+            late.append(threading.current_thread())
+            answers.wait(60.0)
+        return done
+
+    saver._limit = 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "SLOWEST", 1e12)
+        patch.setattr(async_save, "_LOOK_S", 0.1)
+        if rank() == 0:
+            patch.setattr(module, name, hanging)
+        engine.save_checkpoint(tmp_path, tag="global_step1")
+        with pytest.raises(CheckpointError, match="failed on rank 0: its part is not written after"):
+            engine.wait_for_checkpoint()
+        saver._limit = 60.0
+        run.step()
+        engine.save_checkpoint(tmp_path, tag="global_step2")
+        assert engine.wait_for_checkpoint() == f"{tmp_path}/global_step2"
+        answers.set()
+        for thread in late:
+            thread.join(60.0)
+    torch.distributed.barrier()
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    names = {name for name in os.listdir(tmp_path) if not name.startswith(".")}
+    assert names == {"first", "global_step2", "latest"}
+    verify(f"{tmp_path}/global_step2")
+
+
+@on_ranks(2)
+def test_a_slow_disk_is_said_while_everybody_waits(tmp_path: Path) -> None:
+    run, write = Run(config(1), seed=1), saving.write_part
+    with logged() as told, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agree, "WARN_AFTER_S", 0.1)
+        if rank() == 1:
+            patch.setattr(saving, "write_part", lambda *args, **more: (time.sleep(0.7), write(*args, **more))[1])
+        run.engine.save_checkpoint(tmp_path)
+    lines = [line for line in told.lines if "writes its part: it has taken" in line]
+    assert len(lines) >= 2 if rank() == 1 else lines == []
+
+
+@on_ranks(1)
+def test_a_save_that_fails_after_its_publication_leaves_no_staging_directory(tmp_path: Path) -> None:
+    engine, sync = started(str(tmp_path), config(1)).engine, directory.sync_directory
+    manifest = (tmp_path / "first" / "manifest.json").read_bytes()
+
+    def failing(path: str) -> None:
+        sync(path)
+        if path == str(tmp_path / "first") and (tmp_path / "first" / "manifest.json").read_bytes() != manifest:
+            raise OSError(5, "Input/output error", path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, "sync_directory", failing)
+        engine.save_checkpoint(tmp_path, tag="first", asynchronous=True)
+        with pytest.raises(CheckpointError, match="this checkpoint is complete, but a later step failed"):
+            engine.wait_for_checkpoint()
+    assert sorted(os.listdir(tmp_path)) == ["first", "latest"]

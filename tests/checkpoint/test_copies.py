@@ -27,8 +27,9 @@ from shardwise.engine import faults
 from shardwise.engine.background import saved_bytes
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.memory import Category
-from tests.checkpoint.job import Run, as_ranks, config, differences, on_ranks
-from tests.harness import thorough
+from tests.checkpoint.hostile import change_a_byte
+from tests.checkpoint.job import Run, barrier, config, differences, first_rank, rank
+from tests.harness import on_ranks, run_ranks, thorough
 
 
 @contextmanager
@@ -54,15 +55,9 @@ def start(node: str, settings: dict[str, Any], seed: int) -> Run:
         return Run(settings, seed=seed)
 
 
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def resumed_equal(root: str, nodes: int, stage: int, dtype: str, optimizer: str) -> None:
     """Train, copy, lose each node in turn if there are several, and resume: bit by bit as it was."""
-    rank = dist.get_rank()
-    folder = f"{root}/node{rank * nodes // dist.get_world_size()}"
+    folder = f"{root}/node{rank() * nodes // dist.get_world_size()}"
     settings = copying(stage, dtype, every=5, optimizer=optimizer)
     first = start(folder, settings, seed=1)
     assert first.engine.resume(f"{root}/runs") is None
@@ -72,10 +67,8 @@ def resumed_equal(root: str, nodes: int, stage: int, dtype: str, optimizer: str)
     losses += [first.step() for _ in range(3)]
     later = first.fingerprint()
     for lost in range(nodes):  # the second one before the next copy is made
-        barrier()
-        if nodes > 1 and rank == 0:
-            shutil.rmtree(f"{root}/node{lost}")
-        barrier()
+        if nodes > 1:
+            first_rank(shutil.rmtree, f"{root}/node{lost}")
         second = start(folder, settings, seed=9 + lost)
         assert second.engine.resume(f"{root}/runs") == {}
         assert second.engine.resumed.source == "memory" and second.engine.global_steps == 5
@@ -98,7 +91,7 @@ def test_a_state_from_memory_goes_on_with_the_same_bits(
     world: int, nodes: int, stage: int, dtype: str, optimizer: str, tmp_path: Path
 ) -> None:
     """With two nodes, of which one is lost: its parts have been sent to the other, and are sent back."""
-    on_ranks(resumed_equal, world, str(tmp_path), nodes, stage, dtype, optimizer)
+    run_ranks(resumed_equal, world, str(tmp_path), nodes, stage, dtype, optimizer)
 
 
 def in_generations(node: str) -> dict[str, list[str]]:
@@ -110,22 +103,15 @@ def in_generations(node: str) -> dict[str, list[str]]:
     }
 
 
-def change_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 16
-    path.write_bytes(bytes(data))
-
-
 def the_only(folder: Path, pattern: str) -> Path:
     (found,) = folder.glob(pattern)
     return found
 
 
-@as_ranks(4)
+@on_ranks(4)
 def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
-    rank = dist.get_rank()
     nodes = [f"{tmp_path}/node{number}" for number in range(2)]
-    node, runs = nodes[rank // 2], f"{tmp_path}/runs"
+    node, runs = nodes[rank() // 2], f"{tmp_path}/runs"
     run = start(node, copying(2, every=1), seed=1)
     assert run.engine.resume(runs) is None
     assert run.engine._faults.copies.nodes == [[0, 1], [2, 3]] and run.engine._faults.copies.replicas == 1
@@ -149,7 +135,7 @@ def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
     assert copy.own_bytes < copy.held_bytes < 3 * copy.own_bytes
     note = next(note for note in run.engine.memory_report().notes if note.startswith("Copies in memory"))
     assert re.search(rf"{node}/engine0: 2 x [\d.]+ KiB planned, 2 x [\d.]+ KiB measured", note), note
-    with TensorFile(str(next(Path(node).glob(f"engine0/step3-*/{files[2 * rank + 1]}")))) as file:
+    with TensorFile(str(next(Path(node).glob(f"engine0/step3-*/{files[2 * rank() + 1]}")))) as file:
         state = sum(spec.nbytes for key, spec in file.specs.items() if key.startswith(("parameter/", "optimizer/")))
     planned = saved_bytes(run.engine.sharded, run.engine.memory_report().row(Category.OPTIMIZER).planned)
     assert state <= planned <= 1.1 * state + 2000  # padding, which is much of so small a model
@@ -166,9 +152,8 @@ def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
         barrier()
 
     def damage(*paths: Path) -> None:
-        for path in paths if rank == 0 else ():
-            change_a_byte(path)
-        barrier()
+        for path in paths:
+            first_rank(change_a_byte, path)
 
     newest, before = ([the_only(Path(n) / "engine0", f"step{step}-*") for n in nodes] for step in (3, 2))
     # One of two copies is damaged: the other node's is used, and replaces it.
@@ -188,9 +173,7 @@ def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
 
 def without_accumulation(stage: int) -> dict[str, Any]:
     """A global batch that is kept whatever the number of ranks: accumulation makes up for it."""
-    settings = copying(stage, train_batch_size=36)
-    del settings["gradient_accumulation_steps"]
-    return settings
+    return copying(stage, train_batch_size=36, gradient_accumulation_steps=None)
 
 
 def plain(run: Run) -> dict[str, Any]:
@@ -198,7 +181,7 @@ def plain(run: Run) -> dict[str, Any]:
 
 
 def copy_without_accumulation(root: str, runs: str) -> list[Any]:
-    run = start(f"{root}/node{dist.get_rank()}", without_accumulation(3), seed=1)
+    run = start(f"{root}/node{rank()}", without_accumulation(3), seed=1)
     assert run.engine.resume(runs) is None
     run.step()
     run.step()
@@ -206,7 +189,7 @@ def copy_without_accumulation(root: str, runs: str) -> list[Any]:
 
 
 def resume_without_accumulation(root: str, runs: str, stage: int) -> list[Any]:
-    run = start(f"{root}/node{dist.get_rank()}", without_accumulation(stage), seed=7)
+    run = start(f"{root}/node{rank()}", without_accumulation(stage), seed=7)
     assert run.engine.resume(runs) == {}
     assert (run.engine.global_steps, run.engine.train_batch_size()) == (2, 36)
     return [plain(run), run.engine.get_lr()]
@@ -216,18 +199,18 @@ def resume_without_accumulation(root: str, runs: str, stage: int) -> list[Any]:
 def test_another_number_of_ranks_goes_on_from_memory(stages: tuple[int, ...], tmp_path: Path) -> None:
     """Three nodes of one rank copy, one is lost, two go on, at other stages too."""
     runs = str(tmp_path / "runs")
-    before = on_ranks(copy_without_accumulation, 3, str(tmp_path), runs)
+    before = run_ranks(copy_without_accumulation, 3, str(tmp_path), runs)
     shutil.rmtree(tmp_path / "node2")
     for stage in stages:
         root = tmp_path / f"stage{stage}"
         for node in ("node0", "node1"):
             shutil.copytree(tmp_path / node, root / node)
-        for values, lr in on_ranks(resume_without_accumulation, 2, str(root), runs, stage):
+        for values, lr in run_ranks(resume_without_accumulation, 2, str(root), runs, stage):
             assert differences(before[0][0], values) == []
             assert lr == before[0][1]
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:
     runs, node = f"{tmp_path}/runs", f"{tmp_path}/node"
     run = start(node, copying(1, every=2), seed=1)
@@ -255,10 +238,7 @@ def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:
     assert resumed(5) == ("memory", 2, {"at": 2})  # what was not to become `latest` is not gone on from
     run.engine.save_checkpoint(runs, tag="third", client_state={"on": "disk"})
     assert resumed(6) == ("disk", 3, {"on": "disk"})
-    barrier()
-    if dist.get_rank() == 0:
-        change_a_byte(next(Path(runs, "third").glob("rank00001*")))
-    barrier()
+    first_rank(change_a_byte, next(Path(runs, "third").glob("rank00001*")))
     run.step()
     shutil.rmtree(f"{node}/engine0", ignore_errors=True)
     barrier()
@@ -277,7 +257,7 @@ def test_files_of_a_tied_parameter_are_found_under_its_other_names() -> None:
     assert needed_files(model, joined) == {"parameter", "optimizer/exp_avg"}
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_weights_that_were_loaded_after_a_copy_are_not_those_in_memory(tmp_path: Path) -> None:
     runs, node = f"{tmp_path}/runs", f"{tmp_path}/node"
     run = start(node, copying(1, every=1), seed=1)
@@ -292,12 +272,12 @@ def test_weights_that_were_loaded_after_a_copy_are_not_those_in_memory(tmp_path:
     assert not any(value.any() for value in other.engine.module_state_dict().values())
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_a_copy_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
-    rank, original = dist.get_rank(), module.write_tensors
+    original = module.write_tensors
 
     def full(path: str, tensors: Any, **options: Any) -> Any:
-        if rank == 1:
+        if rank() == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         return original(path, tensors, **options)
 
@@ -323,12 +303,12 @@ def test_a_copy_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     assert run.engine.last_memory_copy.steps == 3
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_a_rank_without_memory_for_buffers_ends_the_exchange(tmp_path: Path) -> None:
-    run, rank = Run(config(1)), dist.get_rank()
+    run = Run(config(1))
 
     def hold(_: torch.Tensor) -> None:
-        if rank == 1:
+        if rank() == 1:
             raise MemoryError("no memory")
 
     (tmp_path / "a").write_bytes(bytes(9))
@@ -336,15 +316,14 @@ def test_a_rank_without_memory_for_buffers_ends_the_exchange(tmp_path: Path) -> 
         exchange_files(run.engine.job, run.engine.device, [FileTransfer("a", 9, 0, 1)], f"{tmp_path}", hold)
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    rank = dist.get_rank()
     run = Run(config(1))
     with pytest.raises(UsageError, match="memory_copies"):
         run.engine.copy_to_memory()
     assert run.engine.last_memory_copy is None
     with pytest.raises(CheckpointPathError, match="ranks name different directories"):
-        run.engine.resume(f"{tmp_path}/{rank}")
+        run.engine.resume(f"{tmp_path}/{rank()}")
     with pytest.raises(CheckpointPathError, match="save_dir"):
         run.engine.resume("")
     with pytest.raises(UsageError, match="without arguments"):

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from shardwise.checkpoint import export, open_source
 from shardwise.errors import CheckpointError, CheckpointPathError
+from tests.checkpoint.hostile import Evil
 from tests.checkpoint.weights import read_range, save_by_hand
 
 
@@ -94,26 +95,16 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["c"]
 
 
-class Evil:
-    """Leaves a file when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
-
-
 def test_metadata_cannot_run_code(tmp_path: Path) -> None:
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "d", no_dist=True)
     meta = tmp_path / "d" / ".metadata"
     original = pickle.loads(meta.read_bytes())
-    original.planner_data["w"] = Evil(str(tmp_path / "evil"))
+    original.planner_data["w"] = Evil(tmp_path / "evil")
     meta.write_bytes(pickle.dumps(original))
     with pytest.raises(CheckpointError, match=r"refers to posix.system. Other objects are not made"):
         open_source(tmp_path / "d")
     changed = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N(\x8c\x01xK\x01dtb."
-    evil = pickle.dumps(Evil(str(tmp_path / "evil")))
+    evil = pickle.dumps(Evil(tmp_path / "evil"))
     for content in (b"", b"garbage", changed, pickle.dumps([1]), evil, pickle.dumps({})):
         meta.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"\.metadata"):

@@ -17,11 +17,11 @@ from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from shardwise.errors import CheckpointError
 from tests.checkpoint import deepspeed_files as files
 from tests.checkpoint import deepspeed_layers as layered
-from tests.checkpoint import test_deepspeed_experts as experts
 from tests.checkpoint import test_deepspeed_layers as layers
-from tests.checkpoint import test_deepspeed_parts as parts
-from tests.checkpoint.job import Run, config, differences, on_ranks
-from tests.checkpoint.test_deepspeed import train
+from tests.checkpoint.deepspeed_models import DIVIDED, EXPERTS, PLAIN, write_parts
+from tests.checkpoint.hostile import change_a_byte
+from tests.checkpoint.job import Run, config, differences
+from tests.harness import run_ranks
 
 Damage = Callable[[str], Any]
 
@@ -30,28 +30,23 @@ Damage = Callable[[str], Any]
 def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, files.Content]:
     """The content of checkpoints of each kind of model."""
     place = tmp_path_factory.mktemp("ours")
-    on_ranks(train, 1, str(place / "plain"), 1, "bf16", "AdamW")
-    on_ranks(layers.saved_by, 1, str(place / "layers"), layers.small)
-    return {
-        "plain": files.content_of(str(place / "plain" / "a")),
-        "layers": files.content_of(str(place / "layers" / "global_step2")),
-        "parts": parts.ours(place / "parts", "fp32")[0],
-        "experts": experts.ours(place / "experts", "fp32")[0],
-    }
+    run_ranks(layers.saved_by, 1, str(place), layers.small)
+    kinds = {"plain": (PLAIN, "bf16"), "parts": (DIVIDED, "fp32"), "experts": (EXPERTS, "fp32")}
+    found = {name: kind.saved(place / name, dtype) for name, (kind, dtype) in kinds.items()}
+    return {**found, "layers": files.content_of(str(place / "global_step2"))}
 
 
 def write(form: str, held: dict[str, files.Content], parent: str) -> str:
     """Write a checkpoint of a form: the kind of model or of files, and the ZeRO stage."""
     kind, stage = form.split()
     if kind == "parts":
-        return parts.write(parent, held[kind], 2, parts.exact(held[kind], 2), int(stage), 2)
-    if kind == "experts":
-        return files.write(parent, "x", held[kind], int(stage), 4, ep=2)
+        return write_parts(parent, held[kind], int(stage), 2, 2)
     if kind == "layers":
         return layered.write_layers(parent, "x", held[kind], layers.ENDS, int(stage), 2, tied=layers.TIED)
     if kind == "universal":
         return layered.write_universal(parent, "x", held["plain"], int(stage))
-    return files.write(parent, "x", held[kind], int(stage), 2)
+    world, options = (4, {"ep": 2}) if kind == "experts" else (2, {})
+    return files.write(parent, "x", held[kind], int(stage), world, **options)
 
 
 # -- kinds of damage ---------------------------------------------------------------------------------------------------
@@ -62,10 +57,7 @@ def edit(pattern: str, change: Callable[[Any], Any], inside: str | None = None) 
 
     def damage(path: str) -> None:
         for file in sorted(Path(path).glob(pattern)):
-            with files.pretended():
-                value = torch.load(file, weights_only=False)
-                change(value if inside is None else value[inside])
-                torch.save(value, file)
+            layered.edit(file, lambda value: change(value if inside is None else value[inside]))
 
     return damage
 
@@ -106,9 +98,7 @@ def flipped(path: str) -> None:
     (file,) = Path(path).glob("*zero_pp_rank_1_*optim*")
     with zipfile.ZipFile(file) as archive:
         largest = max(archive.infolist(), key=lambda entry: entry.file_size)
-    data = bytearray(file.read_bytes())
-    data[largest.header_offset + 200 + largest.file_size // 2] ^= 4
-    file.write_bytes(data)
+    change_a_byte(file, largest.header_offset + 200 + largest.file_size // 2)
 
 
 SHORT, NINE = torch.zeros(3), torch.tensor(9.0)
@@ -232,4 +222,4 @@ def test_no_rank_changes_anything_before_all_have_understood(held: dict[str, fil
         paths[kind] = str(tmp_path / kind.replace(" ", "-"))
         damage(write(form, held, paths[kind]))
         expected[kind] += "|failed on rank"
-    on_ranks(attempts, 2, paths, expected)
+    run_ranks(attempts, 2, paths, expected)

@@ -17,14 +17,14 @@ from shardwise.checkpoint.directory import StagingDirectory
 from shardwise.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from shardwise.checkpoint.formats.universal_writer import write_universal
 from shardwise.errors import CheckpointError
-from shardwise.launch.cli import main
 from shardwise.pipe import LayerSpec
 from tests.checkpoint import deepspeed_files as files
 from tests.checkpoint import deepspeed_layers as made
+from tests.checkpoint.deepspeed_models import PLAIN
 from tests.checkpoint.job import Run as PlainRun
-from tests.checkpoint.job import as_ranks, config, on_ranks
-from tests.checkpoint.test_deepspeed import train as train_plainly
-from tests.harness import thorough
+from tests.checkpoint.job import config, first_rank
+from tests.checkpoint.weights import command
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.pipeline.training import Block, Setting, engine_of, layers, train, untied
 
 ENDS, TIED = [3, 7], {"words": 0}
@@ -62,9 +62,9 @@ def saved_by(path: str, made: Callable[[], list[Any]], dtype: str = "fp32") -> N
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return checkpoints of PipelineModules."""
     found = {name: str(tmp_path_factory.mktemp(name)) for name in ("tied", "untied", "bf16")}
-    on_ranks(saved_by, 1, found["tied"], small)
-    on_ranks(saved_by, 1, found["untied"], small_untied)
-    on_ranks(saved_by, 1, found["bf16"], small, "bf16")
+    run_ranks(saved_by, 1, found["tied"], small)
+    run_ranks(saved_by, 1, found["untied"], small_untied)
+    run_ranks(saved_by, 1, found["bf16"], small, "bf16")
     return {name: os.path.join(path, "global_step2") for name, path in found.items()}
 
 
@@ -139,11 +139,11 @@ def test_training_goes_on_from_layer_files_and_universal_checkpoints(
     with Checkpoint(sources["tied"]) as saved:
         write_universal(saved, theirs["universal"], "x", stages=True, tied=TIED)
     setting = Setting(stages, zero=zero, steps=2, made=small)
-    expected = on_ranks(go_on, ranks, setting, os.path.dirname(sources["tied"]))
+    expected = run_ranks(go_on, ranks, setting, os.path.dirname(sources["tied"]))
     for name in theirs:
         on = setting if name == "layers" else replace(setting, config={"checkpoint": {"load_universal": True}})
         for (losses, parameters), (own, others) in zip(
-            expected, on_ranks(go_on, ranks, on, str(tmp_path / name)), strict=True
+            expected, run_ranks(go_on, ranks, on, str(tmp_path / name)), strict=True
         ):
             assert own == losses
             assert all(torch.equal(others[n], value) for n, value in parameters.items())
@@ -154,13 +154,12 @@ def refuses(path: str) -> str:
     engine = engine_of(Setting(1, zero=1, made=layers))
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(path, "x")
-    engine.destroy()
     return str(caught.value)
 
 
 def test_another_number_of_layers_is_refused_by_name(sources: dict[str, str], tmp_path: Path) -> None:
     made.write_layers(str(tmp_path), "x", files.content_of(sources["tied"]), ENDS, 1, 2, tied=TIED)
-    (message,) = on_ranks(refuses, 1, str(tmp_path))
+    (message,) = run_ranks(refuses, 1, str(tmp_path))
     assert "layers.6" in message and "another model" in message
 
 
@@ -170,9 +169,9 @@ def test_another_number_of_layers_is_refused_by_name(sources: dict[str, str], tm
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a checkpoint of a plain model with a tied head, a frozen parameter, buffers and two groups."""
-    path = str(tmp_path_factory.mktemp("plain"))
-    on_ranks(train_plainly, 1, path, 1, "fp32", "AdamW")
-    return os.path.join(path, "a")
+    path = tmp_path_factory.mktemp("plain")
+    PLAIN.saved(path, "fp32")
+    return str(path / "a")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -221,16 +220,18 @@ def test_a_universal_checkpoint_that_fails_leaves_nothing(plain: str, tmp_path: 
     assert os.listdir(tmp_path) == ["uni"] and os.listdir(tmp_path / "uni") == ["theirs"]
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_the_configuration_chooses_the_universal_checkpoint(plain: str, tmp_path: Path) -> None:
     """`latest_universal` is used by itself, and with the key where there is a `latest` too."""
     theirs, both = str(tmp_path / "theirs"), str(tmp_path / "both")
-    if torch.distributed.get_rank() == 0:
+
+    def put() -> None:
         shutil.copytree(os.path.dirname(plain), both)
         with Checkpoint(plain) as saved:
             write_universal(saved, theirs, "uni")
             write_universal(saved, both, "uni")
-    torch.distributed.barrier()
+
+    first_rank(put)
     run = PlainRun(config(2), seed=2, noise=False)
     assert run.load(theirs)[0] == os.path.join(theirs, "uni")
     assert run.load(both)[0] == os.path.join(both, "a")
@@ -242,30 +243,21 @@ def test_the_configuration_chooses_the_universal_checkpoint(plain: str, tmp_path
 
 
 def test_the_command_writes_and_imports(plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main_ok("export-universal", os.path.dirname(plain), str(tmp_path / "uni"), "--name", "u")
+    assert command("export-universal", os.path.dirname(plain), str(tmp_path / "uni"), "--name", "u") == 0
     assert "parameters, step 2" in capsys.readouterr().out
-    main_ok("import-deepspeed", str(tmp_path / "uni"), str(tmp_path / "back"), "--name", "b")
+    assert command("import-deepspeed", str(tmp_path / "uni"), str(tmp_path / "back"), "--name", "b") == 0
     with Checkpoint(plain) as ours, Checkpoint(str(tmp_path / "back" / "b")) as back:
         for tensor in ours.manifest.tensors:
             assert torch.equal(back.read(back.find(tensor.name, tensor.kind)), ours.read(tensor))
-    with pytest.raises(SystemExit):
-        main(["export-universal", plain, str(tmp_path / "uni"), "--name", "u"])  # exists
+    assert command("export-universal", plain, str(tmp_path / "uni"), "--name", "u")  # exists
     assert "exists already" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["export-universal", plain, str(tmp_path / "uni"), "--name", "v", "--stages"])
+    assert command("export-universal", plain, str(tmp_path / "uni"), "--name", "v", "--stages")
     assert "expected the name of a layer" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path / "uni")) == ["latest_universal", "u"]
 
 
-def main_ok(*arguments: str) -> None:
-    """Run the command line."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert not ended.value.code
-
-
 def test_other_optimizers_are_not_written(tmp_path: Path) -> None:
-    on_ranks(train_plainly, 1, str(tmp_path / "ours"), 1, "fp32", "SGD")
+    PLAIN.saved(tmp_path / "ours", "fp32", "SGD")
     with Checkpoint(str(tmp_path / "ours" / "a")) as saved, pytest.raises(CheckpointError, match="the state of Adam"):
         write_universal(saved, tmp_path / "theirs", "uni")
     assert not os.path.exists(tmp_path / "theirs" / "uni")

@@ -20,31 +20,24 @@ from shardwise.checkpoint.formats.weight_files import shard_bytes
 from shardwise.checkpoint.safetensors_writer import TensorWriter
 from shardwise.checkpoint.unsharded import UnshardedWeights
 from shardwise.errors import CheckpointError, CheckpointPathError
-from tests.checkpoint.job import FROZEN, Model, Run, as_ranks, config
-from tests.checkpoint.job import on_ranks as run_job
+from tests.checkpoint.hostile import change_a_byte
+from tests.checkpoint.job import FROZEN, Model, Run, barrier, config, rank
 from tests.checkpoint.weights import measures_memory, save_by_hand, taken
-from tests.harness import on_ranks, thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
+from tests.harness.training import masters
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def masters(run: Run) -> dict[str, torch.Tensor]:
+def full(run: Run) -> dict[str, torch.Tensor]:
     """Return what export is to give, through the functions for debugging."""
-    found = dict(run.engine.module_state_dict())
-    for tensor, parameter in zip(run.engine.sharded.registry, run.engine.sharded.registry.parameters, strict=True):
-        whole = shardwise.utils.safe_get_full_fp32_param(parameter)
-        if whole is not None:
-            found.update(dict.fromkeys((tensor.name, *tensor.aliases), whole))
-    return found
+    found = {**run.engine.module_state_dict(), **masters(run.model)}
+    return {**found, "head.weight": found["embedding.weight"]}
 
 
 def exports(path: str, stage: int) -> dict[str, Any]:
@@ -63,12 +56,12 @@ def exports(path: str, stage: int) -> dict[str, Any]:
         # What is sent, what arrives and the unsharded tensor; Gloo's thread may hold the first two a moment longer.
         assert accountant.peak_total - before <= 4 * largest, (accountant.peak_total - before, largest)
         run.engine.export(f"{path}/{dtype}/narrow", dtype="bfloat16", exclude_frozen_parameters=True, all_names=True)
-        found[dtype] = masters(run)
+        found[dtype] = full(run)
         run.step()
     return found
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_any_failure_of_rank_0_is_raised_by_all_ranks(tmp_path: Path) -> None:
     def failing(self: TensorWriter, name: str, start: int, part: torch.Tensor) -> None:
         raise RuntimeError("out of memory")
@@ -80,7 +73,7 @@ def test_any_failure_of_rank_0_is_raised_by_all_ranks(tmp_path: Path) -> None:
     assert rank() or os.listdir(tmp_path / "out") == []
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_a_failure_of_one_rank_to_keep_a_state_dict_is_raised_by_all_ranks() -> None:
     def failing(tensor: Any, values: torch.Tensor) -> None:
         raise RuntimeError("out of memory")
@@ -93,7 +86,7 @@ def test_a_failure_of_one_rank_to_keep_a_state_dict_is_raised_by_all_ranks() -> 
 
 @pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_an_engine_and_its_checkpoint_export_the_values_of_the_optimizer(stage: int, tmp_path: Path) -> None:
-    expected = run_job(exports, 2, str(tmp_path), stage)[0]
+    expected = run_ranks(exports, 2, str(tmp_path), stage)[0]
     for dtype in ("fp32", "bf16"):
         place = tmp_path / dtype
         # Before the first step it is the plain model, with all digits of its trained parameters.
@@ -135,7 +128,7 @@ def test_an_engine_and_its_checkpoint_export_the_values_of_the_optimizer(stage: 
 
 
 def test_a_plain_module_loads_each_format(tmp_path: Path) -> None:
-    (run,) = run_job(exports, 1, str(tmp_path), 1)
+    (run,) = run_ranks(exports, 1, str(tmp_path), 1)
     expected = run["fp32"]
     plain = Model(seed=9)
     plain.load_state_dict(torch.load(tmp_path / "fp32" / "pt" / "pytorch_model.bin", weights_only=True), strict=True)
@@ -154,11 +147,11 @@ def test_a_plain_module_loads_each_format(tmp_path: Path) -> None:
     assert sorted(files) == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_of_a_checkpoint_without_frozen_parameters_the_others_are_exported(tmp_path: Path) -> None:
     run = Run(config(3, "bf16"), seed=1)
     run.engine.save_checkpoint(tmp_path / "run", exclude_frozen_parameters=True)
-    torch.distributed.barrier()
+    barrier()
     if rank() == 0:
         done = export(tmp_path / "run", tmp_path / "out")
         assert "saved without these frozen parameters" in done.warnings[0] and FROZEN[0] in done.warnings[0]
@@ -254,9 +247,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         export(tmp_path / "empty", out)
     with pytest.raises(CheckpointPathError, match=r"no checkpoint of the tag 'b'\. Checkpoints there: c"):
         export(tmp_path, out, tag="b")
-    data = bytearray((source / "rank00001of00002-01234561.safetensors").read_bytes())
-    data[-3] ^= 1
-    (source / "rank00001of00002-01234561.safetensors").write_bytes(data)
+    change_a_byte(source / "rank00001of00002-01234561.safetensors")
     with pytest.raises(CheckpointError, match=r"the checksum of bytes .* is wrong \(they hold .*w"):
         export(source, out)
     assert not out.exists()

@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from shardwise.checkpoint.listing import CheckpointDirectory
 from shardwise.checkpoint.peer_replicas import make_own
 from shardwise.errors import CheckpointError, CheckpointPathError
-from tests.checkpoint.job import Run, as_ranks, config, differences
-from tests.checkpoint.test_copies import barrier, change_a_byte, copying, start
+from tests.checkpoint.hostile import change_a_byte
+from tests.checkpoint.job import Run, barrier, config, differences, first_rank, rank
+from tests.checkpoint.test_copies import copying, start
+from tests.harness import on_ranks
 from tests.harness.logs import logged
-
-
-def steps(run: Run, to: int) -> None:
-    while run.engine.global_steps < to:
-        run.step()
 
 
 def fresh(place: str, runs: str, seed: int, **settings: Any) -> tuple[str, int] | None:
@@ -35,21 +31,15 @@ def fresh(place: str, runs: str, seed: int, **settings: Any) -> tuple[str, int] 
     return None if found is None else (found.source, found.steps)
 
 
-def first_rank(action: Any, *args: Any) -> None:
-    if dist.get_rank() == 0:
-        action(*args)
-    barrier()
-
-
 # -- nothing is taken for a beginning that is not one ------------------------------------------------------------------
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_what_cannot_be_read_is_an_error_and_not_a_beginning(tmp_path: Path) -> None:
     runs = f"{tmp_path}/runs"
     run = Run(config(2), seed=1)
     assert run.engine.resume(runs) is None  # nothing there
-    steps(run, 1)
+    run.until(1)
     run.engine.save_checkpoint(runs)
     original = os.listdir
 
@@ -74,10 +64,10 @@ def test_what_cannot_be_read_is_an_error_and_not_a_beginning(tmp_path: Path) -> 
     assert run.engine.global_steps == 1
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_a_directory_of_another_program_is_none_of_checkpoints_and_a_checkpoint_is_none_either(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    if dist.get_rank() == 0:
+    if rank() == 0:
         (runs / "site").mkdir(parents=True)
         (runs / "site" / "manifest.json").write_text('{"name": "a web page"}')
     barrier()
@@ -93,12 +83,12 @@ def test_a_directory_of_another_program_is_none_of_checkpoints_and_a_checkpoint_
             load(tmp_path / "b")
 
 
-@as_ranks(2)
-def test_damaged_ones_are_passed_over_also_without_latest(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_damaged_ones_are_passed_over_also_without_a_usable_latest(tmp_path: Path) -> None:
     runs = f"{tmp_path}/runs"
     run = Run(config(2), seed=1)
     for step in (1, 2, 3):
-        steps(run, step)
+        run.until(step)
         run.engine.save_checkpoint(runs, save_latest=False)
     barrier()
     for step, left in ((3, 2), (2, 1)):
@@ -108,6 +98,11 @@ def test_damaged_ones_are_passed_over_also_without_latest(tmp_path: Path) -> Non
         other.engine.resume(runs)
         assert other.engine.global_steps == left
         assert other.engine.last_load.passed_over
+    first_rank(Path(runs, "latest").write_bytes, b"")
+    with logged() as told:
+        assert other.load(runs)[0] == f"{runs}/global_step1"
+    assert any("global_step3 is skipped" in line for line in told.lines) is (rank() == 0)
+    first_rank(os.unlink, f"{runs}/latest")
     first_rank(change_a_byte, next(Path(runs, "global_step1").glob("rank00001*")))
     with pytest.raises(CheckpointError, match=r"global_step3.*global_step2.*global_step1"):
         other.engine.resume(runs)
@@ -116,22 +111,22 @@ def test_damaged_ones_are_passed_over_also_without_latest(tmp_path: Path) -> Non
 # -- whoever goes back, stays there ------------------------------------------------------------------------------------
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Path) -> None:
     runs, place = f"{tmp_path}/runs", f"{tmp_path}/memory"
     run = start(place, copying(2, every=4), seed=1)
     run.engine.resume(runs)
-    steps(run, 2)
+    run.until(2)
     run.engine.save_checkpoint(runs)
-    steps(run, 9)  # copies at 4 and 8
+    run.until(9)  # copies at 4 and 8
     run.engine.save_checkpoint(runs)
     run.engine.load_checkpoint(runs, "global_step2")
-    steps(run, 3)
+    run.until(3)
     run.engine.save_checkpoint(runs)
     barrier()
     # Neither the copy of step 8 nor the checkpoint of step 9 is of this way.
     assert fresh(place, runs, 2, every=4) == ("disk", 3)
-    steps(run, 4)
+    run.until(4)
     assert fresh(place, runs, 3, every=4) == ("memory", 4)
     # What `latest` is made to name by hand counts, too.
     first_rank(Path(runs, "latest").write_text, "global_step9\n")
@@ -141,12 +136,12 @@ def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Pa
     assert fresh(place, runs, 5, every=4) == ("disk", 9)
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: Path) -> None:
     runs, place = f"{tmp_path}/runs", f"{tmp_path}/memory"
     run = start(place, copying(2, every=2), seed=1)
     run.engine.resume(runs)
-    steps(run, 4)
+    run.until(4)
     first_rank(change_a_byte, next(Path(place).glob("engine0/step4-*/rank00001*.safetensors")))
     run.engine.resume(runs)
     assert run.engine.global_steps == 2
@@ -159,7 +154,7 @@ def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: P
         return result
 
     copies._write = write  # type: ignore[method-assign]
-    steps(run, 6)
+    run.until(6)
     # While the copies of steps 4 and 6 are written, there is always one that is whole.
     assert seen == [["step2"], ["step4"]]
     assert fresh(place, runs, 2, every=2) == ("memory", 6)
@@ -173,18 +168,18 @@ def own(place: str, **more: Any) -> dict[str, Any]:
     return config(2, checkpoint=section)
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_copies_are_left_after_a_failure_and_removed_after_a_success(tmp_path: Path) -> None:
     place, runs = f"{tmp_path}/memory", f"{tmp_path}/runs"
     for fails in (False, True):
         run = start("unused", own(place), seed=1)
         run.engine.resume(runs)
-        steps(run, 2)
+        run.until(2)
         expected = run.fingerprint()
         barrier()
         if not fails:
             run.engine.destroy()
-        elif dist.get_rank() == 0:
+        elif rank() == 0:
             try:
                 raise ValueError("on this rank alone")
             except ValueError:
@@ -196,64 +191,62 @@ def test_copies_are_left_after_a_failure_and_removed_after_a_success(tmp_path: P
     assert differences(expected, other.fingerprint()) == []
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_another_run_does_not_go_on_from_them(tmp_path: Path) -> None:
     place = f"{tmp_path}/memory"
     run = start("unused", own(place), seed=1)
     run.engine.resume(f"{tmp_path}/a")
-    steps(run, 2)
+    run.until(2)
     other = start("unused", own(place), seed=2)
     assert other.engine.resume(f"{tmp_path}/b") is None
     assert other.engine.resume(f"{tmp_path}/a") == {}
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_copies_of_a_run_that_does_not_resume_are_passed_over(tmp_path: Path) -> None:
-    steps(start("unused", own(f"{tmp_path}/memory"), seed=1), 1)
+    start("unused", own(f"{tmp_path}/memory"), seed=1).until(1)
     with logged() as told:
         other = start("unused", own(f"{tmp_path}/memory"), seed=2)
         assert other.engine.resume(f"{tmp_path}/runs") is None
-    assert any("of step 1 of a run that had not called" in line for line in told.lines) is (dist.get_rank() == 0)
+    assert any("of step 1 of a run that had not called" in line for line in told.lines) is (rank() == 0)
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_what_was_saved_before_the_end_of_the_job_needs_no_copies(tmp_path: Path) -> None:
     place, runs = f"{tmp_path}/memory", f"{tmp_path}/runs"
     run = start("unused", own(place, on_signal={"save_dir": runs}), seed=1)
-    steps(run, 1)
+    run.until(1)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
-        steps(run, 2)
+        run.until(2)
     barrier()
     assert not os.path.exists(f"{place}/engine0")
     assert Path(runs, "latest").read_text() == "global_step2"
-    run.engine.destroy()
 
 
 # -- one rank's mistake is everybody's error ---------------------------------------------------------------------------
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    rank = dist.get_rank()
     run = Run(config(2), seed=1)
-    steps(run, 1)
-    good, bad = f"{tmp_path}/runs", f"{tmp_path}/file{rank}"
-    if rank == 1:
+    run.until(1)
+    good, bad = f"{tmp_path}/runs", f"{tmp_path}/file{rank()}"
+    if rank() == 1:
         Path(bad).touch()
-    path = bad if rank == 1 else good
+    path = bad if rank() == 1 else good
     calls = [
         lambda: run.engine.save_checkpoint(path),
-        lambda: run.engine.save_checkpoint(good, tag="a/b" if rank == 1 else "ab"),
+        lambda: run.engine.save_checkpoint(good, tag="a/b" if rank() == 1 else "ab"),
         lambda: run.engine.load_checkpoint(path),
-        lambda: run.engine.load_checkpoint(good, tag=".x" if rank == 1 else "x"),
+        lambda: run.engine.load_checkpoint(good, tag=".x" if rank() == 1 else "x"),
         lambda: run.engine.export(path),
         lambda: run.engine.save_16bit_model(path),
     ]
     for call in calls:
-        with pytest.raises(CheckpointPathError if rank == 1 else CheckpointError) as raised:
+        with pytest.raises(CheckpointPathError if rank() == 1 else CheckpointError) as raised:
             call()
-        assert rank == 1 or "rank 1" in str(raised.value)
+        assert rank() == 1 or "rank 1" in str(raised.value)
     run.engine.save_checkpoint(good)
     assert run.engine.load_checkpoint(good)[0] == f"{good}/global_step1"
 
@@ -288,12 +281,12 @@ def test_copies_are_made_in_a_directory_of_this_user_only(tmp_path: Path) -> Non
             make_own(str(first))
 
 
-@as_ranks(1)
+@on_ranks(1)
 def test_what_others_have_put_beside_copies_stays(tmp_path: Path) -> None:
     place = tmp_path / "memory"
     run = start("unused", own(str(place)), seed=1)
-    steps(run, 1)
+    run.until(1)
     (place / "engine0" / "results" / "sub").mkdir(parents=True)
-    steps(run, 3)
+    run.until(3)
     run.engine.destroy()
     assert sorted(os.listdir(place / "engine0")) == ["results", "shardwise.copies"]

@@ -12,16 +12,12 @@ from torch import nn
 
 from shardwise.checkpoint import Checkpoint, LoadReport
 from shardwise.errors import CheckpointError, UsageError
-from tests.checkpoint.job import Model
+from tests.checkpoint.job import WIDTH, Model, Run, config, differences, rank
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.training import ADAMW, Setting, engine_of, start
 from tests.models import CASES
 
 LORA = CASES["lora"]
-
-
-def rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], names: Any = None) -> bool:
@@ -63,7 +59,6 @@ def test_adapters_and_their_base_come_from_different_checkpoints(
     saved = source.module_state_dict()
     adapter_steps(source, 3, 2, dtype)
     end = source.module_state_dict()
-    source.destroy()
 
     with Checkpoint(f"{tmp_path}/adapters/global_step3") as files:
         assert not any("base" in tensor.name for tensor in files.manifest.tensors)
@@ -87,7 +82,6 @@ def test_adapters_and_their_base_come_from_different_checkpoints(
     adapter_steps(target, 3, 2, dtype)
     if precision == "fp32" or stage == target_stage:
         assert same(target.module_state_dict(), end)
-    target.destroy()
 
 
 # -- parts and names ---------------------------------------------------------------------------------------------------
@@ -136,7 +130,6 @@ def make(path: str) -> None:
     end = engine.module_state_dict()
     if rank() == 0:
         torch.save(end, f"{path}/end.pt")
-    engine.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +177,6 @@ def test_parts_are_loaded_by_patterns(saved: str, stage: int) -> None:
     assert not set(embedding) & set(changed) and "embedding.weight" in report.skipped
     changed, report = load(include=["blocks.*", "blcks.*"], load_module_strict=False, **only)
     assert changed == blocks and report.unused == ("include 'blcks.*'",) and "blcks" in str(report)
-    engine.destroy()
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -227,7 +219,6 @@ def test_what_cannot_be_asked_for_is_refused_on_all_ranks_and_changes_nothing(sa
     assert same(before, engine.module_state_dict()) and engine.get_lr() == state
     assert engine.last_load is None
     engine.load_checkpoint(saved, "a")
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -260,7 +251,6 @@ def test_a_load_that_is_not_strict_tells_what_differed(saved: str) -> None:
     assert "missing in the checkpoint: extra, count" in str(report)
     expected, found = values_in(saved), engine.module_state_dict()
     assert same(found, expected, report.loaded) and torch.equal(found["extra"], torch.ones(3))
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [thorough(1), 3])
@@ -283,14 +273,12 @@ def test_names_may_have_changed(saved: str, stage: int) -> None:
         steps(engine, 2, 2)
         found = {name.removeprefix("inner."): value for name, value in engine.module_state_dict().items()}
         assert same(found, end), "the optimizer's state has come along"
-        engine.destroy()
     # One parameter, under its other name; what the rest has is missing.
     engine = grouped(Wrapped(2), stage)
     engine.load_checkpoint(
         saved, "a", rename={"head.weight": "inner.embedding.weight"}, include="inner.embedding.*", load_module_only=True
     )
     assert torch.equal(engine.module_state_dict()["inner.head.weight"], expected["embedding.weight"])
-    engine.destroy()
 
 
 # -- parameter groups --------------------------------------------------------------------------------------------------
@@ -314,7 +302,6 @@ def test_groups_that_have_changed(saved: str) -> None:
         steps(engine, 2, 2)
         # Swapped groups have the settings that they had, so training goes on as it would have.
         assert same(engine.module_state_dict(), end) == (groups is swapped)
-        engine.destroy()
 
 
 class Counting(torch.optim.SGD):
@@ -360,8 +347,6 @@ def step_counts(path: str, stage: int) -> list[torch.Tensor]:
         found += [engine.module_state_dict()["weight"], engine.module_state_dict()["bias"]]
         counts = sorted(float(state["step"]) for state in engine.optimizer.state.values())
         assert set(counts) <= {3.0, 4.0}, counts
-    for engine in (second, first):
-        engine.destroy()
     return found
 
 
@@ -398,5 +383,42 @@ def test_a_shared_buffer_is_found_under_any_of_its_names(tmp_path: Path) -> None
         engine = engine_of(Masks(names, shared), 1, ADAMW)
         engine.load_checkpoint(tmp_path)
         assert engine.module.a.mask.tolist() == engine.module.b.mask.tolist() == [0.5] * 3
-        engine.destroy()
-    first.destroy()
+
+
+# -- what is damaged or does not fit -----------------------------------------------------------------------------------
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ("SGD", "holds state of the optimizer AdamW, this engine has SGD"),
+        ("AdamW", "has no optimizer state for trained parameters: extra.weight, extra.bias"),
+    ],
+)
+@on_ranks(2)
+def test_another_optimizer_is_refused(saved: str, optimizer: str, expected: str) -> None:
+    model = Other()
+    groups = [{"params": [*model.parameters()][n::2]} for n in range(2)]
+    engine = engine_of(model, 2, {"type": optimizer, "params": {"lr": 0.1}}, groups=groups)
+    before = engine.module_state_dict()
+    with pytest.raises(CheckpointError, match=f"{expected}.*load_optimizer_states=False"):
+        engine.load_checkpoint(saved, "a", load_module_strict=False)
+    assert same(before, engine.module_state_dict())
+
+
+@on_ranks(2)
+def test_a_schedule_that_would_begin_anew_is_an_error(tmp_path: Path) -> None:
+    Run(config(1, scheduler=None), seed=1).engine.save_checkpoint(tmp_path)
+    target = Run(config(1), seed=2)
+    before = target.fingerprint()
+    with pytest.raises(CheckpointError, match="saved without a learning-rate scheduler"):
+        target.load(tmp_path)
+    assert differences(before, target.fingerprint()) == []
+    assert target.load(tmp_path, load_lr_scheduler_states=False)[0] is not None

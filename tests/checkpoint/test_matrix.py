@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import matrix, stages
+from tests.checkpoint.job import Layout
+from tests.checkpoint.matrix import STAGED, STAGED_FP16
 from tests.harness import thorough
 
 
 def test_the_part_has_every_pair_of_layouts_and_every_optimizer() -> None:
     plan = matrix.part()
-    layouts = {matrix.Layout(*pair) for pair in itertools.product(range(4), matrix.WORLDS)}
+    layouts = {Layout(*pair) for pair in itertools.product(range(4), matrix.WORLDS)}
     pairs = [pair for sources, targets in plan.values() for pair in itertools.product(sources, targets)]
     assert set(pairs) == set(itertools.product(layouts, layouts))
     assert {"adamw", "lamb", "muon", "onebitadam", "zerooneadam", "Adafactor", "Rprop"} <= {e.label for e in plan}
@@ -48,28 +50,28 @@ def test_every_size_of_a_mesh_is_exact_and_goes_on(every: bool, tmp_path: Path) 
     assert wrong == []
 
 
-FEW = [stages.Stages(2, 2, stages=2, chunks=2), stages.Stages(0, 1)], [stages.Stages(3, 2, stages=2)]
+FEW = [Layout(2, 2, stages=2, chunks=2), Layout(0, 1)], [Layout(3, 2, stages=2)]
 """Checkpoints of two chunks, and of one process, into two stages on two ranks."""
 
-OFFLOADED = [stages.Stages(2, 4, stages=2, offload="cpu"), FEW[0][1]], [FEW[0][0]._replace(offload="cpu"), FEW[0][1]]
+OFFLOADED = [Layout(2, 4, stages=2, offload="cpu"), FEW[0][1]], [FEW[0][0]._replace(offload="cpu"), FEW[0][1]]
 
 
 @pytest.mark.limit(1500)
 @pytest.mark.parametrize(
-    ("dtype", "sources", "targets"),
+    ("entry", "sources", "targets"),
     [
-        ("fp16", *FEW),
-        thorough("fp32", *OFFLOADED),
-        thorough("fp32", stages.of_meshes(stages.MESHES, 0), stages.of_meshes(stages.MESHES, 2)),
-        thorough("fp16", stages.of_meshes(stages.SOME, 1), stages.of_meshes(stages.SOME, 3)),
+        (STAGED_FP16, *FEW),
+        thorough(STAGED, *OFFLOADED),
+        thorough(STAGED, stages.of_meshes(stages.MESHES, 0), stages.of_meshes(stages.MESHES, 2)),
+        thorough(STAGED_FP16, stages.of_meshes(stages.SOME, 1), stages.of_meshes(stages.SOME, 3)),
     ],
     ids=["fp16-few", "offloaded", "fp32", "fp16"],
 )
 def test_every_number_of_stages_is_exact_and_goes_on(
-    dtype: str, sources: list[stages.Stages], targets: list[stages.Stages], tmp_path: Path
+    entry: matrix.Entry, sources: list[Layout], targets: list[Layout], tmp_path: Path
 ) -> None:
     """Stages on 1, 2 and 4 ranks with one or two chunks, also where ranks share samples, tensors and experts."""
-    pairs, wrong = stages.run(str(tmp_path), dtype, sources, targets, timeout=1400)
+    pairs, wrong = matrix.run({entry: (sources, targets)}, str(tmp_path), timeout=1400)
     assert pairs == len(sources) * len(targets)
     assert wrong == []
 
@@ -78,4 +80,4 @@ def test_every_number_of_stages_is_exact_and_goes_on(
 def test_stages_of_zero_save_the_same(tmp_path: Path) -> None:
     """With two chunks on two ranks, and with tensors and data shared."""
     sources = stages.of_meshes([stages.MESHES[4], stages.MESHES[5]])
-    assert stages.run(str(tmp_path), "fp32", sources, [], timeout=300) == (0, [])
+    assert matrix.run({STAGED: (sources, [])}, str(tmp_path), timeout=300) == (0, [])

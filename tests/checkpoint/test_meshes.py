@@ -20,16 +20,8 @@ import shardwise
 from shardwise.checkpoint import export
 from shardwise.optim import build
 from shardwise.parallel.data import complete
-from tests.checkpoint.matrix import (
-    AFTER,
-    BEFORE,
-    ROWS,
-    Entry,
-    Layout,
-    settings,
-    start,
-    train,
-)
+from tests.checkpoint.job import Layout, rank
+from tests.checkpoint.matrix import AFTER, BEFORE, ROWS, Entry, settings, start, train
 from tests.checkpoint.test_copies import as_node
 from tests.harness import run_ranks, thorough
 from tests.parallel.tensor import together
@@ -47,23 +39,17 @@ SHARD = 3000
 """Bytes of weights in a file."""
 
 
-def save_and_export(root: str, entry: Entry, layout: Layout) -> None:
+def exports(root: str, entry: Entry, layout: Layout, *, name: str) -> None:
+    """Save and export from the engine, or export alone what has been saved."""
     shardwise.init_distributed(verbose=False)
     engine = start(entry, layout, seed=1)
-    train(engine, 0, BEFORE)
-    engine.save_checkpoint(f"{root}/saved", tag="a")
-    engine.export(f"{root}/engine", max_shard_size=SHARD)
-    engine.save_16bit_model(f"{root}/engine16", max_shard_size=SHARD)
-    engine.destroy()
-
-
-def load_and_export(root: str, entry: Entry, layout: Layout) -> None:
-    shardwise.init_distributed(verbose=False)
-    engine = start(entry, layout, seed=2)
-    engine.load_checkpoint(f"{root}/saved", tag="a")
-    engine.export(f"{root}/alone", max_shard_size=SHARD)
-    engine.save_16bit_model(f"{root}/alone16", max_shard_size=SHARD)
-    engine.destroy()
+    if name == "engine":
+        train(engine, 0, BEFORE)
+        engine.save_checkpoint(f"{root}/saved", tag="a")
+    else:
+        engine.load_checkpoint(f"{root}/saved", tag="a")
+    engine.export(f"{root}/{name}", max_shard_size=SHARD)
+    engine.save_16bit_model(f"{root}/{name}16", max_shard_size=SHARD)
 
 
 def tensors(directory: Path) -> dict[str, tuple[torch.dtype, list[int], bytes]]:
@@ -81,8 +67,8 @@ def tensors(directory: Path) -> dict[str, tuple[torch.dtype, list[int], bytes]]:
 @pytest.mark.parametrize("entry", [thorough(ADAMW), NARROW], ids=str)
 def test_whole_weights_are_those_of_one_process(entry: Entry, tmp_path: Path) -> None:
     """From the engine, and from its checkpoint; masters, and what modules compute with."""
-    run_ranks(save_and_export, SHARED.world, str(tmp_path), entry, SHARED)
-    run_ranks(load_and_export, ALONE.world, str(tmp_path), entry, ALONE)
+    run_ranks(exports, SHARED.world, str(tmp_path), entry, SHARED, name="engine")
+    run_ranks(exports, ALONE.world, str(tmp_path), entry, ALONE, name="alone")
     export(tmp_path / "saved", tmp_path / "checkpoint", max_shard_size=SHARD)
     expected = tensors(tmp_path / "alone")
     plain = together.decoder(experts=1).state_dict()
@@ -110,7 +96,6 @@ def go_on(root: str, node: str, layout: Layout, first: int) -> tuple[list[float]
     losses = train(engine, first, BEFORE)
     if dist.is_initialized():
         dist.barrier()
-    engine.destroy()
     return losses, source
 
 
@@ -137,7 +122,7 @@ def draws() -> list[Any]:
 
 def seeded(first: int) -> list[Any]:
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-        seed(first + dist.get_rank())
+        seed(first + rank())
     return draws()
 
 
@@ -146,7 +131,6 @@ def save_generators(root: str) -> list[Any]:
     engine = start(ADAMW, Layout(1, 4), seed=1)
     drawn = seeded(10)
     engine.save_checkpoint(root, tag="a")
-    engine.destroy()
     return drawn
 
 
@@ -157,7 +141,6 @@ def load_generators(root: str, layout: Layout) -> list[Any]:
     before = seeded(20)
     engine.load_checkpoint(root, tag="a")
     after = draws()
-    engine.destroy()
     return [before, after]
 
 
@@ -165,10 +148,10 @@ def test_ranks_of_a_copy_of_the_model_draw_alike_after_a_load_from_another_mesh(
     """Ranks that share a sequence have torch's numbers of their own, for their tokens."""
     saved = run_ranks(save_generators, 4, str(tmp_path))
     for layout in (Layout(1, 4, tensor=2), Layout(1, 4, sequence=2)):
-        for rank, (before, after) in enumerate(run_ranks(load_generators, 4, str(tmp_path), layout)):
-            own = layout.sequence > 1 and rank % 2 == 1
-            assert after[:2] == saved[rank // 2][:2]
-            assert after[2] == (before if own else saved[rank // 2])[2]
+        for number, (before, after) in enumerate(run_ranks(load_generators, 4, str(tmp_path), layout)):
+            own = layout.sequence > 1 and number % 2 == 1
+            assert after[:2] == saved[number // 2][:2]
+            assert after[2] == (before if own else saved[number // 2])[2]
 
 
 def divided_later(entry: Entry, layout: Layout) -> list[float]:
@@ -185,7 +168,6 @@ def divided_later(entry: Entry, layout: Layout) -> list[float]:
     del loss  # its graph knows the shapes of whole tensors
     engine = shardwise.initialize(model=model, optimizer=optimizer, config=settings(entry, layout))[0]
     losses = train(engine, BEFORE, AFTER)
-    engine.destroy()
     return losses
 
 

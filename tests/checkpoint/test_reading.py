@@ -14,7 +14,8 @@ from torch import nn
 from shardwise.checkpoint import Checkpoint, safetensors_reader
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, track_activations
-from tests.checkpoint.hostile import flip
+from tests.checkpoint.hostile import change_a_byte
+from tests.checkpoint.job import first_rank
 from tests.harness import run_ranks, thorough
 from tests.harness.training import ADAMW, engine_of
 
@@ -35,7 +36,6 @@ def make(seed: int, *, trained: bool) -> Any:
 def save(path: str) -> None:
     engine = make(1, trained=True)
     engine.save_checkpoint(path, tag="a", client_state={"values": torch.arange(1 << 20)})
-    engine.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,6 @@ def load(path: str, trained: bool) -> tuple[int, int]:
     # What was there is still referred to here: other tensors would lie elsewhere.
     assert not trained or [t.data_ptr() for t in before] == [t.data_ptr() for t in state_of(engine)]
     taken = accountant.peak_total - (0 if trained else sum(tensor.nbytes for tensor in state_of(engine)))
-    engine.destroy()
     return sum(counts), taken
 
 
@@ -122,20 +121,19 @@ def refusals(path: str, trained: bool) -> list[tuple[str, str, bool]]:
         places = {name: sum(file.span(name)) // 2 for name in file.specs}
         places["the end"] = file.span(max(file.specs, key=lambda name: file.span(name)[1]))[1] - 1
     for kind, place in places.items():
-        flip(f"{path}/a/{names[0]}", place)
+        first_rank(change_a_byte, file.path, place)
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(path, "a")
-        flip(f"{path}/a/{names[0]}", place)
+        first_rank(change_a_byte, file.path, place)
         after = held(engine)
         same = len(before) == len(after) and all(map(torch.equal, before, after))
         assert names[0] in str(caught.value)
         found.append((kind, str(caught.value), same))
     moment = next(place for kind, place in places.items() if kind.startswith("optimizer/"))
-    flip(f"{path}/a/{names[0]}", moment)
+    first_rank(change_a_byte, file.path, moment)
     engine.load_checkpoint(path, "a", load_module_only=True)  # what is not wanted is not verified
-    flip(f"{path}/a/{names[0]}", moment)
+    first_rank(change_a_byte, file.path, moment)
     engine.load_checkpoint(path, "a")
-    engine.destroy()
     return found
 
 

@@ -16,13 +16,13 @@ from shardwise.checkpoint.async_save import Snapshot
 from shardwise.checkpoint.safetensors_reader import TensorFile
 from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.device import staging
-from tests.checkpoint.job import Run, as_ranks, config, differences
+from tests.checkpoint.job import Run, config, differences
 from tests.checkpoint.test_async import content
-from tests.checkpoint.test_tensorfile import TENSORS, equal
+from tests.checkpoint.test_files import TENSORS, equal
 from tests.device import checking
 from tests.device.recording import recording
 from tests.device.streams import far
-from tests.harness import thorough
+from tests.harness import on_ranks, thorough
 
 CPU = torch.device("cpu")
 LATE = pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
@@ -67,7 +67,7 @@ def test_ranges_are_read_and_converted(late: bool, dtype: torch.dtype, tmp_path:
 @pytest.mark.parametrize(
     ("stage", "late"), [thorough(0, False), thorough(3, False), (3, True)], ids=["0-early", "3-early", "3-late"]
 )
-@as_ranks(2)
+@on_ranks(2)
 def test_whole_checkpoints(late: bool, stage: int, tmp_path: Path) -> None:
     near = Run(config(stage, "bf16"), seed=1, noise=False)
     near.step()
@@ -130,7 +130,7 @@ DISTURBANCES = [
 @pytest.mark.parametrize(
     ("stage", "dtype"), [thorough(0, "fp32"), thorough(1, "bf16"), thorough(2, "fp32"), (3, "bf16")]
 )
-@as_ranks(2)
+@on_ranks(2)
 def test_snapshots_have_what_was_there_when_they_were_taken(stage: int, dtype: str, tmp_path: Path) -> None:
     """Save while the device copies as late as it may; whatever is done meanwhile, what was there before is saved."""
     with far() as streams:

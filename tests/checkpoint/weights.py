@@ -15,6 +15,7 @@ import torch
 from shardwise.checkpoint import Manifest, StoredTensor, WeightsReader, manifest, manifestfile
 from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.safetensors_writer import write_tensors
+from shardwise.launch.cli import main
 
 
 def save_by_hand(
@@ -56,6 +57,15 @@ def read_range(source: WeightsReader, name: str, start: int = 0, stop: int | Non
     out = torch.empty((tensor.numel if stop is None else stop) - start, dtype=tensor.torch_dtype)
     source.read_into(tensor, start, out)
     return out
+
+
+def command(*arguments: str) -> int:
+    """Run the command line in this process; return its exit code."""
+    try:
+        main([*arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def taken(action: Callable[[], Any]) -> int:

@@ -21,8 +21,9 @@ from shardwise.memory.places import TieredTensors
 from shardwise.offload.host import HostPlace
 from shardwise.optim.rounding import random_bits
 from shardwise.precision.norms import SMALL, Runs
-from tests.checkpoint.job import Run, as_ranks, config
+from tests.checkpoint.job import Run, config
 from tests.checkpoint.test_async import content
+from tests.harness import on_ranks
 
 CPU = torch.device("cpu")
 ROOT = Path(shardwise.__file__).parent
@@ -123,7 +124,7 @@ def test_a_tensor_setting_of_a_group_is_restored_exactly() -> None:
     assert group["lr"].item() == 0.1
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_a_checkpoint_does_not_depend_on_the_default_dtype(tmp_path: Path) -> None:
     run = Run(config(1), seed=1)
     run.engine.save_checkpoint(tmp_path, tag="a")

@@ -22,7 +22,8 @@ from shardwise_deepspeed.zero_to_fp32 import (
     main,
 )
 from tests.checkpoint import deepspeed_files
-from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
+from tests.checkpoint.job import FROZEN, Model, Run, config
+from tests.harness import run_ranks
 
 
 def make(path: str) -> dict[str, torch.Tensor]:
@@ -44,7 +45,7 @@ def make_wide(path: str) -> None:
 
 
 def test_a_module_keeps_the_precision_of_its_buffers(tmp_path: Path) -> None:
-    on_ranks(make_wide, 1, str(tmp_path))
+    run_ranks(make_wide, 1, str(tmp_path))
     model = torch.nn.Linear(3, 2)
     model.weight = torch.nn.Parameter(torch.ones(3, 2).t())
     model.register_buffer("clock", torch.zeros(1, dtype=torch.float64))
@@ -56,7 +57,7 @@ def test_a_module_keeps_the_precision_of_its_buffers(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     path = tmp_path_factory.mktemp("runs")
-    return path, on_ranks(make, 2, str(path))[0]
+    return path, run_ranks(make, 2, str(path))[0]
 
 
 def test_the_state_dict_is_that_of_the_plain_module(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from shardwise.config import resolve
 from shardwise.engine.spikes import History
 from shardwise.errors import AnomalyError, ConflictError, NonFiniteError
-from tests.checkpoint.job import SAMPLES, Run, as_ranks, config, differences, on_ranks
+from tests.checkpoint.job import SAMPLES, Run, config, differences
 from tests.checkpoint.test_copies import as_node
 from tests.engine.late import late_reads
-from tests.harness import thorough
+from tests.harness import on_ranks, run_ranks, thorough
 from tests.harness.logs import logged
 
 WATCH = {"enabled": True, "min_steps": 5, "window": 20, "threshold": 8.0}
@@ -89,7 +89,7 @@ def test_a_spike_is_acted_upon(action: str, tmp_path: Path) -> None:
         "anomaly_watch": {**WATCH, "loss_spike": asked, "grad_norm_spike": asked},
         "jsonl_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"},
     }
-    first, second = on_ranks(spiking, 2, settings, late, str(tmp_path / "saved"))
+    first, second = run_ranks(spiking, 2, settings, late, str(tmp_path / "saved"))
     assert second["events"] == [] and first["same"] and second["same"]
     assert all(first[key] == second[key] for key in ("anomalies", "losses", "norms", "told"))
     assert [(kind, step, done) for kind, step, done, _ in first["anomalies"]] == [
@@ -166,7 +166,7 @@ def undone(root: str, stage: int, dtype: str, cause: str) -> list[str]:
     [thorough(3, "bf16", "loss"), thorough(0, "fp32", "grad_norm_spike"), (2, "fp16", "loss_spike")],
 )
 def test_going_back_is_what_resuming_is(stage: int, dtype: str, cause: str, tmp_path: Path) -> None:
-    assert on_ranks(undone, 2, str(tmp_path), stage, dtype, cause) == [[], []]
+    assert run_ranks(undone, 2, str(tmp_path), stage, dtype, cause) == [[], []]
 
 
 def too_often(root: str) -> list[Any]:
@@ -195,7 +195,7 @@ def too_often(root: str) -> list[Any]:
 
 
 def test_rewinds_are_limited(tmp_path: Path) -> None:
-    first, second = on_ranks(too_often, 2, str(tmp_path))
+    first, second = run_ranks(too_often, 2, str(tmp_path))
     assert first == second
     assert first[:4] == [4, 4, 6, ["non_finite", "rewind", "non_finite", "rewind", "non_finite"]]
     assert first[5] == 2
@@ -203,7 +203,7 @@ def test_rewinds_are_limited(tmp_path: Path) -> None:
     assert '`non_finite` is "rewind", which was done 2 times (`max_rewinds`) already' in first[4]
 
 
-@as_ranks(2)
+@on_ranks(2)
 def test_only_copies_of_the_same_training_are_gone_back_to(tmp_path: Path) -> None:
     """Another engine has left its copies in the directory, or other values have been loaded since the copy."""
     settings = copying(1, "fp32", non_finite="rewind")

@@ -25,8 +25,8 @@ from shardwise.engine import (
     timelines,
 )
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
-from tests.checkpoint.job import Run, config, differences, on_ranks
-from tests.harness import thorough
+from tests.checkpoint.job import Run, config, differences
+from tests.harness import run_ranks, thorough
 
 END, GO_ON = "SIGTERM", "SIGUSR2"  # SIGUSR1 shows the stacks of the pool's processes
 
@@ -90,7 +90,7 @@ def one_rank_is_told(root: str, stage: int, dtype: str) -> None:
 
 @pytest.mark.parametrize(("stage", "dtype"), [thorough(0, "fp32"), thorough(3, "bf16"), (2, "fp16")])
 def test_all_ranks_save_at_the_same_step_when_one_is_told(stage: int, dtype: str, tmp_path: Path) -> None:
-    on_ranks(one_rank_is_told, 2, str(tmp_path / "runs"), stage, dtype)
+    run_ranks(one_rank_is_told, 2, str(tmp_path / "runs"), stage, dtype)
 
 
 def failing_and_mistaken(root: str) -> None:
@@ -137,7 +137,7 @@ def failing_and_mistaken(root: str) -> None:
 
 
 def test_failures_and_mistakes(tmp_path: Path) -> None:
-    on_ranks(failing_and_mistaken, 2, str(tmp_path))
+    run_ranks(failing_and_mistaken, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.job import Run, config, on_ranks
+from tests.checkpoint.job import Run, config
 from tests.checkpoint.weights import save_by_hand
+from tests.harness import run_ranks
 from tests.launch.conftest import Call
 
 
@@ -24,7 +25,7 @@ def make(path: str) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("made")
-    on_ranks(make, 2, str(path))
+    run_ranks(make, 2, str(path))
     return path
 
 

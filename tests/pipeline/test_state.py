@@ -23,7 +23,8 @@ from shardwise.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from tests.checkpoint.hostile import flip
+from tests.checkpoint.hostile import change_a_byte
+from tests.checkpoint.job import first_rank
 from tests.harness import on_ranks, run_ranks, thorough
 from tests.pipeline import families
 from tests.pipeline.training import WIDTH, Setting, data, engine_of, layers, model_of, whole_of
@@ -203,10 +204,10 @@ def test_damage_that_one_stage_reads_is_refused_by_all_in_a_load_of_weights(tmp_
                 name: file.span(name)[0] for name in file.specs if "weight" in name and name.startswith("parameter/")
             }
         for name, place in sorted(places.items())[::4]:
-            flip(path, place)
+            first_rank(change_a_byte, path, place)
             with pytest.raises(CheckpointError, match="damaged"):
                 engine.load_checkpoint(tmp_path, "a", load_module_only=True)
-            flip(path, place)
+            first_rank(change_a_byte, path, place)
             damaged.add(name.split("/")[1].split("[")[0])
     same(engine.module_state_dict(), before)
     own = {name for name, _ in engine.module.named_parameters()}
