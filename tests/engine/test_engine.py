@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import BatchSizeError, ConfigError, DesyncError, NotScalarError, SyncError, UsageError
-from tests.harness import of_all_ranks, on_ranks, thorough
+from tests.harness import on_ranks, thorough
 from tests.harness.training import SGD, engine_of
 
 
@@ -215,24 +215,6 @@ def test_an_engine_can_stand_where_an_optimizer_is_stepped() -> None:
     assert not hasattr(evaluated, "param_groups")
 
 
-@on_ranks(2)
-def test_ranks_may_evaluate_different_numbers_of_batches_on_gathered_parameters() -> None:
-    """Rank r evaluates r + 1 batches; then training goes on."""
-    weights = []
-    for stage in (1, 3):
-        engine = build(stage)
-        one(engine)
-        engine.step()
-        with engine.gathered(), torch.no_grad():
-            values = [float(engine(torch.full((2, 3), float(i))).mean()) for i in range(engine.global_rank + 1)]
-        one(engine)
-        engine.step()
-        engine.destroy()
-        weights.append(float(engine.module.weight.detach().sum()))
-        assert of_all_ranks(values[0])[0] == values[0]
-    assert weights[0] == weights[1] and of_all_ranks(weights) == [weights] * 2
-
-
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -278,11 +260,7 @@ def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
 
 
 def interrupted(engine: Any, how: str) -> None:
-    """Begin a step that cannot be taken, or that the optimizer ends with an exception."""
-    if how == "gathered":
-        with engine.gathered(), pytest.raises(UsageError, match="leave the block first"):
-            engine.step()
-        return
+    """Begin a step that the optimizer ends with an exception."""
     handle = engine.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
@@ -302,7 +280,7 @@ def interrupted(engine: Any, how: str) -> None:
 @on_ranks(2)
 def test_a_step_that_raised_can_be_taken_again(stage: int, clip: float) -> None:
     found = []
-    for how in ("", "gathered", "optimizer raises", "another pass"):
+    for how in ("", "optimizer raises", "another pass"):
         engine = build(stage, gradient_accumulation_steps=2, gradient_clipping=clip)
         one(engine)
         engine.step()

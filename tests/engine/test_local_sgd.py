@@ -24,7 +24,7 @@ from shardwise.errors import CheckpointError, ConfigError, ConflictError, Desync
 from shardwise.pipeline.module import PipelineModule
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
-from tests.harness.training import config_of, digest, parameters_digest
+from tests.harness.training import config_of, digest, parameters_digest, take_steps
 from tests.models import CASES
 
 CASE = CASES["gpt"]
@@ -52,11 +52,8 @@ def engine_of(
     return shardwise.initialize(model=model, optimizer=INNER[inner](model.parameters()), config=config, mesh=mesh)[0]
 
 
-def train(engine: Any, steps: range, rank: int | None = None) -> None:
-    for step in steps:
-        rank = dist.get_rank() if rank is None else rank
-        engine.backward(CASE.loss(engine, CASE.data(step, 0, rank, torch.float32)))
-        engine.step()
+def train(engine: Any, steps: range) -> None:
+    take_steps(engine, CASE, steps)
 
 
 class Simulated:

@@ -204,21 +204,20 @@ def test_a_model_and_its_optimizer_can_be_wrapped_again(stage: int) -> None:
 
 
 @on_ranks(2)
-def test_a_step_inside_a_block_is_refused() -> None:
-    engine = start(CASES["gpt"], Setting(stage=3, optimizer="SGD"))
-    case, parameter = CASES["gpt"], next(engine.module.parameters())
-    engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
-    with (
-        shardwise.zero.GatheredParameters(parameter, modifier_rank=0),
-        pytest.raises(UsageError, match="leave the block first"),
-    ):
+def test_a_step_inside_a_block_is_refused_and_taken_after_it() -> None:
+    digests = set()
+    for inside in (False, True):
+        engine = start(CASES["gpt"], Setting(stage=3, optimizer="SGD"))
+        case, parameter = CASES["gpt"], next(engine.module.parameters())
+        engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
+        for block in (engine.gathered, lambda p=parameter: shardwise.zero.GatheredParameters(p, modifier_rank=0)):
+            for call in (engine.step, engine.refresh) if inside else ():
+                with block(), pytest.raises(UsageError, match="leave the block first"):
+                    call()
         engine.step()
-    engine.step()
-    with (
-        shardwise.zero.GatheredParameters(parameter, modifier_rank=0),
-        pytest.raises(UsageError, match="leave the block first"),
-    ):
-        engine.refresh()
+        digests.add(parameters_digest(engine.module))
+        engine.destroy()
+    assert len(digests) == 1
 
 
 @on_ranks(2)

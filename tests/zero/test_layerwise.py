@@ -90,9 +90,7 @@ def by_name(kind: str, stage: int) -> tuple[Tensors, Tensors]:
     torch.manual_seed(3)
     optimizer = {"type": kind, "params": {"muon_lr": 0.01}}
     engine = engine_of(Words(), stage, optimizer, zero={"reduce_bucket_size": 200})
-    for number in range(2):
-        engine.backward(WORDS.loss(engine, WORDS.data(number, 0, dist.get_rank(), torch.float32)))
-        engine.step()
+    take_steps(engine, WORDS, range(2))
     states = {}
     for name, p in engine.module.named_parameters():
         for key in ("momentum_buffer", "exp_avg"):

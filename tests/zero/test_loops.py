@@ -288,19 +288,6 @@ def test_no_sync_adds_up_locally_and_reduces_once() -> None:
 # -- steps without gradients, losses without the model ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (3, 2)])
-@on_ranks(2)
-def test_a_step_without_gradients_does_not_repeat_the_last_one(stage: int, accumulation: int) -> None:
-    case = CASES["odd_mlp"]
-    engine = start(case, Setting(stage=stage, accumulation=accumulation))
-    standard(engine, case, Setting(accumulation=accumulation))
-    before, norm = parameters_digest(engine.module), engine.get_global_grad_norm()
-    for _ in range(accumulation):
-        case.loss(engine, data(case, 3))
-        engine.step()
-    assert parameters_digest(engine.module) == before and engine.get_global_grad_norm() == norm > 0
-
-
 @on_ranks(2, timeout=20)
 def test_a_loss_that_does_not_touch_the_model_does_not_hang_the_others() -> None:
     """Rank 1's loss does not depend on the model in the first step."""

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import each, engine_of, goes_on, parameters_digest
+from tests.harness.training import each, engine_of, goes_on, parameters_digest, take_steps
 from tests.models import CASES
 
 LION = {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}
@@ -39,11 +39,9 @@ def start(stage: int, more: dict[str, Any], name: str = "odd_mlp", optimizer: An
     return engine_of(CASES[name].make(), stage, more.pop("optimizer", optimizer), **more)
 
 
-def steps(engine: Any, first: int, count: int, dtype: torch.dtype = torch.bfloat16, name: str = "odd_mlp") -> None:
+def steps(engine: Any, first: int, count: int, name: str = "odd_mlp") -> None:
     """Train on the same data on every rank."""
-    for step in range(first, first + count):
-        engine.backward(CASES[name].loss(engine, CASES[name].data(step, 0, 0, dtype)))
-        engine.step()
+    take_steps(engine, CASES[name], range(first, first + count), rank=0)
 
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor | None]:
@@ -162,7 +160,7 @@ def test_gradients_in_fp16_with_state_in_fp32() -> None:
     fp16 = {"enabled": True, "loss_scale": 256, "fp16_master_weights_and_grads": True}
     engine = start(2, {"fp16": fp16, "optimizer": ADAMW})
     before = parameters_digest(engine.module)
-    steps(engine, 0, 2, torch.float16)
+    steps(engine, 0, 2)
     assert parameters_digest(engine.module) != before
     assert {s.gradient.dtype for unit in engine.sharded.units for s in unit.trainable} == {torch.float16}
     assert next(iter(engine.optimizer.state.values()))["exp_avg"].dtype is torch.float32
