@@ -21,7 +21,7 @@ from torch import nn
 import shardwise
 from shardwise.zero import GatheredParameters
 from shardwise.zero.units.status import ZeroParamStatus
-from tests.harness import run_ranks, thorough
+from tests.harness import on_ranks, thorough
 from tests.harness.training import config_of, masters
 from tests.models import GPT
 
@@ -171,8 +171,10 @@ def engines_of(stage: int) -> dict[str, Any]:
     return found
 
 
-def ppo(stage: int, expected: dict[str, Tensors]) -> None:
-    rank, engines = dist.get_rank(), engines_of(stage)
+@pytest.mark.parametrize("stage", [3, *map(thorough, range(3))])
+@on_ranks(2)
+def test_ppo_of_five_engines_is_that_of_one_process(stage: int) -> None:
+    rank, engines, expected = dist.get_rank(), engines_of(stage), plain_ppo(2)
     state = ["optim_states", "hp_params"]
     for number in range(ROUNDS):
         for name in ("actor", "critic"):
@@ -198,14 +200,7 @@ def ppo(stage: int, expected: dict[str, Tensors]) -> None:
         found = masters(engine.module)
         for key, value in expected[name].items():
             assert torch.allclose(found[key], value, atol=2e-5), (stage, name, key)
-    assert all(
-        engine.global_steps == ROUNDS * EPOCHS for name, engine in engines.items() if name in ("actor", "critic")
-    )
-
-
-@pytest.mark.parametrize("stage", [3, *map(thorough, range(3))])
-def test_ppo_of_five_engines_is_that_of_one_process(stage: int) -> None:
-    run_ranks(ppo, 2, stage, plain_ppo(2))
+        assert engine.global_steps == (ROUNDS * EPOCHS if name in ("actor", "critic") else 0)
 
 
 # -- GRPO --------------------------------------------------------------------------------------------------------------
@@ -253,8 +248,10 @@ def redirected(engine: Any, function: Callable[..., torch.Tensor], *args: Any) -
     return engine(*args)
 
 
-def grpo(stage: int, expected: Tensors) -> None:
-    model = built()["actor"]
+@pytest.mark.parametrize("stage", [3, *map(thorough, range(3))])
+@on_ranks(2)
+def test_grpo_with_a_loss_that_takes_the_weight_of_the_head(stage: int) -> None:
+    expected, model = plain_grpo(2), built()["actor"]
     config = config_of(stage, rows=ROWS)
     engine = shardwise.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
     for number in range(3):
@@ -265,8 +262,3 @@ def grpo(stage: int, expected: Tensors) -> None:
     found = masters(engine.module)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=2e-5), (stage, name)
-
-
-@pytest.mark.parametrize("stage", [3, thorough(0), thorough(1), thorough(2)])
-def test_grpo_with_a_loss_that_takes_the_weight_of_the_head(stage: int) -> None:
-    run_ranks(grpo, 2, stage, plain_grpo(2))

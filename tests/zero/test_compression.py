@@ -120,9 +120,9 @@ def test_with_everything_sent_training_is_that_of_the_plain_loop(
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def traffic(name: str, setting: Setting) -> dict[str, Any]:
-    """Collectives and bytes of the third step, without those of parameters."""
-    case = CASES[name]
+def reduced(setting: Setting) -> tuple[Any, list[Any]]:
+    """Return an engine after three steps, and records of the third backward pass without gathers of parameters."""
+    case = CASES["gpt"]
     engine = start(case, setting)
     for number in range(3):
         engine.sharded.finish_gathers()
@@ -130,52 +130,33 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
         engine.backward(case.loss(engine, case.data(number, 0, dist.get_rank(), DTYPES[setting.precision])))
         records = list(engine.ledger.records(since=first))
         engine.step()
-    registry = engine.sharded.registry
-    labels = {unit.name for unit in engine.sharded.units if unit.trainable}
-    return {
-        "calls": Counter((r.op, r.label) for r in records if r.op != "all_gather" or setting.stage < 3),
-        "sent": sum(r.sent for r in records),
-        "gathered": sum(r.sent for r in records if r.op == "all_gather"),
-        "labels": labels,
-        "whole": sum(s.layout.numel * s.layout.dtype.itemsize for unit in engine.sharded.units for s in unit.sections),
-        "units": [
-            [
-                (s.layout.numel, [(slot.offset, torch.Size(registry[slot.index].shape)) for slot in s.layout.slots])
-                for s in unit.trainable
-            ]
-            for unit in engine.sharded.units
-            if unit.trainable
-        ],
-    }
+    return engine, records
 
 
-@pytest.mark.parametrize(
-    ("method", "stage"),
-    [("powerSGD", 2), ("dgc", 0)],
-)
+@pytest.mark.parametrize(("method", "stage"), [("powerSGD", 2), ("dgc", 0)])
+@on_ranks(3)
 def test_bytes_are_those_of_the_closed_form(method: str, stage: int) -> None:
     world, aligned = 3, lambda size: -(-size // 8) * 8
     exact = Setting(stage=stage, precision="bf16", cap=400)
-    for found in run_ranks(
-        traffic, world, "gpt", Setting(stage=stage, precision="bf16", cap=400, extra=compressed(method))
-    ):
-        if method == "powerSGD":
-            parts = [split(shapes, 2, 1.5) for unit in found["units"] for _, shapes in unit]
-            sizes = [-(-elements(shapes) // world) * world for part in parts for shapes in (part.first, part.second)]
-            # A sum that all ranks get: each sends (world - 1) / world of it twice.
-            assert found["sent"] == 2 * sum(sizes) * 4 * (world - 1) // world
-            most = {(op, label): 2 for op in ("reduce_scatter", "all_gather") for label in found["labels"]}
-            assert all(count <= most[call] for call, count in found["calls"].items())
-        else:
-            # After the warm-up: positions and values, each part of a message begun at a multiple of eight bytes.
-            counts = [math.ceil(0.1 * (numel // world)) for unit in found["units"] for numel, _ in unit]
-            message = sum(2 * aligned(4 * count) for count in counts)
-            assert found["sent"] == message * (world - 1) * (world if stage == 0 else 1)
-            op = "all_gather" if stage == 0 else "all_to_all"
-            assert found["calls"] == Counter({(op, label): 1 for label in found["labels"]})
-    uncompressed = run_ranks(traffic, world, "gpt", exact)[0]
-    if stage == 0:
-        assert found["sent"] < uncompressed["sent"]
+    engine, records = reduced(exact.with_stage(stage, extra=compressed(method)))
+    registry, units = engine.sharded.registry, [unit for unit in engine.sharded.units if unit.trainable]
+    sections = [section for unit in units for section in unit.trainable]
+    calls, sent = Counter((r.op, r.label) for r in records), sum(r.sent for r in records)
+    if method == "powerSGD":
+        shapes = [[(slot.offset, torch.Size(registry[slot.index].shape)) for slot in s.layout.slots] for s in sections]
+        parts = [split(some, 2, 1.5) for some in shapes]
+        sizes = [-(-elements(some) // world) * world for part in parts for some in (part.first, part.second)]
+        # A sum that all ranks get: each sends (world - 1) / world of it twice.
+        assert sent == 2 * sum(sizes) * 4 * (world - 1) // world
+        most = {(op, unit.name): 2 for op in ("reduce_scatter", "all_gather") for unit in units}
+        assert all(count <= most[call] for call, count in calls.items())
+    else:
+        # After the warm-up: positions and values, each part of a message begun at a multiple of eight bytes.
+        counts = [math.ceil(0.1 * (section.layout.numel // world)) for section in sections]
+        message = sum(2 * aligned(4 * count) for count in counts)
+        assert sent == message * (world - 1) * world
+        assert calls == Counter({("all_gather", unit.name): 1 for unit in units})
+        assert sent < sum(record.sent for record in reduced(exact)[1])
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
@@ -277,10 +258,8 @@ def test_what_was_kept_elsewhere_is_dropped_with_a_warning(tmp_path: Path) -> No
 @on_ranks(2)
 def test_an_overflow_is_agreed_and_does_not_stay() -> None:
     """Rank 1's gradient overflows in the third step: (applied, everything kept is finite) of each step."""
-    method = "dgc"
-    stage = 2
     scale = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
-    setting = Setting(stage=stage, precision="fp16", extra=(*compressed(method), ("fp16", scale)), lr=0.01)
+    setting = Setting(stage=2, precision="fp16", extra=(*compressed("dgc"), ("fp16", scale)), lr=0.01)
     case = CASES["gpt"]
     engine = start(case, setting)
     found = []

@@ -15,33 +15,17 @@ import torch
 from torch import nn
 
 from shardwise.memory import Category
-from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import DTYPES, SGD, Setting, each, engine_of, start, take_steps
+from tests.harness import on_ranks, thorough
+from tests.harness.training import DTYPES, SGD, Setting, engine_of, start, take_steps
 from tests.models import CASES
 
 
-def sections(engine: Any) -> list[tuple[int, str, int, int, bool]]:
-    """(index of the unit, its name, padded elements, bytes of an element, trained) of every section."""
-    return [
-        (unit.index, unit.name, section.layout.numel, section.layout.dtype.itemsize, section.layout.trainable)
-        for unit in engine.sharded.units
-        for section in unit.sections
-    ]
+def size_of(units: Any, *, trained: bool = False) -> int:
+    """Padded elements of units, or of their trained flat parameters."""
+    return sum(s.layout.numel for unit in units for s in (unit.trainable if trained else unit.sections))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def resident(name: str, setting: Setting) -> dict[str, Any]:
-    engine = start(CASES[name], setting)
-    take_steps(engine, CASES[name], range(2))
-    engine.sharded.finish_gathers()
-    segments = sum(len(group["params"]) for group in engine.optimizer.param_groups)
-    result = {"sections": sections(engine), "live": dict(engine.accountant.live), "segments": segments}
-    result["gradients"] = engine.accountant.peak[Category.GRADIENTS]
-    memory = engine.job.transport == "memory"
-    result["chunks"] = sum(chunk.nbytes for chunk in engine.job._backend.scratch((), False)) if memory else 0
-    return result
 
 
 @pytest.mark.parametrize(
@@ -51,56 +35,39 @@ def resident(name: str, setting: Setting) -> dict[str, Any]:
         ("frozen_half", 3, 50, ("fp32", "bf16", "bf16", "bf16")),
     ],
 )
+@on_ranks("world")
 def test_resident_bytes_are_those_of_the_table(
     name: str, world: int, cap: int | None, precisions: tuple[str, ...]
 ) -> None:
-    settings = [
-        (name, Setting(stage, cap, precision=precision, optimizer="AdamW", lr=1e-3))
-        for stage, precision in enumerate(precisions)
-    ]
-    for answer in run_ranks(each, world, resident, settings):
-        for stage, (precision, found) in enumerate(zip(precisions, answer, strict=True)):
-            check_resident(found, world, stage, 2 if precision == "bf16" else 4)
-
-
-def check_resident(found: dict[str, Any], world: int, stage: int, size: int) -> None:
-    assert {itemsize for *_, itemsize, _ in found["sections"]} == {size}
-    whole = sum(numel for *_, numel, _, _ in found["sections"])
-    trained = sum(numel for *_, numel, _, is_trained in found["sections"] if is_trained)
-    live = found["live"]
-    assert live[Category.PARAMETERS] == size * whole // (world if stage == 3 else 1)
-    assert found["gradients"] == 4 * trained // (world if stage >= 1 else 1)
-    # Between steps there are none, but for CPU ranks where nothing is sharded.
-    assert live[Category.GRADIENTS] == (0 if stage >= 1 else found["gradients"])
-    assert live[Category.MASTER] == (4 * trained // (world if stage >= 1 else 1) if size == 2 else 0)
-    # Two moments, and one step count for each segment.
-    assert live[Category.OPTIMIZER] == 8 * trained // (world if stage >= 1 else 1) + 4 * found["segments"]
-    assert live[Category.GATHERED] == 0
-    # What gradients are read into, chunk by chunk, is kept.
-    assert live[Category.BUFFERS] == found["chunks"]
-    assert found["chunks"] <= size * max(-(-numel // world) for *_, numel, _, _ in found["sections"])
+    for stage, precision in enumerate(precisions):
+        size = DTYPES[precision].itemsize
+        engine = start(CASES[name], Setting(stage, cap, precision=precision, optimizer="AdamW", lr=1e-3))
+        take_steps(engine, CASES[name], range(2))
+        engine.sharded.finish_gathers()
+        live, units, divisor = engine.accountant.live, engine.sharded.units, world if stage >= 1 else 1
+        whole, trained = size_of(units), size_of(units, trained=True)
+        assert {section.layout.dtype.itemsize for unit in units for section in unit.sections} == {size}
+        assert live[Category.PARAMETERS] == size * whole // (world if stage == 3 else 1)
+        assert engine.accountant.peak[Category.GRADIENTS] == 4 * trained // divisor
+        # Between steps there are none, but for CPU ranks where nothing is sharded.
+        assert live[Category.GRADIENTS] == (0 if stage >= 1 else 4 * trained)
+        assert live[Category.MASTER] == (4 * trained // divisor if size == 2 else 0)
+        # Two moments, and one step count for each segment.
+        segments = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+        assert live[Category.OPTIMIZER] == 8 * trained // divisor + 4 * segments
+        assert live[Category.GATHERED] == 0
+        # What gradients are read into, chunk by chunk, is kept.
+        memory = engine.job.transport == "memory"
+        chunks = sum(chunk.nbytes for chunk in engine.job._backend.scratch((), False)) if memory else 0
+        assert (
+            live[Category.BUFFERS]
+            == chunks
+            <= size * max(-(-s.layout.numel // world) for unit in units for s in unit.sections)
+        )
+        engine.destroy()
 
 
 # -- communication -----------------------------------------------------------------------------------------------------
-
-
-def traffic(name: str, setting: Setting) -> dict[str, Any]:
-    """Collectives and bytes of one window after the first, by (operation, unit or purpose)."""
-    engine = start(CASES[name], setting)
-    take_steps(engine, CASES[name], range(2))
-    engine.sharded.finish_gathers()
-    first = engine.ledger.sequence
-    take_steps(engine, CASES[name], [2])
-    engine.sharded.finish_gathers()
-    records = list(engine.ledger.records(since=first))
-    assert all(record.finished is not None for record in records)
-    return {
-        "sections": sections(engine),
-        "calls": Counter((record.op, record.label) for record in records),
-        "sent": Counter({op: sum(r.sent for r in records if r.op == op) for op in {r.op for r in records}}),
-        "lines": {record.line.rsplit("/", 1)[-1].split(":")[0] for record in records},
-        "first_back": engine.sharded.order[1][0],
-    }
 
 
 @pytest.mark.parametrize(
@@ -111,47 +78,51 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
         thorough("frozen_half", 3, 50, ((3, "bf16"), (3, "fp32"), (1, "bf16"), (3, "bf16"))),
     ],
 )
+@on_ranks("world")
 def test_collectives_and_bytes_of_a_step(
     name: str, world: int, cap: int | None, ways: tuple[tuple[int, str], ...]
 ) -> None:
-    settings = [Setting(stage, cap, accumulation=n, precision=kind) for stage, (n, kind) in enumerate(ways)]
-    answers = run_ranks(each, world, traffic, [(name, setting) for setting in settings])
-    for setting, found, *others in zip(settings, *answers, strict=True):
-        assert all(other["calls"] == found["calls"] for other in others)
-        check_traffic(found, world, setting)
-
-
-def check_traffic(found: dict[str, Any], world: int, setting: Setting) -> None:
-    assert found["lines"] == {"test_costs.py", "models.py", "training.py"} & found["lines"] >= {"training.py"}
-    stage, accumulation = setting.stage, setting.accumulation
-    size = DTYPES[setting.precision].itemsize
-    units = {index: unit for index, unit, *_ in found["sections"]}
-    trained = {index: unit for index, unit, _, _, is_trained in found["sections"] if is_trained}
-    whole = sum(numel for *_, numel, _, _ in found["sections"])
-    updated = sum(numel for *_, numel, _, is_trained in found["sections"] if is_trained)
-    # Sums over micro-batches travel in fp32; a gradient that is alone travels as it was computed.
-    wire = 4 if stage <= 1 and accumulation > 1 else size
-    reductions = accumulation if stage >= 2 else 1
-    gathers = 2 * accumulation if stage == 3 else 1
-    expected = Counter({("all_reduce", "gradient_norm"): 1})
-    for unit in trained.values():
-        expected["reduce_scatter", unit] += reductions
-    for unit in (units if stage == 3 else trained).values():
-        expected["all_gather", unit] += gathers
-    if stage == 3:
-        # The unit that the backward pass needs first waits for it since the forward pass.
-        expected["all_gather", units[found["first_back"]]] -= accumulation
-    assert found["calls"] == expected
-    share = (world - 1) / world
-    assert found["sent"]["reduce_scatter"] == reductions * updated * wire * share
-    if stage == 3:
-        waited = sum(numel for index, _, numel, _, _ in found["sections"] if index == found["first_back"])
-        assert found["sent"]["all_gather"] == (gathers * whole - accumulation * waited) * size * share
-    else:
-        # Stage 0 gathers reduced gradients (fp32), the others updated parameters.
-        assert found["sent"]["all_gather"] == updated * (4 if stage == 0 else size) * share
-        # With the squares travel the sum of weights, numbers of passes (with one, without, with gradients), 3 reports.
-        assert found["sent"]["all_reduce"] == (1 + 7) * 8 * (world - 1)
+    for stage, (accumulation, precision) in enumerate(ways):
+        engine = start(CASES[name], Setting(stage, cap, accumulation=accumulation, precision=precision))
+        take_steps(engine, CASES[name], range(2))
+        engine.sharded.finish_gathers()
+        first = engine.ledger.sequence
+        take_steps(engine, CASES[name], [2])
+        engine.sharded.finish_gathers()
+        records = list(engine.ledger.records(since=first))
+        assert all(record.finished is not None for record in records)
+        lines = {record.line.rsplit("/", 1)[-1].split(":")[0] for record in records}
+        assert {"training.py"} <= lines <= {"test_costs.py", "models.py", "training.py"}  # of the script
+        sent = Counter[str]()
+        for record in records:
+            sent[record.op] += record.sent
+        units, size, share = engine.sharded.units, DTYPES[precision].itemsize, (world - 1) / world
+        updated = size_of(units, trained=True)
+        # Sums over micro-batches travel in fp32; a gradient that is alone travels as it was computed.
+        wire = 4 if stage <= 1 and accumulation > 1 else size
+        reductions = accumulation if stage >= 2 else 1
+        gathers = 2 * accumulation if stage == 3 else 1
+        waits = units[engine.sharded.order[1][0]]
+        expected = Counter({("all_reduce", "gradient_norm"): 1})
+        for unit in units:
+            if unit.trainable:
+                expected["reduce_scatter", unit.name] += reductions
+            if unit.trainable or stage == 3:
+                expected["all_gather", unit.name] += gathers
+        if stage == 3:
+            # The unit that the backward pass needs first waits for it since the forward pass.
+            expected["all_gather", waits.name] -= accumulation
+        assert Counter((record.op, record.label) for record in records) == expected
+        assert sent["reduce_scatter"] == reductions * updated * wire * share
+        if stage == 3:
+            assert sent["all_gather"] == (gathers * size_of(units) - accumulation * size_of([waits])) * size * share
+        else:
+            # Stage 0 gathers reduced gradients (fp32), the others updated parameters.
+            assert sent["all_gather"] == updated * (4 if stage == 0 else size) * share
+            # With the squares travel the sum of weights, numbers of passes (with one, without, with gradients), and
+            # three reports.
+            assert sent["all_reduce"] == (1 + 7) * 8 * (world - 1)
+        engine.destroy()
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ import shardwise
 from shardwise.errors import ConflictError, DesyncError, UsageError
 from shardwise.registry import declare_part, part_of
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
-from tests.harness import RankFailure, on_ranks, run_ranks, thorough
+from tests.harness import RankFailure, of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.training import config_of, engine_of
 
 WORLD, EXPERTS, WIDTH = 4, 2, 12
@@ -132,31 +132,23 @@ def values(engine: Any) -> dict[str, torch.Tensor]:
     return {n: v for n, v in found.items() if ".weights." not in n or n.endswith(f".{expert}")}
 
 
-def trained(divided: bool, settings: list[tuple[Any, ...]], table: bool, again: bool) -> list[Any]:
-    found = []
+def assert_same(settings: list[tuple[Any, ...]], table: bool = True, again: bool = False) -> None:
     for setting in settings:
-        engine, *_ = shardwise.initialize(model=make(divided=divided, table=table), config=config(*setting))
-        told = steps(engine, 0, 2, again=again)
-        found.append((told, values(engine)))
-        rescued = engine.sharded.unsharder.late
-        assert not again or setting[0] < 3 or rescued or dist.get_rank() != 1
-        engine.destroy()
-    return found
-
-
-def assert_same(
-    settings: list[tuple[Any, ...]], *, table: bool = True, again: bool = False, world: int = WORLD
-) -> None:
-    parts, whole = (run_ranks(trained, world, divided, settings, table, again) for divided in (True, False))
-    for rank, (some, every) in enumerate(zip(parts, whole, strict=True)):
-        for setting, (told, masters), (expected, others) in zip(settings, some, every, strict=True):
-            assert masters.keys() == others.keys()
-            for name, value in masters.items():
-                assert torch.equal(value, others[name]), f"{setting}: {name} differs on rank {rank}"
-            for mine, theirs in zip(told, expected, strict=True):
-                assert mine == pytest.approx(theirs, rel=1e-12), setting
-                assert mine[0] > mine[1] > 0  # clipped
-        assert some[0][0][0][0] == parts[0][0][0][0][0]  # one norm on all ranks
+        found = []
+        for divided in (True, False):
+            engine, *_ = shardwise.initialize(model=make(divided=divided, table=table), config=config(*setting))
+            found.append((steps(engine, 0, 2, again=again), values(engine)))
+            rescued = engine.sharded.unsharder.late
+            assert not again or setting[0] < 3 or rescued or dist.get_rank() != 1
+            engine.destroy()
+        (told, masters), (expected, others) = found
+        assert masters.keys() == others.keys()
+        for name, value in masters.items():
+            assert torch.equal(value, others[name]), f"{setting}: {name} differs"
+        for mine, theirs in zip(told, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12), setting
+            assert mine[0] > mine[1] > 0  # clipped
+        assert len(set(of_all_ranks(told[0][0]))) == 1  # one norm on all ranks
 
 
 @pytest.mark.parametrize(
@@ -172,21 +164,21 @@ def assert_same(
 def test_the_same_bits_as_ranks_that_have_everything(
     optimizer: str, accumulation: int, precision: str, stages: Iterable[int]
 ) -> None:
-    assert_same([(stage, optimizer, precision, accumulation) for stage in stages])
+    run_ranks(assert_same, WORLD, [(stage, optimizer, precision, accumulation) for stage in stages])
 
 
 def test_whole_tensors_are_owned_by_ranks_that_have_them() -> None:
-    assert_same([(3, "Muon", "fp32", 1)], table=False)
+    run_ranks(assert_same, WORLD, [(3, "Muon", "fp32", 1)], False)
 
 
 @pytest.mark.parametrize("ways", [((0, 1), (2, 2)), thorough(((0, 2), (1, 1), (2, 1), (3, 2)))], ids=str)
 def test_what_no_other_rank_has_is_not_divided(ways: tuple[tuple[int, int], ...]) -> None:
-    assert_same([(stage, "AdamW", "bf16", n) for stage, n in ways], world=EXPERTS)
+    run_ranks(assert_same, EXPERTS, [(stage, "AdamW", "bf16", n) for stage, n in ways])
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 2), thorough("fp32", 1)])
 def test_units_that_are_needed_once_more(precision: str, accumulation: int) -> None:
-    assert_same([(3, "AdamW", precision, accumulation)], again=True)
+    run_ranks(assert_same, WORLD, [(3, "AdamW", precision, accumulation)], True, True)
 
 
 @pytest.mark.parametrize("ways", [((1, True), (2, False), (3, True)), thorough(((1, True), (3, False)))], ids=str)

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.harness import on_ranks, run_ranks, thorough
-from tests.harness.training import each, engine_of, goes_on, parameters_digest, take_steps
+from tests.harness.training import engine_of, goes_on, parameters_digest, take_steps
 from tests.models import CASES
 
 LION = {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}
@@ -78,48 +78,41 @@ def test_the_same_bits_at_every_stage_and_on_any_number_of_ranks() -> None:
                     assert torch.equal(state[name], others[name]), (kind, world, stage, name)  # type: ignore[arg-type]
 
 
-def bytes_held(more: dict[str, Any], stage: int) -> dict[str, Any]:
-    engine = start(stage, more, "gpt")
-    plan = {category: engine.memory_report().row(category).planned for category in Category}
-    steps(engine, 0, 2, name="gpt")
-    now = engine.accountant.live
-    shares = [sum(s.master_stop - s.master_start for s in unit.trainable) for unit in engine.sharded.units]
-    counts = sum(state["step"].nbytes for state in engine.optimizer.state.values())
-    return {
-        "share": sum(shares),
-        "largest": max(shares),
-        "optimizer": (plan[Category.OPTIMIZER] - counts, now[Category.OPTIMIZER] - counts),
-        "master": (plan[Category.MASTER], now[Category.MASTER]),
-        "gradients": (plan[Category.GRADIENTS], engine.accountant.peak[Category.GRADIENTS]),
-        "parameters": sum(p.nbytes for p in engine.module.parameters()) if stage == 0 else None,
-    }
+NARROW = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
 
 
 @pytest.mark.thorough
-def test_bytes_of_each_way() -> None:
-    """Bytes per parameter of this rank's share: optimizer, masters, gradients.
-
-    Gradients in bf16 are scaled in fp32, unit by unit.
-    """
-    fp32 = {"bf16": {"enabled": True}, "optimizer": ADAMW}
-    narrow = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
-    ways = [
-        (fp32, (8, 4, 4)),
-        ({"bf16": {"enabled": True}, "optimizer": narrow}, (4, 4, 4)),
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [
+        ({"bf16": {"enabled": True}, "optimizer": ADAMW}, (8, 4, 4)),
+        ({"bf16": {"enabled": True}, "optimizer": NARROW}, (4, 4, 4)),
         ({"bf16": NONE, "optimizer": ADAMW}, (8, 0, 4)),
         (KINDS["kahan"], (10, 0, 4)),
         (KINDS["both"], (6, 0, 4)),
         ({"bf16": PEERS, "optimizer": ADAMW}, (8, 0, 2)),
         (KINDS["narrow"], (2, 0, 4)),
         ({"bf16": NONE, "optimizer": LION}, (4, 0, 4)),
-    ]
-    asked = [(more, stage) for more, _ in ways for stage in (0, 2)]
-    found = run_ranks(each, 2, bytes_held, asked)[0]
-    for (more, stage), held in zip(asked, found, strict=True):
-        wanted = next(bytes_ for other, bytes_ in ways if other is more)
-        for size, name in zip(wanted, ("optimizer", "master", "gradients"), strict=True):
-            scaled = 4 * held["largest"] if (name, size) == ("gradients", 2) else 0
-            assert held[name] == (size * held["share"] + scaled,) * 2, (more, stage, name)
+    ],
+)
+@on_ranks(2)
+def test_bytes_of_each_way(more: dict[str, Any], sizes: tuple[int, int, int], stage: int) -> None:
+    """Bytes per parameter of this rank's share: optimizer, masters, gradients; planned and held.
+
+    Gradients in bf16 are scaled in fp32, unit by unit.
+    """
+    engine = start(stage, more, "gpt")
+    plan = {category: engine.memory_report().row(category).planned for category in Category}
+    steps(engine, 0, 2, name="gpt")
+    now, peak = engine.accountant.live, engine.accountant.peak
+    shares = [sum(s.master_stop - s.master_start for s in unit.trainable) for unit in engine.sharded.units]
+    counts = sum(state["step"].nbytes for state in engine.optimizer.state.values())
+    optimizer, master, gradients = (size * sum(shares) for size in sizes)
+    gradients += 4 * max(shares) if sizes[2] == 2 else 0
+    assert plan[Category.OPTIMIZER] - counts == now[Category.OPTIMIZER] - counts == optimizer
+    assert plan[Category.MASTER] == now[Category.MASTER] == master
+    assert plan[Category.GRADIENTS] == peak[Category.GRADIENTS] == gradients
 
 
 @pytest.mark.parametrize("kind", ["narrow", "both", *map(thorough, ("stochastic", "kahan"))])

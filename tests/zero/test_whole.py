@@ -32,27 +32,28 @@ MIXED = Setting(stage=3, cap=50, keep=25)
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
-def built(keep: int | None, total: int | None = None) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 3, "reduce_bucket_size": 50, "stage3_param_persistence_threshold": keep}
-    if total is not None:
-        zero["stage3_model_persistence_threshold"] = total
-    engine = start(CASES["gpt"], Setting(extra=(("zero_optimization", zero),)))
-    kept = [sum(t.numel for t in unit.tensors) for unit in engine.sharded.units if not unit.sharded]
-    released = [sum(t.numel for t in unit.tensors) for unit in engine.sharded.units if unit.sharded]
-    live = dict(engine.accountant.live)
-    whole = sum(s.layout.numel for u in engine.sharded.units for s in u.sections if not u.sharded)
-    shards = sum(s.layout.shard for u in engine.sharded.units for s in u.sections if u.sharded)
-    assert live[Category.PARAMETERS] == 4 * (whole + shards) and live[Category.GATHERED] == 0
-    return {"kept": kept, "released": released}
-
-
+@on_ranks(2)
 def test_keys() -> None:
-    none, small, budget, automatic = (run_ranks(built, 2, *keys)[0] for keys in ((0,), (25,), (10**6, 100), (None,)))
-    assert not none["kept"] and none["released"]
-    assert sorted(small["kept"])[-1] == 31 * 12 and 0 < sorted(small["kept"])[-2] <= 25  # the tied one as well
-    assert 50 < sum(budget["kept"]) - 31 * 12 <= 100
-    # Tied to the head, it is needed first and last.
-    assert automatic["kept"] == [31 * 12] and automatic["released"]
+    def built(keep: int | None, total: int | None = None) -> tuple[list[int], list[int]]:
+        """Return sizes of the units that stay gathered, and of the others."""
+        zero: dict[str, Any] = {"stage": 3, "reduce_bucket_size": 50, "stage3_param_persistence_threshold": keep}
+        if total is not None:
+            zero["stage3_model_persistence_threshold"] = total
+        engine = start(CASES["gpt"], Setting(extra=(("zero_optimization", zero),)))
+        units, live = engine.sharded.units, dict(engine.accountant.live)
+        held = sum(s.layout.shard if u.sharded else s.layout.numel for u in units for s in u.sections)
+        assert live[Category.PARAMETERS] == 4 * held and live[Category.GATHERED] == 0
+        engine.destroy()
+        kept, released = ([sum(t.numel for t in u.tensors) for u in units if u.sharded is how] for how in (False, True))
+        return sorted(kept), released
+
+    kept, released = built(0)
+    assert not kept and released
+    (*_, second, tied), _ = built(25)
+    assert tied == 31 * 12 and 0 < second <= 25  # the tied one as well
+    assert 50 < sum(built(10**6, 100)[0]) - 31 * 12 <= 100
+    kept, released = built(None)
+    assert kept == [31 * 12] and released  # tied to the head, it is needed first and last
 
 
 # -- the same training -------------------------------------------------------------------------------------------------
