@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from shardwise.utils import (
     safe_set_full_optimizer_state,
 )
 from shardwise.zero import GatheredParameters
-from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.training import ADAMW, config_of, make_optimizer
 from tests.zero import divided
 
@@ -178,30 +179,24 @@ def test_whole_weights_are_gathered(tmp_path: Path) -> None:
         engine.load_module_state_dict({**values, "layers.9.down": values["layers.0.down"]})
 
 
-def sent_for(path: str, way: str) -> tuple[int, set[str]]:
-    """Return the bytes that this rank sends of parts, and with which collectives."""
-    engine = made(4, 0)
-    names = set(divided.Tower().state_dict())
-    before = len(list(engine.ledger.records()))
-    if way == "file":
-        engine.save_16bit_model(path)
-    elif way == "first":
-        engine._consolidated_16bit_state_dict()
-    else:
-        engine.module_state_dict()
-    records = [record for record in list(engine.ledger.records())[before:] if record.label in names]
-    return sum(record.sent for record in records), {record.op for record in records}
-
-
+@on_ranks(4)
 def test_parts_are_sent_to_those_who_want_them(tmp_path: Path) -> None:
-    total = sum(value.nbytes for value in divided.Tower().state_dict().values())
-    everywhere = run_ranks(sent_for, 4, str(tmp_path), "everywhere")
-    assert {"broadcast"} == set().union(*(ops for _, ops in everywhere))
-    for way in ("file", "first"):
-        told = run_ranks(sent_for, 4, str(tmp_path), way)
-        assert set().union(*(ops for _, ops in told)) == {"all_to_all"}
-        assert told[0][0] == 0  # it has its parts
-        assert 0 < sum(sent for sent, _ in told) < total
+    engine, values = made(4, 0), divided.Tower().state_dict()
+    ways: list[tuple[str, Callable[[], Any]]] = [
+        ("broadcast", engine.module_state_dict),
+        ("all_to_all", lambda: engine.save_16bit_model(str(tmp_path))),
+        ("all_to_all", engine._consolidated_16bit_state_dict),
+    ]
+    for op, take in ways:
+        before = len(list(engine.ledger.records()))
+        take()
+        records = [record for record in list(engine.ledger.records())[before:] if record.label in values]
+        assert {record.op for record in records} <= {op}
+        sent = of_all_ranks(sum(record.sent for record in records))
+        assert sum(sent) > 0
+        if op == "all_to_all":
+            assert sent[0] == 0  # it has its parts
+            assert sum(sent) < sum(value.nbytes for value in values.values())
 
 
 class Owned(nn.Module):
@@ -221,21 +216,6 @@ class Owned(nn.Module):
         return self.own(self.first(values)).sum()
 
 
-def owned(path: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    engine, *_ = shardwise.initialize(model=Owned(), config=config(2, 1, optimizer=ADAMW))
-    engine.save_16bit_model(path, "model.safetensors")
-    found = engine.module_state_dict(exclude_frozen_parameters=True)
-    engine.load_module_state_dict({name: value * 2 for name, value in found.items()})
-    assert torch.equal(engine.module.own.weight, torch.full((3, 3), 2 * dist.get_rank() + 2.0))
-    told = engine.load_weights(path)
-    assert not told.missing and not told.unexpected
-    assert torch.equal(engine.module.own.weight, torch.full((3, 3), dist.get_rank() + 1.0))
-    engine.module.own.bias.requires_grad_(dist.get_rank() == 0)
-    assert ("own.1.bias" in engine.module_state_dict(exclude_frozen_parameters=True)) is False
-    return found
-
-
 @on_ranks(2)
 def test_buffers_begin_as_those_of_the_first_rank_and_not_in_parts() -> None:
     model, rank = Owned(), dist.get_rank()
@@ -249,17 +229,29 @@ def test_buffers_begin_as_those_of_the_first_rank_and_not_in_parts() -> None:
     assert model.expanded[0] == model.longer[0] == rank  # memory of one element, and other shapes
 
 
+@on_ranks(2)
 def test_whole_weights_have_what_only_other_ranks_have(tmp_path: Path) -> None:
-    first, second = run_ranks(owned, 2, str(tmp_path))
-    names = {f"own.{rank}.{key}" for rank in range(2) for key in ("weight", "bias")}
-    assert first.keys() == second.keys() == {"first.weight", "first.bias", "own.seen0", "own.seen1", *names}
-    assert list(first)[:4] == ["first.weight", "first.bias", "own.0.weight", "own.1.weight"]
-    written = load_file(tmp_path / "model.safetensors")
-    for found in (first, second, written):
-        assert found.keys() == first.keys() and all(torch.equal(found[name], first[name]) for name in first)
-        for rank in range(2):
-            assert torch.equal(found[f"own.{rank}.weight"], torch.full((3, 3), rank + 1.0))
-            assert torch.equal(found[f"own.seen{rank}"], torch.full((2,), float(rank)))
+    torch.manual_seed(1)
+    rank = dist.get_rank()
+    engine, *_ = shardwise.initialize(model=Owned(), config=config(2, 1, optimizer=ADAMW))
+    weight = engine.module.own.weight
+    engine.save_16bit_model(str(tmp_path), "model.safetensors")
+    found = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert list(found)[:4] == ["first.weight", "first.bias", "own.0.weight", "own.1.weight"]
+    names = {f"own.{other}.{key}" for other in range(2) for key in ("weight", "bias")}
+    assert found.keys() == {"first.weight", "first.bias", "own.seen0", "own.seen1", *names}
+    for values in (found, load_file(tmp_path / "model.safetensors")):
+        assert values.keys() == found.keys() and all(torch.equal(values[name], found[name]) for name in found)
+        for other in range(2):
+            assert torch.equal(values[f"own.{other}.weight"], torch.full((3, 3), other + 1.0))
+            assert torch.equal(values[f"own.seen{other}"], torch.full((2,), float(other)))
+    engine.load_module_state_dict({name: value * 2 for name, value in found.items()})
+    assert torch.equal(weight, torch.full((3, 3), 2 * rank + 2.0))
+    told = engine.load_weights(str(tmp_path))
+    assert not told.missing and not told.unexpected
+    assert torch.equal(weight, torch.full((3, 3), rank + 1.0))
+    engine.module.own.bias.requires_grad_(rank == 0)
+    assert "own.1.bias" not in engine.module_state_dict(exclude_frozen_parameters=True)
 
 
 @on_ranks(2)

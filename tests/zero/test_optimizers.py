@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -166,19 +167,17 @@ class AssigningByElement(Assigning):
     shardwise_sharding = "elementwise"
 
 
-def assigned(kind: type[Assigning], stage: int) -> tuple[Tensors, str]:
-    engine = engine_of(WITH_BIASES.make(), stage, lambda ps: kind(ps))
-    take_steps(engine, WITH_BIASES, range(3))
-    return masters(engine.module), parameters_digest(engine.module)
-
-
 @pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
 def test_an_optimizer_may_assign_data(world: int) -> None:
     expected = plain(WITH_BIASES, Setting(), world, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)).masters
-    ways = [(Assigning, 0), (Assigning, 2), (AssigningByElement, 0), (AssigningByElement, 2)]
-    for found, parameters in run_ranks(each, world, assigned, ways)[0]:
+    for kind, stage in itertools.product((Assigning, AssigningByElement), (0, 2)):
+        engine = engine_of(WITH_BIASES.make(), stage, kind)
+        take_steps(engine, WITH_BIASES, range(3))
+        found = masters(engine.module)
         assert_close(found, expected, 1e-6)
-        assert parameters == digest(list(found.values()))
+        assert parameters_digest(engine.module) == digest(list(found.values()))
+        engine.destroy()
 
 
 class Evaluating(torch.optim.SGD):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.errors import LossScaleError
-from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, thorough
 from tests.harness.logs import logged
 from tests.harness.training import bits, digest, engine_of
 from tests.precision.test_scaler import reference
@@ -83,29 +83,27 @@ def everything(engine: Any) -> str:
     return bits(engine) + digest(state)
 
 
-def reports(cases: list[tuple[int, int, dict[str, Any], Spoilt]]) -> list[Any]:
-    """One clean step, a spoilt one, a clean one, for each case."""
-    found = []
-    for stage, accumulation, more, spoilt in cases:
-        engine = build(stage, accumulation, more)
-        seen, skipped = [], []
-        for step in range(3):
-            before = everything(engine)
-            with logged(logging.INFO) as heard, logged(logging.WARNING) as warned:
-                for micro in range(accumulation):
-                    micro_batch(engine, spoilt if step == 1 and micro == 0 else None)
-                    engine.step()
-            skipped += [(line, line in warned.lines) for line in heard.lines if "skipped" in line]
-            same = before == everything(engine)
-            seen.append((engine.last_step.applied, same))
-            if step == 1:
-                report = engine.last_step.overflow
-                assert engine.last_step.clipped_norm is None
-            else:
-                assert engine.last_step.overflow is None
-        found.append((seen, None if report is None else astuple(report), str(report), skipped))
-        engine.destroy()
-    return found
+def report_of(stage: int, accumulation: int, more: dict[str, Any], spoilt: Spoilt) -> tuple[Any, list[Any]]:
+    """One clean step, a spoilt one, a clean one; return the report, and the lines of the log with how loud they are."""
+    engine = build(stage, accumulation, more)
+    seen, skipped = [], []
+    for step in range(3):
+        before = everything(engine)
+        with logged(logging.INFO) as heard, logged(logging.WARNING) as warned:
+            for micro in range(accumulation):
+                micro_batch(engine, spoilt if step == 1 and micro == 0 else None)
+                engine.step()
+        skipped += [(line, line in warned.lines) for line in heard.lines if "skipped" in line]
+        seen.append((engine.last_step.applied, before == everything(engine)))
+        if step == 1:
+            report = engine.last_step.overflow
+            assert engine.last_step.clipped_norm is None
+        else:
+            assert engine.last_step.overflow is None
+    engine.destroy()
+    assert seen == [(True, False), (False, True), (True, False)]
+    assert len(set(of_all_ranks(str(report)))) == 1
+    return report, skipped
 
 
 WEIGHTS = (("second.weight", (INF, -INF, NAN, 48.0)), ("third.bias", (NAN,)))
@@ -119,61 +117,56 @@ WEIGHTS = (("second.weight", (INF, -INF, NAN, 48.0)), ("third.bias", (NAN,)))
     ],
     ids=["few", "more"],
 )
+@on_ranks(3)
 def test_a_report_names_where_the_first_value_came_from(ways: list[tuple[int, int, Any]]) -> None:
     cases = [(*way, Spoilt((1,), WEIGHTS)) for way in ways]
     cases.append((2, 1, {**FP16, "prescale_gradients": True}, Spoilt((0, 2), WEIGHTS)))
-    everywhere = run_ranks(reports, 3, cases)
-    for (stage, accumulation, more, spoilt), *found in zip(cases, *everywhere, strict=True):
+    for stage, accumulation, more, spoilt in cases:
         what = f"stage {stage}, {accumulation} micro-batches, {more}"
-        assert found[0][:3] == found[1][:3] == found[2][:3], what
-        seen, report, text, lines = found[0]
-        assert seen == [(True, False), (False, True), (True, False)], what
-        phase, ranks, parameter, unit, numel, scale, infinite, nan, largest, origin, extent, *_ = report
-        assert origin is None and extent[::2] == (2, "third.bias"), what
-        assert (phase, ranks, parameter, numel, scale) == (
-            "backward",
-            spoilt.ranks,
-            "second.weight",
-            36,
-            64.0 if "fp16" in more else 1.0,
-        ), what
-        assert unit and (infinite, nan) == (2, 1), what
+        report, lines = report_of(stage, accumulation, more, spoilt)
+        scale = 64.0 if "fp16" in more else 1.0
+        assert report.origin is None and (report.extent.count, report.extent.last) == (2, "third.bias"), what
+        found = report.phase, report.ranks, report.parameter, report.numel, report.loss_scale
+        assert found == ("backward", spoilt.ranks, "second.weight", 36, scale), what
+        assert report.unit and (report.infinite, report.nan) == (2, 1), what
         if accumulation == 1 and spoilt.ranks == (1,):
             # The largest finite sum over the three ranks; two of them have small gradients.
-            assert largest == pytest.approx(48.0 / 3 / scale, rel=0.2), what
+            assert report.largest == pytest.approx(48.0 / 3 / scale, rel=0.2), what
+        if dist.get_rank():
+            assert not lines
+            continue
         ((line, loud),) = lines
-        assert line.startswith("step 1 is skipped: overflow in backward") and text in line
+        assert line.startswith("step 1 is skipped: overflow in backward") and str(report) in line
         assert loud is ("fp16" not in more)  # loss scales are searched by skipping
         assert ("'second.weight'" in line and "rank 1" in line) or "ranks 0, 2" in line
-        assert not found[1][3] and not found[2][3]
 
 
-def test_a_report_tells_forward_backward_and_reduction_apart() -> None:
-    wire = {**FP32, "communication_data_type": "fp16"}
-    sums = {**FP32, "data_types": {"grad_accum_dtype": "fp16"}, "communication_data_type": "fp32"}
-    large = (("second.weight", (1e5,)),)
-    half = (("second.weight", (40000.0,)),)
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": 4.0}}
-    kinds = [
-        (FP16, Spoilt((1,), loss=INF), "forward", (1,), None),
-        (FP16, Spoilt((0, 1), loss=NAN), "forward", (0, 1), None),
-        (BF16, Spoilt((0,), loss=NAN), "forward", (0,), None),
-        (autocast, Spoilt((0,), WEIGHTS), "backward", (0,), "second.weight"),
+WIRE = {**FP32, "communication_data_type": "fp16"}
+SUMS = {**FP32, "data_types": {"grad_accum_dtype": "fp16"}, "communication_data_type": "fp32"}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "spoilt", "phase", "ranks", "parameter"),
+    [
+        (0, FP16, Spoilt((1,), loss=INF), "forward", (1,), "first.weight"),
+        (3, FP16, Spoilt((0, 1), loss=NAN), "forward", (0, 1), "first.weight"),
+        (0, BF16, Spoilt((0,), loss=NAN), "forward", (0,), "first.weight"),
+        (3, AUTOCAST, Spoilt((0,), WEIGHTS), "backward", (0,), "second.weight"),
         # A plain backward() does not show the engine its loss.
-        (FP16, Spoilt((0,), loss=INF, plainly=True), "backward", (0,), None),
+        (0, FP16, Spoilt((0,), loss=INF, plainly=True), "backward", (0,), "first.weight"),
         # Beyond the wire's range, whatever it was before.
-        (wire, Spoilt((0,), large), "backward", (0,), "second.weight"),
-        (sums, Spoilt((0, 1), half), "reduce", (), "second.weight"),
-    ]
-    cases = [((0, 3)[number % 2], 1, more, spoilt) for number, (more, spoilt, *_) in enumerate(kinds)]
-    found = run_ranks(reports, 2, cases)
-    assert [case[:3] for case in found[0]] == [case[:3] for case in found[1]]
-    for number, (case, (_, report, text, _)) in enumerate(zip(cases, found[0], strict=True)):
-        _, _, phase, ranks, parameter = kinds[number]
-        assert report is not None, case
-        assert report[:2] == (phase, ranks), (case, text)
-        assert report[2] == (parameter or "first.weight"), (case, text)
-        assert text.startswith(f"{phase}: ")
+        (3, WIRE, Spoilt((0,), (("second.weight", (1e5,)),)), "backward", (0,), "second.weight"),
+        (0, SUMS, Spoilt((0, 1), (("second.weight", (40000.0,)),)), "reduce", (), "second.weight"),
+    ],
+)
+@on_ranks(2)
+def test_a_report_tells_forward_backward_and_reduction_apart(
+    stage: int, more: dict[str, Any], spoilt: Spoilt, phase: str, ranks: tuple[int, ...], parameter: str
+) -> None:
+    report, _ = report_of(stage, 1, more, spoilt)
+    assert (report.phase, report.ranks, report.parameter) == (phase, ranks, parameter)
+    assert str(report).startswith(f"{phase}: ")
 
 
 # -- the loss scale ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from shardwise.comm.machines import groups_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import rounded
-from tests.harness import on_ranks, run_ranks, thorough
+from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.training import (
     DTYPES,
     Setting,
@@ -135,13 +135,12 @@ def digests(name: str, variants: Sequence[tuple[Zero, bool]]) -> list[str]:
     ],
     ids=["both", "either"],
 )
+@on_ranks(WORLD)
 def test_ranks_agree_and_prefetching_and_recomputing_change_no_bit(changes: list[tuple[Zero, bool]]) -> None:
-    alike = run_ranks(digests, WORLD, "gpt", [({**ALL, **more}, again) for more, again in changes])
-    assert len({found for answer in alike for found in answer}) == 1
-    coded, near, exact = zip(
-        *run_ranks(digests, WORLD, "router", [(ALL, False), (HP, False), (EXACT, False)]), strict=True
-    )
-    assert len(set(coded)) == 1 and len({*near, *exact}) == 1
+    alike = digests("gpt", [({**ALL, **more}, again) for more, again in changes])
+    coded, near, exact = digests("router", [(ALL, False), (HP, False), (EXACT, False)])
+    for found in (alike, [coded], [near, exact]):
+        assert len({one for some in of_all_ranks(found) for one in some}) == 1
 
 
 def test_resuming_is_exact(tmp_path: Path) -> None:
