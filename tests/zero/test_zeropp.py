@@ -27,17 +27,17 @@ from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import rounded
 from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.training import (
-    DTYPES,
     Setting,
     Tensors,
     assert_identical,
+    bits,
     digest,
     engine_of,
     gradients,
-    make_optimizer,
     masters,
-    parameters_digest,
     resumes,
+    start,
+    take_steps,
     trained,
 )
 from tests.models import CASES, Case
@@ -54,24 +54,13 @@ ALL: Zero = {**QW, **HP, **LOCO}
 WORLD, NODE = 4, 2
 
 
-def start(
-    case: Case,
-    zero: Zero,
-    *,
-    precision: str = "fp32",
-    accumulation: int = 1,
-    model: nn.Module | None = None,
-    **more: Any,
-) -> Any:
-    model = case.make() if model is None else model
-    more = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": precision == "bf16"}, **more}
-    return engine_of(model, 3, make_optimizer("AdamW", case.groups(model), 1e-2), zero=zero, **more)
+def setting(zero: Zero, **more: Any) -> Setting:
+    return Setting(3, optimizer="AdamW", lr=1e-2, zero=tuple(zero.items()), **more)
 
 
-def backward(engine: Any, case: Case, step: int, micro: int = 0, precision: str = "fp32") -> float:
-    loss = case.loss(engine, case.data(step, micro, dist.get_rank(), DTYPES[precision]))
-    engine.backward(loss)
-    return float(loss.detach())
+def backward(engine: Any, step: int, micro: int = 0, factor: float = 1.0) -> None:
+    case, dtype = CASES["gpt"], next(engine.module.parameters()).dtype
+    engine.backward(case.loss(engine, case.data(step, micro, dist.get_rank(), dtype)) * factor)
 
 
 def parameters_in_codes(engine: Any, exact: Tensors) -> Tensors:
@@ -98,9 +87,9 @@ def test_gradients_are_those_of_exact_reductions_within_their_rounding(coded: tu
     """Codes of 4 bits round by a seventh of the largest element of a block at most; errors may be fed back."""
     found = []
     for zero in (EXACT, *coded):
-        engine = start(CASES["gpt"], zero, accumulation=2)
+        engine = start(CASES["gpt"], setting(zero, accumulation=2))
         for micro in range(2):
-            backward(engine, CASES["gpt"], 0, micro)
+            backward(engine, 0, micro)
             if micro == 0:
                 engine.step()
         found.append(gradients(engine.module))
@@ -118,11 +107,9 @@ def digests(name: str, variants: Sequence[tuple[Zero, bool]]) -> list[str]:
         model = case.make()
         if recompute:
             model.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
-        engine = start(case, zero, model=model)
-        for step in range(2):
-            backward(engine, case, step)
-            engine.step()
-        found.append(digest(list(masters(engine.module).values())) + parameters_digest(engine.module))
+        engine = start(case, setting(zero), model)
+        take_steps(engine, case, range(2))
+        found.append(bits(engine))
         engine.destroy()
     return found
 
@@ -144,8 +131,7 @@ def test_ranks_agree_and_prefetching_and_recomputing_change_no_bit(changes: list
 
 
 def test_resuming_is_exact(tmp_path: Path) -> None:
-    setting = Setting(3, optimizer="AdamW", lr=1e-2, zero=tuple(ALL.items()))
-    run_ranks(resumes, WORLD, "gpt", setting, setting, str(tmp_path))
+    run_ranks(resumes, WORLD, "gpt", setting(ALL), setting(ALL), str(tmp_path))
 
 
 def test_compression_in_blocks_is_the_same_at_every_stage() -> None:
@@ -157,21 +143,15 @@ def test_compression_in_blocks_is_the_same_at_every_stage() -> None:
 
 @on_ranks(WORLD)
 def test_an_overflow_on_one_rank_is_found_by_all() -> None:
-    case = CASES["gpt"]
-    engine = start(
-        case, LOCO, bf16={"enabled": False}, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
-    )
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    engine = start(CASES["gpt"], setting(LOCO, precision="fp16", extra=(("fp16", fp16),)))
     before = digest(list(masters(engine.module).values()))
-    loss = case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float16))
-    engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
+    backward(engine, 0, factor=float("inf") if dist.get_rank() == 1 else 1.0)
     engine.step()
-    skipped = (engine.skipped_steps, digest(list(masters(engine.module).values())) == before)
-    for step in range(3):
-        backward(engine, case, step, precision="fp16")
-        engine.step()
-    after = masters(engine.module)
-    finite = all(bool(value.isfinite().all()) for value in after.values())
-    assert [*skipped, finite, digest(list(after.values())) != before] == [1, True, True, True]
+    assert engine.skipped_steps == 1 and digest(list(masters(engine.module).values())) == before
+    take_steps(engine, CASES["gpt"], range(3))
+    after = list(masters(engine.module).values())
+    assert all(bool(value.isfinite().all()) for value in after) and digest(after) != before
 
 
 # -- bytes and memory --------------------------------------------------------------------------------------------------
@@ -189,8 +169,7 @@ STACK = Case(
 def test_bytes_are_those_of_the_closed_form() -> None:
     """Bytes of each collective of one step, by group and operation."""
     settings = [EXACT, QW, HP, QG, ALL]
-    precision = "bf16"
-    size = DTYPES["bf16"].itemsize
+    size = 2
     shard = WIDE * WIDE // WORLD
     nodes = WORLD // NODE
     exact = (WORLD - 1) * shard * size
@@ -201,11 +180,10 @@ def test_bytes_are_those_of_the_closed_form() -> None:
     gathers, again = [exact] * LAYERS, [exact] * (LAYERS - 1)  # the unit that the backward pass needs first is kept
     found = []
     for zero in settings:
-        engine = start(STACK, {"reduce_bucket_size": WIDE * WIDE, **zero}, precision=precision)
-        for step in range(2):
-            since = engine.ledger.sequence
-            backward(engine, STACK, step, precision=precision)
-            engine.step()
+        engine = start(STACK, setting({"reduce_bucket_size": WIDE * WIDE, **zero}, precision="bf16"))
+        take_steps(engine, STACK, [0])
+        since = engine.ledger.sequence
+        take_steps(engine, STACK, [1])
         seen: dict[tuple[str, str], list[int]] = {}
         for record in engine.ledger.records(since):
             seen.setdefault((record.group, record.op), []).append(record.sent)
@@ -231,7 +209,7 @@ def test_bytes_are_those_of_the_closed_form() -> None:
 @on_ranks(WORLD)
 def test_access_is_exact_and_passes_are_rounded() -> None:
     case = CASES["gpt"]
-    engine = start(case, ALL)
+    engine = start(case, setting(ALL))
     module, rank = engine.module, dist.get_rank()
     exact = masters(module)
     with shardwise.zero.GatheredParameters(list(module.parameters())):
@@ -248,7 +226,7 @@ def test_access_is_exact_and_passes_are_rounded() -> None:
         assert all(torch.equal(value, exact[name]) for name, value in within.items())
 
     hook = block.register_forward_pre_hook(look)
-    backward(engine, case, 0)
+    backward(engine, 0)
     weights = parameters_in_codes(engine, exact)
     assert all(torch.equal(value, weights[name]) for name, value in within.items())
     assert any(not torch.equal(value, exact[name]) for name, value in within.items())
@@ -271,7 +249,7 @@ def test_access_is_exact_and_passes_are_rounded() -> None:
             pass
 
     hook = block.up.register_forward_pre_hook(change)
-    backward(engine, case, 1)
+    backward(engine, 1)
     hook.remove()
 
 
@@ -295,8 +273,8 @@ def test_models_built_for_codes_are_gathered_as_codes(flag: bool) -> None:
     torch.manual_seed(7)
     with shardwise.zero.Init(zero_quantized_weights=flag):
         model = CASES["gpt"].build()
-    engine = start(CASES["gpt"], {}, model=model)
-    backward(engine, CASES["gpt"], 0)
+    engine = start(CASES["gpt"], setting(EXACT), model)
+    backward(engine, 0)
     assert engine.sharded.plan.quantized_weights is flag
     assert any(unit.codes is not None for unit in engine.sharded.units) is flag
 
@@ -307,7 +285,7 @@ def hops_of(sizes: Sequence[int]) -> tuple[str, list[int]]:
     node = next(number for number, end in enumerate(ends) if rank < end)
     try:
         with mock.patch.dict("os.environ", {MACHINE: f"m{node}"}):
-            engine = start(CASES["gpt"], {"zero_quantized_gradients": True})
+            engine = start(CASES["gpt"], setting({"zero_quantized_gradients": True}))
     except ConfigError as error:
         return str(error), []
     hops = engine.sharded.compressor.hops
