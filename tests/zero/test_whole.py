@@ -43,8 +43,8 @@ def test_keys() -> None:
         units, live = engine.sharded.units, dict(engine.accountant.live)
         held = sum(s.layout.shard if u.sharded else s.layout.numel for u in units for s in u.sections)
         assert live[Category.PARAMETERS] == 4 * held and live[Category.GATHERED] == 0
-        engine.destroy()
         kept, released = ([sum(t.numel for t in u.tensors) for u in units if u.sharded is how] for how in (False, True))
+        engine.destroy()
         return sorted(kept), released
 
     kept, released = built(0)
