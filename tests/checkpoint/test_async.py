@@ -146,7 +146,7 @@ def fail_by_disk(run: Run, path: str, victim: int) -> str:
 
     with standing((victim,), full):
         run.engine.save_checkpoint(path, tag="b", asynchronous=True)
-    run.engine._checkpoints.background.saving.wait()
+        run.engine._checkpoints.background.saving.wait()
     return "No space left, 3 MB are free"
 
 

@@ -42,6 +42,8 @@ from shardwise.units import format_size
 from shardwise.utils.logging import logger
 
 _NICENESS = 5
+_HEAD_START_S = 0.01
+"""Seconds for which the thread lets the script go on: Python would let the thread run for 5 ms first."""
 _LOOK_S = 1.0
 """Seconds between looks at the job's store."""
 _EXIT_S = 60.0
@@ -215,6 +217,7 @@ class _WriteJob:
     def run(self) -> None:
         """Write, report and publish; the report is complete at the end."""
         report, part, draft = self.report, self.made.part, self.made.draft
+        time.sleep(_HEAD_START_S)
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         names: list[list[str]] = []  # of values that are not finite, by rank
