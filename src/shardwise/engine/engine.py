@@ -61,6 +61,7 @@ class Engine(StateGetters):
         loss_scaler: fp16 loss scaler; None without fp16.
         training_dataloader: made from `training_data`, or None.
         config: the dictionary that the user passed.
+        device: of this rank.
         job: all ranks that step, agree and save together.
         data: data-parallel ranks, which get different samples.
         global_steps: accumulation boundaries passed, skipped steps included.
