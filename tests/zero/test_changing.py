@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -138,3 +139,21 @@ def test_changes_under_init_without_a_modifier_are_dropped_with_a_warning() -> N
                 layer.weight.data.fill_(1.0)
         assert len(heard.lines) == change
     assert "weight" in heard.lines[0] and "modifier_rank=0" in heard.lines[0]
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@on_ranks(2)
+def test_changes_through_data_in_a_block_reach_master_weights(offloaded: bool) -> None:
+    zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}} if offloaded else {}
+    engine = engine_of(Model(recompute=False), 3, {"type": "Adam", "params": {}}, zero=zero, bf16={"enabled": True})
+    weight = engine.module.head.weight
+    blocks = (engine.gathered, lambda: shardwise.zero.GatheredParameters(weight, modifier_rank=0))
+    for number, (block, assigned) in enumerate(itertools.product(blocks, (False, True))):
+        wanted = torch.full((1, 3), float(number))
+        with block():
+            if assigned:
+                weight.data = wanted.to(weight.dtype)
+            else:
+                weight.data.copy_(wanted)
+        assert torch.equal(values_of(engine)["head.weight"].float(), wanted), (number, assigned)
+        assert torch.equal(masters(engine.module)["head.weight"], wanted), (number, assigned)

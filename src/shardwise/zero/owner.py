@@ -118,9 +118,14 @@ class ParameterOwner(Owner):
         finally:
             model.unsharder.suspended = False
             try:
-                model.state.let_go(gathered)
+                for unit in gathered:
+                    if unit.changed():  # also through `p.data`, which counts no version
+                        torch.autograd.graph.increment_version(unit.parameters)
             finally:
-                model.shards_written()  # by changes in place inside
+                try:
+                    model.state.let_go(gathered)
+                finally:
+                    model.shards_written()  # by changes inside
 
     @override
     def kept(self, parameter: nn.Parameter) -> int:

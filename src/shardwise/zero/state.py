@@ -272,6 +272,7 @@ class ShardedState:
                 for unit in units:
                     self._model.allow_change(unit)
                 for unit in units:
+                    unit.take_assigned()
                     ranks = unit.domain.ranks
                     root = ranks.group_rank(src) if src in ranks.members else 0
                     for section in unit.sections:

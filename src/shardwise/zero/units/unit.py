@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.comm.collective_queue import Work
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
-from shardwise.compat import is_shared, never_compiled, version_of, without_overrides
+from shardwise.compat import is_shared, never_compiled, share_memory, version_of, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory.places import Acquisition, acquiring
@@ -412,25 +412,37 @@ class Unit:
         now = zip(self.tensors, self._versions, self._read_versions(), strict=True)
         return [tensor.name for tensor, before, after in now if before != after]
 
+    @never_compiled
+    def take_assigned(self) -> None:
+        """Copy values that a script has assigned (`p.data = values`, of the same shape) to the flat buffers."""
+        with without_overrides(), torch.no_grad():
+            for parameter, section, place in self._places:
+                if parameter.shape == place[0] and not share_memory(parameter, section.full):
+                    section.full.as_strided(*place).copy_(parameter.data)
+
     def changed(self) -> list[str]:
         """Return the names of parameters of a sharded unit that were changed since `note`.
 
         Version counters show changes in place; this rank's range of the values shows changes through aliases.
         """
+        if not self.sharded:
+            return []  # the engine has been destroyed in the block
+        self.take_assigned()
         names = self._changed_in_place()
         for section in self.sections:
-            if not section.sharded or section.tiered_shard.away:
+            if not section.sharded:
                 continue
-            own = section.full[section.shard_range]
-            if same_bits(own, section.shard):
-                continue
-            for piece in section.layout.pieces(section.shard_range.start, section.shard_range.stop):
-                name, place = (
-                    self.registry[piece.index].name,
-                    slice(piece.offset, piece.offset + piece.stop - piece.start),
-                )
-                if name not in names and not same_bits(own[place], section.shard[place]):
-                    names.append(name)
+            with section.tiered_shard.use(written=False):
+                own = section.full[section.shard_range]
+                if same_bits(own, section.shard):
+                    continue
+                for piece in section.layout.pieces(section.shard_range.start, section.shard_range.stop):
+                    name, place = (
+                        self.registry[piece.index].name,
+                        slice(piece.offset, piece.offset + piece.stop - piece.start),
+                    )
+                    if name not in names and not same_bits(own[place], section.shard[place]):
+                        names.append(name)
         return names
 
     def acquisitions(self) -> list[Acquisition]:
