@@ -24,56 +24,27 @@ from shardwise.report.rows import Row
 from shardwise.report.summing import Summary
 from shardwise.runfiles import FORMAT, RUN, events_file, steps_file
 from tests.harness import thorough
+from tests.harness.tables import tables
+
+TABLES = tables(__file__)
 
 EVIL = "</script><img src=x onerror=alert(1)><script>alert(2)</script><a href='javascript:alert(3)'>&amp;\u2028"
 LIBRARY = "var Plotly = 1; // </script>"
 
 
 def row(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
-    held = {"live": 60, "peak": 100, "at_peak": {"parameters": 60, "gathered window": 40}, "peaks": {"parameters": 60}}
     waited = 0.1 if rank == 1 else 0.6
     return {
-        "time": 1.7e9 + step,
-        "step": step,
-        "samples": 8 * step,
-        "steps": 1,
-        "lr": [0.1 / step],
-        "applied": step != 3,
-        "seconds": 1.0,
-        "samples_per_second": 8.0,
-        "tokens": 800,
+        **TABLES["row"],
+        **{"time": 1.7e9 + step, "step": step, "samples": 8 * step, "lr": [0.1 / step], "applied": step != 3},
         "loss": 5.0 / step + rank,
-        "grad_norm": 1.0,
-        "phases": {"forward": 0.2, "backward": 0.5, "step": 0.1},
-        "memory": {"device": held, "host": {"live": 10, "peak": 20, "at_peak": {}, "peaks": {}}},
-        "resident": 1000,
         "communication": {"all_gather": [2, 100, 50, waited], "all_reduce": [1, 8, 8, 0.0]},
         "units": {"layers.0": waited},
-        "moved": {"host": [5, 6]},
-    } | more
+        **more,
+    }
 
 
-ABOUT = {
-    "format": FORMAT,
-    "time": 1.7e9,
-    "step": 0,
-    "world": 2,
-    "ranks": [{"host": "a"}, {"host": "b"}],
-    "versions": {"torch": "2.13.0"},
-    "device": "cpu",
-    "waits_on_host": True,
-    "model": "GPT",
-    "parameters": 1234567,
-    "optimizer": "AdamW",
-    "stage": 3,
-    "precision": "compute bf16",
-    "batch": {"total": 8, "micro": 4, "accumulation": 1},
-    "total_steps": 10,
-    "limits": {"device": 200},
-    "plan": {"tiers": {"device": 110, "host": 20}, "categories": {"parameters": 60}},
-    "warnings": ["a key has no effect"],
-    "configuration": {"train_batch_size": 8},
-}
+ABOUT = {**TABLES["about"], "format": FORMAT}
 
 
 def write(path: Path, steps: int = 6, ranks: int = 2, about: Any = ABOUT, **more: Any) -> Path:
@@ -126,21 +97,7 @@ def test_a_run(tmp_path: Path) -> None:
     warn(path, 1, kind="loss_spike", step=5, advice="Lower the learning rate.")
     page = Page(render(read_run(path), LIBRARY))
     text = page.text
-    for part in (
-        "GPT",
-        "1,234,567 parameters · ZeRO stage 3 · 2 ranks · 2 machines (CPU)",
-        "Steps 6 of 10, 1 skipped",
-        "Step time 1 s",
-        "Tokens/s 800 400 a rank",
-        "Peak on the device 100 B planned 110 B, limit 200 B",
-        "8 samples a step: micro-batch 4, accumulation 1",
-        "Warnings (3)",
-        "loss spike 2 times, steps 4 to 5, rank 1",
-        "Lower the learning rate.",
-        "a key has no effect",
-        "Rank 1 is waited for: it waits 100 ms in a step, the others 600 ms.",
-        "host: 5 B read and 6 B written",
-    ):
+    for part in TABLES["parts"]:
         assert part in text, (part, text)
     drawn = page.figures
     assert list(drawn) == ["loss", "speed", "gradients", "memory", "tiers", "communication", "units"]
