@@ -122,10 +122,7 @@ def _scan_section(
         if here in result.given:
             first = dotted(result.given[here])
             result.problems.append(
-                Problem(
-                    dotted(as_written),
-                    f"this is another name of `{first}`, which is given too; keep one of them",
-                )
+                Problem(dotted(as_written), f"this is another name of `{first}`, which is given too; keep one of them")
             )
             continue
         result.given[here] = as_written

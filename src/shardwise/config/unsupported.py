@@ -84,11 +84,7 @@ def check_built(config: Config, found: Scan) -> list[Problem]:
 def ignored_features(config: Config, found: Scan) -> list[Note]:
     """Return a note on each key that requests a feature of `IGNORED`."""
     return [
-        Note(
-            _as_written(row.path, found),
-            value_at(config, row.path),
-            f"accepted, and changes nothing: {row.feature}",
-        )
+        Note(_as_written(row.path, found), value_at(config, row.path), f"accepted, and changes nothing: {row.feature}")
         for row in IGNORED
         if row.requested(config)
     ]

@@ -153,14 +153,7 @@ def _shortened(value: Any, depth: int = 3) -> Any:
 
 def show(value: Any) -> str:
     """Return a value as JSON with its type, shortened."""
-    kinds = {
-        bool: "true or false",
-        int: "integer",
-        float: "number",
-        str: "string",
-        list: "list",
-        dict: "object",
-    }
+    kinds = {bool: "true or false", int: "integer", float: "number", str: "string", list: "list", dict: "object"}
     try:
         text = json.dumps(_shortened(value))
     except (TypeError, ValueError):

@@ -32,14 +32,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "horizontal_global_attention",
         "seed",
     ),
-    "bigbird": (
-        *_HEADS,
-        "num_random_blocks",
-        "num_sliding_window_blocks",
-        "num_global_blocks",
-        "attention",
-        "seed",
-    ),
+    "bigbird": (*_HEADS, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "attention", "seed"),
     "bslongformer": (*_HEADS, "num_sliding_window_blocks", *_GLOBAL, "attention"),
     "local_sliding_window": (*_BLOCKS, "num_sliding_window_blocks", "attention"),
 }

@@ -214,11 +214,7 @@ Anything = Annotated[Any, _AsTuple]
 Number = Annotated[int | float, WithJsonSchema({"type": "number"}), AsNumber]
 NotNegative = Annotated[float, Field(ge=0), AsNumber]
 PartOfOne = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[
-    tuple[PartOfOne, PartOfOne],
-    _AsTuple,
-    WithJsonSchema({IN_WORDS: "two numbers in [0, 1)"}),
-]
+Betas = Annotated[tuple[PartOfOne, PartOfOne], _AsTuple, WithJsonSchema({IN_WORDS: "two numbers in [0, 1)"})]
 """Decay rates of two averages."""
 _NEVER = {"type": "number", "minimum": 1e308, "description": "Infinity: never."}
 StepCount = (

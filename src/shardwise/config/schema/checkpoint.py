@@ -94,10 +94,7 @@ class CheckpointOptions(ConfigSection):
     """`checkpoint`."""
 
     tag_validation: TagValidation = key("warn", "What to do when ranks name different tags.")
-    async_save: bool = key(
-        False,
-        "Save in the background, by a thread.",
-    )
+    async_save: bool = key(False, "Save in the background, by a thread.")
     keep_last: Int | None = key(
         None,
         "The newest so many checkpoints stay, of those whose tags differ only in the number of steps at their end; "

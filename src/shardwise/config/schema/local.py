@@ -14,8 +14,7 @@ class OuterOptimizer(ConfigSection):
     """`local_sgd.outer_optimizer`: the optimizer whose gradient is the mean change of the parameters."""
 
     type: Literal["Nesterov", "SGD", "Average"] = key(
-        "Nesterov",
-        "SGD with Nesterov momentum (DiLoCo), SGD with momentum, or the mean of the parameters.",
+        "Nesterov", "SGD with Nesterov momentum (DiLoCo), SGD with momentum, or the mean of the parameters."
     )
     lr: float | None = key(None, "Learning rate; null: 0.7 for Nesterov, 1 for SGD.", gt=0)
     momentum: float | None = key(None, "Momentum; null: 0.9 for Nesterov, 0 for SGD.", ge=0, lt=1)

@@ -55,10 +55,7 @@ class OffloadOptimizer(ConfigSection):
         ge=0,
         le=1,
     )
-    super_offload: bool = key(
-        False,
-        "Step units on the host while the backward pass still runs (SuperOffload).",
-    )
+    super_offload: bool = key(False, "Step units on the host while the backward pass still runs (SuperOffload).")
 
 
 class ActivationOffload(ConfigSection):
@@ -94,11 +91,9 @@ class MemoryLimits(ConfigSection):
         "`shardwise run --device-limit` overrules it.",
     )
     host: Size | None = key(
-        None,
-        "Most bytes of all ranks of a machine in its memory; of CPU ranks without `device` all that they hold.",
+        None, "Most bytes of all ranks of a machine in its memory; of CPU ranks without `device` all that they hold."
     )
     disk: Size | None = key(None, "Most bytes of all ranks that share a disk in their swap files.")
     watchdog: bool | None = key(
-        None,
-        "End the job with a table before the memory of the machine is used up; null: if state lives in it.",
+        None, "End the job with a table before the memory of the machine is used up; null: if state lives in it."
     )

@@ -80,10 +80,7 @@ class TorchAutocast(ConfigSection):
     """`torch_autocast`: run forward under torch.autocast."""
 
     enabled: bool = key(False, "Run the engine's forward under torch.autocast; parameters stay fp32.")
-    dtype: DType | None = key(
-        None,
-        "bf16 or fp16; null: bf16. With fp16 the other keys of the fp16 section hold.",
-    )
+    dtype: DType | None = key(None, "bf16 or fp16; null: bf16. With fp16 the other keys of the fp16 section hold.")
     lower_precision_safe_modules: Strings | None = key(
         None,
         "Dotted names of module classes whose gradients are sent in dtype; null: Linear, Conv1d, Conv2d and Conv3d "
@@ -102,8 +99,7 @@ class Float8(ConfigSection):
 
     enabled: bool = key(False, "Replace the linear layers of the model by torchao's for training in float8.")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
-        "tensorwise",
-        "Scales of a tensor or of its rows; the last keeps products for gradients of weights in 16 bits.",
+        "tensorwise", "Scales of a tensor or of its rows; the last keeps products for gradients of weights in 16 bits."
     )
     filter_fqns: Strings = key([], "Layers whose names contain one of these texts are left as they are.")
     emulate: bool = key(False, "Compute the products in fp32 from rounded values, on devices without float8.")

@@ -30,13 +30,7 @@ from .observe import (
 )
 from .offload import AIO, ActivationOffload, MemoryLimits
 from .optim import Optimizer, Scheduler
-from .parallel import (
-    ActivationCheckpointing,
-    Compression,
-    ExpertParallel,
-    Pipeline,
-    TensorParallel,
-)
+from .parallel import ActivationCheckpointing, Compression, ExpertParallel, Pipeline, TensorParallel
 from .precision import BF16, FP16, DataTypes, Float8, TorchAutocast
 from .tuning import Autotuning
 from .unequal import UnequalBatches
@@ -53,8 +47,7 @@ class Config(ConfigSection):
     """
 
     schema_version: Annotated[Literal[1], ExactInt] = key(
-        1,
-        "Version of the defaults, which change only with this number.",
+        1, "Version of the defaults, which change only with this number."
     )
 
     train_batch_size: Int | None = key(None, "Samples per optimizer step over all ranks.", gt=0)

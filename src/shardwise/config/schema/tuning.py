@@ -27,8 +27,7 @@ class Autotuning(ConfigSection):
     """`autotuning`: the search of `shardwise run --autotuning`, and the measured steps of its runs."""
 
     enabled: bool = key(
-        False,
-        "In a run that `--autotuning` has started: measure some steps, and end. No effect in other runs.",
+        False, "In a run that `--autotuning` has started: measure some steps, and end. No effect in other runs."
     )
     fast: bool = key(
         True, "Tune ZeRO stage and micro-batch size only; false: also offloading, where it is needed, and buckets."
@@ -43,8 +42,7 @@ class Autotuning(ConfigSection):
     start_profile_step: Int = key(3, "First measured step; the first step of a run is never measured.", ge=0)
     end_profile_step: Int = key(5, "Last measured step, after which the run ends.", ge=0)
     metric: Literal["throughput", "latency", "flops"] = key(
-        "throughput",
-        "Most samples per second, least seconds of a step, or most floating-point operations per second.",
+        "throughput", "Most samples per second, least seconds of a step, or most floating-point operations per second."
     )
     metric_path: str | None = key(None, "File of a run's result; set by `--autotuning`.", min_length=1)
     tuner_type: Literal["gridsearch", "random", "model_based"] = key(
@@ -56,9 +54,7 @@ class Autotuning(ConfigSection):
     tuner_early_stopping: Int = key(5, "End after so many runs without a better result.", gt=0)
     tuner_num_trials: Int = key(50, "Most runs.", gt=0)
     arg_mappings: dict[str, Any] | None = key(
-        None,
-        "Arguments of the script that repeat keys, as {key: argument}; each run sets them.",
-        free_form=True,
+        None, "Arguments of the script that repeat keys, as {key: argument}; each run sets them.", free_form=True
     )
     max_train_batch_size: Int | None = key(None, "Largest `train_batch_size`, if the configuration gives none.", gt=0)
     min_train_batch_size: Int = key(1, "Smallest `train_batch_size`, if the configuration gives none.", gt=0)

@@ -43,11 +43,7 @@ class ZeroConfig(ConfigSection):
     """`zero_optimization`: sharding of optimizer state (1), gradients (2) and parameters (3)."""
 
     stage: Stage = key(0, "0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters.")
-    reduce_bucket_size: Int = key(
-        500_000_000,
-        "Most elements of one gradient reduction: an upper limit.",
-        gt=0,
-    )
+    reduce_bucket_size: Int = key(500_000_000, "Most elements of one gradient reduction: an upper limit.", gt=0)
     allgather_bucket_size: Int = key(
         500_000_000, "Most elements of one gather of updated parameters: an upper limit.", gt=0
     )
@@ -83,10 +79,7 @@ class ZeroConfig(ConfigSection):
         ge=0,
     )
     stage3_max_live_parameters: Int = key(
-        1_000_000_000,
-        "Most elements gathered at a time on a rank (stage 3).",
-        names=("max_live_parameters",),
-        ge=0,
+        1_000_000_000, "Most elements gathered at a time on a rank (stage 3).", names=("max_live_parameters",), ge=0
     )
     stage3_gather_fp16_weights_on_model_save: bool = key(
         False,
@@ -105,9 +98,7 @@ class ZeroConfig(ConfigSection):
     offload_optimizer: OffloadOptimizer | None = key(None, "Where optimizer state lives and is stepped.")
     zenflow: Annotated[Any, NotBuilt("zero_optimization.zenflow", optional=True)] = key(None, "Not built.")
     cpu_offload: bool | None = key(
-        None,
-        "Old form of offload_optimizer.device = cpu.",
-        deprecated_for="zero_optimization.offload_optimizer.device",
+        None, "Old form of offload_optimizer.device = cpu.", deprecated_for="zero_optimization.offload_optimizer.device"
     )
     cpu_offload_param: bool | None = key(
         None,
@@ -139,9 +130,7 @@ class ZeroConfig(ConfigSection):
         None, "Error feedback for zero_quantized_gradients; null: the rounding error is lost."
     )
     zero_node_size: Int | None = key(
-        None,
-        "Ranks of a node, for zero_quantized_gradients; null: those of a machine.",
-        ge=1,
+        None, "Ranks of a node, for zero_quantized_gradients; null: those of a machine.", ge=1
     )
     mics_shard_size: Int = key(
         -1, "Ranks, of one machine if they fit, over which state is divided (MiCS, HSDP); -1: all ranks."
