@@ -94,9 +94,9 @@ def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
     note = key.extra.get("x-default-note")
     if note:
         meaning.append(f"Default: {note}.")
-    if any(".".join(path).startswith(entry.path) for entry in IGNORED):
+    if any(".".join(path).startswith(entry["path"]) for entry in IGNORED):
         meaning.append("**Warning**.")
-    if any(".".join(path) == entry.path for entry in UNSUPPORTED):
+    if any(".".join(path) == entry["path"] for entry in UNSUPPORTED):
         meaning.append("**Not built**.")
     default = "required" if key.field.is_required() else f"`{_default(key)}`"
     cells = [f"`{name}`{names}", f"{_type(key)}, {default}", " ".join(meaning)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardwise.config import Facts, accept, describe, effective, resolve
+from shardwise.config.conditions import value_at
 from shardwise.config.export import without_secrets
 from shardwise.config.schema_index import walk
-from shardwise.config.unsupported import value_at
 from shardwise.errors import BatchSizeError, ConfigError
 from shardwise.memory.places import Where
 from shardwise.zero.units.plan import where_of

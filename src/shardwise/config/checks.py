@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Literal
 
 from shardwise.errors import ConflictError
 
 from . import names
-from .gradient_compression import method_name
+from .conditions import holds
 from .normalize import Scan
 from .problems import Problem, dotted
 from .schema.base import ConfigSection
+from .schema.not_built import table
 from .schema.root import Config
 
 
@@ -55,11 +57,6 @@ def check_worth_a_warning(config: Config) -> list[str]:
     return warnings
 
 
-def has_stages(config: Config) -> bool:
-    """Return True if a configuration asks for a pipeline."""
-    return config.pipeline.stages not in ("auto", 1)
-
-
 def reactions(config: Config) -> dict[str, str]:
     """Return what is done about anomalies, by the key that says so."""
     watch = config.anomaly_watch
@@ -67,10 +64,6 @@ def reactions(config: Config) -> dict[str, str]:
     if watch.enabled:
         found |= {"anomaly_watch.loss_spike": watch.loss_spike, "anomaly_watch.grad_norm_spike": watch.grad_norm_spike}
     return found
-
-
-def _is_onebit(config: Config) -> bool:
-    return (config.optimizer.type or "").lower() in names.ONEBIT_OPTIMIZERS
 
 
 def _divides(path: str, size: int, world_size: int) -> Iterator[Problem]:
@@ -172,25 +165,19 @@ def _groups(config: Config, world_size: int) -> Iterator[Problem]:
     if levels and node is not None and size % min(node, size):
         message = f"is {size}, which is not a multiple of `zero_optimization.zero_node_size` = {node}"
         yield Problem("zero_optimization.mics_shard_size", message, ConflictError)
-    for path, reason in not_in_groups(config):
+    for path, reason in excluded("groups", config):
         message = f"cannot be combined with `zero_optimization.mics_shard_size` = {size}: {reason}. Keep one of them"
         yield Problem(path, message, ConflictError)
 
 
-def not_in_groups(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the keys that groups of ranks with replicated state exclude, each with the reason."""
-    zero = config.zero_optimization
-    exchange = "it exchanges gradients among all ranks at once"
-    if zero.zero_hpz_partition_size > 1:
-        yield "zero_optimization.zero_hpz_partition_size", "each group of ranks has all parameters already"
-    if zero.zero_quantized_gradients:
-        yield "zero_optimization.zero_quantized_gradients", exchange
-    if zero.zero_quantized_weights and zero.mics_hierarchical_params_gather:
-        yield "zero_optimization.zero_quantized_weights", "codes are gathered in one level"
-    if method_name(config):
-        yield "compression.type", exchange
-    if _is_onebit(config):
-        yield "optimizer.type", exchange
+def excluded(by: Literal["groups", "local_sgd"], config: Config) -> list[tuple[str, str]]:
+    """Return the keys that groups of ranks with replicated state or `local_sgd` exclude, each with the reason."""
+    rows = table("exclusive.toml")[by]
+    return [(path, row["reason"]) for path, row in rows.items() if holds({**_condition(path), **row}, config)]
+
+
+def _condition(path: str) -> dict[str, Any]:
+    return {"path": path, **table("exclusive.toml")["conditions"].get(path, {})}
 
 
 def _gradients(config: Config) -> Iterator[Problem]:
@@ -206,14 +193,14 @@ def _gradients(config: Config) -> Iterator[Problem]:
 
 def _onebit(config: Config) -> Iterator[Problem]:
     name = config.optimizer.type
-    if name is None or not _is_onebit(config):
+    if name is None or not config.optimizer.is_onebit:
         return
     stage, most = config.zero_optimization.stage, names.ONEBIT_STAGES[name.lower()]
     if stage > most:
         reason = names.ONEBIT_STAGE_REASONS[most]
         message = f"is {stage}, but `optimizer.type` = {name} needs {reason}. Lower the stage or take another optimizer"
         yield Problem("zero_optimization.stage", message, ConflictError)
-    if method_name(config):
+    if config.compression.method:
         written = config.compression.type
         message = f"is {written}, but `optimizer.type` = {name} compresses what it sends itself; remove one of them"
         yield Problem("compression.type", message, ConflictError)
@@ -235,97 +222,14 @@ def _local(config: Config, world_size: int) -> Iterator[Problem]:
     if not local.enabled:
         return
     yield from _divides("local_sgd.replica_size", size or 1, world_size)
-    for path, reason in _not_local(config):
+    for path, reason in excluded("local_sgd", config):
         yield Problem(path, f"cannot be combined with `local_sgd`: {reason}. Keep one of them", ConflictError)
-
-
-def _not_local(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the keys that `local_sgd` excludes, each with the reason."""
-    zero = config.zero_optimization
-    if config.fp16.enabled or (config.torch_autocast.dtype == "fp16" and config.torch_autocast.enabled):
-        yield "fp16.enabled", "each replica would find a loss scale, and skip steps, of its own (bf16 has none)"
-    for path, action in reactions(config).items():
-        if action in ("skip", "rewind"):
-            yield path, "one replica would skip steps, and have another learning rate than the others"
-    if config.bf16.check_grad_overflow:
-        yield "bf16.check_grad_overflow", "one replica would skip steps, and have another learning rate than the others"
-    if config.checkpoint.memory_copies is not None:
-        yield "checkpoint.memory_copies", "a copy has the state of one replica"
-    if _is_onebit(config):
-        yield "optimizer.type", "it makes local steps and averages them itself"
-    if method_name(config):
-        yield "compression.type", "gradients stay within a replica (`local_sgd.quantize_bits` is for exchanges)"
-    for key in ("zero_quantized_gradients", "zero_quantized_weights"):
-        if getattr(zero, key):
-            yield f"zero_optimization.{key}", "collectives of a step stay within a replica"
-    if zero.zero_hpz_partition_size > 1:
-        yield "zero_optimization.zero_hpz_partition_size", "collectives of a step stay within a replica"
-    if zero.mics_shard_size > 0 or zero.optimizer_over_replicas:
-        path = "mics_shard_size" if zero.mics_shard_size > 0 else "optimizer_over_replicas"
-        yield f"zero_optimization.{path}", "replicas have whole state, of `local_sgd.replica_size` ranks"
-    for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        if offload is not None and offload.device != "none":
-            yield f"zero_optimization.{name}", "exchanges need master weights on the device"
-    if has_stages(config):
-        yield "pipeline.stages", "a replica is not divided into stages"
-    if config.tensor_parallel.size > 1:
-        yield "tensor_parallel", "a replica is divided by ZeRO only"
-    if config.expert_parallel.enabled:
-        yield "expert_parallel.enabled", "a replica is divided by ZeRO only"
-    if config.sequence_parallel_size > 1:
-        yield "sequence_parallel_size", "a replica is divided by ZeRO only"
 
 
 def _pairs(config: Config) -> Iterator[Problem]:
     """Yield the pairs of keys that cannot be combined."""
-    zero, efficiency, sampling = config.zero_optimization, config.data_efficiency, "data_efficiency.data_sampling"
-    autocast = ("torch_autocast.enabled", config.torch_autocast.enabled)
-    codes = ("zero_optimization.zero_quantized_weights", zero.zero_quantized_weights)
-    levels = ("zero_optimization.mics_hierarchical_params_gather", zero.mics_hierarchical_params_gather)
-    float8 = ("float8.enabled", config.float8.enabled)
-    float8_gather = ("float8.all_gather", config.float8.enabled and config.float8.all_gather)
-    tensors = ("tensor_parallel.autotp_size", config.tensor_parallel.size > 1)
-    layers = ("compression_training", bool(config.compression_methods.methods))
-    stages = ("pipeline.stages", has_stages(config))
-    sequences = ("sequence_parallel_size", config.sequence_parallel_size > 1)
-    experts = ("expert_parallel.enabled", config.expert_parallel.enabled)
-    seed = ("sample_seed", config.sample_seed is not None)
-    uncounted = ("managed_gradient_accumulation", not config.managed_gradient_accumulation)
-    unequal = ("unequal_batches.enabled", config.unequal_batches.enabled)
-    total = ("gradient_allreduce_op", config.gradient_allreduce_op == "sum")
-    rest = ("dataloader_drop_last", not config.dataloader_drop_last)
-    skips = ("progressive_layer_drop.enabled", config.progressive_layer_drop.enabled)
-    drops = ("data_efficiency.data_routing.random_ltd.enabled", efficiency.token_drop is not None)
-    draws = (f"{sampling}.curriculum_learning.enabled", efficiency.curriculum is not None)
-    fills = (f"{sampling}.dynamic_batching.enabled", efficiency.token_batches is not None)
-    forms = "the sampler forms the batches"
-    rules = (
-        (*codes, *autocast, "it keeps fp32 parameters for exact gathers"),
-        (*float8, *tensors, "divided layers have products of their own"),
-        (*float8, *layers, "it changes the same layers"),
-        (*float8, *stages, "layers of stages are built later"),
-        (*float8_gather, *codes, "both code what is gathered"),
-        (*float8_gather, *levels, "it has one level"),
-        (*float8_gather, *autocast, "it keeps fp32 parameters for exact gathers"),
-        (*seed, *sequences, "parts of a sequence need masks of their own"),
-        (*seed, *stages, "stages run several micro-batches at a time"),
-        (*seed, *uncounted, "micro-batches are not counted"),
-        (*stages, *unequal, "messages of stages have one size"),
-        (*experts, *unequal, "ranks exchange tokens of equal micro-batches"),
-        (*seed, *unequal, "it needs micro-batches of equal size"),
-        (*total, *unequal, "losses count by samples only in a mean"),
-        (*rest, *unequal, "a last batch that is not full cannot be divided"),
-        (*skips, *stages, "a skipped layer would leave its stage idle, and no step would be shorter"),
-        (*drops, *stages, "stages pass whole sequences on"),
-        (*drops, *sequences, "a rank has a part of each sequence, and attention needs all"),
-        (*draws, *unequal, forms),
-        (*draws, *seed, forms),
-        (*fills, *unequal, forms),
-        (*fills, *seed, forms),
-        (*fills, *stages, "micro-batches differ in size"),
-        (*fills, *uncounted, "steps have equally many"),
-    )
-    for path, on, other, held, reason in rules:
-        if on and held:
-            fix = "set it to true" if path == rest[0] else "remove one of the two"
-            yield Problem(path, f"cannot be combined with `{other}`: {reason}; {fix}", ConflictError)
+    for *paths, reason in table("exclusive.toml")["pairs"]:
+        first, other = map(_condition, paths)
+        if holds(first, config) and holds(other, config):
+            fix = first.get("fix", "remove one of the two")
+            yield Problem(paths[0], f"cannot be combined with `{paths[1]}`: {reason}; {fix}", ConflictError)

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from .conditions import holds
 from .normalize import SCHEMA, scan, unfold
 from .problems import Note, Path, dotted
 from .read import Document, read
@@ -278,10 +279,10 @@ def _give_defaults(data: dict[str, Any], ignored: list[Note]) -> None:
 def _drop_speed_only(data: dict[str, Any], ignored: list[Note]) -> None:
     config, _, _ = validate(scan(data))
     for row in UNSUPPORTED:
-        if not row.speed_only or not row.requested(config):
+        if not row.get("speed_only") or not holds(row, config):
             continue
-        parent, spelling = _find(data, row.path)
+        parent, spelling = _find(data, row["path"])
         if parent is not None and spelling in parent:
-            path = dotted((*row.path.split(".")[:-1], spelling))
-            reason = f"this version does not have {row.feature}; results are the same"
+            path = dotted((*row["path"].split(".")[:-1], spelling))
+            reason = f"this version does not have {row['feature']}; results are the same"
             ignored.append(Note(path, parent.pop(spelling), reason))

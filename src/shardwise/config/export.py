@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from .conditions import value_at
 from .gradient_compression import method_parameters
 from .resolve import Resolution
 from .schema.base import AUTO, MASK, ConfigSection
 from .schema.gradients import METHODS
 from .schema.root import Config
 from .schema_index import Key, keys_of, raw_json_schema, walk
-from .unsupported import value_at
 
 _PASSWORD = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
 

@@ -12,20 +12,12 @@ from shardwise.errors import ConflictError
 from .normalize import Scan
 from .problems import Problem, dotted
 from .schema.base import ConfigSection
-from .schema.gradients import METHODS, DGCOptions, TopKOptions, canonical_method
+from .schema.gradients import METHODS, DGCOptions, TopKOptions
 from .schema.root import Config
 from .schema_index import advise, keys_of, nearest
 from .validate import message
 
 _SENDING_VALUES = ("topk", "dgc")
-
-
-def method_name(config: Config) -> str | None:
-    """Return the method as `METHODS` spells it, or None if compression is off. An unknown name is unchanged."""
-    written = config.compression.type
-    if written is None or written.lower() == "none":
-        return None
-    return canonical_method(written) or written
 
 
 def method_parameters(config: Config) -> ConfigSection | None:
@@ -36,18 +28,18 @@ def method_parameters(config: Config) -> ConfigSection | None:
     >>> method_parameters(resolve(config).config)
     TopKOptions(ratio=0.1, start_compressing_after_step=0, use_error_feedback=True)
     """
-    name = method_name(config)
+    name = config.compression.method
     return None if name is None else METHODS[name].model_validate(_canonical(METHODS[name], config.compression.params))
 
 
 def sends_values(config: Config) -> bool:
     """Return True if the configured method sends selected entries, in the communication dtype."""
-    return method_name(config) in _SENDING_VALUES
+    return config.compression.method in _SENDING_VALUES
 
 
 def check_compression(config: Config, found: Scan) -> list[Problem]:
     """Return the problems of the method's name and parameters, and of keys that contradict it."""
-    name, params = method_name(config), config.compression.params
+    name, params = config.compression.method, config.compression.params
     if name is None:
         off = config.compression.type is not None or not params
         reason = 'the compression has no `type`; add one, such as "type": "powerSGD"'
@@ -56,7 +48,7 @@ def check_compression(config: Config, found: Scan) -> list[Problem]:
         close = nearest(name, list(METHODS))
         advice = f'did you mean "{close}"?' if close else f"known: {', '.join(METHODS)}"
         return [Problem("compression.type", f"there is no method {name!r} of gradient compression; {advice}")]
-    return [*_parameters(METHODS[name], params, found), *_company(config, name)]
+    return [*_parameters(METHODS[name], params, found), *_wire(config, name)]
 
 
 def doubtful_compression(config: Config) -> list[str]:
@@ -95,12 +87,7 @@ def _parameters(section: type[ConfigSection], params: dict[str, Any], found: Sca
             yield Problem(dotted((*path, spelled[name])), message(keys[name], params[spelled[name]]))
 
 
-def _company(config: Config, name: str) -> Iterator[Problem]:
-    zero = config.zero_optimization
-    if zero.zero_quantized_gradients:
-        other = "`zero_optimization.zero_quantized_gradients`"
-        reason = f'"{name}" cannot be combined with {other}: a gradient is reduced in one way'
-        yield Problem("compression.type", reason, ConflictError)
+def _wire(config: Config, name: str) -> Iterator[Problem]:
     if config.communication_data_type == "fp16" and sends_values(config):
         reason = (
             f'"fp16" cannot be combined with `compression.type` "{name}": what has been kept and is sent later may be '

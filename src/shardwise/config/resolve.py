@@ -15,17 +15,18 @@ from . import names
 from .auto import resolve_autos
 from .batch import MICRO, STEPS, TRAIN, ResolvedBatch, solve
 from .checks import check_combinations, check_worth_a_warning
+from .conditions import value_at
 from .curricula import check_metrics
 from .deepspeed import warning
 from .elasticity import solve_elastic
-from .gradient_compression import check_compression, doubtful_compression, method_name
+from .gradient_compression import check_compression, doubtful_compression
 from .normalize import Scan, scan
 from .optimizer_params import check_optimizer, check_scheduler, settle
 from .problems import Note, Problem, dotted, raise_problems
 from .read import read
 from .runtime_facts import Facts
 from .schema.root import Config
-from .unsupported import check_built, ignored_features, value_at
+from .unsupported import check_built, ignored_features
 from .unused_keys import without_effect
 from .validate import validate
 
@@ -238,7 +239,7 @@ def _settle(config: Config) -> list[Note]:
         config.optimizer.type = names.canonical_optimizer(written)
         if config.optimizer.type not in (written, written.lower()):
             notes.append(Note("optimizer.type", config.optimizer.type, "the name in torch.optim"))
-    config.compression.type = method_name(config)
+    config.compression.type = config.compression.method
     settle(config)
     return notes
 

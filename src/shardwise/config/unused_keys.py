@@ -10,6 +10,7 @@ from typing import Any
 
 from .batch import MICRO, STEPS, TRAIN
 from .checks import reactions
+from .conditions import value_at
 from .integrations import read_by_clients
 from .names import optimizer_model
 from .normalize import Scan
@@ -17,7 +18,6 @@ from .problems import Note, dotted
 from .schema.attention import KEYS
 from .schema.root import Config
 from .schema_index import Key, keys_of, walk
-from .unsupported import value_at
 
 _STAGE = ("zero_optimization", "stage")
 _OFFLOAD = ("offload_param", "offload_optimizer")
@@ -89,7 +89,7 @@ def _holds_anyway(path: tuple[str, ...], config: Config) -> bool:
     if path == ("anomaly_watch",):  # the limit of rewinds
         return config.non_finite == "rewind"
     if path == ("fp16",):  # its loss scale is that of autocast
-        return config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
+        return config.scales_loss
     return path == ("bf16",) and config.bf16.check_grad_overflow
 
 

@@ -30,7 +30,7 @@ from shardwise.comm.environment import discover
 from shardwise.comm.machines import by_machine, groups_of, split_by, topology
 from shardwise.comm.rendezvous import own_address
 from shardwise.comm.replicas import Replicas
-from shardwise.config.checks import not_in_groups
+from shardwise.config.checks import excluded
 from shardwise.errors import ConfigError, ConflictError, LaunchError, NotBuiltError, UsageError
 from shardwise.parallel.sequence import SequenceGroup, across
 from shardwise.parallel.tensor.dtensors import line_of
@@ -378,7 +378,7 @@ def domain_of(config: Config, comm: Communicator, requested: RequestedParallelis
     zero = config.zero_optimization
     shard = int(zero.mics_shard_size)
     if requested is not None and requested.arrangement is not None:
-        for path, reason in not_in_groups(config):
+        for path, reason in excluded("groups", config):
             raise ConflictError(f"{path}: cannot be combined with the mesh passed to initialize(): {reason}")
         if zero.mics_hierarchical_params_gather:
             raise ConflictError(

@@ -12,7 +12,7 @@ from shardwise.comm.compression.base import Compressor
 from shardwise.comm.compression.powersgd import PowerSGD
 from shardwise.comm.compression.quantized import in_blocks
 from shardwise.comm.compression.sparse import DGC, TopK
-from shardwise.config.gradient_compression import method_name, method_parameters
+from shardwise.config.gradient_compression import method_parameters
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -30,5 +30,5 @@ METHODS: dict[str, Callable[[Any, Communicator, Callable[[torch.Tensor], None]],
 
 def build(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> Compressor | None:
     """Return the configured method, or None for exact reduction; `hold` counts a buffer until it is released."""
-    name, parameters = method_name(config), method_parameters(config)
+    name, parameters = config.compression.method, method_parameters(config)
     return None if name is None or comm.world == 1 else METHODS[name](parameters, comm, hold)

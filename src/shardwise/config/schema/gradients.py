@@ -1,6 +1,8 @@
-"""Parameters of the methods of gradient compression: one section for each `compression.type`."""
+"""Gradient compression: the section, and the parameters of each `compression.type`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from .base import ConfigSection, Int, key
 
@@ -78,3 +80,17 @@ def canonical_method(written: str) -> str | None:
     'powerSGD'
     """
     return next((name for name in METHODS if name.lower() == written.lower()), None)
+
+
+class Compression(ConfigSection):
+    """`compression`: lossy compression of gradients on the wire."""
+
+    type: str | None = key(None, "powerSGD, topk, dgc, int8 or int4, in any case; null or none: off.")
+    params: dict[str, Any] = key({}, "Parameters of the method: see below.", free_form=True)
+
+    @property
+    def method(self) -> str | None:
+        """The method as `METHODS` spells it, or None if compression is off. An unknown name is unchanged."""
+        if self.type is None or self.type.lower() == "none":
+            return None
+        return canonical_method(self.type) or self.type

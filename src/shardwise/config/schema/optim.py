@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .base import ConfigSection, key
+from .optimizers import ONEBIT_OPTIMIZERS
 from .unused import with_unused_keys
 
 
@@ -18,6 +19,11 @@ class Optimizer(ConfigSection):
         "(any case), or the exact name of a class in torch.optim. null: the caller passes one.",
     )
     params: dict[str, Any] = key({}, "Arguments of the optimizer, such as lr and weight_decay.", free_form=True)
+
+    @property
+    def is_onebit(self) -> bool:
+        """True if the optimizer communicates itself."""
+        return (self.type or "").lower() in ONEBIT_OPTIMIZERS
 
 
 class Scheduler(ConfigSection):

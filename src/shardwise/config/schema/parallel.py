@@ -33,6 +33,11 @@ class Pipeline(ConfigSection):
         0, "Recompute activations of every so many layers; 0: as the PipelineModule says.", ge=0
     )
 
+    @property
+    def has_stages(self) -> bool:
+        """True if the configuration asks for a pipeline."""
+        return self.stages not in ("auto", 1)
+
 
 class TPSize(ConfigSection):
     """`tensor_parallel.tp`: nested form of the tensor-parallel degree."""
@@ -197,10 +202,3 @@ class ActivationCheckpointing(ConfigSection):
         "Keep outputs of fused attention, or also of every second or of all products with a weight, instead of "
         "computing them again.",
     )
-
-
-class Compression(ConfigSection):
-    """`compression`: lossy compression of gradients on the wire."""
-
-    type: str | None = key(None, "powerSGD, topk, dgc, int8 or int4, in any case; null or none: off.")
-    params: dict[str, Any] = key({}, "Parameters of the method: see below.", free_form=True)

@@ -11,6 +11,7 @@ from .checkpoint import CheckpointOptions
 from .compression_training import CompressionTraining, QuantizeTraining
 from .data import CurriculumLearning, DataEfficiency, ProgressiveLayerDropping
 from .elasticity import Elasticity
+from .gradients import Compression
 from .inference import HybridEngine
 from .local import LocalSGD
 from .not_built import NotBuilt, not_built
@@ -30,7 +31,7 @@ from .observe import (
 )
 from .offload import AIO, ActivationOffload, MemoryLimits
 from .optim import Optimizer, Scheduler
-from .parallel import ActivationCheckpointing, Compression, ExpertParallel, Pipeline, TensorParallel
+from .parallel import ActivationCheckpointing, ExpertParallel, Pipeline, TensorParallel
 from .precision import BF16, FP16, DataTypes, Float8, TorchAutocast
 from .tuning import Autotuning
 from .unequal import UnequalBatches
@@ -206,6 +207,12 @@ class Config(ConfigSection):
     weight_quantization: Annotated[Any, NotBuilt("weight_quantization", optional=True)] = key(None, "Not built.")
     quantize_training: QuantizeTraining = section(QuantizeTraining, "Quantized weights (MoQ).")
     eigenvalue: Annotated[Any, NotBuilt("eigenvalue")] = not_built("eigenvalue")
+
+    @property
+    def scales_loss(self) -> bool:
+        """True if the run computes in fp16, with or without autocast."""
+        cast = self.torch_autocast
+        return self.fp16.enabled or (cast.enabled and cast.dtype == "fp16")
 
     @property
     def compression_methods(self) -> CompressionTraining:

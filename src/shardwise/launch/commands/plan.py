@@ -280,10 +280,9 @@ class Subject:
     @property
     def is_pipeline(self) -> bool:
         """Whether the model is planned in stages."""
-        from shardwise.config.checks import has_stages
         from shardwise.pipe import PipelineModule
 
-        return has_stages(self.config) or isinstance(self.model, PipelineModule)
+        return self.config.pipeline.has_stages or isinstance(self.model, PipelineModule)
 
     @property
     def parameters(self) -> int:
@@ -302,7 +301,6 @@ class Subject:
 
 def _of_name(request: Request, name: str) -> Subject:
     from shardwise.config import resolve
-    from shardwise.config.checks import has_stages
     from shardwise.pipe import PipelineModule
     from shardwise.plan.models import letters_of, micro_batch, named_model
 
@@ -312,7 +310,7 @@ def _of_name(request: Request, name: str) -> Subject:
             raise CommandLineError(f"{name} and {option} {value}: give one of the two.")
     settings = request.settings(sequences=letters.get("b"))
     config = resolve(settings, world_size=request.ranks).config
-    staged = has_stages(config)
+    staged = config.pipeline.has_stages
     model = named_model(name, request.recompute, pipeline=staged)
     sequences, length = int(config.train_micro_batch_size_per_gpu or 1), request.tokens(model, name, letters.get("l"))
     staged = staged or isinstance(model, PipelineModule)
@@ -322,7 +320,6 @@ def _of_name(request: Request, name: str) -> Subject:
 
 
 def _of_script(request: Request, script: str, arguments: tuple[str, ...]) -> Subject:
-    from shardwise.config.checks import has_stages
     from shardwise.pipe import PipelineModule
     from shardwise.plan.models import micro_batch
     from shardwise.plan.script import model_of_script
@@ -337,7 +334,7 @@ def _of_script(request: Request, script: str, arguments: tuple[str, ...]) -> Sub
     if batch is not None:
         sizes = f"{sequences} of training_data"
     elif length := request.tokens(model, script):
-        staged = has_stages(config) or isinstance(model, PipelineModule)
+        staged = config.pipeline.has_stages or isinstance(model, PipelineModule)
         batch = micro_batch(model, sequences, length, pipeline=staged, parts=config.sequence_parallel_size)
         sizes = f"{sequences} x {length} token ids, because initialize has no training_data"
     client = {"optimizer": found.optimizer, "model_parameters": found.model_parameters}
