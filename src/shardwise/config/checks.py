@@ -57,15 +57,6 @@ def check_worth_a_warning(config: Config) -> list[str]:
     return warnings
 
 
-def reactions(config: Config) -> dict[str, str]:
-    """Return what is done about anomalies, by the key that says so."""
-    watch = config.anomaly_watch
-    found: dict[str, str] = {"non_finite": config.non_finite}
-    if watch.enabled:
-        found |= {"anomaly_watch.loss_spike": watch.loss_spike, "anomaly_watch.grad_norm_spike": watch.grad_norm_spike}
-    return found
-
-
 def _divides(path: str, size: int, world_size: int) -> Iterator[Problem]:
     if world_size % size:
         message = f"is {size}, which does not divide the number of ranks, {world_size}"
@@ -208,7 +199,7 @@ def _onebit(config: Config) -> Iterator[Problem]:
 
 def _watch(config: Config) -> Iterator[Problem]:
     if config.checkpoint.memory_copies is None:
-        for path, action in reactions(config).items():
+        for path, action in config.reactions.items():
             if action == "rewind":
                 message = (
                     'is "rewind", and there is nothing to go back to: add "checkpoint": {"memory_copies": {"every": '

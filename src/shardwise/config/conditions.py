@@ -18,10 +18,11 @@ _TESTS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def holds(row: Mapping[str, Any], config: Config) -> bool:
-    """Return True if the value at a row's `of`, by default its `path`, passes the row's test, and its switches `within`
-    are on. Without a test the value has to be on.
+    """Return True if the value at a row's `of`, by default its `path`, passes the row's test, its switches `within` are
+    on, and those `unless` are off. Without a test the value has to be on.
     """
-    if not all(value_at(config, name) for name in row.get("within", ())):
+    on = [value_at(config, name) for name in row.get("within", ())]
+    if not all(on) or any(value_at(config, name) for name in row.get("unless", ())):
         return False
     value = value_at(config, row.get("of", row["path"]))
     return next((test(value, row[name]) for name, test in _TESTS.items() if name in row), bool(value))

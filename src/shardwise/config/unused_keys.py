@@ -5,17 +5,15 @@ listed, because published configurations are full of them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from .batch import MICRO, STEPS, TRAIN
-from .checks import reactions
-from .conditions import value_at
+from .conditions import holds, value_at
 from .integrations import read_by_clients
 from .names import optimizer_model
 from .normalize import Scan
 from .problems import Note, dotted
 from .schema.attention import KEYS
+from .schema.not_built import table
 from .schema.root import Config
 from .schema_index import Key, keys_of, walk
 
@@ -110,58 +108,16 @@ def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> 
 
 
 def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
+    row = table("overruled.toml").get(".".join(path))
+    if row is not None and holds({"path": ".".join(path), "given": True, **row}, config):
+        return str(row["reason"])
     zero, sparse = config.zero_optimization, config.sparse_attention
-    if path[0] in (TRAIN, MICRO, STEPS) and config.elasticity.enabled:
-        return "`elasticity` chooses the batch sizes (`ignore_non_elastic_batch_info`)"
-    tuning = config.autotuning
-    if path == ("autotuning",) and tuning.metric_path is None and not tuning.model_info.profile:
-        return "it is read by `--autotuning` of the launcher, and in the runs that the launcher starts then"
-    if path[:1] == ("elasticity",) and path[1:] == ("num_gpus_per_node",) and config.elasticity.version == 0.1:
-        return "it belongs to version 0.2"
-    if path == ("aio",) and "nvme" not in _offloaded(config):
-        return "nothing is offloaded to disk"
-    if path == ("zero_optimization", "sub_group_size") and (
-        zero.offload_optimizer is None or zero.offload_optimizer.device == "none"
-    ):
-        return "the optimizer is stepped once, on the device"
-    if path[:2] == ("zero_optimization", "offload_param") and path[2:] == ("max_in_cpu",):
-        return "" if zero.offload_param is None or zero.offload_param.device == "nvme" else "nothing is on disk"
-    if path == ("gradient_predivide_factor",) and config.prescale_gradients:
-        return "`prescale_gradients` divides by the number of ranks before the sum, so nothing is left to divide"
-    if path == ("zero_optimization", "mics_hierarchical_params_gather") and zero.mics_shard_size < 1:
-        return "it belongs to `zero_optimization.mics_shard_size`, which is not set"
-    if path == ("float8", "all_gather") and config.float8.all_gather and zero.stage < 3:
-        return "parameters are gathered at stage 3 only"
     all_ranks = zero.mics_shard_size == world_size and not zero.mics_hierarchical_params_gather
     if path == ("zero_optimization", "mics_shard_size") and all_ranks:
         return "it is the number of ranks: one group of all"
-    if path == ("zero_optimization", "optimizer_over_replicas") and zero.stage == 0:
-        return "stage 0 divides no optimizer state"
-    saved = config.activation_checkpointing
-    kept = ("activation_checkpointing", "contiguous_memory_optimization")
-    if path == kept and saved.contiguous_memory_optimization and not saved.cpu_checkpointing:
-        return "saved inputs stay on the device, whose allocator uses the same memory in each pass"
-    moves = config.activation_offload.enabled or saved.cpu_checkpointing
-    if path == ("activation_offload", "min_bytes") and not moves:
-        return "no activations are moved"
-    silent = not config.steps_per_print or math.isinf(config.steps_per_print)
-    if path == ("timers",) and config.timers.throughput.enabled and silent:
-        return "rates are printed with `steps_per_print`, which is not set"
-    watch = config.anomaly_watch
-    if path == ("anomaly_watch", "trace_steps") and watch.enabled and watch.trace != "after":
-        return f'it belongs to `anomaly_watch.trace` "after", which is "{watch.trace}"'
-    if path == ("anomaly_watch", "max_rewinds"):
-        return "" if "rewind" in reactions(config).values() else 'no key requests "rewind"'
-    if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
-        return 'the mode "dense" is ordinary attention'
     if path[0] == "sparse_attention" and sparse is not None and path[1:] not in ((), ("mode",)):
         return "" if path[1] in KEYS[sparse.mode] else f'it belongs to other modes than "{sparse.mode}"'
     return ""
-
-
-def _offloaded(config: Config) -> set[str]:
-    zero = config.zero_optimization
-    return {section.device for section in (zero.offload_param, zero.offload_optimizer) if section is not None}
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from .attention import SparseAttention
@@ -213,6 +214,26 @@ class Config(ConfigSection):
         """True if the run computes in fp16, with or without autocast."""
         cast = self.torch_autocast
         return self.fp16.enabled or (cast.enabled and cast.dtype == "fp16")
+
+    @property
+    def reactions(self) -> dict[str, str]:
+        """What is done about anomalies, by the key that says so."""
+        found: dict[str, str] = {"non_finite": self.non_finite}
+        watch = self.anomaly_watch
+        if watch.enabled:
+            found["anomaly_watch.loss_spike"] = watch.loss_spike
+            found["anomaly_watch.grad_norm_spike"] = watch.grad_norm_spike
+        return found
+
+    @property
+    def rewinds(self) -> bool:
+        """True if a key requests to rewind after an anomaly."""
+        return "rewind" in self.reactions.values()
+
+    @property
+    def prints(self) -> bool:
+        """True if progress is printed at some step."""
+        return bool(self.steps_per_print) and self.steps_per_print != math.inf
 
     @property
     def compression_methods(self) -> CompressionTraining:

@@ -142,6 +142,16 @@ class ZeroConfig(ConfigSection):
 
     enable_sanity_checks: bool = key(False, "Run internal consistency checks in every step.")
 
+    @property
+    def uses_disk(self) -> bool:
+        """True if parameters or optimizer state live on a disk."""
+        return "nvme" in {place.device for place in (self.offload_param, self.offload_optimizer) if place is not None}
+
+    @property
+    def steps_on_host(self) -> bool:
+        """True if optimizer state is offloaded."""
+        return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
+
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
         """Yield keys of another stage, and keys without the key that they belong to."""
         if self.legacy_stage1:
