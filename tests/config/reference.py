@@ -12,10 +12,10 @@ from typing import Any
 
 from shardwise.config.schema.base import ConfigSection
 from shardwise.config.schema.gradients import METHODS
-from shardwise.config.schema.not_built import documented
-from shardwise.config.schema.not_built import table as unsupported
 from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS
 from shardwise.config.schema.schedules import NATIVE_SCHEDULES
+from shardwise.config.schema.tables import documented
+from shardwise.config.schema.tables import table as unsupported
 from shardwise.config.schema_index import Key, expected, walk
 from shardwise.config.unsupported import IGNORED, UNSUPPORTED
 from tests.harness.pages import Page

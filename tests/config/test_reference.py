@@ -10,10 +10,10 @@ import pytest
 
 from shardwise.config import resolve
 from shardwise.config.schema.gradients import METHODS
-from shardwise.config.schema.not_built import documented
-from shardwise.config.schema.not_built import table as unsupported
 from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS, AdamWArguments
 from shardwise.config.schema.schedules import NATIVE_SCHEDULES
+from shardwise.config.schema.tables import documented
+from shardwise.config.schema.tables import table as unsupported
 from shardwise.config.schema_index import walk
 from shardwise.errors import BatchSizeError, ConfigError
 from tests.config.reference import PAGE as KEYS

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from shardwise.config import Config, json_schema, resolve
 from shardwise.config.auto import RULES
 from shardwise.config.schema import ConfigSection
-from shardwise.config.schema.not_built import table
+from shardwise.config.schema.tables import table
 from shardwise.config.schema_index import keys_of, lookup, takes_any_key, walk
 from shardwise.config.unsupported import IGNORED, UNSUPPORTED, Feature, value_at
 from shardwise.errors import ConfigError, NotBuiltError

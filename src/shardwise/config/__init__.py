@@ -6,7 +6,7 @@ or raises one error that lists all problems. torch is imported only to look up o
 
 from .deepspeed import accept
 from .export import KeyRow, describe, effective, json_schema
-from .placeholders import assume
+from .integrations import assume
 from .problems import Note
 from .read import load
 from .resolve import Resolution, resolve

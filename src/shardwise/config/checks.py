@@ -12,8 +12,8 @@ from .conditions import holds
 from .normalize import Scan
 from .problems import Problem, dotted
 from .schema.base import ConfigSection
-from .schema.not_built import table
 from .schema.root import Config
+from .schema.tables import table
 
 
 def check_combinations(config: Config, found: Scan, world_size: int) -> list[Problem]:

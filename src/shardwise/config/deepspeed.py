@@ -20,8 +20,8 @@ from .normalize import SCHEMA, scan, unfold
 from .problems import Note, Path, dotted
 from .read import Document, read
 from .schema.base import AUTO, STAGES, ConfigSection
-from .schema.not_built import table
 from .schema.root import Config
+from .schema.tables import table
 from .schema.zero import ZeroConfig
 from .schema_index import Key, keys_of, known_reason, nearest, place_of, takes_any_key
 from .unsupported import UNSUPPORTED

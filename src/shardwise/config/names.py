@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import create_model
 
 from .schema.base import Anything, Arguments, Betas, Flag, NotNegative, Number
-from .schema.not_built import table
 from .schema.optimizers import NATIVE_OPTIMIZERS, Mup
 from .schema.optimizers import ONEBIT_OPTIMIZERS as ONEBIT_OPTIMIZERS
 from .schema.schedules import NATIVE_SCHEDULES
+from .schema.tables import table
 from .schema_index import nearest
 from .validate import show
 

@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 
 from .problems import Path, dotted
 from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, SECRET, ConfigSection
-from .schema.not_built import NotBuilt, table
 from .schema.optimizers import NATIVE_OPTIMIZERS
 from .schema.precision import FP16
 from .schema.root import Config
 from .schema.schedules import NATIVE_SCHEDULES
+from .schema.tables import NotBuilt, table
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _NUMERIC = ("integer", "number")

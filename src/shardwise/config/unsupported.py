@@ -16,8 +16,8 @@ from shardwise.errors import NotBuiltError
 from .conditions import holds, value_at
 from .normalize import Scan
 from .problems import Note, Problem, dotted
-from .schema.not_built import table
 from .schema.root import Config
+from .schema.tables import table
 
 UNSUPPORTED: list[dict[str, Any]] = table()["unsupported"]
 IGNORED: list[dict[str, Any]] = table()["ignored"]

@@ -13,8 +13,8 @@ from .names import optimizer_model
 from .normalize import Scan
 from .problems import Note, dotted
 from .schema.attention import KEYS
-from .schema.not_built import table
 from .schema.root import Config
+from .schema.tables import table
 from .schema_index import Key, keys_of, walk
 
 _STAGE = ("zero_optimization", "stage")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 if TYPE_CHECKING:
-    from shardwise.config.schema.watch import AnomalyWatch
+    from shardwise.config.schema.observe import AnomalyWatch
 
 HISTORY = 1000
 """Values kept for display."""

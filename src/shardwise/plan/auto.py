@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
-    from shardwise.config.schema.budget import CostBudget
+    from shardwise.config.schema.tuning import CostBudget
 
 _KINDS: dict[str, type[Exception]] = {"memory": OutOfMemoryError, "config": ConfigError, "usage": UsageError}
 _FAILED = 'initialize(): rank 0 could not plan what is "auto"; write the values'

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError, ConflictError
 
-from .base import ConfigSection, Contradiction, Int, Ints, key
+from .base import At, ConfigSection, Contradictions, Int, Ints, key
 
 _BLOCKS = ("block",)
 _HEADS = (*_BLOCKS, "different_layout_per_head")
@@ -77,7 +76,7 @@ class SparseAttention(ConfigSection):
         """Return the values of the mode's keys."""
         return {name: getattr(self, name) for name in KEYS[self.mode]}
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield counts that do not fit each other."""
         keys, local, count = KEYS[self.mode], self.num_local_blocks, self.num_global_blocks
         if self.mode == "fixed":

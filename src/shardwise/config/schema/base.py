@@ -44,7 +44,7 @@ class ConfigSection(BaseModel):
         protected_namespaces=(),
     )
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield the contradictions between valid values; `at` returns the path of another key of the section."""
         yield from ()
 
@@ -57,7 +57,7 @@ class Arguments(ConfigSection):
         """Return the name of the optimizer or schedule that has these arguments."""
         return cls.__name__.removesuffix("Arguments")
 
-    def ordered(self, least: str, most: str, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def ordered(self, least: str, most: str, at: At) -> Contradictions:
         """Yield each lower bound above its upper bound; bounds may be lists, one item per parameter group."""
         bounds = (getattr(self, least), getattr(self, most))
         lengths = {len(value) for value in bounds if isinstance(value, list)} or {1}
@@ -73,8 +73,10 @@ class Arguments(ConfigSection):
                 return
 
 
-Contradiction = tuple[str, str, type[ConfigError]]
-"""The key, problem and fix, class of the error."""
+Contradictions = Iterator[tuple[str, str, type[ConfigError]]]
+"""Of each contradiction between keys: the key, problem and fix, class of the error."""
+At = Callable[[str], str]
+"""Returns the path of a key of a section in messages."""
 
 
 def key(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
 from shardwise.errors import ConfigError, ConflictError
 
-from .base import ConfigSection, Contradiction, Int, as_list, key, section
-from .unused import with_unused_keys
+from .base import At, ConfigSection, Contradictions, Int, as_list, key, section
+from .tables import with_unused_keys
 
 
 def _lower(value: Any) -> Any:
@@ -62,7 +61,7 @@ class OnSignal(ConfigSection):
     )
     save_on: Signals = key(["SIGUSR1"], "Signals after which the job saves and goes on.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield a missing directory, and signals with two meanings or none."""
         if self.save_dir is None:
             message = "is missing; name the directory in which checkpoints are saved when a signal comes"
@@ -113,7 +112,7 @@ class CheckpointOptions(ConfigSection):
     on_signal: OnSignal | None = key(None, "Checkpoints when a rank is sent a signal.")
     memory_copies: MemoryCopiesOptions | None = key(None, "Copies of the training state in memory.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield keys without the key that they belong to, and a writer that writes nothing."""
         if self.keep_every is not None and self.keep_last is None:
             message = (

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from shardwise.errors import ConfigError, ConflictError
 
-from .base import ConfigSection, Contradiction, Int, Ints, Names, Strings, key, section
-from .unused import with_unused_keys
+from .base import At, ConfigSection, Contradictions, Int, Ints, Names, Strings, key, section
+from .tables import with_unused_keys
 
 _PATTERNS = (
     "Modules of the group: regular expressions that are searched in their names (embeddings, too); `*`: all linear "
@@ -35,7 +35,7 @@ class Group(ConfigSection):
         "cleaned; each finds the module nearest in the model.",
     )
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield patterns that are no regular expressions, and lists of different lengths."""
         related = self.related_modules or []
         for name, patterns in (("modules", self.modules), *(("related_modules", some) for some in related)):
@@ -60,7 +60,7 @@ class WeightQuantizationParams(ConfigSection):
     target_bits: Int = key(8, "Bits in the end. Symmetric weights of 1 bit are binary, of 2 ternary.", ge=1, le=16)
     quantization_period: Int = key(1, "Steps until there is one bit less.", ge=0)
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield bits that would grow."""
         if self.target_bits > self.start_bits:
             message = f"is {self.target_bits}, more than {at('start_bits')} = {self.start_bits}; exchange them"
@@ -147,7 +147,7 @@ class SparsePruningShared(Shared):
     )
     excluded_modules: Strings = key([], "Patterns of modules that are not pruned.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield the method that is refused."""
         if self.enabled and self.method == "snip_momentum":
             yield "method", _SNIP, ConfigError
@@ -169,7 +169,7 @@ class HeadPruningShared(Shared):
     )
     num_heads: Int | None = key(None, "Heads of a layer; required.", gt=0)
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield the absence of the number of heads."""
         if self.enabled and self.num_heads is None:
             yield "num_heads", "is missing; give the number of heads of the model's layers", ConfigError
@@ -178,7 +178,7 @@ class HeadPruningShared(Shared):
 class Method(ConfigSection):
     """A method: shared parameters, and groups of modules."""
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield the absence of groups."""
         method: Any = self
         if method.shared_parameters.enabled and not method.different_groups:
@@ -240,7 +240,7 @@ class LayerReduction(ConfigSection):
     teacher_layer: Ints | None = key(None, "Numbers, from 0, of the teacher's layers, in order.")
     other_module_name: Strings = key([], "Names of modules that are copied as they are.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield absent keys, and another number of layers."""
         if not self.enabled:
             return

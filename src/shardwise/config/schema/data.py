@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from shardwise.errors import ConfigError, ConflictError
 
-from .base import Arguments, ConfigSection, Contradiction, Int, Ints, as_list, key, section
-from .unused import with_unused_keys
+from .base import Arguments, At, ConfigSection, Contradictions, Int, Ints, as_list, key, section
+from .tables import with_unused_keys
 
 _Numbers = Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(as_list)]
 _ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
@@ -37,7 +36,7 @@ class Curriculum(Arguments):
         "(`engine.set_custom_curriculum_learning_schedule`).",
     )
 
-    def incomplete(self, schedule: DifficultySchedule, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def incomplete(self, schedule: DifficultySchedule, at: At) -> Contradictions:
         """Yield the keys that an enabled curriculum lacks."""
         for name in ("min_difficulty", "max_difficulty", "schedule_type"):
             if getattr(self, name) is None:
@@ -71,7 +70,7 @@ class CurriculumLearning(Curriculum):
     curriculum_type: Literal["seqlen"] | None = key(None, "What the difficulty is: the length of sequences.")
     schedule_config: DifficultySchedule = section(DifficultySchedule, "Parameters of the schedule.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield what an enabled curriculum lacks."""
         if self.enabled:
             if self.curriculum_type is None:
@@ -96,7 +95,7 @@ class CurriculumMetric(Curriculum):
         """Whether the difficulty decides which samples are drawn."""
         return self.clustering_type != "single_cluster"
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield files and types that are missing."""
         needed = ["difficulty_type", "clustering_type"]
         if self.selects:
@@ -139,7 +138,7 @@ class DynamicBatching(ConfigSection):
     )
     verbose: bool = key(False, "Log the number of micro-batches of an epoch (rank 0).")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield a missing number of tokens, and bounds that exclude each other."""
         if self.enabled and self.max_tokens is None:
             yield "max_tokens", "is needed by dynamic batching; add it", ConfigError
@@ -195,7 +194,7 @@ class RandomLTD(ConfigSection):
     random_ltd_schedule: TokenDropSchedule = section(TokenDropSchedule, "Number of tokens.")
     layer_token_lr_schedule: LayerTokenRates = section(LayerTokenRates, "Learning rate by tokens.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield what enabled dropping lacks."""
         if not self.enabled:
             return
@@ -262,7 +261,7 @@ class DataEfficiency(ConfigSection):
         routing = self.data_routing
         return routing.random_ltd if self.enabled and routing.enabled and routing.random_ltd.enabled else None
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield two ways of forming batches."""
         if self.curriculum is not None and self.token_batches is not None:
             where = "data_sampling.dynamic_batching.enabled"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from shardwise.errors import ElasticConfigError
 
-from .base import ConfigSection, Contradiction, Int, Ints, key
-from .unused import with_unused_keys
+from .base import At, ConfigSection, Contradictions, Int, Ints, key
+from .tables import with_unused_keys
 
 VERSIONS = (0.1, 0.2)
 
@@ -33,7 +33,7 @@ class Elasticity(ConfigSection):
     num_gpus_per_node: Int = key(1, "Version 0.2: ranks of a node.", ge=1)
     model_parallel_size: Int = key(1, "Version 0.2: ranks that share a copy of the model or a sequence.", ge=1)
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield what keeps the section from naming a batch size."""
         if self.enabled:
             for path, message in self._problems(at):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 from shardwise.errors import ConfigError
 
-from .base import ConfigSection, Contradiction, Int, key
-from .unused import with_unused_keys
+from .base import At, ConfigSection, Contradictions, Int, key
+from .tables import with_unused_keys
 
 
 @with_unused_keys
@@ -30,7 +28,7 @@ class HybridEngine(ConfigSection):
     )
     enable_cuda_graph: bool = key(False, "Record CUDA graphs of answers: refused.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Refuse CUDA graphs."""
         if self.enabled and self.enable_cuda_graph:
             message = (

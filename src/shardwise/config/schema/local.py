@@ -1,13 +1,12 @@
-"""Local SGD: replicas of the model that train on their own between exchanges."""
+"""Ranks that differ: replicas that train on their own between exchanges (local SGD), and micro-batches by speed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Literal
 
 from shardwise.errors import ConflictError
 
-from .base import ConfigSection, Contradiction, Int, key, section
+from .base import At, ConfigSection, Contradictions, Int, Ints, key, section
 
 
 class OuterOptimizer(ConfigSection):
@@ -29,7 +28,7 @@ class OuterOptimizer(ConfigSection):
         """The momentum, by default that of the type; 0: none."""
         return (0.9 if self.type == "Nesterov" else 0.0) if self.momentum is None else self.momentum
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield options of a mean."""
         for name in ("lr", "momentum"):
             if self.type == "Average" and getattr(self, name) is not None:
@@ -63,7 +62,7 @@ class LocalSGD(ConfigSection):
             return 0.0
         return 0.5 if self.overlap_mixing is None else self.overlap_mixing
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield more fragments than steps, and exchanges that would overlap each other."""
         if self.fragments > self.sync_every:
             message = f"is {self.fragments}, and {at('sync_every')} = {self.sync_every}: one step has one at most"
@@ -73,3 +72,28 @@ class LocalSGD(ConfigSection):
             yield "overlap_steps", message, ConflictError
         if self.overlap_mixing is not None and not self.overlap_steps:
             yield "overlap_mixing", f"belongs to {at('overlap_steps')}, which is 0; remove it", ConflictError
+
+
+class UnequalBatches(ConfigSection):
+    """`unequal_batches`: data-parallel ranks take parts of different size of a batch, which stays the same. Not a
+    section of DeepSpeed.
+    """
+
+    enabled: bool = key(
+        False,
+        "Divide each micro-batch of all ranks by their speed, or as `samples` says. Losses count by their samples.",
+    )
+    samples: Ints | None = key(
+        None,
+        "Samples of each data-parallel rank in a micro-batch, with a mean of train_micro_batch_size_per_gpu; null: by "
+        "measured speed.",
+    )
+    every: Int = key(100, "Steps between two measurements; with `local_sgd` at the next exchange.", gt=0)
+    largest: float = key(
+        2.0, "Most samples of a rank, in multiples of train_micro_batch_size_per_gpu: its memory must suffice.", ge=1
+    )
+
+    def contradictions(self, at: At) -> Contradictions:
+        """Yield samples that are no parts."""
+        if self.samples is not None and min(self.samples, default=0) < 1:
+            yield "samples", f"is {self.samples}; each rank needs at least 1", ConflictError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .base import ConfigSection, Int, Size, key
-from .unused import with_unused_keys
+from .tables import with_unused_keys
 
 _PIN_NOTE = "false in DeepSpeed until 2026-08: without it copies wait for the host"
 

@@ -1,19 +1,32 @@
-"""Arguments of the optimizers: a model for each that the configuration knows by name, also used by its constructor. For
-classes of torch.optim, models are made from their signatures.
+"""The section of the optimizer, and the arguments of each that the configuration knows by name: one model, which the
+constructor uses, too. For classes of torch.optim, models are made from their signatures.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 from typing_extensions import override
 
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 
-from .base import Arguments, Betas, Contradiction, Flag, Int, Names, NotNegative, Number, PartOfOne, key
+from .base import (
+    Arguments,
+    At,
+    Betas,
+    ConfigSection,
+    Contradictions,
+    Flag,
+    Int,
+    Names,
+    NotNegative,
+    Number,
+    PartOfOne,
+    key,
+)
+from .tables import with_unused_keys
 
 CLIPPING = "the engine clips gradients; write `gradient_clipping` at the top level"
 """Fix for an optimizer's own max_grad_norm."""
@@ -44,7 +57,7 @@ class Elementwise(Arguments):
         fields = type(self).model_fields
         return next((n for n in _OF_TORCH if n in fields and getattr(self, n) is not fields[n].default), None)
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield the options that torch's class lacks, if another option needs torch's class."""
         cause = self.torch_only_option()
         for name in ("bias_correction", "fp32_optimizer_states"):
@@ -87,7 +100,7 @@ class AdamWArguments(AdamArguments):
     """Adam with decoupled weight decay."""
 
     @override
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         yield from super().contradictions(at)
         if not self.adam_w_mode:
             reason = "false contradicts `optimizer.type` AdamW; use type Adam for decay added to the gradient"
@@ -127,7 +140,7 @@ class LambArguments(Arguments):
     min_coeff: NotNegative = key(0.01, "Smallest factor of a tensor's step.")
     amsgrad: Flag = key(False, "Only false.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield options of other libraries, and limits in the wrong order."""
         if self.max_grad_norm:
             yield "max_grad_norm", f"{CLIPPING}, and 0 here or nothing", ConfigError
@@ -158,7 +171,7 @@ class MuonArguments(Arguments):
     adam_w_mode: Flag = key(True, "false: Adam's half adds the decay to the gradient.")
     torch_adam: Flag = key(False, "Adam's half runs the implementation that torch picks.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield options that this version lacks."""
         if self.per_head_muon:
             reason = "this version orthogonalises matrices unsplit; remove the key"
@@ -180,7 +193,7 @@ class _Onebit(Arguments):
         "nccl", "", no_effect="the backend is that of torch.distributed's process group"
     )
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         for name, reason in (
             ("amsgrad", "the running maximum of a variance that is frozen would be frozen with it"),
             ("eps_inside_sqrt", "eps is added to the root, as torch.optim.Adam does"),
@@ -206,7 +219,7 @@ class OnebitLambArguments(_Onebit):
     factor_min: Number = key(0.5, "Smallest factor.")
     factor_threshold: Number = key(0.1, "Largest relative change of the factor in one step.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield switches that cannot be on, and limits in the wrong order."""
         yield from super().contradictions(at)
         yield from self.ordered("min_coeff", "max_coeff", at)
@@ -241,3 +254,20 @@ NATIVE_OPTIMIZERS: dict[str, type[Arguments]] = {
     **ONEBIT_OPTIMIZERS,
 }
 """This library's optimizers, by lower-case name."""
+
+
+@with_unused_keys
+class Optimizer(ConfigSection):
+    """`optimizer`: class and arguments of the optimizer that the engine builds."""
+
+    type: str | None = key(
+        None,
+        "adam, adamw, lamb, muon, onebitadam, onebitlamb, zerooneadam, or muadam, muadamw, musgd of the package mup "
+        "(any case), or the exact name of a class in torch.optim. null: the caller passes one.",
+    )
+    params: dict[str, Any] = key({}, "Arguments of the optimizer, such as lr and weight_decay.", free_form=True)
+
+    @property
+    def is_onebit(self) -> bool:
+        """True if the optimizer communicates itself."""
+        return (self.type or "").lower() in ONEBIT_OPTIMIZERS

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from .base import ConfigSection, ExactInt, Int, Strings, as_list, key
-from .unused import with_unused_keys
+from .tables import with_unused_keys
 
 
 @with_unused_keys

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Literal
 
 from shardwise.errors import ConflictError
 
-from .base import ConfigSection, Contradiction, DType, Int, Strings, key
-from .unused import with_unused_keys
+from .base import At, ConfigSection, Contradictions, DType, Int, Strings, key
+from .tables import with_unused_keys
 
 
 class FP16(ConfigSection):
@@ -54,7 +53,7 @@ class BF16(ConfigSection):
     )
     bf16_optimizer_states: bool = key(False, "Keep optimizer state in bf16; needs parameters without master weights.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield keys that need parameters without master weights."""
         alias = self.bf16_master_weights_and_grads
         if alias and self.master_weights == "fp32" and "master_weights" in self.model_fields_set:
@@ -87,7 +86,7 @@ class TorchAutocast(ConfigSection):
         "of torch.nn. communication_data_type overrides it.",
     )
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield a type that autocast does not cast to."""
         if self.enabled and self.dtype == "fp32":
             message = 'is "fp32", which autocast does not cast to; write "bf16" or "fp16", or switch autocast off'
@@ -109,7 +108,7 @@ class Float8(ConfigSection):
         "then; the recipe is tensorwise.",
     )
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield a recipe whose weights cannot be gathered in 8 bits."""
         if self.all_gather and self.recipe != "tensorwise":
             message = f'needs {at("recipe")} "tensorwise": scales of rows are not known before the all-gather'

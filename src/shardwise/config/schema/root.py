@@ -7,16 +7,15 @@ from typing import Annotated, Any, Literal
 
 from .attention import SparseAttention
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, Size, StepCount, key, section
-from .budget import CostBudget
 from .checkpoint import CheckpointOptions
 from .compression_training import CompressionTraining, QuantizeTraining
 from .data import CurriculumLearning, DataEfficiency, ProgressiveLayerDropping
 from .elasticity import Elasticity
 from .gradients import Compression
 from .inference import HybridEngine
-from .local import LocalSGD
-from .not_built import NotBuilt, not_built
+from .local import LocalSGD, UnequalBatches
 from .observe import (
+    AnomalyWatch,
     Comet,
     CommsLoggerOptions,
     CSVMonitor,
@@ -31,13 +30,12 @@ from .observe import (
     WandB,
 )
 from .offload import AIO, ActivationOffload, MemoryLimits
-from .optim import Optimizer, Scheduler
+from .optimizers import Optimizer
 from .parallel import ActivationCheckpointing, ExpertParallel, Pipeline, TensorParallel
 from .precision import BF16, FP16, DataTypes, Float8, TorchAutocast
-from .tuning import Autotuning
-from .unequal import UnequalBatches
-from .unused import with_unused_keys
-from .watch import AnomalyWatch
+from .schedules import Scheduler
+from .tables import NotBuilt, not_built, with_unused_keys
+from .tuning import Autotuning, CostBudget
 from .zero import ZeroConfig
 
 

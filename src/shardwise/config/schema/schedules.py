@@ -1,13 +1,12 @@
-"""Arguments of the schedules: one model for each, which its constructor uses, too."""
+"""The section of the schedule, and the arguments of each: one model, which its constructor uses, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .base import Arguments, Contradiction, Flag, Int, NotNegative, PartOfOne, as_list, key
+from .base import Arguments, At, ConfigSection, Contradictions, Flag, Int, NotNegative, PartOfOne, as_list, key
 
 _OneEach = Field(min_length=1)
 Rates = NotNegative | Annotated[list[NotNegative], BeforeValidator(as_list), _OneEach]
@@ -46,7 +45,7 @@ class OneCycleArguments(_Schedule):
     cycle_max_mom: _Momenta = key(0.9, "Highest momentum.")
     decay_mom_rate: NotNegative = key(0.0, "Growth of the momentum after the cycle.")
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield minima above their maxima."""
         yield from self.ordered("cycle_min_lr", "cycle_max_lr", at)
         yield from self.ordered("cycle_min_mom", "cycle_max_mom", at)
@@ -91,3 +90,14 @@ NATIVE_SCHEDULES: dict[str, type[Arguments]] = {
     )
 }
 """This library's schedules, by exact name; warmup_max_lr null: the optimizer's lr."""
+
+
+class Scheduler(ConfigSection):
+    """`scheduler`: learning-rate schedule that the engine builds and advances once per optimizer step."""
+
+    type: str | None = key(
+        None,
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or the exact name of a class in "
+        "torch.optim.lr_scheduler.",
+    )
+    params: dict[str, Any] = key({}, "Arguments of the schedule.", free_form=True)

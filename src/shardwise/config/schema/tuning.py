@@ -1,14 +1,13 @@
-"""Section of the autotuner."""
+"""Sections of the autotuner, and of what a training may cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from shardwise.errors import ConflictError
+from shardwise.errors import ConfigError, ConflictError
 
-from .base import ConfigSection, Contradiction, Int, key, section
-from .unused import with_unused_keys
+from .base import At, ConfigSection, Contradictions, Int, key, section
+from .tables import with_unused_keys
 
 
 @with_unused_keys
@@ -71,7 +70,7 @@ class Autotuning(ConfigSection):
         min_length=1,
     )
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield bounds that exclude every value."""
         if not self.enabled:
             return
@@ -91,3 +90,24 @@ class Autotuning(ConfigSection):
             name, flag = next(iter(wrong.items()))
             message = f'maps {name} to {flag!r}; write an argument of the script, such as "--{name}"'
             yield "arg_mappings", message, ConflictError
+
+
+class CostBudget(ConfigSection):
+    """`cost_budget`: a plan of time has to say that the training costs no more, else nothing begins. Not a section of
+    DeepSpeed.
+    """
+
+    amount: float | None = key(None, "Most that the training may cost, in any currency; null: any.", gt=0)
+    rank_hour: float = key(1.0, "Price of a rank for an hour.", gt=0)
+    steps: Int | None = key(None, "Steps of the training.", gt=0)
+    rates: str | None = key(
+        None,
+        'File of `shardwise bench machine`. With it, what is left to "auto" is the fastest that fits, also without '
+        "an amount; without it the cheapest in memory tiers and bytes sent.",
+    )
+
+    def contradictions(self, at: At) -> Contradictions:
+        """Yield an amount that nothing can be compared with."""
+        for name in ("steps", "rates"):
+            if self.amount is not None and getattr(self, name) is None:
+                yield "amount", f"needs {at(name)}: a price is steps x time of a step x ranks", ConfigError

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from shardwise.errors import ConfigError, ConflictError
 
-from .base import STAGES, ConfigSection, Contradiction, ExactInt, Int, Names, key, section
-from .not_built import NotBuilt
+from .base import STAGES, At, ConfigSection, Contradictions, ExactInt, Int, Names, key, section
 from .offload import OffloadOptimizer, OffloadParam
-from .unused import with_unused_keys
+from .tables import NotBuilt, with_unused_keys
 
 Stage = Annotated[Literal[0, 1, 2, 3], ExactInt]
 
@@ -152,7 +150,7 @@ class ZeroConfig(ConfigSection):
         """True if optimizer state is offloaded."""
         return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def contradictions(self, at: At) -> Contradictions:
         """Yield keys of another stage, and keys without the key that they belong to."""
         if self.legacy_stage1:
             yield "legacy_stage1", "the old stage 1 no longer exists; remove the key", ConfigError
@@ -182,7 +180,7 @@ class ZeroConfig(ConfigSection):
         if size < -1 or size == 0:
             yield "mics_shard_size", f"is {size}; write a number of ranks, or -1 for all of them", ConfigError
 
-    def _offload(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+    def _offload(self, at: At) -> Contradictions:
         for name, place, least in (
             ("offload_optimizer", self.offload_optimizer, 1),
             ("offload_param", self.offload_param, 3),

@@ -1,4 +1,6 @@
-"""Sections of features that this version lacks: their documented keys, read from `unsupported.toml`."""
+"""Sections and keys that are rows of TOML files: documented keys of features that this version lacks
+(`unsupported.toml`), and keys that change nothing, with the reason, by the class of their section (`no_effect.toml`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,12 @@ import json
 import sys
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
-from .base import ConfigSection, key, section
+from .base import ConfigSection, DType, Int, key, section
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -93,3 +95,20 @@ class NotBuilt:
 def not_built(path: str) -> Any:
     """Declare a section with type metadata `NotBuilt(path)`, which has its defaults when absent."""
     return section(lambda: model(path)(), "Not built.")
+
+
+# -- keys that change nothing ------------------------------------------------------------------------------------------
+
+Section = TypeVar("Section", bound=ConfigSection)
+_TYPES: dict[str, Any] = {"bool": bool, "int": Int, "number": float, "string": str, "dtype": DType}
+
+
+def with_unused_keys(section: type[Section]) -> type[Section]:
+    """Return a section with its keys of `no_effect.toml` behind its own. No code reads their values."""
+    fields: dict[str, Any] = {}
+    for name, row in table("no_effect.toml")[section.__name__].items():
+        about = {"default": None, **row}
+        kind = _TYPES[about.pop("type")] if "type" in about else Literal[tuple(about.pop("choices"))]
+        fields[name] = (kind if "default" in row else kind | None, key(**about))
+    about_class: dict[str, Any] = {"__doc__": section.__doc__, "__module__": section.__module__}
+    return create_model(section.__name__, __base__=section, **about_class, **fields)
